@@ -1,0 +1,168 @@
+//! Encoding of image fields: little-endian, without padding.
+
+use crate::State;
+use baton_wire::frame::Link;
+use baton_wire::{Endpoint, Flow};
+
+/// Why bytes are not an image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum ImageError {
+    /// It does not begin with the magic bytes.
+    #[error("these bytes are not a connection image")]
+    NotAnImage,
+    /// It was written by another version.
+    #[error("connection image of version {found}, this program knows version {known}")]
+    Version {
+        /// Version in the image.
+        found: u16,
+        /// Version of this program.
+        known: u16,
+    },
+    /// It ends too early.
+    #[error("the connection image is truncated")]
+    Truncated,
+    /// Its length field disagrees with its fields.
+    #[error("the connection image says it has {found} bytes, its fields have {expected}")]
+    Length {
+        /// Length field.
+        found: usize,
+        /// Length of the fields.
+        expected: usize,
+    },
+    /// Its digest disagrees with its bytes.
+    #[error("the connection image is damaged: its digest does not match")]
+    Digest,
+    /// A field has a value outside its type.
+    #[error("the connection image has an impossible value")]
+    Value,
+    /// Two fields contradict each other.
+    #[error("the connection image contradicts itself: {0}")]
+    Inconsistent(&'static str),
+}
+
+/// FNV-1a over the bytes: finds damage, not malice; that is what [`crate::Image::check`] and the memory's owner are for.
+pub(crate) fn digest(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
+}
+
+pub(crate) struct Writer<'a> {
+    out: &'a mut [u8],
+    at: usize,
+}
+
+impl<'a> Writer<'a> {
+    pub(crate) fn new(out: &'a mut [u8]) -> Self {
+        Writer { out, at: 0 }
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> Result<(), ImageError> {
+        let room = self.out.get_mut(self.at..self.at + bytes.len()).ok_or(ImageError::Truncated)?;
+        room.copy_from_slice(bytes);
+        self.at += bytes.len();
+        Ok(())
+    }
+
+    pub(crate) fn length(&self) -> usize {
+        self.at
+    }
+
+    pub(crate) fn written(&self) -> &[u8] {
+        // The caller's borrow of `self` ends before it writes on; the digest covers what is there now.
+        &self.out[..self.at]
+    }
+
+    pub(crate) fn patch_length(&mut self, length: u16) {
+        self.out[6..8].copy_from_slice(&length.to_le_bytes());
+    }
+}
+
+pub(crate) struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Reader { bytes, at: 0 }
+    }
+
+    pub(crate) fn position(&self) -> usize {
+        self.at
+    }
+}
+
+/// A value with a fixed encoding.
+pub(crate) trait Field: Sized {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError>;
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError>;
+}
+
+impl<const N: usize> Field for [u8; N] {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        out.bytes(self)
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        let bytes = input.bytes.get(input.at..input.at + N).ok_or(ImageError::Truncated)?;
+        input.at += N;
+        bytes.try_into().map_err(|_| ImageError::Truncated)
+    }
+}
+
+macro_rules! number {
+    ($($type:ty),*) => {$(
+        impl Field for $type {
+            fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+                out.bytes(&self.to_le_bytes())
+            }
+
+            fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+                Field::read(input).map(<$type>::from_le_bytes)
+            }
+        }
+    )*};
+}
+number!(u8, u16, u32);
+
+impl Field for bool {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        u8::from(*self).write(out)
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        match u8::read(input)? {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(ImageError::Value),
+        }
+    }
+}
+
+impl Field for State {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        (*self as u8).write(out)
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        State::from_number(u8::read(input)?).ok_or(ImageError::Value)
+    }
+}
+
+macro_rules! fields {
+    ($type:ident { $($name:ident),* }) => {
+        impl Field for $type {
+            fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+                let $type { $($name),* } = self;
+                $($name.write(out)?;)*
+                Ok(())
+            }
+
+            fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+                Ok($type { $($name: Field::read(input)?),* })
+            }
+        }
+    };
+}
+fields!(Endpoint { address, port });
+fields!(Flow { local, remote });
+fields!(Link { source, destination, ttl, tos, flow_label });

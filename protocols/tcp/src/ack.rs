@@ -1,0 +1,133 @@
+//! Acknowledgements: what they take off the send queue, and the peer's window (RFC 9293 section 3.10.7.4, fifth check).
+
+use crate::connection::{Connection, State};
+use crate::scoreboard::Sample;
+use crate::segment::{Events, Segment};
+use crate::seq::{at_or_before, before};
+use crate::time::Instant;
+use crate::timers::TIME_WAIT;
+use baton_wire::Flags;
+
+impl Connection {
+    /// Processes the acknowledgement of an acceptable segment. Returns the bytes of send memory that it frees.
+    #[inline]
+    pub(crate) fn process_ack(&mut self, segment: &Segment, now: Instant) -> (u32, Events) {
+        self.update_window(segment);
+        let advanced = before(self.send.una, segment.ack);
+        if !advanced && self.scoreboard.is_empty() {
+            if self.timers.probes > 0 || self.rtt.backoff > 0 {
+                self.timers.probes = 0;
+                self.peer_alive();
+            }
+            return (0, Events::empty());
+        }
+        self.process_outstanding(segment, advanced, now)
+    }
+
+    fn process_outstanding(&mut self, segment: &Segment, advanced: bool, now: Instant) -> (u32, Events) {
+        let mut sample = Sample { now, ..Sample::default() };
+        self.receive.last_echo = segment.options.timestamps.map(|(_, echo)| echo);
+        if self.agreed.sack && !segment.options.sack.is_empty() {
+            self.process_sack(segment, &mut sample);
+        }
+        let (freed, events) = if advanced { self.acknowledge(segment.ack, &mut sample) } else { (0, Events::empty()) };
+        self.take_rtt(&sample, advanced, now);
+        if self.agreed.ecn && segment.flags.contains(Flags::ECE) {
+            self.enter_reduced();
+        }
+        let bare = segment.length == 0 && !segment.flags.intersects(Flags::FIN | Flags::SYN);
+        if advanced || sample.sacked > 0 || sample.duplicate || bare {
+            if advanced || sample.sacked > 0 {
+                self.rearm_send_timer(now);
+            }
+            self.advance_recovery(&sample, advanced, now);
+        }
+        if events.contains(Events::TIME_WAIT) {
+            self.enter_time_wait(now);
+        }
+        (freed, events)
+    }
+
+    fn acknowledge(&mut self, ack: u32, sample: &mut Sample) -> (u32, Events) {
+        let fin_end = self.send.end.wrapping_add(1);
+        let fin_acked = self.send.fin_queued && ack == fin_end && self.send.nxt == fin_end;
+        let syn = matches!(self.state, State::SynSent | State::SynReceived);
+        let freed = ack.wrapping_sub(self.send.una).wrapping_sub(u32::from(fin_acked)).wrapping_sub(u32::from(syn));
+        self.scoreboard.acknowledge(ack, self.recovery.high_seq, self.rtt.min, sample);
+        self.send.una = ack;
+        if before(self.send.small_end, ack) {
+            self.send.small_end = ack;
+        }
+        self.peer_alive();
+        self.timers.probes = 0;
+        let mut events = Events::empty();
+        if fin_acked {
+            events |= Events::FIN_ACKED;
+            match self.state {
+                State::FinWait1 => self.state = State::FinWait2,
+                State::Closing => events |= Events::TIME_WAIT,
+                State::LastAck => {
+                    self.state = State::Closed;
+                    self.timers = crate::timers::Timers::default();
+                    events |= Events::CLOSED;
+                }
+                _ => {}
+            }
+        }
+        (freed, events)
+    }
+
+    pub(crate) fn enter_time_wait(&mut self, now: Instant) {
+        self.state = State::TimeWait;
+        self.timers = crate::timers::Timers { time_wait_at: now.after(TIME_WAIT), ..Default::default() };
+    }
+
+    fn process_sack(&mut self, segment: &Segment, sample: &mut Sample) {
+        let blocks = segment.options.sack.as_slice();
+        let (una, nxt) = (self.send.una, self.send.nxt);
+        let (left, right) = blocks[0];
+        // RFC 2883 section 4: below the acknowledgement, or inside the second block, the first block reports a duplicate.
+        let inside_second = blocks.get(1).is_some_and(|second| at_or_before(second.0, left) && at_or_before(right, second.1));
+        let duplicate = before(left, segment.ack) && at_or_before(right, segment.ack) || inside_second;
+        if duplicate {
+            sample.duplicate = true;
+            self.count_duplicate_report();
+        }
+        for (left, right) in blocks.iter().skip(usize::from(duplicate)) {
+            let sane = before(*left, *right) && before(una, *right) && at_or_before(*right, nxt) && !before(*left, una);
+            if sane {
+                self.scoreboard.sack(*left, *right, self.recovery.high_seq, self.rtt.min, sample);
+            }
+        }
+    }
+
+    fn take_rtt(&mut self, sample: &Sample, advanced: bool, now: Instant) {
+        let echoed = || {
+            let echo = self.receive.last_echo.filter(|echo| advanced && *echo != 0)?;
+            let millis = self.ts_now(now).wrapping_sub(echo);
+            (millis < 60_000).then_some(millis * 1000)
+        };
+        if let Some(rtt) = sample.rtt.or_else(echoed) {
+            self.rtt.sample(rtt, now.0);
+            self.congestion.on_rtt(rtt, self.rtt.min);
+        }
+        if at_or_before(self.congestion.round_end, self.send.una) && advanced {
+            self.congestion.next_round(self.send.nxt);
+        }
+    }
+
+    /// RFC 9293 section 3.10.7.4: the window moves with newer segments only.
+    #[inline]
+    fn update_window(&mut self, segment: &Segment) {
+        let send = &mut self.send;
+        let window = u32::from(segment.window) << if segment.flags.contains(Flags::SYN) { 0 } else { send.wscale };
+        let newer = before(send.una, segment.ack)
+            || before(send.wl1, segment.seq)
+            || (send.wl1 == segment.seq && window > send.wnd);
+        if newer {
+            send.wl1 = segment.seq;
+            send.wnd = window;
+            send.max_wnd = send.max_wnd.max(window);
+        }
+    }
+}

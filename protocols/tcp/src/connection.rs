@@ -1,0 +1,386 @@
+//! The state of one connection, and what its program asks of it.
+
+use crate::congestion::Cubic;
+use crate::reassembly::Reassembly;
+use crate::recovery::Recovery;
+use crate::rtt::Rtt;
+use crate::scoreboard::Scoreboard;
+use crate::segment::Events;
+use crate::seq::before;
+use crate::time::Instant;
+use crate::timers::Timers;
+
+/// Connection states (RFC 9293 section 3.3.2); LISTEN has no connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum State {
+    /// Our SYN is out.
+    SynSent,
+    /// A SYN came and ours is out.
+    SynReceived,
+    /// Open both ways.
+    #[default]
+    Established,
+    /// We closed.
+    FinWait1,
+    /// Our FIN is acknowledged.
+    FinWait2,
+    /// The peer closed.
+    CloseWait,
+    /// The peer closed, then we did.
+    LastAck,
+    /// Both closed at once.
+    Closing,
+    /// Waiting out old segments.
+    TimeWait,
+    /// Gone.
+    Closed,
+}
+
+/// Why a connection ended early.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EndReason {
+    /// The peer sent a RST (ECONNRESET).
+    Reset,
+    /// The peer sent a RST in answer to our SYN (ECONNREFUSED).
+    Refused,
+    /// Retransmissions, probes or keep-alives went unanswered (ETIMEDOUT).
+    TimedOut,
+    /// The program aborted it.
+    Aborted,
+}
+
+/// What a host configures; defaults are Linux's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Receive memory in bytes.
+    pub receive_buffer: u32,
+    /// Path MTU, bytes of IP packet.
+    pub mtu: u32,
+    /// Bytes of IP header.
+    pub ip_header: u32,
+    /// Disable Nagle's algorithm.
+    pub nodelay: bool,
+    /// Acknowledge every segment at once instead of every second one.
+    pub quick_ack_always: bool,
+    /// Send keep-alive probes.
+    pub keepalive: bool,
+    /// Seconds before the first probe.
+    pub keepalive_idle: u32,
+    /// Seconds between probes.
+    pub keepalive_interval: u32,
+    /// Unanswered probes that end the connection.
+    pub keepalive_count: u32,
+    /// TCP_USER_TIMEOUT in milliseconds (RFC 5482), 0 for none.
+    pub user_timeout: u32,
+    /// Negotiate ECN (RFC 3168) when opening.
+    pub ecn: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            receive_buffer: 1 << 18,
+            mtu: 1500,
+            ip_header: 20,
+            nodelay: false,
+            quick_ack_always: false,
+            keepalive: false,
+            keepalive_idle: 7200,
+            keepalive_interval: 75,
+            keepalive_count: 9,
+            user_timeout: 0,
+            ecn: false,
+        }
+    }
+}
+
+/// Send sequence space (RFC 9293 section 3.3.1).
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Send {
+    pub una: u32,
+    pub nxt: u32,
+    /// Behind the last byte that the program has queued.
+    pub end: u32,
+    pub wnd: u32,
+    pub wl1: u32,
+    pub max_wnd: u32,
+    /// Behind the last segment shorter than the MSS (Minshall's variant of Nagle).
+    pub small_end: u32,
+    /// Payload bytes of a full segment, options subtracted.
+    pub mss: u32,
+    pub wscale: u8,
+    pub fin_queued: bool,
+    /// An ECN reaction was made: tell the peer with the next data.
+    pub cwr_pending: bool,
+}
+
+/// Receive sequence space.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Receive {
+    pub nxt: u32,
+    /// Right edge of the advertised window; never moves back.
+    pub adv: u32,
+    /// First byte that the program has not read.
+    pub read: u32,
+    /// Bytes of receive memory that the window may use.
+    pub capacity: u32,
+    /// Bytes received since the last acknowledgement went out.
+    pub unacked: u32,
+    pub wscale: u8,
+    pub fin: bool,
+    pub ack_now: bool,
+    /// Congestion was experienced: echo until the peer says CWR.
+    pub ece: bool,
+    /// Segments that are still acknowledged at once, as Linux does at the start and after a pause.
+    pub quick_acks: u8,
+    pub ts_recent: u32,
+    pub ts_known: bool,
+    pub ts_recent_at: Instant,
+    pub last_at: Instant,
+    /// A FIN came behind a hole: the sequence number it has.
+    pub fin_at: Option<u32>,
+    /// A duplicate to be reported (RFC 2883).
+    pub duplicate: Option<(u32, u32)>,
+    /// The peer's latest echo of our timestamp clock.
+    pub last_echo: Option<u32>,
+    /// Acknowledgement number of the last segment sent.
+    pub last_ack: u32,
+}
+
+/// What both ends agreed on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Agreed {
+    pub sack: bool,
+    pub timestamps: bool,
+    pub ecn: bool,
+    /// The peer's MSS option.
+    pub mss: u16,
+}
+
+/// A TCP connection.
+#[derive(Clone, Debug)]
+pub struct Connection {
+    pub(crate) state: State,
+    pub(crate) agreed: Agreed,
+    pub(crate) cork: bool,
+    pub(crate) send: Send,
+    pub(crate) receive: Receive,
+    /// Added to the time in milliseconds gives our timestamp clock.
+    pub(crate) ts_offset: u32,
+    pub(crate) timers: Timers,
+    pub(crate) scoreboard: Scoreboard,
+    pub(crate) recovery: Recovery,
+    pub(crate) congestion: Cubic,
+    pub(crate) rtt: Rtt,
+    pub(crate) reassembly: Reassembly,
+    pub(crate) config: Config,
+    pub(crate) end_reason: Option<EndReason>,
+    pub(crate) reset_pending: bool,
+    pub(crate) challenge_at: Instant,
+}
+
+/// TCP and option bytes that every segment of a connection with timestamps carries.
+pub(crate) const TIMESTAMP_BYTES: u32 = 12;
+
+impl Connection {
+    pub(crate) fn new(config: Config, agreed: Agreed, now: Instant) -> Self {
+        let mut connection = Connection {
+            state: State::Closed,
+            agreed,
+            cork: false,
+            send: Send::default(),
+            receive: Receive { quick_acks: 16, last_at: now, ..Receive::default() },
+            ts_offset: 0,
+            timers: Timers::default(),
+            scoreboard: Scoreboard::default(),
+            recovery: Recovery::default(),
+            congestion: Cubic::new(),
+            rtt: Rtt::default(),
+            reassembly: Reassembly::default(),
+            config,
+            end_reason: None,
+            reset_pending: false,
+            challenge_at: Instant(0),
+        };
+        connection.set_mtu(config.mtu);
+        connection
+    }
+
+    /// Sets the path MTU (bytes of IP packet) from the route or from ICMP, and with it the segment size.
+    pub fn set_mtu(&mut self, mtu: u32) {
+        self.config.mtu = mtu;
+        let room = mtu.saturating_sub(self.config.ip_header + 20);
+        let options = if self.agreed.timestamps { TIMESTAMP_BYTES } else { 0 };
+        let mss = if self.agreed.mss == 0 { 536 } else { u32::from(self.agreed.mss) };
+        self.send.mss = room.min(mss).saturating_sub(options).max(36);
+    }
+
+    /// The state.
+    #[inline]
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Why the connection ended early, if it did.
+    pub fn end_reason(&self) -> Option<EndReason> {
+        self.end_reason
+    }
+
+    /// Payload bytes of a full segment.
+    pub fn segment_size(&self) -> u32 {
+        self.send.mss
+    }
+
+    /// Oldest unacknowledged sequence number.
+    #[inline]
+    pub fn snd_una(&self) -> u32 {
+        self.send.una
+    }
+
+    /// Next sequence number to send.
+    #[inline]
+    pub fn snd_nxt(&self) -> u32 {
+        self.send.nxt
+    }
+
+    /// Sequence number behind the last queued byte.
+    #[inline]
+    pub fn snd_end(&self) -> u32 {
+        self.send.end
+    }
+
+    /// Next sequence number expected.
+    #[inline]
+    pub fn rcv_nxt(&self) -> u32 {
+        self.receive.nxt
+    }
+
+    /// First sequence number that the program has not read.
+    #[inline]
+    pub fn rcv_read(&self) -> u32 {
+        self.receive.read
+    }
+
+    /// Whether a FIN from the peer came in order.
+    #[inline]
+    pub fn fin_received(&self) -> bool {
+        self.receive.fin
+    }
+
+    /// Whether there are received bytes behind a hole.
+    #[inline]
+    pub fn has_out_of_order(&self) -> bool {
+        !self.reassembly.is_empty()
+    }
+
+    /// Ranges received behind a hole, in order.
+    pub fn out_of_order(&self) -> &[(u32, u32)] {
+        self.reassembly.ranges()
+    }
+
+    /// Segments retransmitted so far.
+    pub fn retransmissions(&self) -> u64 {
+        self.recovery.retransmissions
+    }
+
+    /// Congestion window in segments.
+    pub fn cwnd(&self) -> u32 {
+        self.congestion.cwnd
+    }
+
+    /// Smoothed round-trip time in microseconds.
+    pub fn smoothed_rtt(&self) -> u32 {
+        self.rtt.smoothed
+    }
+
+    /// Queues `length` more bytes of send memory. Returns false when sending is closed.
+    #[inline]
+    pub fn queue(&mut self, length: u32) -> bool {
+        if self.send.fin_queued || matches!(self.state, State::Closed | State::TimeWait) {
+            return false;
+        }
+        self.send.end = self.send.end.wrapping_add(length);
+        true
+    }
+
+    /// The program has read `length` bytes. Returns false, and does nothing, if there are not that many.
+    #[inline]
+    pub fn consumed(&mut self, length: u32) -> bool {
+        if length > self.readable() {
+            return false;
+        }
+        self.receive.read = self.receive.read.wrapping_add(length);
+        self.after_read();
+        true
+    }
+
+    /// Bytes in order and unread.
+    #[inline]
+    pub fn readable(&self) -> u32 {
+        self.receive.nxt.wrapping_sub(u32::from(self.receive.fin)).wrapping_sub(self.receive.read)
+    }
+
+    /// The program closes its sending side: a FIN follows the queued bytes.
+    pub fn shutdown(&mut self) {
+        if self.send.fin_queued {
+            return;
+        }
+        self.state = match self.state {
+            State::Established | State::SynReceived => State::FinWait1,
+            State::CloseWait => State::LastAck,
+            State::SynSent => State::Closed,
+            other => other,
+        };
+        self.send.fin_queued = matches!(self.state, State::FinWait1 | State::LastAck);
+    }
+
+    /// The program aborts: a RST goes out, the connection is gone.
+    pub fn abort(&mut self) -> Events {
+        let announce = !matches!(self.state, State::Closed | State::TimeWait | State::SynSent);
+        let events = self.end(EndReason::Aborted);
+        self.reset_pending = announce;
+        events
+    }
+
+    /// Turns Nagle's algorithm off or on.
+    pub fn set_nodelay(&mut self, nodelay: bool) {
+        self.config.nodelay = nodelay;
+    }
+
+    /// Holds partial segments back, or lets them go.
+    pub fn set_cork(&mut self, cork: bool) {
+        self.cork = cork;
+    }
+
+    /// Sets TCP_USER_TIMEOUT in milliseconds, 0 for none.
+    pub fn set_user_timeout(&mut self, millis: u32) {
+        self.config.user_timeout = millis;
+    }
+
+    /// Ends the connection with an error.
+    pub(crate) fn end(&mut self, reason: EndReason) -> Events {
+        self.state = State::Closed;
+        self.end_reason = Some(reason);
+        self.timers = Timers::default();
+        self.scoreboard.clear();
+        Events::ABORTED
+    }
+
+    /// Our timestamp clock (RFC 7323 section 4.1), in milliseconds.
+    #[inline]
+    pub(crate) fn ts_now(&self, now: Instant) -> u32 {
+        now.millis().wrapping_add(self.ts_offset)
+    }
+
+    /// Sequence number behind everything there is to send, a queued FIN counted.
+    #[inline]
+    pub(crate) fn send_limit(&self) -> u32 {
+        self.send.end.wrapping_add(u32::from(self.send.fin_queued))
+    }
+
+    /// Whether something waits to be sent for the first time.
+    #[inline]
+    pub(crate) fn has_unsent(&self) -> bool {
+        before(self.send.nxt, self.send_limit())
+    }
+}

@@ -1,0 +1,304 @@
+//! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
+
+use crate::connection::{Connection, EndReason, State};
+use crate::segment::{Events, Received, Segment};
+use crate::seq::{at_or_before, before, earlier};
+use crate::time::Instant;
+use crate::timers::DELAYED_ACK;
+use baton_wire::Flags;
+
+/// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
+const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
+/// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
+const CHALLENGE_GAP: u64 = 500_000;
+
+impl Connection {
+    /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for answers.
+    #[inline]
+    pub fn input(&mut self, segment: &Segment, now: Instant) -> Received {
+        if self.predicted(segment) {
+            return self.input_predicted(segment, now);
+        }
+        self.input_any(segment, now)
+    }
+
+    /// Van Jacobson's header prediction: the next segment in order of an open connection, nothing out of order, no surprises.
+    #[inline]
+    fn predicted(&self, segment: &Segment) -> bool {
+        let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0 && !segment.congestion_experienced;
+        let room = self.receive.adv.wrapping_sub(self.receive.nxt);
+        let timely = match segment.options.timestamps {
+            Some((value, _)) => self.agreed.timestamps && !(self.receive.ts_known && before(value, self.receive.ts_recent)),
+            None => !self.agreed.timestamps,
+        };
+        plain
+            && self.state == State::Established
+            && segment.seq == self.receive.nxt
+            && segment.length <= room
+            && timely
+            && self.reassembly.is_empty()
+            && segment.ack.wrapping_sub(self.send.una) <= self.send.nxt.wrapping_sub(self.send.una)
+    }
+
+    #[inline]
+    fn input_predicted(&mut self, segment: &Segment, now: Instant) -> Received {
+        self.take_timestamp(segment, now);
+        let (acked, events) = self.process_ack(segment, now);
+        let r = &mut self.receive;
+        let place_seq = r.nxt;
+        if segment.length > 0 {
+            r.nxt = r.nxt.wrapping_add(segment.length);
+            self.schedule_ack(segment.length, now);
+        }
+        Received { skip: 0, place: segment.length, place_seq, delivered: segment.length, acked, events }
+    }
+
+    fn input_any(&mut self, segment: &Segment, now: Instant) -> Received {
+        match self.state {
+            State::Closed => return Received::default(),
+            State::SynSent => return self.input_syn_sent(segment, now),
+            _ => {}
+        }
+        if self.too_old(segment, now) || !self.acceptable(segment) {
+            if !segment.flags.contains(Flags::RST) {
+                self.refuse(segment, now);
+            }
+            return Received::default();
+        }
+        if segment.flags.contains(Flags::RST) {
+            return self.input_reset(segment, now);
+        }
+        if segment.flags.contains(Flags::SYN) {
+            if self.state == State::SynReceived && segment.seq.wrapping_add(1) == self.receive.nxt {
+                self.receive.ack_now = true;
+                return Received::default();
+            }
+            self.challenge(now);
+            return Received::default();
+        }
+        if !segment.flags.contains(Flags::ACK) {
+            return Received::default();
+        }
+        self.input_acceptable(segment, now)
+    }
+
+    fn input_acceptable(&mut self, segment: &Segment, now: Instant) -> Received {
+        let mut received = Received::default();
+        if self.state == State::SynReceived {
+            if !self.complete_handshake(segment) {
+                self.reset_pending = true;
+                return received;
+            }
+            received.events |= Events::ESTABLISHED;
+        }
+        // RFC 5961 section 5.2: an acknowledgement of what was never sent, or of something ancient.
+        let ahead = before(self.send.nxt, segment.ack);
+        let ancient = before(segment.ack, self.send.una.wrapping_sub(self.send.max_wnd.max(65535)));
+        if ahead || ancient {
+            self.challenge(now);
+            return Received::default();
+        }
+        self.take_timestamp(segment, now);
+        self.timers.probes = 0;
+        let (acked, events) = self.process_ack(segment, now);
+        received.acked = acked;
+        received.events |= events;
+        if matches!(self.state, State::Closed) {
+            return received;
+        }
+        self.note_ecn(segment);
+        if segment.length > 0 || segment.flags.contains(Flags::FIN) {
+            self.take_payload(segment, now, &mut received);
+        }
+        received
+    }
+
+    /// PAWS: whether the segment is a leftover of an earlier round of the sequence space.
+    fn too_old(&self, segment: &Segment, now: Instant) -> bool {
+        let r = &self.receive;
+        match segment.options.timestamps {
+            Some((value, _)) if self.agreed.timestamps && r.ts_known => {
+                before(value, r.ts_recent)
+                    && now.since(r.ts_recent_at) < PAWS_IDLE
+                    && !segment.flags.contains(Flags::RST)
+                    // A pure acknowledgement that was merely overtaken carries no data that could be wrong.
+                    && !(segment.length == 0 && segment.seq == r.nxt && r.ts_recent.wrapping_sub(value) < 1000)
+            }
+            _ => false,
+        }
+    }
+
+    /// The four cases of RFC 9293 table 6, in the lenient form that also lets retransmissions of old data be answered.
+    fn acceptable(&self, segment: &Segment) -> bool {
+        let r = &self.receive;
+        // The left edge is the last acknowledgement sent, so that what lies between it and rcv_nxt can still update the window.
+        !before(segment.end(), r.last_ack) && at_or_before(segment.seq, r.adv)
+    }
+
+    /// Answers an unacceptable segment with our state (section 3.10.7.4): at once if it carries data, else not too often.
+    fn refuse(&mut self, segment: &Segment, now: Instant) {
+        if segment.length > 0 || segment.flags.contains(Flags::FIN) {
+            self.report_duplicate(segment.seq, segment.end());
+            self.receive.ack_now = true;
+            if self.state == State::TimeWait {
+                self.enter_time_wait(now);
+            }
+        } else {
+            self.challenge(now);
+        }
+    }
+
+    /// A challenge acknowledgement (RFC 5961), limited in rate.
+    fn challenge(&mut self, now: Instant) {
+        if self.challenge_at <= now {
+            self.challenge_at = now.after(CHALLENGE_GAP);
+            self.receive.ack_now = true;
+        }
+    }
+
+    fn input_reset(&mut self, segment: &Segment, now: Instant) -> Received {
+        // RFC 5961 section 3.2: only an exact match resets.
+        if segment.seq != self.receive.nxt {
+            self.challenge(now);
+            return Received::default();
+        }
+        let events = match self.state {
+            State::TimeWait => {
+                self.state = State::Closed;
+                Events::CLOSED
+            }
+            _ => self.end(EndReason::Reset),
+        };
+        Received { events, ..Received::default() }
+    }
+
+    #[inline]
+    fn take_timestamp(&mut self, segment: &Segment, now: Instant) {
+        let r = &mut self.receive;
+        r.last_at = now;
+        if let Some((value, _)) = segment.options.timestamps {
+            // RFC 7323 section 4.3: from segments that cover the last acknowledgement sent.
+            if at_or_before(segment.seq, r.last_ack) && !(r.ts_known && before(value, r.ts_recent)) {
+                r.ts_recent = value;
+                r.ts_recent_at = now;
+                r.ts_known = true;
+            }
+        }
+    }
+
+    fn note_ecn(&mut self, segment: &Segment) {
+        if !self.agreed.ecn {
+            return;
+        }
+        if segment.flags.contains(Flags::CWR) {
+            self.receive.ece = false;
+        }
+        if segment.congestion_experienced {
+            self.receive.ece = true;
+            self.receive.ack_now = true;
+        }
+    }
+
+    fn take_payload(&mut self, segment: &Segment, now: Instant, received: &mut Received) {
+        if self.receive.fin || matches!(self.state, State::TimeWait) {
+            self.receive.ack_now = true;
+            return;
+        }
+        let next = self.receive.nxt;
+        let skip = if before(segment.seq, next) { next.wrapping_sub(segment.seq) } else { 0 };
+        if skip > 0 {
+            self.report_duplicate(segment.seq, earlier(next, segment.end()));
+            self.receive.ack_now = true;
+        }
+        let seq = segment.seq.wrapping_add(skip);
+        let whole_end = segment.seq.wrapping_add(segment.length);
+        let end = if before(self.receive.adv, whole_end) { self.receive.adv } else { whole_end };
+        let length = if before(seq, end) { end.wrapping_sub(seq) } else { 0 };
+        // A FIN counts only if nothing in front of it was cut off.
+        let fin = segment.flags.contains(Flags::FIN) && end == whole_end && at_or_before(next, whole_end);
+        (received.skip, received.place, received.place_seq) = (skip.min(segment.length), length, seq);
+        if seq != next {
+            self.take_out_of_order(seq, seq.wrapping_add(length), fin, received);
+            return;
+        }
+        if length > 0 {
+            let in_order = self.receive.nxt.wrapping_add(length);
+            let reached = self.reassembly.advance(in_order);
+            let filled = self.take_pending_fin(reached);
+            received.delivered = reached.wrapping_sub(next);
+            self.receive.nxt = reached;
+            if reached != in_order || !self.reassembly.is_empty() {
+                self.receive.ack_now = true;
+            }
+            self.schedule_ack(length, now);
+            if filled {
+                self.take_fin(now, received);
+                return;
+            }
+        }
+        if fin && self.receive.nxt == whole_end {
+            self.take_fin(now, received);
+        }
+    }
+
+    fn take_out_of_order(&mut self, seq: u32, end: u32, fin: bool, received: &mut Received) {
+        // RFC 5681 section 4.2: at once.
+        self.receive.ack_now = true;
+        if fin {
+            self.receive.fin_at = Some(end);
+        }
+        if seq == end {
+            received.place = 0;
+            return;
+        }
+        if self.reassembly.covers(seq, end) {
+            self.report_duplicate(seq, end);
+            received.place = 0;
+        } else if !self.reassembly.insert(seq, end) {
+            received.place = 0;
+        }
+    }
+
+    fn take_pending_fin(&mut self, reached: u32) -> bool {
+        self.receive.fin_at == Some(reached)
+    }
+
+    /// The peer's FIN is next in order (section 3.10.7.4, eighth check).
+    fn take_fin(&mut self, now: Instant, received: &mut Received) {
+        self.receive.fin = true;
+        self.receive.nxt = self.receive.nxt.wrapping_add(1);
+        self.receive.ack_now = true;
+        received.events |= Events::FIN;
+        match self.state {
+            State::Established | State::SynReceived => self.state = State::CloseWait,
+            State::FinWait1 => self.state = State::Closing,
+            State::FinWait2 => {
+                self.enter_time_wait(now);
+                received.events |= Events::TIME_WAIT;
+            }
+            _ => {}
+        }
+    }
+
+    fn report_duplicate(&mut self, left: u32, right: u32) {
+        if self.agreed.sack && before(left, right) {
+            self.receive.duplicate = Some((left, right));
+        }
+    }
+
+    /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms.
+    #[inline]
+    fn schedule_ack(&mut self, length: u32, now: Instant) {
+        let r = &mut self.receive;
+        r.unacked += length;
+        if r.quick_acks > 0 {
+            r.quick_acks -= 1;
+            r.ack_now = true;
+        }
+        if r.unacked >= 2 * self.send.mss || self.config.quick_ack_always {
+            r.ack_now = true;
+        } else if self.timers.ack_at == Instant::NEVER {
+            self.timers.ack_at = now.after(DELAYED_ACK);
+        }
+    }
+}

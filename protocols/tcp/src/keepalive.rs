@@ -1,0 +1,49 @@
+//! Keep-alive (RFC 1122 section 4.2.3.6).
+
+use crate::connection::{Connection, EndReason, State};
+use crate::segment::Events;
+use crate::time::Instant;
+
+impl Connection {
+    /// Sets keep-alive: seconds of silence, seconds between probes, probes.
+    pub fn set_keepalive(&mut self, on: bool, idle: u32, interval: u32, count: u32, now: Instant) {
+        let config = &mut self.config;
+        config.keepalive = on;
+        (config.keepalive_idle, config.keepalive_interval, config.keepalive_count) = (idle, interval, count);
+        self.timers.probes = 0;
+        self.start_keepalive(now);
+    }
+
+    pub(crate) fn start_keepalive(&mut self, now: Instant) {
+        let runs = self.config.keepalive && !matches!(self.state, State::Closed | State::TimeWait);
+        let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
+        self.timers.keepalive_at = if runs { now.after(idle) } else { Instant::NEVER };
+    }
+
+    pub(crate) fn on_keepalive_timeout(&mut self, now: Instant) -> Events {
+        // The timer is not moved by every segment; it is asked here when the peer last spoke.
+        let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
+        let silent = now.since(self.receive.last_at);
+        if silent < idle {
+            self.timers.probes = 0;
+            self.timers.keepalive_at = self.receive.last_at.after(idle);
+            return Events::empty();
+        }
+        if !self.scoreboard.is_empty() || self.has_unsent() {
+            self.timers.keepalive_at = now.after(idle);
+            return Events::empty();
+        }
+        let user_timeout = u64::from(self.config.user_timeout) * 1000;
+        let out_of_probes = u32::from(self.timers.probes) >= self.config.keepalive_count;
+        let over = if user_timeout > 0 { silent >= user_timeout && self.timers.probes > 0 } else { out_of_probes };
+        if over {
+            let events = self.end(EndReason::TimedOut);
+            self.reset_pending = true;
+            return events;
+        }
+        self.timers.probes = self.timers.probes.saturating_add(1);
+        self.timers.probe_pending = true;
+        self.timers.keepalive_at = now.after(u64::from(self.config.keepalive_interval) * 1_000_000);
+        Events::empty()
+    }
+}

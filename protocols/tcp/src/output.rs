@@ -1,0 +1,269 @@
+//! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
+
+use crate::connection::{Connection, State};
+use crate::scoreboard::EVER;
+use crate::segment::Transmit;
+use crate::seq::{at_or_before, before, earlier};
+use crate::time::Instant;
+use crate::timers::SendTimer;
+use baton_wire::{Flags, SackBlocks, TcpOptions};
+
+impl Connection {
+    /// The next segment to send, if any. `most` is how many payload bytes the device takes at once (it cuts them into segments);
+    /// anything below two segments means one segment at a time. Call until there is none.
+    #[inline]
+    pub fn poll_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
+        if self.nothing_to_send() {
+            return None;
+        }
+        self.next_transmit(now, most)
+    }
+
+    /// The common case after a segment that needs no answer.
+    #[inline]
+    fn nothing_to_send(&self) -> bool {
+        !self.receive.ack_now
+            && !self.has_unsent()
+            && self.scoreboard.lost == 0
+            && !self.timers.probe_pending
+            && !self.timers.force
+            && !self.reset_pending
+    }
+
+    fn next_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
+        if self.reset_pending {
+            return Some(self.emit_reset(now));
+        }
+        match self.state {
+            State::SynSent | State::SynReceived => return self.poll_open(now),
+            State::Closed => return None,
+            _ => {}
+        }
+        if let Some(transmit) = self.poll_retransmission(now) {
+            return Some(transmit);
+        }
+        if let Some(transmit) = self.poll_new(now, most) {
+            return Some(transmit);
+        }
+        if core::mem::take(&mut self.timers.probe_pending) {
+            return Some(self.emit_probe(now));
+        }
+        self.timers.force = false;
+        if core::mem::take(&mut self.receive.ack_now) {
+            return Some(self.emit_ack(now));
+        }
+        None
+    }
+
+    fn poll_retransmission(&mut self, now: Instant) -> Option<Transmit> {
+        let in_flight = self.scoreboard.in_flight();
+        let sent = if core::mem::take(&mut self.recovery.tail_probe_pending) {
+            self.timers.force = false;
+            *self.scoreboard.back()?
+        } else if in_flight < self.congestion.cwnd {
+            self.scoreboard.next_lost()?
+        } else {
+            return None;
+        };
+        self.scoreboard.retransmit(sent.seq, now);
+        self.count_retransmission(now);
+        self.count_sent_in_recovery(1);
+        if self.timers.send == SendTimer::Off {
+            self.rearm_retransmission(now);
+        }
+        let fin = self.send.fin_queued && sent.end() == self.send.end.wrapping_add(1);
+        let length = u32::from(sent.length) - u32::from(fin);
+        let flags = if fin { Flags::ACK | Flags::FIN } else { Flags::ACK };
+        Some(self.data(sent.seq, length, flags, now))
+    }
+
+    fn poll_new(&mut self, now: Instant, most: u32) -> Option<Transmit> {
+        if !self.has_unsent() || !self.state_sends() || self.scoreboard.is_full() {
+            return None;
+        }
+        self.restart_after_idle(now);
+        let in_flight = self.scoreboard.in_flight();
+        let forced = self.timers.force;
+        let slots = self.congestion.cwnd.saturating_sub(in_flight).max(u32::from(forced));
+        if slots == 0 {
+            self.recovery.limited_until = Some(self.send.nxt);
+            return None;
+        }
+        let send = &self.send;
+        let edge = send.una.wrapping_add(send.wnd);
+        let unsent = send.end.wrapping_sub(send.nxt);
+        let open = if before(send.nxt, edge) { edge.wrapping_sub(send.nxt) } else { 0 };
+        let batch = (most / send.mss).clamp(1, slots) * send.mss;
+        let length = unsent.min(open).min(batch);
+        let last = length == unsent;
+        // A FIN takes no window of its own in practice (Linux sends it into a closed window, too, when all data is out).
+        let fin = send.fin_queued && last;
+        if length == 0 && !fin {
+            return None;
+        }
+        if !self.worth_sending(length, unsent, fin, forced) {
+            // What is full goes; the partial tail waits.
+            let full = length - length % self.send.mss;
+            if full == 0 || full == length {
+                return None;
+            }
+            return Some(self.send_new(full, false, false, now));
+        }
+        Some(self.send_new(length, fin, last, now))
+    }
+
+    /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
+    fn worth_sending(&self, length: u32, unsent: u32, fin: bool, forced: bool) -> bool {
+        let partial = length % self.send.mss != 0 || length == 0;
+        if !partial || fin || forced {
+            return true;
+        }
+        if length < unsent {
+            // The window ends here: send what is at least half of the largest window, else wait for more.
+            return length >= self.send.mss || length >= self.send.max_wnd / 2;
+        }
+        if self.cork {
+            return false;
+        }
+        self.config.nodelay || self.scoreboard.is_empty() || at_or_before(self.send.small_end, self.send.una)
+    }
+
+    fn send_new(&mut self, length: u32, fin: bool, push: bool, now: Instant) -> Transmit {
+        let seq = self.send.nxt;
+        let mss = self.send.mss;
+        let mut at = 0;
+        let mut segments = 0;
+        while at < length || (fin && at == length) {
+            let piece = (length - at).min(mss);
+            let with_fin = fin && at + piece == length;
+            self.scoreboard.push(seq.wrapping_add(at), piece + u32::from(with_fin), now, 0);
+            segments += 1;
+            at += piece;
+            if with_fin {
+                break;
+            }
+        }
+        self.count_sent_in_recovery(segments);
+        self.send.nxt = seq.wrapping_add(length + u32::from(fin));
+        if length % mss != 0 {
+            self.send.small_end = self.send.nxt;
+        }
+        self.recovery.last_sent = now;
+        if self.timers.send != SendTimer::Reordering && (self.timers.send != SendTimer::Retransmit || segments == self.scoreboard.len()) {
+            self.rearm_send_timer(now);
+        }
+        self.timers.force = false;
+        let mut flags = Flags::ACK;
+        if push {
+            flags = flags | Flags::PSH;
+        }
+        if fin {
+            flags = flags | Flags::FIN;
+        }
+        if self.send.cwr_pending && length > 0 {
+            self.send.cwr_pending = false;
+            flags = flags | Flags::CWR;
+        }
+        let mut transmit = self.data(seq, length, flags, now);
+        if length > mss {
+            transmit.segment_size = mss as u16;
+        }
+        if self.agreed.ecn && length > 0 {
+            transmit.ecn = 2;
+        }
+        transmit
+    }
+
+    /// After a pause longer than a time-out the window is worn down (RFC 5681 section 4.1, RFC 2861 as in Linux).
+    fn restart_after_idle(&mut self, now: Instant) {
+        if !self.scoreboard.is_empty() || self.recovery.last_sent == Instant(0) {
+            return;
+        }
+        let mut idle = now.since(self.recovery.last_sent);
+        let timeout = self.rtt.base_timeout();
+        let c = &mut self.congestion;
+        let floor = c.cwnd.min(crate::congestion::INITIAL_WINDOW);
+        while idle > timeout && c.cwnd > floor {
+            c.ssthresh = c.ssthresh.max(c.cwnd / 4 * 3);
+            c.cwnd = (c.cwnd / 2).max(floor);
+            idle -= timeout;
+        }
+    }
+
+    fn emit_ack(&mut self, now: Instant) -> Transmit {
+        self.data(self.send.nxt, 0, Flags::ACK, now)
+    }
+
+    /// A window or keep-alive probe: an old sequence number, which the peer must answer (RFC 1122 section 4.2.3.6).
+    fn emit_probe(&mut self, now: Instant) -> Transmit {
+        self.data(self.send.una.wrapping_sub(1), 0, Flags::ACK, now)
+    }
+
+    pub(crate) fn emit_reset(&mut self, now: Instant) -> Transmit {
+        self.reset_pending = false;
+        let mut transmit = self.data(self.send.nxt, 0, Flags::RST | Flags::ACK, now);
+        transmit.window = 0;
+        transmit
+    }
+
+    /// A segment with the connection's acknowledgement, window and options; the acknowledgement is then no longer owed.
+    #[inline]
+    pub(crate) fn data(&mut self, seq: u32, length: u32, flags: Flags, now: Instant) -> Transmit {
+        let window = self.select_window();
+        let timestamps = self.agreed.timestamps.then(|| (self.ts_now(now), self.receive.ts_recent));
+        let mut options = TcpOptions { timestamps, ..TcpOptions::default() };
+        if self.receive.duplicate.is_some() || !self.reassembly.is_empty() {
+            options.sack = self.sack_blocks(length);
+        }
+        self.receive.ack_now = false;
+        self.receive.unacked = 0;
+        self.receive.last_ack = self.receive.nxt;
+        self.timers.ack_at = Instant::NEVER;
+        let flags = if self.receive.ece { flags | Flags::ECE } else { flags };
+        Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
+    }
+
+    /// SACK blocks (RFC 2018), a duplicate report first (RFC 2883). None beside data: full segments leave no room.
+    fn sack_blocks(&mut self, length: u32) -> SackBlocks {
+        let mut blocks = SackBlocks::default();
+        if !self.agreed.sack || length > 0 {
+            return blocks;
+        }
+        let room = if self.agreed.timestamps { 3 } else { 4 };
+        if let Some((left, right)) = self.receive.duplicate.take() {
+            blocks.push(left, right);
+        }
+        for (left, right) in self.reassembly.sack_blocks(room).as_slice() {
+            blocks.push(*left, *right);
+        }
+        blocks.truncate(room);
+        blocks
+    }
+
+    /// The path MTU has changed (ICMP, RFC 1191 and 8201, or the route): later segments fit it, and what is in flight is cut and sent again.
+    pub fn on_mtu_change(&mut self, mtu: u32, now: Instant) {
+        let before_change = self.send.mss;
+        self.set_mtu(mtu);
+        if self.send.mss < before_change {
+            self.scoreboard.split(self.send.mss);
+            self.scoreboard.mark_all_lost(false);
+            self.rearm_retransmission(now);
+        }
+    }
+
+    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample.
+    pub(crate) fn adopt_in_flight(&mut self, now: Instant) {
+        let mss = self.send.mss;
+        let fin_end = self.send.end.wrapping_add(1);
+        let mut seq = self.send.una;
+        while before(seq, self.send.nxt) && !self.scoreboard.is_full() {
+            let next = earlier(seq.wrapping_add(mss), self.send.nxt);
+            // The FIN shares the last record, as it did when it was sent.
+            let next = if self.send.fin_queued && next == self.send.end && self.send.nxt == fin_end { fin_end } else { next };
+            self.scoreboard.push(seq, next.wrapping_sub(seq), now, EVER);
+            seq = next;
+        }
+        // More than the scoreboard holds counts as unsent.
+        self.send.nxt = seq;
+    }
+}

@@ -1,0 +1,148 @@
+//! From an image and back to one.
+
+use crate::connection::{Agreed, Config, Connection, Receive, Send, State};
+use crate::time::Instant;
+use baton_image::{Image, State as ImageState};
+
+impl From<ImageState> for State {
+    fn from(state: ImageState) -> State {
+        match state {
+            ImageState::Established => State::Established,
+            ImageState::FinWait1 => State::FinWait1,
+            ImageState::FinWait2 => State::FinWait2,
+            ImageState::CloseWait => State::CloseWait,
+            ImageState::LastAck => State::LastAck,
+            ImageState::Closing => State::Closing,
+            ImageState::TimeWait => State::TimeWait,
+            ImageState::Closed => State::Closed,
+        }
+    }
+}
+
+impl State {
+    /// The state as an image holds it; None while the connection opens.
+    pub fn to_image(self) -> Option<ImageState> {
+        Some(match self {
+            State::SynSent | State::SynReceived => return None,
+            State::Established => ImageState::Established,
+            State::FinWait1 => ImageState::FinWait1,
+            State::FinWait2 => ImageState::FinWait2,
+            State::CloseWait => ImageState::CloseWait,
+            State::LastAck => ImageState::LastAck,
+            State::Closing => ImageState::Closing,
+            State::TimeWait => ImageState::TimeWait,
+            State::Closed => ImageState::Closed,
+        })
+    }
+}
+
+impl Connection {
+    /// Takes a connection over. `receive_buffer` is the receive memory in bytes, which must hold the unread bytes and all of the
+    /// window that was advertised. An acknowledgement goes out at once, so that the peer learns our window.
+    pub fn from_image(image: &Image, receive_buffer: u32, now: Instant) -> Connection {
+        let agreed = Agreed { sack: image.sack, timestamps: image.timestamps, ecn: image.ecn, mss: image.mss };
+        let config = Config {
+            receive_buffer,
+            mtu: image.mtu,
+            ip_header: if image.flow.is_v4() { 20 } else { 40 },
+            nodelay: image.nodelay,
+            quick_ack_always: false,
+            keepalive: image.keepalive,
+            keepalive_idle: image.keepalive_idle,
+            keepalive_interval: image.keepalive_interval,
+            keepalive_count: image.keepalive_count,
+            user_timeout: image.user_timeout,
+            ecn: image.ecn,
+        };
+        let mut connection = Connection::new(config, agreed, now);
+        connection.state = image.state.into();
+        connection.cork = image.cork;
+        connection.send = Send {
+            una: image.snd_una,
+            nxt: image.snd_nxt,
+            end: image.snd_end,
+            wnd: image.snd_wnd,
+            wl1: image.snd_wl1,
+            max_wnd: image.max_window.max(image.snd_wnd),
+            small_end: image.snd_una,
+            mss: connection.send.mss,
+            wscale: image.snd_wscale,
+            fin_queued: image.state.fin_queued(),
+            cwr_pending: false,
+        };
+        connection.receive = Receive {
+            nxt: image.rcv_nxt,
+            adv: image.rcv_adv,
+            read: image.read_seq(),
+            capacity: receive_buffer.saturating_sub(1 << image.rcv_wscale).min(65535 << image.rcv_wscale),
+            wscale: image.rcv_wscale,
+            fin: image.state.fin_received(),
+            ack_now: true,
+            ts_recent: image.ts_recent,
+            // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last.
+            ts_known: false,
+            ts_recent_at: now,
+            last_at: now,
+            last_ack: image.rcv_nxt,
+            ..Receive::default()
+        };
+        connection.ts_offset = image.ts_clock.wrapping_sub(now.millis());
+        connection.rtt.smoothed = image.srtt;
+        connection.rtt.variation = image.rttvar;
+        connection.rtt.min = image.min_rtt;
+        connection.rtt.min_at = now.0;
+        connection.congestion.cwnd = image.cwnd.max(2);
+        connection.congestion.ssthresh = image.ssthresh.max(2);
+        connection.congestion.round_end = image.snd_nxt;
+        connection.recovery.high_seq = image.snd_una;
+        connection.recovery.reordering_seen = image.reordering_seen;
+        connection.adopt_in_flight(now);
+        connection.rearm_send_timer(now);
+        connection.start_keepalive(now);
+        if image.state == ImageState::TimeWait {
+            connection.enter_time_wait(now);
+        }
+        connection
+    }
+
+    /// Writes the connection down. What the host fixed or caches comes from `template`, the image it came with or an empty one
+    /// with its flow and link filled in. None while the connection opens.
+    pub fn to_image(&self, template: &Image, now: Instant) -> Option<Image> {
+        Some(Image {
+            flow: template.flow,
+            snd_wscale: self.send.wscale,
+            rcv_wscale: self.receive.wscale,
+            sack: self.agreed.sack,
+            timestamps: self.agreed.timestamps,
+            ecn: self.agreed.ecn,
+            mss: self.agreed.mss,
+            link: template.link,
+            mtu: self.config.mtu,
+            nodelay: self.config.nodelay,
+            cork: self.cork,
+            keepalive: self.config.keepalive,
+            keepalive_idle: self.config.keepalive_idle,
+            keepalive_interval: self.config.keepalive_interval,
+            keepalive_count: self.config.keepalive_count,
+            user_timeout: self.config.user_timeout,
+            state: self.state.to_image()?,
+            snd_una: self.send.una,
+            snd_nxt: self.send.nxt,
+            snd_end: self.send.end,
+            snd_wnd: self.send.wnd,
+            snd_wl1: self.send.wl1,
+            max_window: self.send.max_wnd,
+            rcv_nxt: self.receive.nxt,
+            rcv_adv: self.receive.adv,
+            unread: self.readable(),
+            ts_recent: self.receive.ts_recent,
+            ts_clock: self.ts_now(now),
+            cwnd: self.congestion.cwnd,
+            ssthresh: self.congestion.ssthresh,
+            srtt: self.rtt.smoothed,
+            rttvar: self.rtt.variation,
+            min_rtt: self.rtt.min,
+            reordering_seen: self.recovery.reordering_seen,
+        })
+    }
+}

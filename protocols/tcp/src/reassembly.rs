@@ -1,0 +1,118 @@
+//! Ranges received behind a hole. The bytes lie at their place in receive memory already; only the ranges are kept.
+
+use crate::seq::{at_or_before, before, earlier, later};
+use alloc::vec::Vec;
+use baton_wire::SackBlocks;
+
+/// The most ranges that are kept; a segment that would make one more is not accepted (work per packet stays bounded).
+pub const MAX_RANGES: usize = 64;
+
+/// Ordered, disjoint, non-adjacent ranges of sequence numbers.
+#[derive(Clone, Debug, Default)]
+pub struct Reassembly {
+    ranges: Vec<(u32, u32)>,
+    /// Left edges of the ranges that grew last, newest first (RFC 2018 section 4).
+    recent: [u32; 4],
+}
+
+impl Reassembly {
+    /// Whether nothing waits behind a hole.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// The ranges in order.
+    pub fn ranges(&self) -> &[(u32, u32)] {
+        &self.ranges
+    }
+
+    /// Adds a range that begins behind `rcv_nxt`. Returns false if there is no room for one range more.
+    pub fn insert(&mut self, left: u32, right: u32) -> bool {
+        let first = self.ranges.partition_point(|range| before(range.1, left));
+        let last = self.ranges.partition_point(|range| at_or_before(range.0, right));
+        if first == last {
+            if self.ranges.len() >= MAX_RANGES {
+                return false;
+            }
+            self.ranges.insert(first, (left, right));
+        } else {
+            let merged = (earlier(self.ranges[first].0, left), later(self.ranges[last - 1].1, right));
+            self.ranges[first] = merged;
+            self.ranges.drain(first + 1..last);
+        }
+        self.touch(self.ranges[first].0);
+        true
+    }
+
+    /// Whether all of a range is held already.
+    pub fn covers(&self, left: u32, right: u32) -> bool {
+        self.ranges.iter().any(|range| at_or_before(range.0, left) && at_or_before(right, range.1))
+    }
+
+    /// `rcv_nxt` has moved: drops what it passed, and returns where it goes on to.
+    pub fn advance(&mut self, mut next: u32) -> u32 {
+        let mut passed = 0;
+        for range in &self.ranges {
+            if before(next, range.0) {
+                break;
+            }
+            next = later(next, range.1);
+            passed += 1;
+        }
+        self.ranges.drain(..passed);
+        next
+    }
+
+    /// The ranges as SACK blocks: first the one that grew last, then the others by age.
+    pub fn sack_blocks(&self, room: usize) -> SackBlocks {
+        let mut blocks = SackBlocks::default();
+        let mut used = [usize::MAX; 4];
+        for left in self.recent {
+            if let Some(at) = self.ranges.iter().position(|range| at_or_before(range.0, left) && before(left, range.1))
+                && !used.contains(&at)
+            {
+                used[blocks.as_slice().len()] = at;
+                blocks.push(self.ranges[at].0, self.ranges[at].1);
+            }
+        }
+        blocks.truncate(room);
+        blocks
+    }
+
+    fn touch(&mut self, left: u32) {
+        let at = self.recent.iter().position(|seq| *seq == left).unwrap_or(self.recent.len() - 1);
+        self.recent[..=at].rotate_right(1);
+        self.recent[0] = left;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_merge_and_advance() {
+        let mut r = Reassembly::default();
+        assert!(r.insert(10, 20));
+        assert!(r.insert(30, 40));
+        assert!(r.insert(u32::MAX - 5, 2));
+        assert_eq!(r.ranges(), [(u32::MAX - 5, 2), (10, 20), (30, 40)]);
+        assert!(r.insert(20, 30));
+        assert_eq!(r.ranges(), [(u32::MAX - 5, 2), (10, 40)]);
+        assert_eq!(r.sack_blocks(3).as_slice(), [(10, 40), (u32::MAX - 5, 2)]);
+        assert_eq!(r.advance(u32::MAX - 5), 2);
+        assert_eq!(r.advance(12), 40);
+        assert!(r.is_empty());
+    }
+
+    #[test]
+    fn the_number_of_ranges_is_capped() {
+        let mut r = Reassembly::default();
+        for i in 0..MAX_RANGES as u32 {
+            assert!(r.insert(i * 10, i * 10 + 5));
+        }
+        assert!(!r.insert(10_000, 10_001));
+        assert!(r.insert(5, 10), "a range that fills a hole needs no room");
+    }
+}

@@ -1,0 +1,323 @@
+//! What has been sent and not cumulatively acknowledged, a record per segment, with the SACK state of each (RFC 6675).
+
+use crate::seq::{at_or_before, before};
+use crate::time::Instant;
+use alloc::collections::VecDeque;
+
+/// The most segments in flight; the sender waits when there are as many, so that work per acknowledgement stays bounded.
+pub(crate) const MAX_SEGMENTS: usize = 4096;
+
+pub(crate) const SACKED: u8 = 1;
+pub(crate) const LOST: u8 = 2;
+/// A retransmission of it is in flight.
+pub(crate) const RETRANSMITTED: u8 = 4;
+/// It was retransmitted at some time: no round-trip sample (Karn).
+pub(crate) const EVER: u8 = 8;
+
+/// A sent segment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sent {
+    pub sent_at: Instant,
+    pub seq: u32,
+    /// Sequence numbers it takes, SYN and FIN counted.
+    pub length: u16,
+    pub flags: u8,
+}
+
+impl Sent {
+    #[inline]
+    pub fn end(&self) -> u32 {
+        self.seq.wrapping_add(u32::from(self.length))
+    }
+}
+
+/// The newest segment known to be delivered, by time of sending (RFC 8985 section 6.2).
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Newest {
+    pub sent_at: Instant,
+    pub end: u32,
+    pub rtt: u64,
+}
+
+/// What one acknowledgement told.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sample {
+    pub now: Instant,
+    /// Segments newly acknowledged or SACKed.
+    pub delivered: u32,
+    /// Segments newly SACKed.
+    pub sacked: u32,
+    /// Round-trip time of the latest segment that was sent only once, in microseconds.
+    pub rtt: Option<u32>,
+    /// A segment that was sent once, before `high_seq`, arrived.
+    pub original_delivered: bool,
+    /// A segment that was retransmitted was acknowledged cumulatively.
+    pub retransmitted_acked: bool,
+    /// A segment arrived after one that was sent behind it.
+    pub reordered: bool,
+    /// The peer reported a duplicate (RFC 2883).
+    pub duplicate: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Scoreboard {
+    queue: VecDeque<Sent>,
+    pub sacked: u32,
+    pub lost: u32,
+    pub retransmitted: u32,
+    /// End of the highest segment that was SACKed, if any is.
+    pub highest_sacked: Option<u32>,
+    /// No segment before this one waits for retransmission.
+    hint: u32,
+    pub newest: Newest,
+}
+
+impl Scoreboard {
+    pub fn clear(&mut self) {
+        *self = Scoreboard::default();
+    }
+
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    #[inline]
+    pub fn len(&self) -> u32 {
+        self.queue.len() as u32
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.queue.len() >= MAX_SEGMENTS
+    }
+
+    /// Segments in the network (RFC 6675's pipe, in segments).
+    #[inline]
+    pub fn in_flight(&self) -> u32 {
+        (self.len() + self.retransmitted).saturating_sub(self.sacked + self.lost)
+    }
+
+    #[inline]
+    pub fn push(&mut self, seq: u32, length: u32, now: Instant, flags: u8) {
+        self.queue.push_back(Sent { sent_at: now, seq, length: length as u16, flags });
+    }
+
+    pub fn front(&self) -> Option<&Sent> {
+        self.queue.front()
+    }
+
+    pub fn back(&self) -> Option<&Sent> {
+        self.queue.back()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Sent> {
+        self.queue.iter()
+    }
+
+    fn deliver(newest: &mut Newest, sent: &Sent, min_rtt: u32, sample: &mut Sample) {
+        let rtt = sample.now.since(sent.sent_at);
+        if sent.flags & EVER != 0 && rtt < u64::from(min_rtt) {
+            // The acknowledgement is for the original, not for the retransmission (RFC 8985 section 6.2, step 2).
+            return;
+        }
+        if sent.flags & EVER == 0 {
+            sample.rtt = Some(rtt.min(u64::from(u32::MAX)) as u32);
+        }
+        if (sent.sent_at, 0) > (newest.sent_at, 0) || (sent.sent_at == newest.sent_at && before(newest.end, sent.end())) {
+            *newest = Newest { sent_at: sent.sent_at, end: sent.end(), rtt };
+        }
+    }
+
+    /// A cumulative acknowledgement.
+    pub fn acknowledge(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
+        while let Some(first) = self.queue.front_mut() {
+            if before(ack, first.end()) {
+                if before(first.seq, ack) {
+                    first.length -= ack.wrapping_sub(first.seq) as u16;
+                    first.seq = ack;
+                }
+                break;
+            }
+            let sent = *first;
+            self.queue.pop_front();
+            sample.retransmitted_acked |= sent.flags & EVER != 0;
+            if sent.flags & SACKED != 0 {
+                self.sacked -= 1;
+                continue;
+            }
+            self.uncount(sent.flags);
+            sample.delivered += 1;
+            if sent.flags & EVER == 0 {
+                sample.original_delivered |= at_or_before(sent.end(), high_seq);
+                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+            }
+            Self::deliver(&mut self.newest, &sent, min_rtt, sample);
+        }
+        if self.sacked == 0 {
+            self.highest_sacked = None;
+        }
+    }
+
+    fn uncount(&mut self, flags: u8) {
+        self.lost -= u32::from(flags & LOST != 0);
+        self.retransmitted -= u32::from(flags & RETRANSMITTED != 0);
+    }
+
+    /// One SACK block.
+    pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
+        let start = self.queue.partition_point(|sent| before(sent.seq, left));
+        for at in start..self.queue.len() {
+            let sent = self.queue[at];
+            if before(right, sent.end()) {
+                break;
+            }
+            if sent.flags & SACKED != 0 {
+                continue;
+            }
+            self.uncount(sent.flags);
+            sample.sacked += 1;
+            sample.delivered += 1;
+            self.sacked += 1;
+            if sent.flags & EVER == 0 {
+                sample.original_delivered |= at_or_before(sent.end(), high_seq);
+                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+            }
+            Self::deliver(&mut self.newest, &sent, min_rtt, sample);
+            self.queue[at].flags = sent.flags & !(LOST | RETRANSMITTED) | SACKED;
+            if self.highest_sacked.is_none_or(|highest| before(highest, sent.end())) {
+                self.highest_sacked = Some(sent.end());
+            }
+        }
+    }
+
+    /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985 section 6.2, step 5).
+    /// Returns how many are newly lost, and in how many microseconds the next one would be.
+    pub fn detect_loss(&mut self, window: u64, now: Instant) -> (u32, Option<u64>) {
+        let (mut found, mut wait) = (0, None);
+        let newest = self.newest;
+        if newest.rtt == 0 {
+            return (0, None);
+        }
+        for at in 0..self.queue.len() {
+            let sent = self.queue[at];
+            let older = sent.sent_at < newest.sent_at || (sent.sent_at == newest.sent_at && before(sent.end(), newest.end));
+            if !older {
+                // Originals lie in order of sending: behind the first one that is not older only retransmissions could be.
+                if sent.flags & EVER == 0 {
+                    break;
+                }
+                continue;
+            }
+            if sent.flags & SACKED != 0 || (sent.flags & LOST != 0 && sent.flags & RETRANSMITTED == 0) {
+                continue;
+            }
+            let due = sent.sent_at.after(newest.rtt + window);
+            if due <= now {
+                self.mark_lost(at);
+                found += 1;
+            } else {
+                let remaining = due.since(now);
+                wait = Some(wait.map_or(remaining, |longest: u64| longest.max(remaining)));
+            }
+        }
+        (found, wait)
+    }
+
+    fn mark_lost(&mut self, at: usize) {
+        let sent = &mut self.queue[at];
+        if sent.flags & RETRANSMITTED != 0 {
+            sent.flags &= !RETRANSMITTED;
+            self.retransmitted -= 1;
+        }
+        if sent.flags & LOST == 0 {
+            sent.flags |= LOST;
+            self.lost += 1;
+        }
+        if before(sent.seq, self.hint) || self.lost == 1 {
+            self.hint = sent.seq;
+        }
+    }
+
+    /// Marks the first segment lost (NewReno's partial acknowledgement, RFC 6582). Returns whether it was not before.
+    pub fn mark_first_lost(&mut self) -> bool {
+        match self.queue.front() {
+            Some(first) if first.flags & (SACKED | LOST) == 0 => {
+                self.mark_lost(0);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// A retransmission time-out: everything that is not SACKed counts as lost (RFC 6298 section 5).
+    /// With `forget`, SACKs count no more, since the peer may have dropped what it SACKed (RFC 2018 section 8).
+    pub fn mark_all_lost(&mut self, forget: bool) {
+        for at in 0..self.queue.len() {
+            if forget && self.queue[at].flags & SACKED != 0 {
+                self.queue[at].flags &= !SACKED;
+                self.sacked -= 1;
+            }
+            if self.queue[at].flags & SACKED == 0 {
+                self.mark_lost(at);
+            }
+        }
+        if self.sacked == 0 {
+            self.highest_sacked = None;
+        }
+        if let Some(first) = self.queue.front() {
+            self.hint = first.seq;
+        }
+    }
+
+    /// A spurious time-out or recovery: nothing is lost any more.
+    pub fn forget_losses(&mut self) {
+        for sent in &mut self.queue {
+            sent.flags &= !LOST;
+        }
+        self.lost = 0;
+    }
+
+    /// The first segment that is lost and not retransmitted.
+    pub fn next_lost(&mut self) -> Option<Sent> {
+        if self.lost == 0 {
+            return None;
+        }
+        let hint = self.hint;
+        let start = self.queue.partition_point(|sent| before(sent.seq, hint));
+        let found = self.queue.iter().skip(start).find(|sent| sent.flags & (LOST | RETRANSMITTED) == LOST).copied();
+        self.hint = match found {
+            Some(sent) => sent.seq,
+            None => self.queue.back().map_or(hint, Sent::end),
+        };
+        found
+    }
+
+    /// The segment that begins at `seq` goes out again.
+    pub fn retransmit(&mut self, seq: u32, now: Instant) {
+        let at = self.queue.partition_point(|sent| before(sent.seq, seq));
+        if let Some(sent) = self.queue.get_mut(at) {
+            if sent.flags & RETRANSMITTED == 0 {
+                self.retransmitted += 1;
+            }
+            sent.flags |= RETRANSMITTED | EVER;
+            sent.sent_at = now;
+        }
+    }
+
+    /// Splits segments that are longer than `mss` (the path MTU has shrunk), so that each fits a packet again.
+    pub fn split(&mut self, mss: u32) {
+        let mut at = 0;
+        while at < self.queue.len() {
+            let sent = self.queue[at];
+            if u32::from(sent.length) > mss && self.queue.len() < 2 * MAX_SEGMENTS {
+                self.queue[at].length = mss as u16;
+                let rest = Sent { seq: sent.seq.wrapping_add(mss), length: sent.length - mss as u16, ..sent };
+                self.queue.insert(at + 1, rest);
+                self.sacked += u32::from(sent.flags & SACKED != 0);
+                self.lost += u32::from(sent.flags & LOST != 0);
+                self.retransmitted += u32::from(sent.flags & RETRANSMITTED != 0);
+            }
+            at += 1;
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! What crosses the boundary of a connection: segments in, segments out, and what happened.
+
+use baton_wire::{Flags, TcpFrame, TcpOptions};
+use bitflags::bitflags;
+
+/// A received segment's header; its payload stays with the caller.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Segment {
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Flags.
+    pub flags: Flags,
+    /// Window field, unscaled.
+    pub window: u16,
+    /// Options.
+    pub options: TcpOptions,
+    /// The packet was marked Congestion Experienced (RFC 3168).
+    pub congestion_experienced: bool,
+    /// Bytes of payload.
+    pub length: u32,
+}
+
+impl Segment {
+    /// Sequence number behind the segment, SYN and FIN counted.
+    #[inline]
+    pub fn end(&self) -> u32 {
+        let controls = u32::from(self.flags.contains(Flags::SYN)) + u32::from(self.flags.contains(Flags::FIN));
+        self.seq.wrapping_add(self.length).wrapping_add(controls)
+    }
+}
+
+impl From<&TcpFrame> for Segment {
+    #[inline]
+    fn from(frame: &TcpFrame) -> Self {
+        Segment {
+            seq: frame.seq,
+            ack: frame.ack,
+            flags: frame.flags,
+            window: frame.window,
+            options: frame.options,
+            congestion_experienced: frame.ecn == 3,
+            length: frame.payload_length as u32,
+        }
+    }
+}
+
+/// What the caller must do with a segment that was fed in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Received {
+    /// Bytes at the front of the payload to skip.
+    pub skip: u32,
+    /// Bytes behind those to put into receive memory, before the next call of [`crate::Connection::poll_transmit`].
+    pub place: u32,
+    /// Sequence number of the first byte to place.
+    pub place_seq: u32,
+    /// Bytes that became readable in order.
+    pub delivered: u32,
+    /// Bytes of send memory that the peer has acknowledged.
+    pub acked: u32,
+    /// What else happened.
+    pub events: Events,
+}
+
+bitflags! {
+    /// What happened to a connection.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub struct Events: u8 {
+        /// The handshake has completed.
+        const ESTABLISHED = 1;
+        /// The peer's FIN came in order.
+        const FIN = 2;
+        /// The connection ended without error.
+        const CLOSED = 4;
+        /// The connection ended with an error; [`crate::Connection::end_reason`] says which.
+        const ABORTED = 8;
+        /// The connection reached TIME-WAIT.
+        const TIME_WAIT = 16;
+        /// Our FIN was acknowledged.
+        const FIN_ACKED = 32;
+    }
+}
+
+/// A segment to send.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transmit {
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Flags.
+    pub flags: Flags,
+    /// Window field, already scaled down.
+    pub window: u16,
+    /// Options.
+    pub options: TcpOptions,
+    /// Bytes of send memory from `seq` on.
+    pub length: u32,
+    /// Payload bytes per segment when `length` exceeds one segment and the device has to cut it; else 0.
+    pub segment_size: u16,
+    /// ECN field of the IP header.
+    pub ecn: u8,
+}

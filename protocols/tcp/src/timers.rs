@@ -1,0 +1,183 @@
+//! The timers of a connection, and what happens when they expire.
+
+use crate::connection::{Connection, EndReason, State};
+use crate::segment::Events;
+use crate::time::Instant;
+
+/// Retransmissions before a connection ends (Linux's tcp_retries2).
+pub(crate) const MAX_RETRIES: u8 = 15;
+/// Retransmissions of a SYN or SYN-ACK.
+const MAX_SYN_RETRIES: u8 = 6;
+/// Delayed acknowledgement in microseconds (Linux's TCP_DELACK_MIN; RFC 9293 MUST-58 allows up to 500 ms).
+pub(crate) const DELAYED_ACK: u64 = 40_000;
+/// How long TIME-WAIT lasts (Linux's TCP_TIMEWAIT_LEN).
+pub(crate) const TIME_WAIT: u64 = 60_000_000;
+/// A corked partial segment goes out after this long, as in Linux.
+pub(crate) const CORK_LIMIT: u64 = 200_000;
+
+/// What the one timer of the sending side stands for; only one of these is wanted at a time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum SendTimer {
+    #[default]
+    Off,
+    /// Retransmission time-out (RFC 6298).
+    Retransmit,
+    /// Tail loss probe (RFC 8985 section 7).
+    TailLoss,
+    /// RACK's reordering window (RFC 8985 section 6.3).
+    Reordering,
+    /// Zero window probe (RFC 9293 section 3.8.6.1), or a corked segment.
+    Persist,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Timers {
+    pub send: SendTimer,
+    pub send_at: Instant,
+    pub ack_at: Instant,
+    pub keepalive_at: Instant,
+    pub time_wait_at: Instant,
+    /// Keep-alive or window probes without an answer.
+    pub probes: u8,
+    /// When the oldest unanswered probe or retransmission was sent.
+    pub silent_since: Instant,
+    pub probe_pending: bool,
+    /// A tail loss probe, or a corked or probing byte, may leave although nothing else allows it.
+    pub force: bool,
+}
+
+impl Default for Timers {
+    fn default() -> Self {
+        Timers {
+            send: SendTimer::Off,
+            send_at: Instant::NEVER,
+            ack_at: Instant::NEVER,
+            keepalive_at: Instant::NEVER,
+            time_wait_at: Instant::NEVER,
+            probes: 0,
+            silent_since: Instant::NEVER,
+            probe_pending: false,
+            force: false,
+        }
+    }
+}
+
+impl Connection {
+    /// When [`Connection::on_timeout`] wants to be called next.
+    #[inline]
+    pub fn next_timeout(&self) -> Instant {
+        let t = &self.timers;
+        t.send_at.min(t.ack_at).min(t.keepalive_at.min(t.time_wait_at))
+    }
+
+    pub(crate) fn arm(&mut self, timer: SendTimer, at: Instant) {
+        self.timers.send = timer;
+        self.timers.send_at = if timer == SendTimer::Off { Instant::NEVER } else { at };
+    }
+
+    /// Runs the timers that have expired at `now`. Segments that they cause come out of [`Connection::poll_transmit`].
+    pub fn on_timeout(&mut self, now: Instant) -> Events {
+        let mut events = Events::empty();
+        if self.timers.ack_at <= now {
+            self.timers.ack_at = Instant::NEVER;
+            self.receive.ack_now |= self.receive.unacked > 0;
+        }
+        if self.timers.time_wait_at <= now {
+            self.timers = Timers::default();
+            self.state = State::Closed;
+            return Events::CLOSED;
+        }
+        if self.timers.send_at <= now {
+            let timer = self.timers.send;
+            self.arm(SendTimer::Off, now);
+            events |= match timer {
+                SendTimer::Off => Events::empty(),
+                SendTimer::Retransmit => self.on_retransmission_timeout(now),
+                SendTimer::TailLoss => {
+                    self.send_tail_loss_probe(now);
+                    Events::empty()
+                }
+                SendTimer::Reordering => {
+                    self.on_reordering_timeout(now);
+                    Events::empty()
+                }
+                SendTimer::Persist => self.on_persist_timeout(now),
+            };
+        }
+        if self.timers.keepalive_at <= now {
+            events |= self.on_keepalive_timeout(now);
+        }
+        events
+    }
+
+    fn on_retransmission_timeout(&mut self, now: Instant) -> Events {
+        if self.scoreboard.is_empty() {
+            return Events::empty();
+        }
+        let opening = matches!(self.state, State::SynSent | State::SynReceived);
+        if self.gave_up(now, if opening { MAX_SYN_RETRIES } else { MAX_RETRIES }) {
+            return self.end(EndReason::TimedOut);
+        }
+        self.enter_loss();
+        self.rtt.backoff = self.rtt.backoff.saturating_add(1);
+        self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout()));
+        Events::empty()
+    }
+
+    /// Whether this time-out exceeds the limit in number (RFC 9293 R2) or in time (RFC 5482).
+    fn gave_up(&mut self, now: Instant, retries: u8) -> bool {
+        if self.timers.silent_since == Instant::NEVER {
+            self.timers.silent_since = now;
+        }
+        let limit = u64::from(self.config.user_timeout) * 1000;
+        if limit > 0 { now.since(self.timers.silent_since) >= limit } else { self.rtt.backoff >= retries }
+    }
+
+    fn on_persist_timeout(&mut self, now: Instant) -> Events {
+        if !self.has_unsent() || !self.scoreboard.is_empty() {
+            return Events::empty();
+        }
+        if self.cork && self.send.wnd >= self.send.mss {
+            self.timers.force = true;
+            return Events::empty();
+        }
+        if self.gave_up(now, MAX_RETRIES) {
+            return self.end(EndReason::TimedOut);
+        }
+        self.timers.probe_pending = true;
+        self.rtt.backoff = self.rtt.backoff.saturating_add(1);
+        self.arm(SendTimer::Persist, now.after(self.rtt.timeout()));
+        Events::empty()
+    }
+
+    /// The peer answered: time-outs start anew.
+    #[inline]
+    pub(crate) fn peer_alive(&mut self) {
+        self.timers.silent_since = Instant::NEVER;
+        self.rtt.backoff = 0;
+    }
+
+    /// Chooses the sending side's timer after a change: a probe of the tail, the retransmission time-out, or persist.
+    pub(crate) fn rearm_send_timer(&mut self, now: Instant) {
+        if self.scoreboard.is_empty() {
+            if self.has_unsent() && self.state_sends() {
+                if self.timers.send != SendTimer::Persist {
+                    let wait = if self.cork && self.send.wnd >= self.send.mss { CORK_LIMIT } else { self.rtt.timeout() };
+                    self.arm(SendTimer::Persist, now.after(wait));
+                }
+            } else {
+                self.arm(SendTimer::Off, now);
+            }
+            return;
+        }
+        match self.tail_loss_timeout() {
+            Some(wait) => self.arm(SendTimer::TailLoss, now.after(wait)),
+            None => self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout())),
+        }
+    }
+
+    /// Whether the state lets data or a FIN out.
+    pub(crate) fn state_sends(&self) -> bool {
+        matches!(self.state, State::Established | State::CloseWait | State::FinWait1 | State::LastAck | State::Closing)
+    }
+}

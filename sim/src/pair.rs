@@ -1,0 +1,283 @@
+//! Two endpoints, a link between them, and a clock that jumps to the next thing that happens.
+
+use crate::link::{Carried, Counters, Impairments, Link};
+use crate::stream;
+use baton_image::Image;
+use baton_tcp::segment::{Segment, Transmit};
+use baton_tcp::{Config, Connection, Events, Instant, State};
+use baton_wire::frame::Link as Addresses;
+use baton_wire::{Endpoint, Flow};
+
+/// A segment on the simulated link, with its payload.
+#[derive(Clone, Debug)]
+pub struct Packet {
+    /// The header.
+    pub segment: Segment,
+    payload: Vec<u8>,
+    damaged: bool,
+}
+
+impl Carried for Packet {
+    fn size(&self) -> usize {
+        66 + self.payload.len()
+    }
+
+    /// A damaged packet fails its checksum and is dropped by the receiver.
+    fn corrupt(&mut self, _random: u64) {
+        self.damaged = true;
+    }
+}
+
+/// One end: a connection, its memory, and a program that sends a known stream and checks what it gets.
+pub struct End {
+    /// The connection.
+    pub connection: Connection,
+    /// What came over all segments.
+    pub events: Events,
+    /// Bytes of the stream that the program has checked.
+    pub verified: u64,
+    /// Bytes that were not the stream's.
+    pub mismatches: u64,
+    /// Whether the program reads what arrives.
+    pub reads: bool,
+    key: u64,
+    peer_key: u64,
+    /// Sequence number of the first byte sent, and how many the program has queued and wants to queue.
+    first: u32,
+    queued: u64,
+    wanted: u64,
+    send_room: u64,
+    close_after: bool,
+    memory: Vec<u8>,
+    flow: Flow,
+}
+
+impl End {
+    /// Wants `bytes` more of the stream to be sent, and a FIN behind them if `close`.
+    pub fn send(&mut self, bytes: u64, close: bool) {
+        self.wanted += bytes;
+        self.close_after |= close;
+    }
+
+    /// Bytes that the peer has acknowledged.
+    pub fn acknowledged(&self) -> u64 {
+        let unacknowledged = self.connection.snd_end().wrapping_sub(self.connection.snd_una());
+        if self.connection.state() == State::Closed { self.queued } else { self.queued.saturating_sub(u64::from(unacknowledged)) }
+    }
+
+    fn run_program(&mut self) {
+        let open = !matches!(self.connection.state(), State::SynSent | State::SynReceived);
+        let unacknowledged = u64::from(self.connection.snd_end().wrapping_sub(self.connection.snd_una()));
+        let room = self.send_room.saturating_sub(unacknowledged);
+        let amount = (self.wanted - self.queued).min(room);
+        if open && amount > 0 && self.connection.queue(amount as u32) {
+            self.queued += amount;
+        }
+        if open && self.close_after && self.queued == self.wanted {
+            self.connection.shutdown();
+        }
+        if self.reads {
+            self.read();
+        }
+    }
+
+    /// Reads and checks everything that is readable.
+    pub fn read(&mut self) {
+        let readable = self.connection.readable();
+        let seq = self.connection.rcv_read();
+        for at in 0..readable {
+            let value = self.memory[seq.wrapping_add(at) as usize & (self.memory.len() - 1)];
+            self.mismatches += u64::from(value != stream::byte(self.peer_key, self.verified));
+            self.verified += 1;
+        }
+        assert!(self.connection.consumed(readable));
+    }
+
+    fn receive(&mut self, packet: &Packet, now: Instant) {
+        if packet.damaged {
+            return;
+        }
+        let received = self.connection.input(&packet.segment, now);
+        let mask = self.memory.len() - 1;
+        let bytes = &packet.payload[received.skip as usize..][..received.place as usize];
+        for (at, value) in bytes.iter().enumerate() {
+            self.memory[received.place_seq.wrapping_add(at as u32) as usize & mask] = *value;
+        }
+        self.events |= received.events;
+    }
+
+    fn packet(&self, transmit: &Transmit) -> Packet {
+        let mut payload = vec![0u8; transmit.length as usize];
+        // Position in the stream: what is queued, less how far the segment begins before the queue's end.
+        let back = u64::from(self.first.wrapping_add(self.queued as u32).wrapping_sub(transmit.seq));
+        stream::fill(self.key, self.queued.wrapping_sub(back), &mut payload);
+        let segment = Segment {
+            seq: transmit.seq,
+            ack: transmit.ack,
+            flags: transmit.flags,
+            window: transmit.window,
+            options: transmit.options,
+            congestion_experienced: false,
+            length: transmit.length,
+        };
+        Packet { segment, payload, damaged: false }
+    }
+
+    /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. What was received
+    /// out of order is not in an image: it is returned as packets for the caller to feed in again.
+    pub fn move_through_image(&mut self, now: Instant) -> bool {
+        let template = self.template();
+        let Some(image) = self.connection.to_image(&template, now) else { return false };
+        let mut bytes = [0u8; baton_image::MAX_ENCODED];
+        let length = image.encode(&mut bytes).expect("an image fits its room");
+        let image = Image::decode(&bytes[..length]).expect("an image that was written reads back");
+        let ranges: Vec<(u32, u32)> = self.connection.out_of_order().to_vec();
+        self.connection = Connection::from_image(&image, self.memory.len() as u32, now);
+        for (left, right) in ranges {
+            let segment = Segment {
+                seq: left,
+                ack: self.connection.snd_una(),
+                flags: baton_wire::Flags::ACK,
+                window: (image.snd_wnd >> image.snd_wscale) as u16,
+                options: baton_wire::TcpOptions {
+                    timestamps: image.timestamps.then_some((image.ts_recent, image.ts_clock)),
+                    ..Default::default()
+                },
+                congestion_experienced: false,
+                length: right.wrapping_sub(left),
+            };
+            self.connection.input(&segment, now);
+        }
+        true
+    }
+
+    fn template(&self) -> Image {
+        Image {
+            flow: self.flow,
+            snd_wscale: 0,
+            rcv_wscale: 0,
+            sack: false,
+            timestamps: false,
+            ecn: false,
+            mss: 536,
+            link: Addresses::default(),
+            mtu: 1500,
+            nodelay: false,
+            cork: false,
+            keepalive: false,
+            keepalive_idle: 0,
+            keepalive_interval: 0,
+            keepalive_count: 0,
+            user_timeout: 0,
+            state: Default::default(),
+            snd_una: 0,
+            snd_nxt: 0,
+            snd_end: 0,
+            snd_wnd: 0,
+            snd_wl1: 0,
+            max_window: 0,
+            rcv_nxt: 0,
+            rcv_adv: 0,
+            unread: 0,
+            ts_recent: 0,
+            ts_clock: 0,
+            cwnd: 0,
+            ssthresh: 0,
+            srtt: 0,
+            rttvar: 0,
+            min_rtt: 0,
+            reordering_seen: false,
+        }
+    }
+}
+
+/// The world: two ends, two directions, one clock in microseconds.
+pub struct Pair {
+    /// The end that connects, then the one that accepts.
+    pub ends: [End; 2],
+    /// The time.
+    pub now: Instant,
+    links: [Link<Packet>; 2],
+}
+
+impl Pair {
+    /// Two ends whose handshake is about to begin.
+    pub fn new(configs: [Config; 2], impairments: Impairments, seed: u64) -> Pair {
+        let now = Instant(1_000_000);
+        let isn = [seed as u32 ^ 0xffff_f000, (seed >> 7) as u32];
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+        let end = |at: usize, connection| End {
+            connection,
+            events: Events::empty(),
+            verified: 0,
+            mismatches: 0,
+            reads: true,
+            key: seed + at as u64,
+            peer_key: seed + 1 - at as u64,
+            first: isn[at].wrapping_add(1),
+            queued: 0,
+            wanted: 0,
+            send_room: 4 << 20,
+            close_after: false,
+            memory: vec![0; configs[at].receive_buffer as usize],
+            flow: if at == 0 { flow } else { flow.reversed() },
+        };
+        let mut active = Connection::connect(configs[0], isn[0], 77, now);
+        let syn = active.poll_transmit(now, 0).expect("a SYN");
+        let mut pair = Pair {
+            ends: [end(0, active), end(1, Connection::connect(configs[1], isn[1], 99, now))],
+            now,
+            links: [Link::new(impairments, seed), Link::new(impairments, seed ^ 0x5555)],
+        };
+        let syn = pair.ends[0].packet(&syn);
+        pair.ends[1].connection =
+            Connection::accept(configs[1], &syn.segment, isn[1], 99, now).expect("a SYN makes a connection");
+        pair
+    }
+
+    /// Runs one round: programs, transmissions, then jumps to the next arrival or time-out and delivers it. False when nothing is left.
+    pub fn step(&mut self) -> bool {
+        for at in 0..2 {
+            self.ends[at].run_program();
+            while let Some(transmit) = self.ends[at].connection.poll_transmit(self.now, 0) {
+                let packet = self.ends[at].packet(&transmit);
+                self.links[at].push(packet, self.now.0);
+            }
+        }
+        let arrivals = self.links.iter().filter_map(Link::next_arrival);
+        let timers = self.ends.iter().map(|end| end.connection.next_timeout().0);
+        let Some(next) = arrivals.chain(timers).min().filter(|next| *next < u64::MAX) else { return false };
+        self.now = Instant(self.now.0.max(next));
+        for at in 0..2 {
+            while let Some(packet) = self.links[at].pop(self.now.0) {
+                self.ends[1 - at].receive(&packet, self.now);
+                if self.ends[1 - at].reads {
+                    self.ends[1 - at].read();
+                }
+            }
+            if self.ends[at].connection.next_timeout() <= self.now {
+                let events = self.ends[at].connection.on_timeout(self.now);
+                self.ends[at].events |= events;
+            }
+        }
+        true
+    }
+
+    /// Runs until `done` holds or `limit` microseconds have passed. Whether it held.
+    pub fn run_until(&mut self, limit: u64, mut done: impl FnMut(&mut Pair) -> bool) -> bool {
+        let end = self.now.after(limit);
+        loop {
+            if done(self) {
+                return true;
+            }
+            if self.now > end || !self.step() {
+                return done(self);
+            }
+        }
+    }
+
+    /// Counters of the link from end `at`.
+    pub fn counters(&self, at: usize) -> Counters {
+        self.links[at].counters()
+    }
+}

@@ -1,0 +1,387 @@
+//! Ethernet frames that carry TCP: reading them, and writing them from a template.
+
+use crate::checksum::{self, Sum};
+use crate::flow::{Endpoint, Flow};
+use crate::tcp::{Flags, TcpOptions};
+
+/// Bytes of an Ethernet header.
+pub const ETHERNET: usize = 14;
+/// Bytes of an IPv4 header without options.
+pub const IPV4: usize = 20;
+/// Bytes of an IPv6 header.
+pub const IPV6: usize = 40;
+/// Bytes of a TCP header without options.
+pub const TCP: usize = 20;
+/// The longest header that [`Template::emit`] writes: Ethernet, IPv6, TCP with 40 bytes of options.
+pub const MAX_HEADER: usize = ETHERNET + IPV6 + TCP + 40;
+/// IP protocol number of TCP.
+pub const PROTOCOL_TCP: u8 = 6;
+
+/// Why a frame is not a TCP segment for the lookup layer. None of these is an error of the NIC's: such frames go to the kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FrameError {
+    /// Not IPv4 or IPv6 right behind the Ethernet header (ARP, VLAN, …).
+    NotIp,
+    /// IP, but not TCP directly behind it (UDP, IPv6 extension headers, …).
+    NotTcp,
+    /// A fragment.
+    Fragment,
+    /// A length field or offset points outside the frame.
+    Malformed,
+    /// The IPv4 header's checksum is wrong.
+    Checksum,
+}
+
+/// A TCP segment in an Ethernet frame, its fields in host order.
+#[derive(Clone, Copy, Debug)]
+pub struct TcpFrame {
+    /// The 4-tuple seen by the receiver: `local` is the destination.
+    pub flow: Flow,
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Flags.
+    pub flags: Flags,
+    /// Window field, unscaled.
+    pub window: u16,
+    /// Options.
+    pub options: TcpOptions,
+    /// ECN field of the IP header (RFC 3168 section 5): 0 Not-ECT, 1 ECT(1), 2 ECT(0), 3 CE.
+    pub ecn: u8,
+    /// Offset of the TCP header in the frame.
+    pub tcp_offset: usize,
+    /// Offset of the payload in the frame.
+    pub payload_offset: usize,
+    /// Bytes of payload.
+    pub payload_length: usize,
+}
+
+#[inline]
+fn be16(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
+#[inline]
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+impl TcpFrame {
+    /// Reads a frame.
+    ///
+    /// # Errors
+    /// Why the frame is not a TCP segment that the lookup layer may look at.
+    #[inline]
+    pub fn parse(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+        if frame.len() < ETHERNET + IPV4 + TCP {
+            return Err(if frame.len() < ETHERNET { FrameError::Malformed } else { FrameError::NotIp });
+        }
+        match be16(frame, 12) {
+            0x0800 => Self::parse_v4(frame),
+            0x86dd => Self::parse_v6(frame),
+            _ => Err(FrameError::NotIp),
+        }
+    }
+
+    #[inline]
+    fn parse_v4(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+        let ip = &frame[ETHERNET..];
+        let header = usize::from(ip[0] & 0x0f) * 4;
+        let total = usize::from(be16(ip, 2));
+        if ip[0] >> 4 != 4 || header < IPV4 {
+            return Err(FrameError::Malformed);
+        }
+        if ip[9] != PROTOCOL_TCP {
+            return Err(FrameError::NotTcp);
+        }
+        if be16(ip, 6) & 0x3fff != 0 {
+            return Err(FrameError::Fragment);
+        }
+        // A device with large receive may leave the length field zero above 64 KB; the frame's own length then counts.
+        let total = if total == 0 { ip.len() } else { total };
+        if total > ip.len() || total < header + TCP {
+            return Err(FrameError::Malformed);
+        }
+        if Sum::new().bytes(&ip[..header]).finish() != 0 {
+            return Err(FrameError::Checksum);
+        }
+        let remote = [ip[12], ip[13], ip[14], ip[15]];
+        let local = [ip[16], ip[17], ip[18], ip[19]];
+        let tcp = ETHERNET + header;
+        let flow = Flow {
+            local: Endpoint::v4(local, be16(frame, tcp + 2)),
+            remote: Endpoint::v4(remote, be16(frame, tcp)),
+        };
+        Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[1] & 3)
+    }
+
+    fn parse_v6(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+        let ip = &frame[ETHERNET..];
+        if ip.len() < IPV6 + TCP || ip[0] >> 4 != 6 {
+            return Err(FrameError::Malformed);
+        }
+        if ip[6] != PROTOCOL_TCP {
+            return Err(FrameError::NotTcp);
+        }
+        let length = usize::from(be16(ip, 4));
+        let length = if length == 0 { ip.len() - IPV6 } else { length };
+        if IPV6 + length > ip.len() || length < TCP {
+            return Err(FrameError::Malformed);
+        }
+        let address = |at: usize| {
+            let mut bytes = [0u8; 16];
+            bytes.copy_from_slice(&ip[at..at + 16]);
+            bytes
+        };
+        let tcp = ETHERNET + IPV6;
+        let flow = Flow {
+            local: Endpoint::v6(address(24), be16(frame, tcp + 2)),
+            remote: Endpoint::v6(address(8), be16(frame, tcp)),
+        };
+        Self::parse_tcp(frame, flow, tcp, tcp + length, ip[1] >> 4 & 3)
+    }
+
+    #[inline]
+    fn parse_tcp(frame: &[u8], flow: Flow, tcp: usize, end: usize, ecn: u8) -> Result<TcpFrame, FrameError> {
+        let segment = &frame[tcp..end];
+        let header = usize::from(segment[12] >> 4) * 4;
+        if header < TCP || header > segment.len() {
+            return Err(FrameError::Malformed);
+        }
+        Ok(TcpFrame {
+            flow,
+            seq: be32(segment, 4),
+            ack: be32(segment, 8),
+            flags: Flags(segment[13]),
+            window: be16(segment, 14),
+            options: TcpOptions::parse(&segment[TCP..header]),
+            ecn,
+            tcp_offset: tcp,
+            payload_offset: tcp + header,
+            payload_length: segment.len() - header,
+        })
+    }
+
+    /// The payload's bytes within `frame`, the frame that this was parsed from.
+    #[inline]
+    pub fn payload<'a>(&self, frame: &'a [u8]) -> &'a [u8] {
+        &frame[self.payload_offset..self.payload_offset + self.payload_length]
+    }
+
+    /// Whether the TCP checksum holds; needed only where no device has vouched for it.
+    pub fn checksum_holds(&self, frame: &[u8]) -> bool {
+        let end = self.payload_offset + self.payload_length;
+        let segment = &frame[self.tcp_offset..end];
+        pseudo(&self.flow.remote, &self.flow.local, segment.len()).bytes(segment).finish() == 0
+    }
+}
+
+fn pseudo(source: &Endpoint, destination: &Endpoint, length: usize) -> Sum {
+    if source.is_v4() {
+        checksum::pseudo_header(&source.v4_bytes(), &destination.v4_bytes(), PROTOCOL_TCP, length)
+    } else {
+        checksum::pseudo_header(&source.address, &destination.address, PROTOCOL_TCP, length)
+    }
+}
+
+/// What a frame's link and network headers say, as far as a connection fixes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Link {
+    /// Source MAC address.
+    pub source: [u8; 6],
+    /// Destination MAC address.
+    pub destination: [u8; 6],
+    /// Time to live, or hop limit.
+    pub ttl: u8,
+    /// Type of service, or traffic class; the two ECN bits are set per packet.
+    pub tos: u8,
+    /// IPv6 flow label, 20 bits.
+    pub flow_label: u32,
+}
+
+/// The varying fields of one segment to be written.
+#[derive(Clone, Copy, Debug)]
+pub struct Header<'a> {
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Flags.
+    pub flags: Flags,
+    /// Window field, already scaled down.
+    pub window: u16,
+    /// Options.
+    pub options: &'a TcpOptions,
+    /// ECN field of the IP header.
+    pub ecn: u8,
+    /// IPv4 identification.
+    pub ident: u16,
+}
+
+/// A connection's frame header with all that does not change from segment to segment filled in.
+#[derive(Clone, Copy, Debug)]
+pub struct Template {
+    bytes: [u8; ETHERNET + IPV6 + TCP],
+    /// Offset of the TCP header: 34 for IPv4, 54 for IPv6.
+    tcp: u8,
+    /// Folded sum of the pseudo-header without its length.
+    pseudo: u16,
+    /// Folded sum of the fixed IPv4 header fields.
+    ip_sum: u32,
+}
+
+impl Template {
+    /// Makes the template of a connection's outgoing frames.
+    pub fn new(flow: &Flow, link: &Link) -> Self {
+        let mut bytes = [0u8; ETHERNET + IPV6 + TCP];
+        bytes[..6].copy_from_slice(&link.destination);
+        bytes[6..12].copy_from_slice(&link.source);
+        let tcp = if flow.is_v4() {
+            bytes[12..14].copy_from_slice(&0x0800u16.to_be_bytes());
+            let ip = &mut bytes[ETHERNET..];
+            ip[0] = 0x45;
+            ip[1] = link.tos & !3;
+            ip[6] = 0x40; // don't fragment: path MTU discovery is on
+            ip[8] = link.ttl;
+            ip[9] = PROTOCOL_TCP;
+            ip[12..16].copy_from_slice(&flow.local.v4_bytes());
+            ip[16..20].copy_from_slice(&flow.remote.v4_bytes());
+            ETHERNET + IPV4
+        } else {
+            bytes[12..14].copy_from_slice(&0x86ddu16.to_be_bytes());
+            let ip = &mut bytes[ETHERNET..];
+            let word = 6 << 28 | u32::from(link.tos & !3) << 20 | (link.flow_label & 0xf_ffff);
+            ip[..4].copy_from_slice(&word.to_be_bytes());
+            ip[6] = PROTOCOL_TCP;
+            ip[7] = link.ttl;
+            ip[8..24].copy_from_slice(&flow.local.address);
+            ip[24..40].copy_from_slice(&flow.remote.address);
+            ETHERNET + IPV6
+        };
+        bytes[tcp..tcp + 2].copy_from_slice(&flow.local.port.to_be_bytes());
+        bytes[tcp + 2..tcp + 4].copy_from_slice(&flow.remote.port.to_be_bytes());
+        let ip_sum = u32::from(Sum::new().bytes(&bytes[ETHERNET..ETHERNET + IPV4]).folded());
+        Template { bytes, tcp: tcp as u8, pseudo: pseudo(&flow.local, &flow.remote, 0).folded(), ip_sum }
+    }
+
+    /// Offset of the TCP header in frames of this template.
+    #[inline]
+    pub fn tcp_offset(&self) -> usize {
+        usize::from(self.tcp)
+    }
+
+    /// Writes a segment's header in front of `payload` bytes that the caller puts behind it, and returns the header's length.
+    /// The TCP checksum field holds the pseudo-header's sum, for a device (or [`finish_checksum`]) to complete.
+    ///
+    /// # Panics
+    /// If `out` is shorter than [`MAX_HEADER`].
+    #[inline]
+    pub fn emit(&self, header: &Header<'_>, payload: usize, out: &mut [u8]) -> usize {
+        let tcp = self.tcp_offset();
+        let out = &mut out[..MAX_HEADER];
+        out[..ETHERNET + IPV6 + TCP].copy_from_slice(&self.bytes);
+        let options = header.options.emit(&mut out[tcp + TCP..]);
+        let segment = TCP + options + payload;
+        if tcp == ETHERNET + IPV4 {
+            self.emit_v4(header, segment, out);
+        } else {
+            out[ETHERNET + 1] |= header.ecn << 4;
+            out[ETHERNET + 4..ETHERNET + 6].copy_from_slice(&(segment as u16).to_be_bytes());
+        }
+        let t = &mut out[tcp..tcp + TCP];
+        t[4..8].copy_from_slice(&header.seq.to_be_bytes());
+        t[8..12].copy_from_slice(&header.ack.to_be_bytes());
+        t[12] = ((TCP + options) << 2) as u8;
+        t[13] = header.flags.0;
+        t[14..16].copy_from_slice(&header.window.to_be_bytes());
+        let sum = Sum::new().word(self.pseudo).word((segment >> 16) as u16).word(segment as u16);
+        t[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+        t[18..20].copy_from_slice(&[0, 0]);
+        tcp + TCP + options
+    }
+
+    #[inline]
+    fn emit_v4(&self, header: &Header<'_>, segment: usize, out: &mut [u8]) {
+        let total = (IPV4 + segment) as u16;
+        let ip = &mut out[ETHERNET..ETHERNET + IPV4];
+        ip[1] |= header.ecn;
+        ip[2..4].copy_from_slice(&total.to_be_bytes());
+        ip[4..6].copy_from_slice(&header.ident.to_be_bytes());
+        let mut sum = self.ip_sum + u32::from(total) + u32::from(header.ident) + u32::from(header.ecn);
+        sum = (sum & 0xffff) + (sum >> 16);
+        sum = (sum & 0xffff) + (sum >> 16);
+        ip[10..12].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+    }
+}
+
+/// Completes a partial checksum in software, as a device would: sums from `start` to the frame's end and stores at `start + offset`.
+/// Returns false, and changes nothing, if the positions lie outside the frame.
+pub fn finish_checksum(frame: &mut [u8], start: usize, offset: usize) -> bool {
+    if start + offset + 2 > frame.len() {
+        return false;
+    }
+    let sum = Sum::new().bytes(&frame[start..]).finish();
+    frame[start + offset..start + offset + 2].copy_from_slice(&sum.to_be_bytes());
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flows() -> [Flow; 2] {
+        [
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) },
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) },
+        ]
+    }
+
+    #[test]
+    fn a_written_frame_reads_back_and_its_checksums_hold() {
+        for flow in flows() {
+            let link = Link { ttl: 64, tos: 0x20, ..Link::default() };
+            let template = Template::new(&flow, &link);
+            let options = TcpOptions { timestamps: Some((1, 2)), ..TcpOptions::default() };
+            let header =
+                Header { seq: 5, ack: 6, flags: Flags::ACK | Flags::PSH, window: 7, options: &options, ecn: 2, ident: 0xfffe };
+            let mut frame = [0u8; MAX_HEADER + 5];
+            let length = template.emit(&header, 5, &mut frame);
+            frame[length..length + 5].copy_from_slice(b"hello");
+            let frame = &mut frame[..length + 5];
+            assert!(finish_checksum(frame, template.tcp_offset(), 16));
+            let parsed = TcpFrame::parse(frame).unwrap();
+            assert_eq!(parsed.flow, flow.reversed());
+            assert_eq!((parsed.seq, parsed.ack, parsed.window, parsed.ecn), (5, 6, 7, 2));
+            assert_eq!(parsed.options, options);
+            assert_eq!(parsed.payload(frame), b"hello");
+            assert!(parsed.checksum_holds(frame));
+            frame[length] ^= 1;
+            assert!(!parsed.checksum_holds(frame));
+        }
+    }
+
+    /// Every truncation of a good frame, and every single-byte change, is read or refused without a panic.
+    #[test]
+    fn lying_headers_are_refused() {
+        for flow in flows() {
+            let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() });
+            let options = TcpOptions::default();
+            let header = Header { seq: 1, ack: 2, flags: Flags::ACK, window: 3, options: &options, ecn: 0, ident: 0 };
+            let mut frame = [0u8; MAX_HEADER + 8];
+            let length = template.emit(&header, 8, &mut frame) + 8;
+            for cut in 0..length {
+                assert!(TcpFrame::parse(&frame[..cut]).is_err(), "cut at {cut}");
+            }
+            for at in 0..length {
+                for value in [0u8, 0x0f, 0x7f, 0xff] {
+                    let mut bad = frame;
+                    bad[at] = value;
+                    if let Ok(parsed) = TcpFrame::parse(&bad[..length]) {
+                        assert!(parsed.payload(&bad[..length]).len() <= length);
+                    }
+                }
+            }
+        }
+    }
+}
