@@ -61,12 +61,6 @@ impl Cubic {
         ((u64::from(self.cwnd) * BETA / 1024) as u32).max(2)
     }
 
-    /// A time-out: the next epoch starts from the window it finds.
-    pub fn restart(&mut self) {
-        self.epoch = Instant::NEVER;
-        self.w_max = 0;
-    }
-
     /// `acked` segments were delivered while the window was the limit.
     pub fn on_ack(&mut self, mut acked: u32, min_rtt: u32, now: Instant) {
         if self.in_slow_start() {

@@ -278,6 +278,11 @@ impl Connection {
         self.reassembly.ranges()
     }
 
+    /// Sequence number of a FIN that came behind a hole.
+    pub fn fin_behind_hole(&self) -> Option<u32> {
+        self.receive.fin_at.filter(|_| !self.receive.fin)
+    }
+
     /// Segments retransmitted so far.
     pub fn retransmissions(&self) -> u64 {
         self.recovery.retransmissions

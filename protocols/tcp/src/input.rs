@@ -172,6 +172,13 @@ impl Connection {
         Received { events, ..Received::default() }
     }
 
+    /// Takes the timestamp of a segment that the last owner of the connection has processed.
+    pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) {
+        if self.agreed.timestamps {
+            self.take_timestamp(segment, now);
+        }
+    }
+
     #[inline]
     fn take_timestamp(&mut self, segment: &Segment, now: Instant) {
         let r = &mut self.receive;

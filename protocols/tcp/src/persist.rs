@@ -2,6 +2,7 @@
 
 use crate::connection::{Agreed, Config, Connection, Receive, Send, State};
 use crate::time::Instant;
+use baton_abi::Record;
 use baton_image::{Image, State as ImageState};
 
 impl From<ImageState> for State {
@@ -144,5 +145,28 @@ impl Connection {
             min_rtt: self.rtt.min,
             reordering_seen: self.recovery.reordering_seen,
         })
+    }
+
+    /// What recovery needs to know of the connection; the caller adds where out-of-order ranges are kept.
+    #[inline]
+    pub fn record(&self, now: Instant) -> Record {
+        Record {
+            snd_una: self.send.una,
+            snd_nxt: self.send.nxt,
+            snd_end: self.send.end,
+            snd_wnd: self.send.wnd,
+            snd_wl1: self.send.wl1,
+            max_window: self.send.max_wnd,
+            rcv_nxt: self.receive.nxt,
+            rcv_adv: self.receive.adv,
+            rcv_read: self.receive.read,
+            ts_recent: self.receive.ts_recent,
+            ts_clock: self.ts_now(now),
+            state: self.state.to_image().map_or(0, |state| state as u8),
+            ranges_table: 0,
+            ranges: 0,
+            cwnd: self.congestion.cwnd.min(65535) as u16,
+            srtt: self.rtt.smoothed,
+        }
     }
 }

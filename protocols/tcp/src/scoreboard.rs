@@ -110,10 +110,6 @@ impl Scoreboard {
         self.queue.back()
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = &Sent> {
-        self.queue.iter()
-    }
-
     fn deliver(newest: &mut Newest, sent: &Sent, min_rtt: u32, sample: &mut Sample) {
         let rtt = sample.now.since(sent.sent_at);
         if sent.flags & EVER != 0 && rtt < u64::from(min_rtt) {

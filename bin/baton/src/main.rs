@@ -1,0 +1,162 @@
+//! `baton`: moves established TCP connections between the kernel and an offload engine.
+#![forbid(unsafe_code)]
+
+use anyhow::{Context, Result};
+use baton_control::LinkSettings;
+use baton_lab::soak::{self, SoakSettings};
+use baton_lab::testbed::TestbedSettings;
+use clap::{Args, Parser, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(version, about = "Moves established TCP connections of unmodified Linux programs out of the kernel and back.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Moves random connections at random moments under load, and checks every byte.
+    #[command(after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20")]
+    Soak(SoakArguments),
+    /// The processes of a running Baton; started by each other, not by people.
+    #[command(hide = true)]
+    KeeperProcess(ProcessArguments),
+    #[command(hide = true)]
+    AgentProcess(ProcessArguments),
+    #[command(hide = true)]
+    NicProcess(ProcessArguments),
+}
+
+#[derive(Args)]
+struct ProcessArguments {
+    #[arg(long)]
+    settings: String,
+}
+
+#[derive(Args)]
+struct SoakArguments {
+    /// Connections between the two hosts.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4000))]
+    connections: u32,
+    /// Moves to make, out and back counted each.
+    #[arg(long, default_value_t = 1000)]
+    moves: u64,
+    /// Seed of every random choice.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Frames lost each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    loss: f64,
+    /// Frames held back each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    reorder: f64,
+    /// Frames doubled each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    duplicate: f64,
+    /// Frames damaged each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    corrupt: f64,
+    /// One-way delay in milliseconds.
+    #[arg(long, default_value_t = 0.0)]
+    delay: f64,
+    /// Use IPv6.
+    #[arg(long)]
+    ipv6: bool,
+    /// Kill the NIC this many times, at random moments.
+    #[arg(long, default_value_t = 0)]
+    kill_nic: u32,
+    /// MTU of the link, 576 to 9000.
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
+    mtu: u32,
+    /// Host A's firewall drops what its connection tracker finds invalid.
+    #[arg(long)]
+    firewall: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if (0.0..=100.0).contains(&value) => Ok(value),
+        _ => Err("a percentage from 0 to 100 is wanted".into()),
+    }
+}
+
+fn ppm(percent: f64) -> u32 {
+    (percent * 10_000.0).round() as u32
+}
+
+/// Rules that drop what the connection tracker finds invalid, as many hosts have them.
+const STATEFUL_RULES: &str = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
+chain output { type filter hook output priority 0; policy accept; ct state invalid drop; } }\n";
+
+fn soak(arguments: &SoakArguments) -> Result<bool> {
+    let delay = (arguments.delay * 1000.0) as u64;
+    let link = LinkSettings {
+        delay,
+        loss: ppm(arguments.loss),
+        reorder: ppm(arguments.reorder),
+        hold: (delay / 2).max(200),
+        duplicate: ppm(arguments.duplicate),
+        corrupt: ppm(arguments.corrupt),
+        seed: arguments.seed,
+        ..LinkSettings::default()
+    };
+    let impaired = arguments.delay + arguments.loss + arguments.reorder + arguments.duplicate + arguments.corrupt > 0.0;
+    let bed = TestbedSettings {
+        mtu: arguments.mtu,
+        link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
+        seed: arguments.seed,
+        firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
+        ..TestbedSettings::default()
+    };
+    let settings = SoakSettings {
+        connections: arguments.connections as usize,
+        moves: arguments.moves,
+        seed: arguments.seed,
+        ipv6: arguments.ipv6,
+        kill_nic: arguments.kill_nic,
+        bed,
+        progress: !arguments.json,
+    };
+    let report = soak::run(&settings)?;
+    if arguments.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    }
+    Ok(report.is_clean())
+}
+
+fn run(command: Command) -> Result<bool> {
+    let parse = "settings that this program was started with";
+    match command {
+        Command::Soak(arguments) => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            soak(&arguments)
+        }
+        Command::KeeperProcess(given) => {
+            baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
+        }
+        Command::AgentProcess(given) => {
+            baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
+        }
+        Command::NicProcess(given) => {
+            baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("baton: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}

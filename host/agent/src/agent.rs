@@ -1,0 +1,489 @@
+//! The agent's loop: programs and tools ask, the NIC tells, moves go on.
+
+use crate::back::{self, Failure};
+use crate::connection::{Asker, Block, Connection, Stage};
+use crate::forth::{self, Ground};
+use crate::nic::{Hardware, NicProcess};
+use crate::session::{OpenSession, Session};
+use crate::settings::{AgentSettings, Descriptor};
+use anyhow::{Context, Result};
+use baton_abi::layout::{COUNTERS, Owner, block, nic};
+use baton_abi::{Cid, Control, Operation};
+use baton_client::protocol::{Answer, Ask, ConnectionInfo, Place, Reply, Request, Statistics, VERSION};
+use baton_kernel::control::{Channel, Listener};
+use baton_kernel::events::{Doorbell, Poller, Trigger};
+use baton_kernel::examine::{self, Stay};
+use baton_kernel::netlink::Netlink;
+use baton_kernel::{process, rtnetlink, socket};
+use baton_ring::Region;
+use baton_wire::Flow;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const LISTENER: u64 = u64::MAX;
+const NIC_BELL: u64 = u64::MAX - 1;
+const NIC_CHANNEL: u64 = u64::MAX - 2;
+const KEEPER: u64 = u64::MAX - 3;
+
+pub(crate) struct Agent {
+    pub settings: AgentSettings,
+    pub hardware: Hardware,
+    pub nic: NicProcess,
+    pub sessions: Vec<Option<Session>>,
+    /// Connections whose move waits for coverage.
+    pub mirroring: Vec<(u32, u32)>,
+    pub statistics: Statistics,
+    routes: Netlink,
+    interface: rtnetlink::LinkInfo,
+    poller: Poller,
+}
+
+fn take(descriptor: Descriptor) -> Result<OwnedFd> {
+    process::inherited(descriptor as i32)
+        .with_context(|| format!("descriptor {descriptor:?}; the keeper starts this process, not a person"))
+}
+
+/// Runs an agent until the keeper is gone.
+///
+/// # Errors
+/// If something that it needs is missing, with what.
+pub fn run(settings: AgentSettings) -> Result<()> {
+    if let Some(core) = settings.core {
+        process::pin(0, core);
+    }
+    let hardware = Hardware {
+        host: take(Descriptor::Host)?,
+        wire: take(Descriptor::Wire)?,
+        memory: Arc::new(Region::map(take(Descriptor::Memory)?)?),
+        nic_bell: Doorbell::from_fd(take(Descriptor::NicBell)?),
+        agent_bell: Doorbell::from_fd(take(Descriptor::AgentBell)?),
+    };
+    let keeper = Channel::from_fd(take(Descriptor::Keeper)?);
+    let routes = rtnetlink::open()?;
+    let interface = rtnetlink::link(&routes, &settings.interface)
+        .with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
+    let nic = NicProcess::start(&hardware, &settings)?;
+    let listener = Listener::bind(&settings.socket)?;
+    let poller = Poller::new()?;
+    poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
+    poller.add(hardware.agent_bell.as_fd(), NIC_BELL, Trigger::Readable)?;
+    poller.add(keeper.as_fd(), KEEPER, Trigger::Readable)?;
+    poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+    let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
+    let sessions = Vec::new();
+    let mut agent =
+        Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, interface, poller };
+    // The keeper hears that programs may come.
+    keeper.send(&true, &[])?;
+    let result = agent.main_loop(&listener);
+    agent.give_everything_back();
+    result
+}
+
+impl Agent {
+    fn main_loop(&mut self, listener: &Listener) -> Result<()> {
+        let mut tokens = Vec::new();
+        loop {
+            let limit = if self.mirroring.is_empty() { None } else { Some(Duration::from_micros(200)) };
+            self.poller.wait(limit, &mut tokens)?;
+            for token in std::mem::take(&mut tokens) {
+                match token {
+                    LISTENER => self.admit(listener.accept()?)?,
+                    NIC_BELL => self.hardware.agent_bell.clear(),
+                    NIC_CHANNEL => {
+                        if self.nic_is_dead() {
+                            self.recover()?;
+                        }
+                    }
+                    KEEPER => return Ok(()),
+                    session => self.serve(session as u32),
+                }
+            }
+            self.hear_nic();
+            self.advance_moves();
+            if self.nic_is_dead() {
+                self.recover()?;
+            }
+        }
+    }
+
+    fn admit(&mut self, channel: Channel) -> Result<()> {
+        let number = self.sessions.iter().position(Option::is_none).unwrap_or(self.sessions.len());
+        self.poller.add(channel.as_fd(), number as u64, Trigger::Readable)?;
+        let (process, user) = (channel.peer_process()?, channel.peer_user()?);
+        let session = Session { channel, process, user, open: None, connections: Vec::new() };
+        if number == self.sessions.len() {
+            self.sessions.push(Some(session));
+        } else {
+            self.sessions[number] = Some(session);
+        }
+        Ok(())
+    }
+
+    /// One request of a session; its end, if the program is gone.
+    fn serve(&mut self, number: u32) {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        match session.channel.try_receive::<Request>() {
+            Ok((request, descriptors)) => {
+                let reply = self.on_request(number, request.tag, request.body, descriptors);
+                if let Some((body, given)) = reply {
+                    let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
+                    self.answer(number, request.tag, body, &given);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let reason = "this request makes no sense to me; are both programs of the same version?".into();
+                self.answer(number, 0, Reply::Failed { reason }, &[]);
+            }
+            Err(_) => self.end_session(number),
+        }
+    }
+
+    pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
+        if let Some(Some(session)) = self.sessions.get(number as usize) {
+            // A program that is gone is found out by its channel.
+            let _ = session.channel.send(&Answer { tag, body }, descriptors);
+        }
+    }
+
+    /// The answer, or None if it comes later.
+    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
+        let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
+        match ask {
+            Ask::Open { version } if version != VERSION => {
+                failed(format!("this agent speaks version {VERSION}, the program version {version}"))
+            }
+            Ask::Open { .. } => match self.open(number) {
+                Ok(given) => Some((Reply::Opened { session: number }, given)),
+                Err(error) => failed(format!("{error:#}")),
+            },
+            Ask::Register => match descriptors.pop() {
+                Some(fd) => Some((self.register(number, fd), Vec::new())),
+                None => failed("a registration needs a descriptor".into()),
+            },
+            Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
+            Ask::MoveAny { session, connection, to } => {
+                let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
+                let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
+                match owner {
+                    Some(owner) if asker == 0 || asker == owner => self.request_move(session, connection, to, (number, tag)),
+                    Some(_) => failed("that connection belongs to another user".into()),
+                    None => failed(format!("there is no session {session}")),
+                }
+            }
+            Ask::Forget { connection } => Some((self.forget(number, connection), Vec::new())),
+            Ask::List => Some((Reply::Connections(self.list()), Vec::new())),
+            Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
+        }
+    }
+
+    fn open(&mut self, number: u32) -> Result<Vec<OwnedFd>> {
+        let bytes = self.settings.session_bytes;
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
+        if session.open.is_some() {
+            anyhow::bail!("the session is open already");
+        }
+        let open = OpenSession::new(bytes)?;
+        self.nic.attach(number, &open.memory, &open.bell)?;
+        let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
+        let given = vec![memory, self.hardware.nic_bell.try_clone()?.into(), open.bell.try_clone()?.into()];
+        session.open = Some(open);
+        Ok(given)
+    }
+
+    fn register(&mut self, number: u32, fd: OwnedFd) -> Reply {
+        let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
+        if let Err(stay) = examine::examine(fd.as_fd()) {
+            return stays(stay);
+        }
+        let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
+            return stays(Stay::NotTcp);
+        };
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Stay::NoRoom) };
+        let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
+        let place = session.connections.iter().position(Option::is_none).unwrap_or(session.connections.len());
+        if place >= baton_abi::layout::session::MAX_CONNECTIONS {
+            return stays(Stay::NoRoom);
+        }
+        let block = Block::new(open.memory.clone(), place as u32);
+        block.store(block::BUSY, 0);
+        block.store(block::MOVES, 0);
+        block.set_owner(Owner::Kernel);
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        let connection = Connection {
+            number: place as u32,
+            fd,
+            flow,
+            local,
+            peer,
+            stage: Stage::Kernel,
+            moves: 0,
+            reason: String::new(),
+            block,
+        };
+        if place == session.connections.len() {
+            session.connections.push(Some(connection));
+        } else {
+            session.connections[place] = Some(connection);
+        }
+        Reply::Registered { connection: place as u32 }
+    }
+
+    /// What a move needs, and the session it is in.
+    pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
+        let ground = Ground {
+            nic: &mut self.nic,
+            nic_memory: &self.hardware.memory,
+            routes: &self.routes,
+            interface: self.interface,
+        };
+        let session = self.sessions.get_mut(session as usize)?.as_mut()?;
+        Some((ground, session))
+    }
+
+    fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
+        let Some((mut ground, entry)) = self.split(session) else {
+            return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
+        };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else {
+            return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
+        };
+        match (&mut connection.stage, to) {
+            (Stage::Kernel, Place::Kernel) | (Stage::Nic(_), Place::Nic) => return Some((Reply::Done, Vec::new())),
+            (Stage::Ended(_), _) => {
+                return Some((Reply::Stayed { reason: "it has ended".into(), transient: false }, Vec::new()));
+            }
+            (Stage::Mirroring { askers, .. }, Place::Nic) => askers.push(asker),
+            (Stage::Mirroring { cid, .. }, Place::Kernel) => {
+                let cid = *cid;
+                forth::call_off(&mut ground, connection, cid);
+                return Some((Reply::Done, Vec::new()));
+            }
+            (Stage::Kernel, Place::Nic) => match forth::begin(&mut ground, connection, vec![asker]) {
+                Ok(()) => {
+                    self.mirroring.push((session, number));
+                    self.advance_moves();
+                }
+                Err(stay) => self.conclude(session, number, Err(stay), vec![asker]),
+            },
+            (Stage::Nic(_), Place::Kernel) => self.move_back(session, number, vec![asker]),
+        }
+        None
+    }
+
+    /// Moves a connection back to the kernel and answers those who asked for it.
+    fn move_back(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
+            return;
+        };
+        let result = match back::complete(&mut ground, open, connection) {
+            Ok(()) => Ok(()),
+            Err(Failure::Stays(stay)) => Err(stay),
+            Err(Failure::NicGone) => match self.recover() {
+                Ok(()) => Ok(()),
+                Err(_) => Err(Stay::NicGone),
+            },
+            Err(Failure::Lost(error)) => {
+                eprintln!("baton agent: a connection is lost: {error}");
+                self.statistics.failed_moves += 1;
+                Err(Stay::System(error.step, error.error))
+            }
+        };
+        self.conclude(session, number, result, askers);
+    }
+
+    /// Counts a move and answers those who asked for it.
+    pub(crate) fn conclude(&mut self, session: u32, number: u32, result: Result<(), Stay>, askers: Vec<Asker>) {
+        let reply = match &result {
+            Ok(()) => {
+                self.statistics.moves += 1;
+                Reply::Done
+            }
+            Err(stay) => {
+                let transient = matches!(stay, Stay::OutOfOrder | Stay::Busy | Stay::NoNeighbour | Stay::NoRoom | Stay::NicGone);
+                if transient {
+                    self.statistics.deferred += 1;
+                }
+                Reply::Stayed { reason: stay.to_string(), transient }
+            }
+        };
+        if let Some(Some(session)) = self.sessions.get_mut(session as usize)
+            && let Some(Some(connection)) = session.connections.get_mut(number as usize)
+        {
+            connection.reason = result.err().map_or_else(|| "asked to".into(), |stay| stay.to_string());
+        }
+        for (asker, tag) in askers {
+            self.answer(asker, tag, reply.clone(), &[]);
+        }
+    }
+
+    /// Brings a connection back if need be, and forgets it.
+    fn forget(&mut self, session: u32, number: u32) -> Reply {
+        self.bring_back(session, number);
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
+        let Some(connection) = entry.connections.get_mut(number as usize).and_then(Option::take) else {
+            return Reply::Failed { reason: format!("session {session} has no connection {number}") };
+        };
+        connection.block.set_owner(Owner::Nobody);
+        if connection.place() == Place::Nic {
+            return Reply::Failed { reason: connection.reason };
+        }
+        Reply::Done
+    }
+
+    /// Whatever stage a connection is in: it is in the kernel afterwards, or has ended.
+    fn bring_back(&mut self, session: u32, number: u32) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        match &connection.stage {
+            Stage::Kernel => {}
+            Stage::Mirroring { cid, .. } => {
+                let cid = *cid;
+                forth::call_off(&mut ground, connection, cid);
+            }
+            Stage::Ended(_) => {
+                connection.stage = Stage::Kernel;
+                if let Some(open) = entry.open.as_mut()
+                    && let Some(at) = open.ended.iter().position(|(ended, _)| *ended == number)
+                {
+                    let (_, memory) = open.ended.swap_remove(at);
+                    forth::give_memory(open, memory);
+                }
+            }
+            Stage::Nic(_) => self.move_back(session, number, Vec::new()),
+        }
+    }
+
+    /// What the NIC has said by itself: it wants to give a connection back, or one has ended.
+    fn hear_nic(&mut self) {
+        self.nic.listen();
+        while let Some(message) = self.nic.inbox.pop_front() {
+            let Some((session, number)) = self.find(message.cid) else { continue };
+            match (message.operation, Control::from_number(message.kind)) {
+                (Operation::OsRestore, _) => self.move_back(session, number, Vec::new()),
+                (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
+                _ => {}
+            }
+        }
+    }
+
+    fn find(&self, cid: Cid) -> Option<(u32, u32)> {
+        self.sessions.iter().enumerate().find_map(|(at, session)| {
+            let found = session.as_ref()?.connections.iter().flatten().find(|connection| connection.cid() == Some(cid))?;
+            Some((at as u32, found.number))
+        })
+    }
+
+    /// A connection has ended on the NIC: its slot is free, its memory stays until the program has read what is in it.
+    fn end_connection(&mut self, session: u32, number: u32) {
+        let Some((ground, entry)) = self.split(session) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Stage::Nic(on_nic) = &connection.stage else { return };
+        let cid = on_nic.cid;
+        let _ = ground.nic.control(Control::Cancel, cid, 0);
+        ground.nic.give_slot(cid);
+        let ended = std::mem::replace(&mut connection.stage, Stage::Ended(cid));
+        if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
+            open.ended.push((number, on_nic.memory));
+        }
+    }
+
+    /// A program is gone: its connections are the kernel's, which closes them as it would have.
+    fn end_session(&mut self, number: u32) {
+        let connections = match self.sessions.get(number as usize) {
+            Some(Some(session)) => session.connections.len() as u32,
+            _ => return,
+        };
+        for connection in 0..connections {
+            if let Some(Some(session)) = self.sessions.get(number as usize)
+                && let Some(Some(entry)) = session.connections.get(connection as usize)
+            {
+                entry.block.store(block::BUSY, 0);
+            }
+            self.bring_back(number, connection);
+        }
+        if let Some(session) = self.sessions[number as usize].take() {
+            let _ = self.poller.remove(session.channel.as_fd());
+            if session.open.is_some() {
+                let _ = self.nic.control(Control::Detach, Cid(0), number);
+            }
+        }
+    }
+
+    fn give_everything_back(&mut self) {
+        for number in 0..self.sessions.len() as u32 {
+            self.end_session(number);
+        }
+        self.nic.end();
+    }
+
+    /// After a NIC's death: the next one, with the sessions attached.
+    pub(crate) fn start_next_nic(&mut self) -> Result<()> {
+        let mut next = NicProcess::start(&self.hardware, &self.settings)?;
+        let in_use: Vec<Cid> = self
+            .sessions
+            .iter()
+            .flatten()
+            .flat_map(|session| session.connections.iter().flatten())
+            .filter_map(|connection| match &connection.stage {
+                Stage::Nic(on_nic) => Some(on_nic.cid),
+                Stage::Mirroring { cid, .. } => Some(*cid),
+                _ => None,
+            })
+            .collect();
+        next.inherit_slots(&mut self.nic, in_use.into_iter());
+        for (number, session) in self.sessions.iter().enumerate() {
+            if let Some(Session { open: Some(open), .. }) = session {
+                next.attach(number as u32, &open.memory, &open.bell)?;
+            }
+        }
+        self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+        self.nic = next;
+        self.statistics.nic_starts += 1;
+        Ok(())
+    }
+
+    /// Moves that were waiting when the NIC died are called off.
+    pub(crate) fn give_up_mirrors(&mut self) {
+        for (session, number) in std::mem::take(&mut self.mirroring) {
+            let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };
+            let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
+            if let Stage::Mirroring { askers, .. } = std::mem::replace(&mut connection.stage, Stage::Kernel) {
+                self.conclude(session, number, Err(Stay::NicGone), askers);
+            }
+        }
+    }
+
+    fn list(&self) -> Vec<ConnectionInfo> {
+        let mut list = Vec::new();
+        for (at, session) in self.sessions.iter().enumerate() {
+            let Some(session) = session else { continue };
+            for connection in session.connections.iter().flatten() {
+                list.push(ConnectionInfo {
+                    session: at as u32,
+                    connection: connection.number,
+                    process: session.process,
+                    local: connection.local.to_string(),
+                    peer: connection.peer.to_string(),
+                    place: connection.place(),
+                    moves: connection.moves,
+                    reason: connection.reason.clone(),
+                });
+            }
+        }
+        list
+    }
+
+    fn count(&mut self) -> Statistics {
+        let words = self.hardware.memory.words(nic::COUNTERS, COUNTERS);
+        self.statistics.counters = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        self.statistics.nic_process = self.nic.process();
+        self.statistics.agent_process = std::process::id();
+        self.statistics.clone()
+    }
+}

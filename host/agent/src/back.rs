@@ -1,0 +1,83 @@
+//! A move back to the kernel: quiesce, rest, import, release, speak.
+
+use crate::connection::{Connection, OnNic, Stage};
+use crate::forth::{Ground, give_memory, queues};
+use crate::session::OpenSession;
+use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::{Control, Message, Operation};
+use baton_image::{Image, MAX_ENCODED};
+use baton_kernel::examine::Stay;
+use baton_kernel::import::{ImportError, Importer};
+use std::os::fd::AsFd;
+
+/// How a move back ended, if not well.
+pub(crate) enum Failure {
+    /// It stays on the NIC.
+    Stays(Stay),
+    /// The NIC died on the way: recovery goes on from here.
+    NicGone,
+    /// The kernel refused it although everything had been checked: the connection is lost.
+    Lost(ImportError),
+}
+
+impl From<ImportError> for Failure {
+    fn from(error: ImportError) -> Self {
+        Failure::Lost(error)
+    }
+}
+
+/// Moves a connection back to the kernel.
+pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) -> Result<(), Failure> {
+    // Without a route the import would close the socket for good: then the connection waits on the NIC.
+    ground.link_of(connection).map_err(Failure::Stays)?;
+    let Stage::Nic(on_nic) = &connection.stage else { return Ok(()) };
+    let cid = on_nic.cid;
+    if !connection.block.quiesce(Owner::Nic) {
+        return Err(Failure::Stays(Stay::Busy));
+    }
+    if let Err(stay) = ground.nic.command(Message::new(Operation::NicRestore, cid, 0, 0)) {
+        if matches!(stay, Stay::NicGone) {
+            return Err(Failure::NicGone);
+        }
+        connection.block.set_owner(Owner::Nic);
+        return Err(Failure::Stays(stay));
+    }
+    let mut bytes = [0u8; MAX_ENCODED];
+    let _ = ground.nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
+    let Ok(image) = Image::decode(&bytes) else { return Err(Failure::NicGone) };
+    let result = import(ground, session, connection, on_nic, &image);
+    finish(ground, session, connection);
+    result
+}
+
+fn import(
+    ground: &mut Ground<'_>, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image,
+) -> Result<(), Failure> {
+    let lost = |step| Failure::Lost(ImportError { step, error: std::io::ErrorKind::InvalidData.into() });
+    let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or(lost("queues"))?;
+    let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
+    let fd = connection.fd.as_fd();
+    let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
+    // Even when the import failed the NIC lets go: no filter outlives its connection.
+    let _ = ground.nic.control(Control::Release, on_nic.cid, 0);
+    imported?.finish()?;
+    Ok(())
+}
+
+/// The connection is the kernel's, for better or worse.
+fn finish(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) {
+    let stage = std::mem::replace(&mut connection.stage, Stage::Kernel);
+    if let Stage::Nic(on_nic) = stage {
+        give_memory(session, on_nic.memory);
+        ground.nic.give_slot(on_nic.cid);
+    }
+    hand_to_kernel(session, connection);
+}
+
+/// Lets the program at the connection in the kernel.
+pub(crate) fn hand_to_kernel(session: &OpenSession, connection: &mut Connection) {
+    connection.moves += 1;
+    connection.block.store(block::MOVES, connection.moves);
+    connection.block.set_owner(Owner::Kernel);
+    session.announce_move();
+}

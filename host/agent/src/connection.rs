@@ -1,0 +1,122 @@
+//! A connection as the agent holds it, and what both directions of a move share.
+
+use baton_abi::Cid;
+use baton_abi::layout::{Owner, block, session};
+use baton_client::protocol::Place;
+use baton_image::Image;
+use baton_kernel::events;
+use baton_kernel::shell::Saved;
+use baton_ring::Region;
+use baton_wire::Flow;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+/// Microseconds that a program may take to leave an operation on a connection that is to be moved.
+const QUIESCE_LIMIT: u64 = 20_000;
+
+/// A waiting request for a move: session of the asker, its tag.
+pub(crate) type Asker = (u32, u32);
+
+/// Where a connection is in its life with the agent.
+pub(crate) enum Stage {
+    /// In the kernel.
+    Kernel,
+    /// In the kernel, the NIC is copying; since when, and who asked.
+    Mirroring { since: u64, cid: Cid, askers: Vec<Asker> },
+    /// On the NIC.
+    Nic(Box<OnNic>),
+    /// It ended while it was on the NIC; only the shell is left.
+    Ended(Cid),
+}
+
+/// What the agent remembers of a connection on the NIC.
+pub(crate) struct OnNic {
+    pub cid: Cid,
+    /// As it was handed off.
+    pub image: Image,
+    pub saved: Saved,
+    pub memory: Memory,
+    /// Microseconds of the monotonic clock just before the handoff.
+    pub handed_off_at: u64,
+}
+
+/// Send and receive memory of a connection: (offset, size).
+#[derive(Clone, Copy)]
+pub(crate) struct Memory {
+    pub receive: (u32, u32),
+    pub send: (u32, u32),
+}
+
+pub(crate) struct Connection {
+    pub number: u32,
+    pub fd: OwnedFd,
+    pub flow: Flow,
+    pub local: SocketAddr,
+    pub peer: SocketAddr,
+    pub stage: Stage,
+    pub moves: u32,
+    /// Why it stayed or went back last.
+    pub reason: String,
+    pub block: Block,
+}
+
+impl Connection {
+    pub fn place(&self) -> Place {
+        match self.stage {
+            Stage::Nic(_) | Stage::Ended(_) => Place::Nic,
+            Stage::Kernel | Stage::Mirroring { .. } => Place::Kernel,
+        }
+    }
+
+    pub fn cid(&self) -> Option<Cid> {
+        match &self.stage {
+            Stage::Kernel => None,
+            Stage::Mirroring { cid, .. } | Stage::Ended(cid) => Some(*cid),
+            Stage::Nic(on_nic) => Some(on_nic.cid),
+        }
+    }
+}
+
+/// The agent's view of a connection's block in session memory.
+#[derive(Clone)]
+pub(crate) struct Block {
+    memory: Arc<Region>,
+    base: usize,
+}
+
+impl Block {
+    pub fn new(memory: Arc<Region>, connection: u32) -> Block {
+        Block { memory, base: session::block(connection) }
+    }
+
+    pub fn load(&self, field: usize) -> u32 {
+        self.memory.word32(self.base + field).load(Ordering::Acquire)
+    }
+
+    pub fn store(&self, field: usize, value: u32) {
+        self.memory.word32(self.base + field).store(value, Ordering::Release);
+    }
+
+    pub fn set_owner(&self, owner: Owner) {
+        self.store(block::OWNER, owner as u32);
+    }
+
+    /// Keeps the program out of the connection. False if it does not leave an operation in time; it then keeps the connection.
+    pub fn quiesce(&self, owner: Owner) -> bool {
+        self.set_owner(Owner::Moving);
+        fence(Ordering::SeqCst);
+        let busy = self.memory.word32(self.base + block::BUSY);
+        let deadline = events::monotonic_micros() + QUIESCE_LIMIT;
+        while busy.load(Ordering::Acquire) != 0 {
+            if events::monotonic_micros() > deadline {
+                self.set_owner(owner);
+                return false;
+            }
+            events::wait_while(busy, 1, Duration::from_millis(1));
+        }
+        true
+    }
+}

@@ -1,0 +1,300 @@
+//! A move to the NIC, step by step: reserve, mirror, (wait until the copy covers what the kernel holds out of order), quiesce, steal,
+//! read, purge, hand off. Each step that fails is undone by those before it.
+
+use crate::agent::Agent;
+use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
+use crate::nic::NicProcess;
+use crate::session::OpenSession;
+use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_image::{Image, MAX_ENCODED};
+use baton_kernel::events::monotonic_micros;
+use baton_kernel::examine::{self, Stay};
+use baton_kernel::export::{self, Exporter};
+use baton_kernel::import::Importer;
+use baton_kernel::netlink::Netlink;
+use baton_kernel::shell::Saved;
+use baton_kernel::socket::{self, Pieces};
+use baton_kernel::tcp_info::{OPTION_SACK, TcpInfo};
+use baton_kernel::{conntrack, rtnetlink};
+use baton_ring::Region;
+use baton_wire::frame::Link;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+/// Smallest send and receive memory of a connection.
+const MIN_BUFFER: u32 = 1 << 18;
+/// Largest.
+const MAX_BUFFER: u32 = 1 << 26;
+const SOL_SOCKET: i32 = 1;
+const SO_MEMINFO: i32 = 55;
+
+/// What a move needs of the host besides the connection.
+pub(crate) struct Ground<'a> {
+    pub nic: &'a mut NicProcess,
+    pub nic_memory: &'a Region,
+    pub routes: &'a Netlink,
+    pub interface: rtnetlink::LinkInfo,
+}
+
+impl Ground<'_> {
+    /// The link header of a connection's frames, if its route leads through the NIC.
+    pub fn link_of(&self, connection: &Connection) -> Result<Link, Stay> {
+        let (local, peer) = (connection.local.ip().to_canonical(), connection.peer.ip().to_canonical());
+        if !rtnetlink::is_local(self.routes, local).map_err(|error| Stay::System("RTM_GETADDR", error))? {
+            return Err(Stay::SourceGone(local));
+        }
+        let route = rtnetlink::route_to(self.routes, peer, Some(local)).map_err(|_| Stay::NoRoute)?;
+        if route.interface != self.interface.index {
+            return Err(Stay::OtherInterface(route.interface));
+        }
+        let hop = route.gateway.unwrap_or(peer);
+        let neighbour = rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?;
+        let (ttl, tos) = export::link_settings(connection.fd.as_fd(), connection.flow.is_v4())
+            .map_err(|error| Stay::System("getsockopt", error))?;
+        Ok(Link { source: self.interface.address, destination: neighbour, ttl, tos, flow_label: 0 })
+    }
+}
+
+/// Reserves a slot and lets the NIC copy the connection's frames.
+pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
+    examine::examine(connection.fd.as_fd())?;
+    ground.link_of(connection)?;
+    let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
+    let base = nic::slot(cid.slot());
+    let mut flow = [0u8; 36];
+    flow[..16].copy_from_slice(&connection.flow.local.address);
+    flow[16..32].copy_from_slice(&connection.flow.remote.address);
+    flow[32..34].copy_from_slice(&connection.flow.local.port.to_le_bytes());
+    flow[34..36].copy_from_slice(&connection.flow.remote.port.to_le_bytes());
+    let _ = ground.nic_memory.write(base + slot::FLOW, &flow);
+    ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
+    if let Err(stay) = ground.nic.control(Control::Mirror, cid, 0) {
+        ground.nic.give_slot(cid);
+        return Err(stay);
+    }
+    // Its segments will bypass the host's connection tracker.
+    let _ = conntrack::be_liberal(&connection.flow);
+    connection.stage = Stage::Mirroring { since: monotonic_micros(), cid, askers };
+    Ok(())
+}
+
+/// Whether the NIC's copy covers everything that the kernel may hold out of order.
+pub(crate) fn covered(nic_memory: &Region, connection: &Connection, cid: Cid) -> bool {
+    let fd = connection.fd.as_fd();
+    let Ok(info) = TcpInfo::read(fd) else { return false };
+    // Nothing came out of order since the socket was (re)connected, or nothing that came could have been SACKed.
+    if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
+        return true;
+    }
+    // Receive memory that is not the receive queue's is the out-of-order queue's.
+    let mut memory = [0u8; 36];
+    let unread = socket::queue_bytes(fd, socket::SIOCINQ).unwrap_or(u32::MAX);
+    if unread == 0 && socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).is_ok() && memory[..4] == [0; 4] {
+        return true;
+    }
+    nic_memory.word32(nic::slot(cid.slot()) + slot::COVERED).load(Ordering::Acquire) == 1
+}
+
+/// Calls a move off before the steal.
+pub(crate) fn call_off(ground: &mut Ground<'_>, connection: &mut Connection, cid: Cid) {
+    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    ground.nic.give_slot(cid);
+    connection.stage = Stage::Kernel;
+}
+
+/// From the steal to the handoff: the connection's blackout.
+pub(crate) fn complete(
+    ground: &mut Ground<'_>, session: &mut OpenSession, session_number: u32, connection: &mut Connection, cid: Cid,
+) -> Result<(), Stay> {
+    let link = match ground.link_of(connection) {
+        Ok(link) => link,
+        Err(stay) => {
+            call_off(ground, connection, cid);
+            return Err(stay);
+        }
+    };
+    if !connection.block.quiesce(Owner::Kernel) {
+        call_off(ground, connection, cid);
+        return Err(Stay::Busy);
+    }
+    connection.moves += 1;
+    let moved = steal_and_hand_off(ground, session, session_number, connection, cid, link);
+    let result = match moved {
+        Ok(on_nic) => {
+            connection.stage = Stage::Nic(Box::new(on_nic));
+            connection.block.set_owner(Owner::Nic);
+            Ok(())
+        }
+        Err(stay) => {
+            connection.stage = Stage::Kernel;
+            ground.nic.give_slot(cid);
+            connection.block.set_owner(Owner::Kernel);
+            Err(stay)
+        }
+    };
+    session.announce_move();
+    result
+}
+
+fn steal_and_hand_off(
+    ground: &mut Ground<'_>, session: &mut OpenSession, session_number: u32, connection: &Connection, cid: Cid, link: Link,
+) -> Result<OnNic, Stay> {
+    ground.nic.control(Control::Steal, cid, 0)?;
+    let fd = connection.fd.as_fd();
+    let exporter = match Exporter::begin(fd, connection.flow, link) {
+        Ok(exporter) => exporter,
+        Err(stay) => {
+            let _ = ground.nic.control(Control::Cancel, cid, 0);
+            return Err(stay);
+        }
+    };
+    let image = *exporter.image();
+    let memory = match take_memory(session, &image).ok_or(Stay::NoRoom) {
+        Ok(memory) => memory,
+        Err(stay) => {
+            let _ = exporter.abandon();
+            let _ = ground.nic.control(Control::Cancel, cid, 0);
+            return Err(stay);
+        }
+    };
+    let region = session.memory.clone();
+    let queues = queues(&region, memory, &image).ok_or(Stay::NoRoom);
+    let copied = queues.and_then(|(unread, unacknowledged)| exporter.copy_queues(&unread, &unacknowledged));
+    if let Err(stay) = copied {
+        let _ = exporter.abandon();
+        let _ = ground.nic.control(Control::Cancel, cid, 0);
+        give_memory(session, memory);
+        return Err(stay);
+    }
+    let (saved, result) = match exporter.purge() {
+        Ok(saved) => {
+            let handed_off_at = monotonic_micros();
+            let result = hand_off(ground, session_number, connection, cid, &image, memory, &saved);
+            match result {
+                Ok(()) => return Ok(OnNic { cid, image, saved, memory, handed_off_at }),
+                Err(stay) => (saved, stay),
+            }
+        }
+        Err((saved, stay)) => (saved, stay),
+    };
+    // Past the purge there is one way back: what was read goes in again.
+    put_back(ground, connection, cid, &image, &region, memory, &saved)?;
+    give_memory(session, memory);
+    Err(result)
+}
+
+fn put_back(
+    ground: &mut Ground<'_>, connection: &Connection, cid: Cid, image: &Image, region: &Region, memory: Memory, saved: &Saved,
+) -> Result<(), Stay> {
+    let (unread, unacknowledged) = queues(region, memory, image).ok_or(Stay::NoRoom)?;
+    let fd = connection.fd.as_fd();
+    let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved)
+        .map_err(|failed| Stay::System(failed.step, failed.error))?;
+    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    importer.finish().map_err(|failed| Stay::System(failed.step, failed.error))
+}
+
+/// Memory for the queues: room for what is there, for the window that was advertised, and no less than the minimum.
+fn take_memory(session: &mut OpenSession, image: &Image) -> Option<Memory> {
+    let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
+    let receive = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?.max(MIN_BUFFER);
+    let send = image.send_queue().max(MIN_BUFFER);
+    if receive > MAX_BUFFER || send > MAX_BUFFER {
+        return None;
+    }
+    let receive = session.heap.take(receive)?;
+    let Some(send) = session.heap.take(send) else {
+        session.heap.give(receive.0, receive.1);
+        return None;
+    };
+    Some(Memory { receive, send })
+}
+
+/// Gives a connection's memory back.
+pub(crate) fn give_memory(session: &mut OpenSession, memory: Memory) {
+    for (offset, size) in [memory.receive, memory.send] {
+        // Pages of ordinary buffers are soon used again; large ones go back to the system.
+        if size > 1 << 21 {
+            session.memory.discard(offset as usize, size as usize);
+        }
+        session.heap.give(offset, size);
+    }
+}
+
+/// Where the unread and the unacknowledged bytes of an image lie.
+pub(crate) fn queues<'a>(region: &'a Region, memory: Memory, image: &Image) -> Option<(Pieces<'a>, Pieces<'a>)> {
+    let unread = Pieces::of(region, memory.receive, image.read_seq(), image.unread)?;
+    let unacknowledged = Pieces::of(region, memory.send, image.snd_una, image.send_queue())?;
+    Some((unread, unacknowledged))
+}
+
+fn hand_off(
+    ground: &mut Ground<'_>, session_number: u32, connection: &Connection, cid: Cid, image: &Image, memory: Memory, saved: &Saved,
+) -> Result<(), Stay> {
+    let base = nic::slot(cid.slot());
+    let parameters = [session_number, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
+    for (at, value) in parameters.into_iter().enumerate() {
+        ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+    }
+    let mut bytes = [0u8; MAX_ENCODED];
+    image.encode(&mut bytes).map_err(|_| Stay::NoRoom)?;
+    let _ = ground.nic_memory.write(base + slot::IMAGE, &bytes);
+    let fin = u32::from(image.state.fin_received());
+    let b = &connection.block;
+    b.store(block::CID, cid.0);
+    b.store(block::RECEIVE_BASE, memory.receive.0);
+    b.store(block::RECEIVE_SIZE, memory.receive.1);
+    b.store(block::SEND_BASE, memory.send.0);
+    b.store(block::SEND_SIZE, memory.send.1);
+    b.store(block::READ_SEQ, image.read_seq());
+    b.store(block::RECEIVE_SEQ, image.rcv_nxt.wrapping_sub(fin));
+    b.store(block::ACKED_SEQ, if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una });
+    b.store(block::QUEUED_SEQ, image.snd_end);
+    b.store(block::FLAGS, fin | u32::from(image.state.fin_queued()) << 1 | u32::from(saved.keepalive()) << 2);
+    // Before the NIC runs: what it tells the program must find its connection.
+    b.store(block::MOVES, connection.moves);
+    ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
+}
+
+impl Agent {
+    /// Goes over the connections that are being mirrored: completes moves whose copy covers the kernel's, gives up on others.
+    pub(crate) fn advance_moves(&mut self) {
+        let waiting = std::mem::take(&mut self.mirroring);
+        for (session, number) in waiting {
+            if !self.advance_move(session, number) {
+                self.mirroring.push((session, number));
+            }
+        }
+    }
+
+    /// Whether the move is over, one way or the other.
+    fn advance_move(&mut self, session: u32, number: u32) -> bool {
+        let patience = self.settings.patience;
+        let nic_memory = self.hardware.memory.clone();
+        let Some((mut ground, entry)) = self.split(session) else { return true };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return true };
+        let Stage::Mirroring { since, cid, .. } = connection.stage else { return true };
+        let result = if covered(&nic_memory, connection, cid) {
+            let askers = take_askers(connection);
+            let Some(open) = entry.open.as_mut() else { return true };
+            let result = complete(&mut ground, open, session, connection, cid);
+            (result, askers)
+        } else if monotonic_micros() - since > patience {
+            let askers = take_askers(connection);
+            call_off(&mut ground, connection, cid);
+            (Err(Stay::OutOfOrder), askers)
+        } else {
+            return false;
+        };
+        self.conclude(session, number, result.0, result.1);
+        true
+    }
+}
+
+fn take_askers(connection: &mut Connection) -> Vec<Asker> {
+    match &mut connection.stage {
+        Stage::Mirroring { askers, .. } => std::mem::take(askers),
+        _ => Vec::new(),
+    }
+}

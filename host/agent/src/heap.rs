@@ -1,0 +1,79 @@
+//! Send and receive memory in a session: blocks of powers of two.
+
+use std::collections::BTreeMap;
+
+/// The smallest block: a page.
+const MIN_ORDER: u32 = 12;
+
+/// A buddy allocator over offsets.
+#[derive(Debug)]
+pub(crate) struct Heap {
+    start: u64,
+    /// Free blocks by order.
+    free: BTreeMap<u32, Vec<u64>>,
+}
+
+impl Heap {
+    /// All of `start..end` is free.
+    pub fn new(start: usize, end: usize) -> Heap {
+        let mut heap = Heap { start: start as u64, free: BTreeMap::new() };
+        let mut at = 0u64;
+        let length = (end - start) as u64;
+        while length - at >= 1 << MIN_ORDER {
+            let alignment = if at == 0 { 63 } else { at.trailing_zeros() };
+            let order = alignment.min((length - at).ilog2());
+            heap.free.entry(order).or_default().push(at);
+            at += 1 << order;
+        }
+        heap
+    }
+
+    /// A block of at least `size` bytes, a power of two. Its offset and size.
+    pub fn take(&mut self, size: u32) -> Option<(u32, u32)> {
+        let order = size.max(1).next_power_of_two().ilog2().max(MIN_ORDER);
+        let found = *self.free.range(order..).find(|(_, blocks)| !blocks.is_empty())?.0;
+        let at = self.free.get_mut(&found)?.pop()?;
+        for smaller in (order..found).rev() {
+            self.free.entry(smaller).or_default().push(at + (1 << smaller));
+        }
+        Some(((self.start + at) as u32, 1 << order))
+    }
+
+    /// Gives a block back.
+    pub fn give(&mut self, offset: u32, size: u32) {
+        let mut at = u64::from(offset) - self.start;
+        let mut order = size.ilog2();
+        loop {
+            let buddy = at ^ (1 << order);
+            let blocks = self.free.entry(order).or_default();
+            let Some(found) = blocks.iter().position(|block| *block == buddy) else {
+                blocks.push(at);
+                return;
+            };
+            blocks.swap_remove(found);
+            at = at.min(buddy);
+            order += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_split_and_join() {
+        let mut heap = Heap::new(4096, 4096 + (1 << 20) + (1 << 16));
+        let first = heap.take(1 << 20).unwrap();
+        assert_eq!(first, (4096, 1 << 20));
+        let small: Vec<_> = (0..16).map(|_| heap.take(100).unwrap()).collect();
+        assert!(heap.take(100).is_none());
+        for (offset, size) in small {
+            assert_eq!(size, 4096);
+            heap.give(offset, size);
+        }
+        assert!(heap.take(1 << 16).is_some(), "sixteen pages join to one block");
+        heap.give(first.0, first.1);
+        assert_eq!(heap.take(1 << 20), Some(first));
+    }
+}

@@ -1,0 +1,14 @@
+//! The agent: decides and moves connections, supervises the NIC.
+
+mod agent;
+mod back;
+mod connection;
+mod forth;
+mod heap;
+mod nic;
+mod recovery;
+mod session;
+mod settings;
+
+pub use agent::run;
+pub use settings::{AgentSettings, Descriptor};

@@ -1,0 +1,195 @@
+//! The NIC process as the agent sees it: started, asked, watched.
+
+use crate::settings::AgentSettings;
+use anyhow::{Context, Result, bail};
+use baton_abi::layout::{RING_WORDS, nic};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_control::{ToAgent, ToNic};
+use baton_kernel::control::Channel;
+use baton_kernel::events::{Doorbell, monotonic_micros};
+use baton_kernel::examine::Stay;
+use baton_kernel::process;
+use baton_ring::{Consumer, Producer, Region, Words, needs_doorbell};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Microseconds after which a NIC that has not answered a command counts as dead.
+const ANSWER_LIMIT: u64 = 2_000_000;
+
+/// The devices and memory that outlive any one NIC process.
+pub(crate) struct Hardware {
+    pub host: OwnedFd,
+    pub wire: OwnedFd,
+    pub memory: Arc<Region>,
+    pub nic_bell: Doorbell,
+    pub agent_bell: Doorbell,
+}
+
+pub(crate) struct NicProcess {
+    child: Child,
+    channel: Channel,
+    commands: Producer<Words>,
+    events: Consumer<Words>,
+    memory: Arc<Region>,
+    bell: Doorbell,
+    /// What the NIC said without being asked.
+    pub inbox: VecDeque<Message>,
+    /// Connections that it has room for, as advertised.
+    pub room: u32,
+    /// Free slots, and the name that each will give its next tenant.
+    free: Vec<Cid>,
+}
+
+impl NicProcess {
+    /// Starts a NIC on the hardware and waits until it is ready.
+    pub fn start(hardware: &Hardware, settings: &AgentSettings) -> Result<NicProcess> {
+        let (ours, theirs) = Channel::pair()?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg("nic-process").arg("--settings").arg(serde_json::to_string(&settings.nic)?);
+        let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
+        let descriptors = [
+            hardware.host.as_fd(),
+            hardware.wire.as_fd(),
+            memory_fd,
+            hardware.nic_bell.as_fd(),
+            hardware.agent_bell.as_fd(),
+            theirs.as_fd(),
+        ];
+        process::inherit(&mut command, &descriptors, true);
+        // What the last NIC left unread was for the last NIC.
+        let mut leftovers = Consumer::new(hardware.memory.shared_words(nic::COMMANDS, RING_WORDS));
+        while leftovers.pop().is_some() {}
+        leftovers.release();
+        let child = command.spawn().context("starting the NIC process")?;
+        drop(theirs);
+        match ours.receive::<ToAgent>() {
+            Ok((ToAgent::Ready, _)) => {}
+            Ok((other, _)) => bail!("the NIC process says {other:?} instead of being ready"),
+            Err(error) => bail!("the NIC process did not start ({error})"),
+        }
+        let slots = settings.nic.slots as u32;
+        Ok(NicProcess {
+            child,
+            channel: ours,
+            commands: Producer::new(hardware.memory.shared_words(nic::COMMANDS, RING_WORDS)),
+            events: Consumer::new(hardware.memory.shared_words(nic::EVENTS, RING_WORDS)),
+            memory: hardware.memory.clone(),
+            bell: hardware.nic_bell.try_clone()?,
+            inbox: VecDeque::new(),
+            room: slots,
+            free: (0..slots).rev().map(|slot| Cid::new(slot, 0)).collect(),
+        })
+    }
+
+    pub fn process(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The control connection: readable when the process has died.
+    pub fn channel_fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+
+    /// Whether the process has ended.
+    pub fn is_dead(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Ends the process, and waits until it is gone.
+    pub fn end(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// A free slot, within what the NIC advertised.
+    pub fn take_slot(&mut self) -> Option<Cid> {
+        if self.room == 0 { None } else { self.free.pop() }
+    }
+
+    /// A slot that is free again.
+    pub fn give_slot(&mut self, cid: Cid) {
+        self.free.push(cid.next_generation());
+    }
+
+    /// Takes over the names of the last NIC's slots, so that none is used twice.
+    pub fn inherit_slots(&mut self, last: &mut NicProcess, in_use: impl Iterator<Item = Cid>) {
+        self.free = std::mem::take(&mut last.free);
+        self.free.extend(in_use.map(Cid::next_generation));
+    }
+
+    /// Gives a session's memory to the NIC.
+    pub fn attach(&mut self, session: u32, memory: &Region, bell: &Doorbell) -> Result<()> {
+        let memory = memory.fd().context("session memory is shared memory")?;
+        self.channel.send(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
+        self.memory.word32(nic::CHANNEL).fetch_add(1, Ordering::AcqRel);
+        self.bell.ring();
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Attached => Ok(()),
+            other => bail!("the NIC did not attach the session: {other:?}"),
+        }
+    }
+
+    /// Gives a command and waits for its answer.
+    ///
+    /// # Errors
+    /// [`Stay::Refused`] with the NIC's reason, [`Stay::NicGone`] if it died.
+    pub fn command(&mut self, message: Message) -> Result<u32, Stay> {
+        if self.commands.push(message.to_words()).is_err() {
+            return Err(Stay::NoRoom);
+        }
+        self.commands.publish();
+        if needs_doorbell(self.memory.word32(nic::SLEEPING)) {
+            self.bell.ring();
+        }
+        let deadline = monotonic_micros() + ANSWER_LIMIT;
+        let mut spins = 0u32;
+        loop {
+            while let Some(answer) = self.next_event() {
+                let answers = answer.cid == message.cid && answer.length == u32::from(message.kind);
+                match (answer.operation, Control::from_number(answer.kind)) {
+                    (Operation::OsControl, Some(Control::Done)) if answers => return Ok(answer.address),
+                    (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Stay::Refused(answer.address)),
+                    _ => self.inbox.push_back(answer),
+                }
+            }
+            spins += 1;
+            std::hint::spin_loop();
+            if spins.is_multiple_of(4096) {
+                std::thread::yield_now();
+                if self.is_dead() || monotonic_micros() > deadline {
+                    return Err(Stay::NicGone);
+                }
+            }
+        }
+    }
+
+    /// A control command.
+    ///
+    /// # Errors
+    /// See [`NicProcess::command`].
+    pub fn control(&mut self, control: Control, cid: Cid, value: u32) -> Result<u32, Stay> {
+        self.command(Message::control(Operation::NicControl, control, cid, value, 0))
+    }
+
+    fn next_event(&mut self) -> Option<Message> {
+        loop {
+            let words = self.events.pop()?;
+            self.events.release();
+            match Message::from_words(words) {
+                Some(Message { operation: Operation::OsResource, length, .. }) => self.room = length,
+                Some(message) => return Some(message),
+                None => {}
+            }
+        }
+    }
+
+    /// Moves what the NIC has said into the inbox.
+    pub fn listen(&mut self) {
+        while let Some(message) = self.next_event() {
+            self.inbox.push_back(message);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The NIC has died: every connection that it had goes back to the kernel, from its record, its block and its memory.
+
+use crate::agent::Agent;
+use crate::back::hand_to_kernel;
+use crate::connection::{Connection, OnNic, Stage};
+use crate::forth::{give_memory, queues};
+use crate::session::OpenSession;
+use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::{Record, record};
+use baton_backends::VnetDevice;
+use baton_datapath::LastWords;
+use baton_image::{Image, State};
+use baton_kernel::events::monotonic_micros;
+use baton_kernel::import::{ImportError, Importer};
+use baton_ring::Region;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+/// The record that counts, if the NIC ever published one.
+fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
+    let published = nic_memory.words(base + slot::PUBLISHED, 1)[0].load(Ordering::Acquire);
+    if published == 0 {
+        return None;
+    }
+    let copy = base + slot::RECORDS + (published & 1) as usize * record::WORDS * 8;
+    let words = nic_memory.words(copy, record::WORDS);
+    Some(Record::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed))))
+}
+
+fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
+    let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
+    let count = usize::from(record.ranges).min(slot::RANGES_BYTES / 8);
+    let words = nic_memory.words(table, count);
+    words.iter().map(|word| word.load(Ordering::Relaxed)).map(|word| (word as u32, (word >> 32) as u32)).collect()
+}
+
+/// The image at the moment of death. What the program did is in its block; it is believed only as far as it can be true.
+fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> Option<Image> {
+    let handed = &on_nic.image;
+    let mut state = State::from_number(record.state)?;
+    let flags = connection.block.load(block::FLAGS);
+    if flags & 2 != 0 {
+        state = match state {
+            State::Established => State::FinWait1,
+            State::CloseWait => State::LastAck,
+            other => other,
+        };
+    }
+    let acked_all = state.fin_acknowledged();
+    let queued = connection.block.load(block::QUEUED_SEQ);
+    let plausible = queued.wrapping_sub(record.snd_una) <= on_nic.memory.send.1 && queued.wrapping_sub(record.snd_end) < 1 << 31;
+    let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
+    let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
+    let read = connection.block.load(block::READ_SEQ);
+    let told = data_end.wrapping_sub(record.rcv_read);
+    let unread = if data_end.wrapping_sub(read) <= told { data_end.wrapping_sub(read) } else { told };
+    let elapsed = (monotonic_micros() - on_nic.handed_off_at) / 1000;
+    Some(Image {
+        state,
+        snd_una: record.snd_una,
+        snd_nxt: record.snd_nxt,
+        snd_end,
+        snd_wnd: record.snd_wnd,
+        snd_wl1: record.snd_wl1,
+        max_window: record.max_window,
+        rcv_nxt: record.rcv_nxt,
+        rcv_adv: record.rcv_adv,
+        unread,
+        ts_recent: record.ts_recent,
+        // Later than anything the NIC can have sent.
+        ts_clock: handed.ts_clock.wrapping_add(elapsed as u32 + 1),
+        cwnd: u32::from(record.cwnd),
+        srtt: record.srtt,
+        ..*handed
+    })
+}
+
+impl Agent {
+    /// Whether the NIC process has died.
+    pub(crate) fn nic_is_dead(&mut self) -> bool {
+        self.nic.is_dead()
+    }
+
+    /// Starts the next NIC, so that other traffic flows again, and gives the connections of the last one to the kernel. Until then
+    /// their shells are deaf and mute: no peer hears anything but the connections themselves.
+    pub(crate) fn recover(&mut self) -> anyhow::Result<()> {
+        self.nic.end();
+        self.keep_programs_out();
+        self.start_next_nic()?;
+        let device = VnetDevice::new(self.hardware.host.try_clone()?, false);
+        let mut kernel = device;
+        for at in 0..self.sessions.len() {
+            let Some(session) = self.sessions[at].as_mut() else { continue };
+            let Some(open) = session.open.as_mut() else { continue };
+            for connection in session.connections.iter_mut().flatten() {
+                match recover_one(&self.hardware.memory, &mut kernel, open, connection) {
+                    Ok(true) => self.statistics.recovered += 1,
+                    Ok(false) => {}
+                    Err(error) => {
+                        eprintln!("baton agent: {} is lost: {error}", connection.flow);
+                        self.statistics.lost += 1;
+                    }
+                }
+            }
+        }
+        self.give_up_mirrors();
+        Ok(())
+    }
+
+    fn keep_programs_out(&mut self) {
+        for session in self.sessions.iter().flatten() {
+            for connection in session.connections.iter().flatten() {
+                if matches!(connection.stage, Stage::Nic(_)) {
+                    // A program that is stuck inside an operation is dying itself; its connection goes back all the same.
+                    connection.block.quiesce(Owner::Moving);
+                }
+            }
+            if let Some(open) = &session.open {
+                open.forget_commands();
+            }
+        }
+    }
+}
+
+/// Whether the connection was on the NIC and is in the kernel again.
+fn recover_one(
+    nic_memory: &Region, kernel: &mut VnetDevice, session: &mut OpenSession, connection: &mut Connection,
+) -> Result<bool, ImportError> {
+    let Stage::Nic(on_nic) = std::mem::replace(&mut connection.stage, Stage::Kernel) else { return Ok(false) };
+    let base = nic::slot(on_nic.cid.slot());
+    let record = read_record(nic_memory, base);
+    let image = record.as_ref().map_or(Some(on_nic.image), |record| image_at_death(&on_nic, record, connection));
+    nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
+    let result = match image {
+        Some(image) => {
+            let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
+            import(kernel, session, connection, &on_nic, &image, &ranges)
+        }
+        None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
+    };
+    give_memory(session, on_nic.memory);
+    connection.reason = "the NIC died".into();
+    hand_to_kernel(session, connection);
+    result.map(|()| true)
+}
+
+fn import(
+    kernel: &mut VnetDevice, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image, ranges: &[(u32, u32)],
+) -> Result<(), ImportError> {
+    let damaged = || ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() };
+    image.check().map_err(|_| damaged())?;
+    let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or_else(damaged)?;
+    let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
+    let fd = connection.fd.as_fd();
+    let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved)?;
+    let (base, mask) = (on_nic.memory.receive.0 as usize, on_nic.memory.receive.1 - 1);
+    let fetch = |seq: u32, out: &mut [u8]| {
+        for (at, byte) in out.iter_mut().enumerate() {
+            let offset = (seq.wrapping_add(at as u32) & mask) as usize;
+            let _ = session.memory.read(base + offset, std::slice::from_mut(byte));
+        }
+    };
+    LastWords { image, ranges, fin_behind_hole: None }.say(kernel, fetch);
+    importer.finish()
+}

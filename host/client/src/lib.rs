@@ -1,0 +1,14 @@
+//! A program's side of the interface: it keeps using a connection, whoever has it.
+//!
+//! A [`Session`] belongs to one thread. It adopts connections that the program accepted or connected, and the agent moves them, on
+//! request or by itself; sending, receiving and waiting work the same wherever they are. The program needs no privilege.
+#![forbid(unsafe_code)]
+
+mod connection;
+pub mod protocol;
+mod session;
+
+pub use session::{ConnectionId, Session};
+
+/// Where a session looks for the agent when nobody says otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";

@@ -1,0 +1,148 @@
+//! What programs and tools say to the agent over its socket, and its answers.
+
+use serde::{Deserialize, Serialize};
+
+/// Version of these messages.
+pub const VERSION: u32 = 1;
+
+/// Where a connection is, or shall go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// In the kernel.
+    Kernel,
+    /// On the NIC.
+    Nic,
+}
+
+/// A request; every answer carries its tag.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Request {
+    /// Chosen by the caller.
+    pub tag: u32,
+    /// What is asked.
+    pub body: Ask,
+}
+
+/// What can be asked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Ask {
+    /// Opens a session: the answer carries its memory, the NIC's doorbell and the program's.
+    Open {
+        /// Must be [`VERSION`].
+        version: u32,
+    },
+    /// Registers the connection whose descriptor comes along; it stays where it is.
+    Register,
+    /// Moves one of this session's connections.
+    Move {
+        /// The connection.
+        connection: u32,
+        /// Where to.
+        to: Place,
+    },
+    /// The program takes its connection back, to close or to keep: it is in the kernel afterwards, and forgotten.
+    Forget {
+        /// The connection.
+        connection: u32,
+    },
+    /// Moves any connection (a tool's request, same user or root).
+    MoveAny {
+        /// The session.
+        session: u32,
+        /// The connection.
+        connection: u32,
+        /// Where to.
+        to: Place,
+    },
+    /// Lists all connections.
+    List,
+    /// The NIC's counters and the agent's.
+    Statistics,
+}
+
+/// An answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Answer {
+    /// The request's tag.
+    pub tag: u32,
+    /// What is answered.
+    pub body: Reply,
+}
+
+/// What can be answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// The session is open; descriptors come along.
+    Opened {
+        /// Its number.
+        session: u32,
+    },
+    /// The connection is registered.
+    Registered {
+        /// Its number.
+        connection: u32,
+    },
+    /// It is where it was asked to be.
+    Done,
+    /// It stays where it was.
+    Stayed {
+        /// Why.
+        reason: String,
+        /// Trying again later may work.
+        transient: bool,
+    },
+    /// The request made no sense.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+    /// Connections.
+    Connections(Vec<ConnectionInfo>),
+    /// Statistics.
+    Statistics(Box<Statistics>),
+}
+
+/// One connection, as a list shows it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ConnectionInfo {
+    /// Its session.
+    pub session: u32,
+    /// Its number in the session.
+    pub connection: u32,
+    /// The program's process number.
+    pub process: u32,
+    /// Local address.
+    pub local: String,
+    /// Peer's address.
+    pub peer: String,
+    /// Where it is.
+    pub place: Place,
+    /// How often it moved.
+    pub moves: u32,
+    /// Why it stayed or went back last.
+    pub reason: String,
+}
+
+/// What agent and NIC have counted.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Statistics {
+    /// Process number of the NIC.
+    pub nic_process: u32,
+    /// Process number of the agent.
+    pub agent_process: u32,
+    /// How often the NIC was started.
+    pub nic_starts: u32,
+    /// Moves done.
+    pub moves: u64,
+    /// Moves that failed and lost the connection: must stay 0.
+    pub failed_moves: u64,
+    /// Moves called off for a transient reason.
+    pub deferred: u64,
+    /// Connections brought back after the NIC died.
+    pub recovered: u64,
+    /// Connections lost when the NIC died: must stay 0.
+    pub lost: u64,
+    /// The NIC's counters, in the order of the layout.
+    pub counters: Vec<u64>,
+}

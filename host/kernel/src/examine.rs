@@ -1,0 +1,140 @@
+//! Whether a connection can be moved at all, and if not, why it stays where it is.
+
+use crate::socket;
+use crate::tcp_info::TcpInfo;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Why a connection stays in the kernel.
+#[derive(Debug, thiserror::Error)]
+pub enum Stay {
+    /// Not a TCP socket.
+    #[error("it is not a TCP connection")]
+    NotTcp,
+    /// Multipath TCP: the kernel offers no repair for it.
+    #[error("it is an MPTCP connection, which the kernel cannot export (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)")]
+    Mptcp,
+    /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give away.
+    #[error("its segments are signed (TCP MD5 or TCP-AO)")]
+    Signed,
+    /// Urgent data is pending.
+    #[error("urgent data is pending")]
+    Urgent,
+    /// Its timestamp clock runs in microseconds.
+    #[error("its timestamp clock runs in microseconds")]
+    MicrosecondClock,
+    /// It is in a state that cannot be moved.
+    #[error("it is in state {0}, only ESTABLISHED to LAST-ACK can be moved")]
+    State(&'static str),
+    /// An upper layer protocol (kTLS, …) owns its payload.
+    #[error("an upper layer protocol (TCP_ULP) is attached to it")]
+    UpperLayer,
+    /// A socket filter that cannot be read back.
+    #[error("it has a socket filter that cannot be saved")]
+    Filter,
+    /// There is no route to its peer.
+    #[error("there is no route to its peer")]
+    NoRoute,
+    /// Its route does not lead through the NIC.
+    #[error("its route leads through interface {0}, which is not the NIC's")]
+    OtherInterface(u32),
+    /// Its source address is not the host's any more.
+    #[error("its source address {0} is not one of this host's any more")]
+    SourceGone(std::net::IpAddr),
+    /// Its link address is unknown.
+    #[error("the link address of its next hop is not known yet")]
+    NoNeighbour,
+    /// The kernel holds data out of order that the NIC's copy does not cover yet.
+    #[error("it holds data out of order that has not been copied in time; try again")]
+    OutOfOrder,
+    /// The program is inside an operation on it.
+    #[error("its program is in the middle of an operation on it; try again")]
+    Busy,
+    /// The NIC has no room.
+    #[error("the NIC has no room for it")]
+    NoRoom,
+    /// The NIC said no.
+    #[error("the NIC refused it ({0})")]
+    Refused(u32),
+    /// The NIC does not answer.
+    #[error("the NIC does not answer")]
+    NicGone,
+    /// The kernel refused a call.
+    #[error("{0}: {1}")]
+    System(&'static str, io::Error),
+}
+
+const TCP_MD5SIG_EXT_LISTED: i32 = 38; // TCP_AO_ADD_KEY's number; TCP_AO_INFO below answers whether any key is set.
+const TCP_AO_INFO: i32 = 40;
+const TCP_ULP: i32 = 31;
+const TCP_IS_MPTCP: i32 = 43;
+const SO_PROTOCOL: i32 = 38;
+const IPPROTO_MPTCP: i32 = 262;
+
+/// The state's name as in RFC 9293.
+pub fn state_name(state: u8) -> &'static str {
+    match state {
+        1 => "ESTABLISHED",
+        2 => "SYN-SENT",
+        3 => "SYN-RECEIVED",
+        4 => "FIN-WAIT-1",
+        5 => "FIN-WAIT-2",
+        6 => "TIME-WAIT",
+        7 => "CLOSED",
+        8 => "CLOSE-WAIT",
+        9 => "LAST-ACK",
+        10 => "LISTEN",
+        11 => "CLOSING",
+        _ => "unknown",
+    }
+}
+
+/// Looks at a socket from outside, before anything is changed.
+///
+/// # Errors
+/// The first reason to leave it where it is.
+pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
+    let _ = TCP_MD5SIG_EXT_LISTED;
+    match socket::get(fd, libc::SOL_SOCKET, SO_PROTOCOL) {
+        Ok(libc::IPPROTO_TCP) => {}
+        Ok(IPPROTO_MPTCP) => {
+            // An MPTCP socket that fell back to TCP still belongs to MPTCP's code.
+            return Err(Stay::Mptcp);
+        }
+        _ => return Err(Stay::NotTcp),
+    }
+    if matches!(socket::get(fd, libc::IPPROTO_TCP, TCP_IS_MPTCP), Ok(1)) {
+        return Err(Stay::Mptcp);
+    }
+    let info = TcpInfo::read(fd).map_err(|error| Stay::System("TCP_INFO", error))?;
+    if !matches!(info.state, 1 | 4 | 5 | 8 | 9 | 11) {
+        return Err(Stay::State(state_name(info.state)));
+    }
+    let mut name = [0u8; 16];
+    if matches!(socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_ULP, &mut name), Ok(length) if length > 0 && name[0] != 0) {
+        return Err(Stay::UpperLayer);
+    }
+    let mut ao = [0u8; 64];
+    if socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_AO_INFO, &mut ao).is_ok() {
+        return Err(Stay::Signed);
+    }
+    // MD5 shows itself only through its room in the header: the kernel has no getter for its keys.
+    let options = if info.options & crate::tcp_info::OPTION_TIMESTAMPS != 0 { 12 } else { 0 };
+    let header = if socket::peer_address(fd).is_ok_and(|peer| peer.is_ipv6() && !is_mapped(&peer)) { 60 } else { 40 };
+    let _ = (options, header);
+    if at_urgent_mark(fd) {
+        return Err(Stay::Urgent);
+    }
+    Ok(info)
+}
+
+fn is_mapped(address: &std::net::SocketAddr) -> bool {
+    matches!(address.ip(), std::net::IpAddr::V6(ip) if ip.to_ipv4_mapped().is_some())
+}
+
+/// Whether urgent data waits: POLLPRI says so.
+fn at_urgent_mark(fd: BorrowedFd<'_>) -> bool {
+    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLPRI, revents: 0 };
+    // SAFETY: one live pollfd, no waiting.
+    unsafe { libc::poll(&mut poll, 1, 0) > 0 && poll.revents & libc::POLLPRI != 0 }
+}

@@ -1,0 +1,121 @@
+//! TAP interfaces and packet sockets: the descriptors that backends drive.
+
+use crate::socket::check;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
+const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
+const IFF_TAP: i16 = 2;
+const IFF_NAPI: i16 = 0x10;
+const IFF_NO_PI: i16 = 0x1000;
+const IFF_VNET_HDR: i16 = 0x4000;
+const IFF_MULTI_QUEUE: i16 = 0x100;
+const TUN_F_CSUM: libc::c_ulong = 1;
+const TUN_F_TSO4: libc::c_ulong = 2;
+const TUN_F_TSO6: libc::c_ulong = 4;
+const TUN_F_TSO_ECN: libc::c_ulong = 8;
+
+/// How a TAP is made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TapOptions {
+    /// The kernel may hand over frames of up to 64 KB.
+    pub segmentation: bool,
+    /// Frames written are received in a NAPI context, which can run in a thread of its own.
+    pub napi: bool,
+    /// The interface can have more queues; further calls with its name open them.
+    pub multi_queue: bool,
+}
+
+fn interface_request(name: &str) -> io::Result<libc::ifreq> {
+    // SAFETY: ifreq is plain data, for which zero is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    if name.len() >= libc::IFNAMSIZ {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("interface name {name:?} is longer than 15 bytes")));
+    }
+    for (slot, byte) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *slot = byte as libc::c_char;
+    }
+    Ok(request)
+}
+
+/// Makes a TAP in the calling thread's network namespace, or opens a further queue of it. It vanishes with its last descriptor.
+///
+/// # Errors
+/// With what to do about it, if there is no /dev/net/tun or no right to use it; else the system's.
+pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
+    let explain = |error: io::Error| match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => io::Error::new(
+            io::ErrorKind::NotFound,
+            "there is no /dev/net/tun: load it (modprobe tun) or, in a container, pass it in (--device /dev/net/tun)",
+        ),
+        Some(libc::EACCES | libc::EPERM) => io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "no right to use /dev/net/tun: run as root, or let users open it (chmod 666 /dev/net/tun, as most distributions have it)",
+        ),
+        _ => error,
+    };
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
+        .open("/dev/net/tun")
+        .map_err(explain)?;
+    let mut request = interface_request(name)?;
+    let mut flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
+    flags |= if options.napi { IFF_NAPI } else { 0 };
+    flags |= if options.multi_queue { IFF_MULTI_QUEUE } else { 0 };
+    request.ifr_ifru.ifru_flags = flags;
+    // SAFETY: TUNSETIFF reads and writes one ifreq.
+    check(unsafe { libc::ioctl(file.as_raw_fd(), TUNSETIFF as _, &mut request) }).map_err(explain)?;
+    let mut features = TUN_F_CSUM;
+    if options.segmentation {
+        features |= TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
+    }
+    // SAFETY: TUNSETOFFLOAD takes its argument by value.
+    check(unsafe { libc::ioctl(file.as_raw_fd(), TUNSETOFFLOAD as _, features) })?;
+    Ok(file.into())
+}
+
+/// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's namespace
+/// if /sys is mounted for it). Whether it worked.
+pub fn set_threaded_napi(name: &str) -> bool {
+    std::fs::write(format!("/sys/class/net/{name}/threaded"), "1").is_ok()
+}
+
+/// A packet socket on an interface, with virtio headers (PACKET_VNET_HDR), for all protocols.
+///
+/// # Errors
+/// The system's.
+pub fn open_packet_socket(interface: u32) -> io::Result<OwnedFd> {
+    const PACKET_VNET_HDR: i32 = 15;
+    const PACKET_IGNORE_OUTGOING: i32 = 23;
+    let everything = (libc::ETH_P_ALL as u16).to_be();
+    // SAFETY: no pointers are involved.
+    let raw = check(unsafe {
+        libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, i32::from(everything))
+    })?;
+    // SAFETY: the descriptor is new and ours.
+    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+    let set = |option| crate::socket::set(as_borrowed(&fd), libc::SOL_PACKET, option, 1);
+    set(PACKET_VNET_HDR)?;
+    set(PACKET_IGNORE_OUTGOING)?;
+    crate::socket::set(as_borrowed(&fd), libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
+    // SAFETY: sockaddr_ll is plain data, for which zero is a value.
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = libc::AF_PACKET as u16;
+    address.sll_protocol = everything;
+    address.sll_ifindex = interface as i32;
+    // SAFETY: the pointer and length describe `address`.
+    check(unsafe {
+        libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t)
+    })?;
+    Ok(fd)
+}
+
+fn as_borrowed(fd: &OwnedFd) -> BorrowedFd<'_> {
+    use std::os::fd::AsFd;
+    fd.as_fd()
+}

@@ -1,0 +1,17 @@
+//! Linux: taking an established connection out of the kernel and putting it back on the same descriptor, routes and neighbours,
+//! namespaces and interfaces, descriptors over Unix sockets.
+
+pub mod conntrack;
+pub mod control;
+pub mod events;
+pub mod examine;
+pub mod export;
+pub mod import;
+pub mod interface;
+pub mod namespace;
+pub mod netlink;
+pub mod process;
+pub mod rtnetlink;
+pub mod shell;
+pub mod socket;
+pub mod tcp_info;

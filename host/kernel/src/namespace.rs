@@ -1,0 +1,137 @@
+//! Network namespaces without names: they live as long as somebody holds their descriptor or runs in them, so that nothing is left
+//! behind however a process ends.
+
+use crate::socket::check;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::process::Command;
+
+/// A network namespace.
+#[derive(Debug)]
+pub struct Namespace {
+    file: File,
+}
+
+fn unshare(flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: no pointers are involved; it changes the calling thread alone.
+    check(unsafe { libc::unshare(flags) }).map(|_| ())
+}
+
+impl Namespace {
+    /// The calling thread's namespace.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn current() -> io::Result<Namespace> {
+        Ok(Namespace { file: File::open("/proc/thread-self/ns/net")? })
+    }
+
+    /// A new namespace with its loopback up. The calling thread stays where it is.
+    ///
+    /// # Errors
+    /// Without the right to make one, with what to do about it.
+    pub fn new() -> io::Result<Namespace> {
+        std::thread::scope(|scope| {
+            let made = scope.spawn(|| {
+                unshare(libc::CLONE_NEWNET).map_err(|error| match error.raw_os_error() {
+                    Some(libc::EPERM) => io::Error::new(
+                        io::ErrorKind::PermissionDenied,
+                        "no right to make a network namespace: run as root, or inside `unshare -Urn`",
+                    ),
+                    _ => error,
+                })?;
+                let netlink = crate::rtnetlink::open()?;
+                let lo = crate::rtnetlink::link(&netlink, "lo")?;
+                crate::rtnetlink::set_up(&netlink, lo.index, None, None)?;
+                Namespace::current()
+            });
+            made.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+        })
+    }
+
+    /// Moves the calling thread into this namespace.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn enter(&self) -> io::Result<()> {
+        // SAFETY: no pointers are involved; it changes the calling thread alone.
+        check(unsafe { libc::setns(self.file.as_raw_fd(), libc::CLONE_NEWNET) }).map(|_| ())
+    }
+
+    /// Runs `work` in this namespace, on a thread of its own, and gives back what it returns.
+    ///
+    /// # Panics
+    /// If `work` does.
+    ///
+    /// # Errors
+    /// If the namespace cannot be entered, or those of `work`.
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                self.enter()?;
+                work()
+            });
+            match thread.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+
+    /// Starts a command in this namespace.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn spawn(&self, command: &mut Command) -> io::Result<std::process::Child> {
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                self.enter()?;
+                command.spawn()
+            });
+            thread.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+        })
+    }
+}
+
+impl AsFd for Namespace {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Makes the process root of a new user namespace, if it is not root already, so that an ordinary user can make network
+/// namespaces. Must be called before the process has threads.
+///
+/// # Errors
+/// With what to do about it, where user namespaces are switched off.
+pub fn become_root_if_needed() -> io::Result<()> {
+    // SAFETY: no pointers are involved.
+    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
+    if user == 0 {
+        return Ok(());
+    }
+    unshare(libc::CLONE_NEWUSER).map_err(|error| {
+        io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("neither root nor allowed to make a user namespace ({error}): run as root, or allow it with `sysctl kernel.unprivileged_userns_clone=1`"),
+        )
+    })?;
+    std::fs::write("/proc/self/setgroups", "deny")?;
+    std::fs::write("/proc/self/uid_map", format!("0 {user} 1"))?;
+    std::fs::write("/proc/self/gid_map", format!("0 {group} 1"))
+}
+
+/// Mounts a /sys that shows the calling thread's network namespace, in a mount namespace of its own; for settings that only /sys has.
+///
+/// # Errors
+/// The system's.
+pub fn mount_own_sysfs() -> io::Result<()> {
+    unshare(libc::CLONE_NEWNS)?;
+    let mount = |source: &std::ffi::CStr, target: &std::ffi::CStr, kind: &std::ffi::CStr, flags| {
+        // SAFETY: C strings that outlive the call, and no data.
+        check(unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) })
+    };
+    mount(c"none", c"/", c"none", libc::MS_REC | libc::MS_PRIVATE)?;
+    mount(c"sysfs", c"/sys", c"sysfs", 0).map(|_| ())
+}

@@ -1,0 +1,142 @@
+//! Netlink requests and their answers. Three families are spoken here (routes, connection tracking, socket diagnosis), a message or
+//! two of each; this builder serves all three.
+
+use crate::socket::{check, check_size};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+/// Routes, links, addresses, neighbours.
+pub const ROUTE: i32 = 0;
+/// Socket diagnosis.
+pub const SOCK_DIAG: i32 = 4;
+/// Connection tracking, among others.
+pub const NETFILTER: i32 = 12;
+
+pub(crate) const REQUEST: u16 = 1;
+pub(crate) const ACK: u16 = 4;
+pub(crate) const DUMP: u16 = 0x300;
+pub(crate) const CREATE_REPLACE: u16 = 0x400 | 0x100;
+const NESTED: u16 = 0x8000;
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+
+/// A request under construction.
+pub struct Request {
+    bytes: Vec<u8>,
+}
+
+impl Request {
+    /// A message of a type, with its family's fixed header.
+    pub fn new(kind: u16, flags: u16, header: &[u8]) -> Self {
+        let mut bytes = vec![0u8; 16];
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&(flags | REQUEST).to_ne_bytes());
+        bytes[8..12].copy_from_slice(&1u32.to_ne_bytes());
+        bytes.extend_from_slice(header);
+        let mut request = Request { bytes };
+        request.pad();
+        request
+    }
+
+    fn pad(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+
+    /// Appends an attribute.
+    #[must_use]
+    pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
+        self.bytes.extend_from_slice(&((4 + value.len()) as u16).to_ne_bytes());
+        self.bytes.extend_from_slice(&kind.to_ne_bytes());
+        self.bytes.extend_from_slice(value);
+        self.pad();
+        self
+    }
+
+    /// Appends an attribute that holds others.
+    #[must_use]
+    pub fn nested(mut self, kind: u16, fill: impl FnOnce(Request) -> Request) -> Self {
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(&[0; 4]);
+        let mut filled = fill(self);
+        let length = (filled.bytes.len() - start) as u16;
+        filled.bytes[start..start + 2].copy_from_slice(&length.to_ne_bytes());
+        filled.bytes[start + 2..start + 4].copy_from_slice(&(kind | NESTED).to_ne_bytes());
+        filled
+    }
+}
+
+/// A netlink socket in the network namespace in which it was opened.
+pub struct Netlink {
+    fd: OwnedFd,
+}
+
+impl Netlink {
+    /// Opens a socket of one family.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn open(family: i32) -> io::Result<Netlink> {
+        // SAFETY: no pointers are involved.
+        let raw = check(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, family) })?;
+        // SAFETY: the descriptor is new and ours.
+        Ok(Netlink { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
+    }
+
+    /// Sends a request and hands every answering message's body to `each`, until the kernel is done.
+    ///
+    /// # Errors
+    /// The kernel's answer if it is an error, or the system's.
+    pub fn ask(&self, mut request: Request, mut each: impl FnMut(&[u8])) -> io::Result<()> {
+        let length = request.bytes.len() as u32;
+        request.bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        // SAFETY: the pointer and length describe the request.
+        check_size(unsafe { libc::send(self.fd.as_raw_fd(), request.bytes.as_ptr().cast(), request.bytes.len(), 0) })?;
+        let flags = u16::from_ne_bytes([request.bytes[6], request.bytes[7]]);
+        let several = flags & DUMP == DUMP;
+        let acknowledged = flags & ACK != 0;
+        let mut buffer = vec![0u8; 65536];
+        loop {
+            // SAFETY: the pointer and length describe the buffer.
+            let got = check_size(unsafe { libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) })?;
+            let mut rest = &buffer[..got];
+            while rest.len() >= 16 {
+                let length = u32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]) as usize;
+                let kind = u16::from_ne_bytes([rest[4], rest[5]]);
+                if length < 16 || length > rest.len() {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                let body = &rest[16..length];
+                match kind {
+                    ERROR => {
+                        let code = i32::from_ne_bytes([body[0], body[1], body[2], body[3]]);
+                        return if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-code)) };
+                    }
+                    DONE => return Ok(()),
+                    _ => each(body),
+                }
+                rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+            }
+            if !several && !acknowledged {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// The attributes behind a message's fixed header of `skip` bytes.
+pub fn attributes(body: &[u8], skip: usize) -> impl Iterator<Item = (u16, &[u8])> {
+    let mut rest = body.get(skip..).unwrap_or_default();
+    std::iter::from_fn(move || {
+        if rest.len() < 4 {
+            return None;
+        }
+        let length = usize::from(u16::from_ne_bytes([rest[0], rest[1]]));
+        let kind = u16::from_ne_bytes([rest[2], rest[3]]) & 0x3fff;
+        if length < 4 || length > rest.len() {
+            return None;
+        }
+        let value = &rest[4..length];
+        rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+        Some((kind, value))
+    })
+}

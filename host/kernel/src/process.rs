@@ -1,0 +1,128 @@
+//! Processes: starting one with descriptors, giving up rights, cores, CPU time.
+
+use crate::socket::check;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// The first descriptor that [`inherit`] gives to a child.
+pub const FIRST_DESCRIPTOR: i32 = 3;
+
+/// Makes a command's process get these descriptors as 3, 4, …, and die with the thread that starts it if `tied`.
+pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool) {
+    let raw: Vec<i32> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let work = move || {
+        // First out of the way of the targets, then onto them: dup2 clears close-on-exec.
+        let mut moved = [0i32; 32];
+        for (at, fd) in raw.iter().enumerate() {
+            // SAFETY: plain descriptor calls, allowed between fork and exec.
+            moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, 64) })?;
+        }
+        for at in 0..raw.len() {
+            // SAFETY: as above.
+            check(unsafe { libc::dup2(moved[at], FIRST_DESCRIPTOR + at as i32) })?;
+        }
+        if tied {
+            // SAFETY: as above.
+            check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes system calls only: no allocation, no locks.
+    unsafe { command.pre_exec(work) };
+}
+
+/// Takes an inherited descriptor.
+///
+/// # Errors
+/// `EBADF` if there is none of this number.
+pub fn inherited(number: i32) -> io::Result<std::os::fd::OwnedFd> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: a query by number; then the descriptor is ours, since the parent passed it to be taken once.
+    unsafe {
+        check(libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC))?;
+        Ok(std::os::fd::OwnedFd::from_raw_fd(number))
+    }
+}
+
+/// Gives up every capability for good; no program that is started later gets any back.
+///
+/// # Errors
+/// The system's.
+pub fn drop_capabilities() -> io::Result<()> {
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    let header = Header { version: 0x2008_0522, pid: 0 };
+    let none = [[0u32; 3]; 2];
+    // SAFETY: no pointers, then a header and two empty sets of version 3.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        for capability in 0..64 {
+            // Fails for numbers that this kernel does not have.
+            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
+        }
+        check(libc::syscall(libc::SYS_capset, &header, &none) as i32)?;
+    }
+    Ok(())
+}
+
+/// Binds a thread to one core; 0 is the calling thread. Whether it worked.
+pub fn pin(thread: i32, core: usize) -> bool {
+    // SAFETY: cpu_set_t is plain data; CPU_SET writes inside it for cores below 1024.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(core % 1024, &mut set);
+        libc::sched_setaffinity(thread, size_of::<libc::cpu_set_t>(), &set) == 0
+    }
+}
+
+/// Lets a thread run anywhere again. Whether it worked.
+pub fn unpin(thread: i32) -> bool {
+    // SAFETY: as in `pin`.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        for core in 0..1024 {
+            libc::CPU_SET(core, &mut set);
+        }
+        libc::sched_setaffinity(thread, size_of::<libc::cpu_set_t>(), &set) == 0
+    }
+}
+
+/// How many cores this process may run on.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Nanoseconds of CPU that a process or thread has used, from its schedstat. None if it is gone.
+pub fn cpu_nanos(process: u32) -> Option<u64> {
+    let mut total = 0;
+    for entry in std::fs::read_dir(format!("/proc/{process}/task")).ok()? {
+        let text = std::fs::read_to_string(entry.ok()?.path().join("schedstat")).ok()?;
+        total += text.split_whitespace().next()?.parse::<u64>().ok()?;
+    }
+    Some(total)
+}
+
+/// Process numbers of the kernel's NAPI threads of an interface.
+pub fn napi_threads(interface: &str) -> Vec<u32> {
+    let wanted = format!("napi/{interface}-");
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .filter(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| wanted.starts_with(comm.trim()) || comm.starts_with(&wanted)))
+        .collect()
+}
+
+/// Sends a signal to a process that we started.
+///
+/// # Errors
+/// The system's.
+pub fn signal(process: u32, signal: i32) -> io::Result<()> {
+    // SAFETY: no pointers are involved.
+    check(unsafe { libc::kill(process as i32, signal) }).map(|_| ())
+}

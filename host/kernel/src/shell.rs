@@ -1,0 +1,176 @@
+//! The shell: the kernel's socket while the NIC owns its connection. Established, empty, on the same descriptor; deaf, and without
+//! timers that could speak.
+
+use crate::socket::{self, check};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+const TCP_REPAIR: i32 = 19;
+const TCP_REPAIR_QUEUE: i32 = 20;
+const TCP_QUEUE_SEQ: i32 = 21;
+const IP_LOCAL_PORT_RANGE: i32 = 51;
+
+/// Queues that repair mode can point at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(i32)]
+pub(crate) enum Queue {
+    None = 0,
+    Receive = 1,
+    Send = 2,
+}
+
+pub(crate) fn repair(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, i32::from(on))
+}
+
+pub(crate) fn select(fd: BorrowedFd<'_>, queue: Queue) -> io::Result<()> {
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR_QUEUE, queue as i32)
+}
+
+pub(crate) fn queue_seq(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    socket::get(fd, libc::IPPROTO_TCP, TCP_QUEUE_SEQ).map(|seq| seq as u32)
+}
+
+pub(crate) fn set_queue_seq(fd: BorrowedFd<'_>, queue: Queue, seq: u32) -> io::Result<()> {
+    select(fd, queue)?;
+    socket::set(fd, libc::IPPROTO_TCP, TCP_QUEUE_SEQ, seq as i32)
+}
+
+/// What a move changes on the socket for a while and must put back.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct Saved {
+    /// SO_REUSEADDR, which repair mode forces.
+    reuse: i32,
+    /// SO_KEEPALIVE, off on a shell.
+    keepalive: i32,
+    /// The program's own socket filter, as raw instructions.
+    filter: Vec<u8>,
+    /// TCP_WINDOW_CLAMP, which a disconnect forgets.
+    window_clamp: i32,
+}
+
+impl Saved {
+    /// Reads the settings before a move.
+    ///
+    /// # Errors
+    /// The system's; a filter that cannot be read is one.
+    pub fn read(fd: BorrowedFd<'_>) -> io::Result<Saved> {
+        Ok(Saved {
+            reuse: socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?,
+            keepalive: socket::get(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE)?,
+            filter: read_filter(fd)?,
+            window_clamp: socket::get(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP)?,
+        })
+    }
+
+    /// Whether the program wants keep-alive probes.
+    pub fn keepalive(&self) -> bool {
+        self.keepalive != 0
+    }
+
+    /// The same with another SO_KEEPALIVE: the program may have set it while the NIC had the connection.
+    #[must_use]
+    pub fn with_keepalive(&self, on: bool) -> Saved {
+        Saved { keepalive: i32::from(on), ..self.clone() }
+    }
+
+    /// Puts the settings back, but for the filter, which [`hear`] does.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)?;
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, self.keepalive)
+    }
+}
+
+/// SO_GET_FILTER counts in instructions of eight bytes.
+fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let mut count: libc::socklen_t = 0;
+    // SAFETY: asking for the count alone writes no filter.
+    check(unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, std::ptr::null_mut(), &mut count)
+    })?;
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let mut filter = vec![0u8; count as usize * 8];
+    // SAFETY: the buffer holds `count` instructions.
+    check(unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, filter.as_mut_ptr().cast(), &mut count)
+    })?;
+    Ok(filter)
+}
+
+fn attach_filter(fd: BorrowedFd<'_>, instructions: &mut [libc::sock_filter]) -> io::Result<()> {
+    let program = libc::sock_fprog { len: instructions.len() as u16, filter: instructions.as_mut_ptr() };
+    // SAFETY: sock_fprog points at live instructions; the kernel copies them.
+    let done = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            (&raw const program).cast(),
+            size_of::<libc::sock_fprog>() as libc::socklen_t,
+        )
+    };
+    check(done).map(|_| ())
+}
+
+/// Makes a socket deaf: every segment is dropped before TCP sees it.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // BPF_RET | BPF_K, 0.
+    attach_filter(fd, &mut [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }])
+}
+
+/// Undoes [`deafen`]: the program's own filter, or none.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+    if saved.filter.is_empty() {
+        return socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0);
+    }
+    let mut instructions: Vec<libc::sock_filter> = saved
+        .filter
+        .chunks_exact(8)
+        .map(|raw| libc::sock_filter {
+            code: u16::from_ne_bytes([raw[0], raw[1]]),
+            jt: raw[2],
+            jf: raw[3],
+            k: u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]),
+        })
+        .collect();
+    attach_filter(fd, &mut instructions)
+}
+
+/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so silently.
+///
+/// # Errors
+/// The system's. The socket may then be closed: the caller checked route and source address before.
+pub(crate) fn reassociate(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<()> {
+    socket::disconnect(fd)?;
+    set_queue_seq(fd, Queue::Send, snd)?;
+    set_queue_seq(fd, Queue::Receive, rcv)?;
+    let kept_port = socket::local_address(fd).is_ok_and(|address| address.port() == local.port());
+    if kept_port {
+        socket::connect(fd, peer)?;
+    } else {
+        // A port that the program did not bind may be shared with connections to other peers: ask for it without binding.
+        let port = i32::from(local.port());
+        let range = port << 16 | port;
+        let ranged = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, range);
+        let connected = ranged.and_then(|()| socket::connect(fd, peer));
+        let _ = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, 0);
+        if connected.is_err() {
+            // The port belongs to a listener (an accepted connection): share it with that.
+            socket::bind(fd, local)?;
+            socket::connect(fd, peer)?;
+        }
+    }
+    select(fd, Queue::None)
+}

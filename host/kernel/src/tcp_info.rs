@@ -1,0 +1,82 @@
+//! TCP_INFO (Linux, `include/uapi/linux/tcp.h`), as far as moves need it.
+
+use crate::socket;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+/// What the kernel says of a connection. Times in microseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TcpInfo {
+    /// Linux's state number.
+    pub state: u8,
+    /// Negotiated options: 1 timestamps, 2 SACK, 4 window scaling, 8 ECN.
+    pub options: u8,
+    /// Shift of the peer's windows.
+    pub snd_wscale: u8,
+    /// Shift of our windows.
+    pub rcv_wscale: u8,
+    /// Payload bytes of a full segment.
+    pub snd_mss: u32,
+    /// Path MTU.
+    pub pmtu: u32,
+    /// Smoothed round-trip time.
+    pub rtt: u32,
+    /// Its variation.
+    pub rttvar: u32,
+    /// Slow start threshold in segments.
+    pub snd_ssthresh: u32,
+    /// Congestion window in segments.
+    pub snd_cwnd: u32,
+    /// MSS that we advertise.
+    pub advmss: u32,
+    /// Segments retransmitted.
+    pub total_retrans: u32,
+    /// Smallest round-trip time.
+    pub min_rtt: u32,
+    /// Duplicates that the peer reported: segments that we retransmitted needlessly (RFC 2883).
+    pub dsack_dups: u32,
+    /// Reordering events seen.
+    pub reord_seen: u32,
+    /// Segments that came out of order since the socket was connected.
+    pub rcv_ooopack: u32,
+}
+
+/// Negotiated: timestamps.
+pub const OPTION_TIMESTAMPS: u8 = 1;
+/// Negotiated: SACK.
+pub const OPTION_SACK: u8 = 2;
+/// Negotiated: ECN.
+pub const OPTION_ECN: u8 = 8;
+
+impl TcpInfo {
+    /// Asks the kernel.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn read(fd: BorrowedFd<'_>) -> io::Result<TcpInfo> {
+        let mut raw = [0u8; 320];
+        let length = socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut raw)?;
+        if length < 228 {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's TCP_INFO is too old"));
+        }
+        let word = |at: usize| u32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
+        Ok(TcpInfo {
+            state: raw[0],
+            options: raw[5],
+            snd_wscale: raw[6] & 15,
+            rcv_wscale: raw[6] >> 4,
+            snd_mss: word(16),
+            pmtu: word(60),
+            rtt: word(68),
+            rttvar: word(72),
+            snd_ssthresh: word(76),
+            snd_cwnd: word(80),
+            advmss: word(84),
+            total_retrans: word(100),
+            min_rtt: word(148),
+            dsack_dups: word(216),
+            reord_seen: word(220),
+            rcv_ooopack: word(224),
+        })
+    }
+}

@@ -1,0 +1,200 @@
+//! Where things lie in shared memory. Two kinds of region exist.
+//!
+//! *NIC memory*, shared by agent and NIC, not by programs: a header, the two control rings, one slot per connection.
+//! *Session memory*, shared by one program, the agent and the NIC: a header, the two rings, one block per connection, the heap
+//! with the send and receive memory. The program can write all of its session memory, so the NIC believes none of it.
+
+/// Messages that a ring holds.
+pub const RING_MESSAGES: usize = 4096;
+/// 8-byte words of a ring: head, tail and the consumer's sleep flag on a cache line each, then the messages.
+pub const RING_WORDS: usize = 24 + 2 * RING_MESSAGES;
+/// Bytes of a ring, rounded up to a page.
+pub const RING_BYTES: usize = (RING_WORDS * 8).next_multiple_of(4096);
+
+/// NIC memory.
+pub mod nic {
+    use super::RING_BYTES;
+
+    /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
+    pub const SLEEPING: usize = 0;
+    /// 4-byte word that the agent counts up when something waits on the control connection.
+    pub const CHANNEL: usize = 32;
+    /// 8-byte word: the NIC's heartbeat, microseconds of its clock.
+    pub const HEARTBEAT: usize = 64;
+    /// 8-byte words of counters, see [`crate::layout::Counter`].
+    pub const COUNTERS: usize = 128;
+    /// Ring of commands from the agent.
+    pub const COMMANDS: usize = 4096;
+    /// Ring of messages to the agent.
+    pub const EVENTS: usize = COMMANDS + RING_BYTES;
+    /// The slots.
+    pub const SLOTS: usize = EVENTS + RING_BYTES;
+    /// Bytes of a slot.
+    pub const SLOT_BYTES: usize = 4096;
+
+    /// Bytes of NIC memory with this many slots.
+    pub const fn bytes(slots: usize) -> usize {
+        SLOTS + slots * SLOT_BYTES
+    }
+
+    /// Offset of a slot.
+    pub const fn slot(slot: u32) -> usize {
+        SLOTS + slot as usize * SLOT_BYTES
+    }
+}
+
+/// A slot of NIC memory; offsets are from the slot's beginning.
+pub mod slot {
+    /// 8-byte word: which copy of the record counts, and how often it was published (parity selects the copy; 0 for none).
+    pub const PUBLISHED: usize = 0;
+    /// The two copies of the record.
+    pub const RECORDS: usize = 64;
+    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size.
+    pub const PARAMETERS: usize = 192;
+    /// 4-byte word that a mirroring NIC sets to 1 once its copy covers what the kernel holds out of order, else 0.
+    pub const COVERED: usize = PARAMETERS + 28;
+    /// The encoded flow: local address, remote address, local port, remote port (36 bytes, ports little-endian).
+    pub const FLOW: usize = 256;
+    /// The image.
+    pub const IMAGE: usize = 512;
+    /// A frame to be forwarded (`nic_forward`).
+    pub const FORWARD: usize = 3072;
+    /// Two tables of out-of-order ranges, 64 × 8 bytes each.
+    pub const RANGES: usize = 1024;
+    /// Bytes of one table of ranges.
+    pub const RANGES_BYTES: usize = 512;
+}
+
+/// (Address, length) pairs that a connection's send queue holds; a power of two.
+pub const PAIRS: usize = 16;
+
+/// Session memory.
+pub mod session {
+    use super::RING_BYTES;
+
+    /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
+    pub const NIC_SLEEPING: usize = 0;
+    /// 4-byte word: nonzero while the program sleeps and wants its doorbell rung.
+    pub const PROGRAM_SLEEPING: usize = 64;
+    /// 4-byte word: counts the moves that the agent has finished, so that the program looks at its connections again.
+    pub const MOVES: usize = 128;
+    /// Ring of commands from the program.
+    pub const COMMANDS: usize = 4096;
+    /// Ring of messages to the program.
+    pub const EVENTS: usize = COMMANDS + RING_BYTES;
+    /// The connection blocks.
+    pub const BLOCKS: usize = EVENTS + RING_BYTES;
+    /// Bytes of a connection block.
+    pub const BLOCK_BYTES: usize = 128;
+    /// Connection blocks of a session.
+    pub const MAX_CONNECTIONS: usize = 16384;
+    /// The heap.
+    pub const HEAP: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
+
+    /// Offset of a connection block.
+    pub const fn block(connection: u32) -> usize {
+        BLOCKS + connection as usize * BLOCK_BYTES
+    }
+}
+
+/// A connection block of session memory; offsets of 4-byte words from the block's beginning.
+pub mod block {
+    /// Who owns the connection, see [`super::Owner`]. Written by the agent.
+    pub const OWNER: usize = 0;
+    /// Nonzero while the program is inside an operation on the connection. Written by the program.
+    pub const BUSY: usize = 4;
+    /// Moves that this connection has made. Written by the agent, before the owner changes.
+    pub const MOVES: usize = 8;
+    /// The connection's [`crate::Cid`] while the NIC has it.
+    pub const CID: usize = 12;
+    /// Base of the receive memory.
+    pub const RECEIVE_BASE: usize = 16;
+    /// Size of the receive memory, a power of two. A byte lies at its sequence number modulo this.
+    pub const RECEIVE_SIZE: usize = 20;
+    /// Base of the send memory.
+    pub const SEND_BASE: usize = 24;
+    /// Size of the send memory, a power of two. A byte lies at its sequence number modulo this.
+    pub const SEND_SIZE: usize = 28;
+    /// At a handoff: sequence number of the first unread byte. Then the program's: how far it has read.
+    pub const READ_SEQ: usize = 32;
+    /// At a handoff: next sequence number expected, a received FIN not counted.
+    pub const RECEIVE_SEQ: usize = 36;
+    /// At a handoff: oldest unacknowledged sequence number.
+    pub const ACKED_SEQ: usize = 40;
+    /// At a handoff: sequence number behind the last byte queued. Then the program's: how far it has queued.
+    pub const QUEUED_SEQ: usize = 44;
+    /// At a handoff: bit 0 the peer's FIN has come. Then the program's: bit 1 it has shut its sending side, bit 2 SO_KEEPALIVE.
+    pub const FLAGS: usize = 48;
+}
+
+/// Owners of a connection, as [`block::OWNER`] holds them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Owner {
+    /// The block is free.
+    Nobody = 0,
+    /// The kernel: the descriptor works as ever.
+    Kernel = 1,
+    /// The NIC: the rings are the way.
+    Nic = 2,
+    /// In between: operations wait.
+    Moving = 3,
+}
+
+impl Owner {
+    /// The owner of this number; anything unknown is a free block.
+    pub fn from_number(number: u32) -> Owner {
+        match number {
+            1 => Owner::Kernel,
+            2 => Owner::Nic,
+            3 => Owner::Moving,
+            _ => Owner::Nobody,
+        }
+    }
+}
+
+/// Counters of the NIC, in the order in which they lie in NIC memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub enum Counter {
+    /// Frames from the wire.
+    WireReceived,
+    /// Frames to the wire.
+    WireSent,
+    /// Frames from the kernel.
+    HostReceived,
+    /// Frames to the kernel.
+    HostSent,
+    /// Segments given to offloaded connections.
+    Segments,
+    /// Frames of the kernel's that were silenced because the NIC owns their connection.
+    Silenced,
+    /// Segments of offloaded connections dropped for a wrong checksum.
+    BadChecksum,
+    /// Messages from programs that made no sense.
+    BadMessages,
+    /// Frames that found a device or a holding queue full.
+    Dropped,
+    /// Segments retransmitted.
+    Retransmitted,
+    /// Connections on the NIC now.
+    Connections,
+    /// Nanoseconds of polls that found work.
+    BusyNanoseconds,
+    /// Frames that the emulated link lost.
+    LinkLost,
+    /// Frames that overflowed the emulated link's buffer.
+    LinkOverflowed,
+}
+
+/// How many counters there are.
+pub const COUNTERS: usize = 14;
+
+const _: () = {
+    assert!(COUNTERS * 8 + nic::COUNTERS <= nic::COMMANDS);
+    assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
+    assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::FORWARD);
+    assert!(slot::FORWARD < nic::SLOT_BYTES);
+    assert!(session::HEAP.is_multiple_of(4096));
+    assert!(block::FLAGS + 4 <= session::BLOCK_BYTES);
+};

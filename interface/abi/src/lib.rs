@@ -1,0 +1,11 @@
+//! The interface between host and NIC: the commands of Figures 4 and 5 of the handoff paper, and the layout of the memory
+//! that both sides share. Everything is fixed at compile time; offsets are bytes.
+#![no_std]
+#![forbid(unsafe_code)]
+
+pub mod layout;
+pub mod message;
+pub mod record;
+
+pub use message::{Cid, Control, Message, Operation};
+pub use record::Record;

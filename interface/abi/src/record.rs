@@ -1,0 +1,114 @@
+//! The recovery record: what suffices to go on with a connection when the NIC has died.
+//!
+//! Payload needs no record: it lies in session memory at its sequence number, and how far the program has read and queued is in its
+//! connection block.
+//!
+//! A record lies twice in a slot. The NIC writes the copy that is not published and then publishes it with one 8-byte store, so
+//! that a crash at any instant leaves a whole record. Nothing is sent that the published record does not cover.
+
+/// Words of 8 bytes in one copy: a cache line.
+pub const WORDS: usize = 8;
+
+/// The state that recovery needs. Sequence numbers are modulo 2³².
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Record {
+    /// Oldest unacknowledged sequence number.
+    pub snd_una: u32,
+    /// Next sequence number to send; everything up to it may have been sent.
+    pub snd_nxt: u32,
+    /// Behind the last byte taken over from the program.
+    pub snd_end: u32,
+    /// The peer's window in bytes.
+    pub snd_wnd: u32,
+    /// Segment that last updated the window.
+    pub snd_wl1: u32,
+    /// Largest window of the peer.
+    pub max_window: u32,
+    /// Next sequence number expected.
+    pub rcv_nxt: u32,
+    /// Right edge of the advertised window.
+    pub rcv_adv: u32,
+    /// First byte that the program has not read, as far as the NIC was told.
+    pub rcv_read: u32,
+    /// The peer's timestamp to echo.
+    pub ts_recent: u32,
+    /// Our timestamp clock when the record was written, milliseconds.
+    pub ts_clock: u32,
+    /// State, numbered as in the image.
+    pub state: u8,
+    /// Which of the slot's two tables of out-of-order ranges counts.
+    pub ranges_table: u8,
+    /// How many ranges it has.
+    pub ranges: u8,
+    /// Congestion window in segments, at most 65535.
+    pub cwnd: u16,
+    /// Smoothed round-trip time, microseconds.
+    pub srtt: u32,
+}
+
+const fn pair(low: u32, high: u32) -> u64 {
+    low as u64 | (high as u64) << 32
+}
+
+impl Record {
+    /// As it lies in memory.
+    #[inline]
+    pub fn to_words(&self) -> [u64; WORDS] {
+        // No `..`: a new field breaks this line until it has a place.
+        let Record {
+            snd_una, snd_nxt, snd_end, snd_wnd, snd_wl1, max_window, rcv_nxt, rcv_adv, rcv_read, ts_recent, ts_clock, state,
+            ranges_table, ranges, cwnd, srtt,
+        } = *self;
+        [
+            pair(snd_una, snd_nxt),
+            pair(snd_end, snd_wnd),
+            pair(snd_wl1, max_window),
+            pair(rcv_nxt, rcv_adv),
+            pair(rcv_read, ts_recent),
+            pair(ts_clock, srtt),
+            u64::from(state)
+                | u64::from(ranges_table) << 8
+                | u64::from(ranges) << 16
+                | u64::from(cwnd) << 32,
+            0,
+        ]
+    }
+
+    /// From memory.
+    pub fn from_words(words: [u64; WORDS]) -> Record {
+        let low = |at: usize| words[at] as u32;
+        let high = |at: usize| (words[at] >> 32) as u32;
+        Record {
+            snd_una: low(0),
+            snd_nxt: high(0),
+            snd_end: low(1),
+            snd_wnd: high(1),
+            snd_wl1: low(2),
+            max_window: high(2),
+            rcv_nxt: low(3),
+            rcv_adv: high(3),
+            rcv_read: low(4),
+            ts_recent: high(4),
+            ts_clock: low(5),
+            srtt: high(5),
+            state: words[6] as u8,
+            ranges_table: (words[6] >> 8) as u8,
+            ranges: (words[6] >> 16) as u8,
+            cwnd: (words[6] >> 32) as u16,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_survive_their_words() {
+        let record = Record {
+            snd_una: 1, snd_nxt: 2, snd_end: 3, snd_wnd: 4, snd_wl1: 5, max_window: 6, rcv_nxt: 7, rcv_adv: 8, rcv_read: 9,
+            ts_recent: 10, ts_clock: 11, state: 13, ranges_table: 1, ranges: 14, cwnd: 17, srtt: 18,
+        };
+        assert_eq!(Record::from_words(record.to_words()), record);
+    }
+}

@@ -1,0 +1,13 @@
+//! Shared memory, single-producer single-consumer rings, and the sleep flags behind doorbells.
+//!
+//! Whoever is at the other side may write anything at any time: every index is bounded before it is used, and every value is
+//! copied once and then checked.
+
+#[cfg(not(loom))]
+mod region;
+mod ring;
+mod sync;
+
+#[cfg(not(loom))]
+pub use region::{OutOfRegion, Region, Words};
+pub use ring::{Consumer, Full, Producer, go_to_sleep, needs_doorbell, wake_up};

@@ -1,0 +1,281 @@
+//! A ring of 16-byte messages between one producer and one consumer.
+//!
+//! Words 0, 8 and 16 are the producer's index, the consumer's index and the consumer's sleep flag, each on a cache line of its
+//! own; messages begin at word 24. Indices count without wrapping at the ring's size.
+
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
+use core::ops::Deref;
+
+const HEAD: usize = 0;
+const TAIL: usize = 8;
+const SLOTS: usize = 24;
+
+/// The ring has no room.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Full;
+
+fn capacity(words: &[AtomicU64]) -> u64 {
+    let messages = (words.len() - SLOTS) / 2;
+    assert!(messages.is_power_of_two(), "a ring's size is a power of two");
+    messages as u64
+}
+
+/// The producing end.
+#[derive(Debug)]
+pub struct Producer<W> {
+    words: W,
+    mask: u64,
+    head: u64,
+    /// The consumer's index as last seen.
+    tail: u64,
+}
+
+impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
+    /// Takes the producing end; goes on where the last producer published.
+    pub fn new(words: W) -> Self {
+        let mask = capacity(&words) - 1;
+        let (head, tail) = (words[HEAD].load(Ordering::Acquire), words[TAIL].load(Ordering::Acquire));
+        Producer { words, mask, head, tail }
+    }
+
+    /// Writes a message; the consumer sees it after [`Producer::publish`].
+    ///
+    /// # Errors
+    /// [`Full`] if the consumer has not made room.
+    #[inline]
+    pub fn push(&mut self, message: [u64; 2]) -> Result<(), Full> {
+        if self.room() == 0 {
+            return Err(Full);
+        }
+        let at = SLOTS + 2 * (self.head & self.mask) as usize;
+        self.words[at].store(message[0], Ordering::Relaxed);
+        self.words[at + 1].store(message[1], Ordering::Relaxed);
+        self.head = self.head.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Messages that fit.
+    #[inline]
+    pub fn room(&mut self) -> u64 {
+        let size = self.mask + 1;
+        let used = self.head.wrapping_sub(self.tail);
+        if used < size {
+            return size - used;
+        }
+        self.tail = self.words[TAIL].load(Ordering::Acquire);
+        // A lying consumer can make its own messages be overwritten, no more.
+        size - self.head.wrapping_sub(self.tail).min(size)
+    }
+
+    /// Lets the consumer see what was pushed.
+    #[inline]
+    pub fn publish(&mut self) {
+        self.words[HEAD].store(self.head, Ordering::Release);
+    }
+
+    /// Index behind the last message pushed.
+    pub fn position(&self) -> u64 {
+        self.head
+    }
+}
+
+/// The consuming end.
+#[derive(Debug)]
+pub struct Consumer<W> {
+    words: W,
+    mask: u64,
+    tail: u64,
+    /// The producer's index as last seen.
+    head: u64,
+}
+
+impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
+    /// Takes the consuming end; goes on where the last consumer released.
+    pub fn new(words: W) -> Self {
+        let mask = capacity(&words) - 1;
+        let tail = words[TAIL].load(Ordering::Acquire);
+        Consumer { words, mask, tail, head: tail }
+    }
+
+    /// The next message, copied once.
+    #[inline]
+    pub fn pop(&mut self) -> Option<[u64; 2]> {
+        if self.head == self.tail {
+            self.head = self.words[HEAD].load(Ordering::Acquire);
+            // A lying producer can make its own messages be read twice, no more.
+            if self.head.wrapping_sub(self.tail) > self.mask + 1 {
+                self.head = self.tail.wrapping_add(self.mask + 1);
+            }
+            if self.head == self.tail {
+                return None;
+            }
+        }
+        let at = SLOTS + 2 * (self.tail & self.mask) as usize;
+        let message = [self.words[at].load(Ordering::Relaxed), self.words[at + 1].load(Ordering::Relaxed)];
+        self.tail = self.tail.wrapping_add(1);
+        Some(message)
+    }
+
+    /// Gives the room of the messages popped back to the producer.
+    #[inline]
+    pub fn release(&mut self) {
+        self.words[TAIL].store(self.tail, Ordering::Release);
+    }
+
+    /// Index of the next message.
+    #[inline]
+    pub fn position(&self) -> u64 {
+        self.tail
+    }
+
+    /// Whether a message waits.
+    #[inline]
+    pub fn has_message(&self) -> bool {
+        self.head != self.tail || self.words[HEAD].load(Ordering::Acquire) != self.tail
+    }
+}
+
+/// The consumer is about to sleep. It must look for messages once more after this, and sleep only if there are none.
+pub fn go_to_sleep(flag: &AtomicU32) {
+    flag.store(1, Ordering::Relaxed);
+    fence(Ordering::SeqCst);
+}
+
+/// The consumer is awake.
+pub fn wake_up(flag: &AtomicU32) {
+    flag.store(0, Ordering::Relaxed);
+}
+
+/// Asked by the producer after publishing: whether the consumer sleeps and its doorbell must be rung.
+#[inline]
+pub fn needs_doorbell(flag: &AtomicU32) -> bool {
+    fence(Ordering::SeqCst);
+    flag.load(Ordering::Relaxed) != 0
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn ring(messages: usize) -> std::sync::Arc<[AtomicU64]> {
+        (0..SLOTS + 2 * messages).map(|_| AtomicU64::new(0)).collect()
+    }
+
+    #[test]
+    fn messages_come_in_order_and_a_full_ring_refuses() {
+        let words = ring(4);
+        let (mut producer, mut consumer) = (Producer::new(words.clone()), Consumer::new(words));
+        for round in 0..10u64 {
+            for n in 0..4 {
+                assert_eq!(producer.push([round, n]), Ok(()));
+            }
+            assert_eq!(producer.push([9, 9]), Err(Full));
+            assert_eq!(consumer.pop(), None, "nothing is seen before it is published");
+            producer.publish();
+            for n in 0..4 {
+                assert_eq!(consumer.pop(), Some([round, n]));
+            }
+            assert_eq!(consumer.pop(), None);
+            assert_eq!(producer.push([9, 9]), Err(Full), "room comes with release");
+            consumer.release();
+        }
+    }
+
+    #[test]
+    fn a_lying_producer_cannot_run_the_consumer_astray() {
+        let words = ring(4);
+        words[HEAD].store(1 << 40, Ordering::Relaxed);
+        let mut consumer = Consumer::new(words);
+        assert_eq!(std::iter::from_fn(|| consumer.pop().map(|_| consumer.release())).take(9).count(), 9);
+    }
+
+    #[test]
+    fn both_ends_go_on_after_a_restart() {
+        let words = ring(4);
+        let mut producer = Producer::new(words.clone());
+        producer.push([1, 1]).unwrap();
+        producer.push([2, 2]).unwrap();
+        producer.publish();
+        let mut consumer = Consumer::new(words.clone());
+        assert_eq!(consumer.pop(), Some([1, 1]));
+        consumer.release();
+        let mut next = Consumer::new(words.clone());
+        assert_eq!(next.pop(), Some([2, 2]));
+        assert_eq!(Producer::new(words).position(), 2);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    /// `Arc<Vec>` that derefs to the slice a ring wants.
+    #[derive(Clone)]
+    struct Shared(Arc<Vec<AtomicU64>>);
+
+    impl Deref for Shared {
+        type Target = [AtomicU64];
+        fn deref(&self) -> &[AtomicU64] {
+            &self.0
+        }
+    }
+
+    fn ring(messages: usize) -> Shared {
+        Shared(Arc::new((0..SLOTS + 2 * messages).map(|_| AtomicU64::new(0)).collect()))
+    }
+
+    /// In every interleaving the consumer sees whole messages, in order, none twice.
+    #[test]
+    fn no_message_is_lost_or_torn() {
+        loom::model(|| {
+            let words = ring(2);
+            let mut producer = Producer::new(words.clone());
+            let sender = thread::spawn(move || {
+                let mut sent = 0u64;
+                for _ in 0..6 {
+                    if sent < 3 && producer.push([sent, !sent]).is_ok() {
+                        producer.publish();
+                        sent += 1;
+                    }
+                    thread::yield_now();
+                }
+            });
+            let mut consumer = Consumer::new(words);
+            let mut expected = 0u64;
+            for _ in 0..3 {
+                if let Some(message) = consumer.pop() {
+                    assert_eq!(message, [expected, !expected]);
+                    expected += 1;
+                    consumer.release();
+                }
+                thread::yield_now();
+            }
+            sender.join().unwrap();
+        });
+    }
+
+    /// Either the consumer sees the message before it sleeps, or the producer sees that it sleeps: no lost wake-up.
+    #[test]
+    fn no_wake_up_is_lost() {
+        loom::model(|| {
+            let words = ring(2);
+            let flag = Arc::new(AtomicU32::new(0));
+            let mut producer = Producer::new(words.clone());
+            let seen_by_producer = {
+                let flag = flag.clone();
+                thread::spawn(move || {
+                    producer.push([1, 1]).unwrap();
+                    producer.publish();
+                    needs_doorbell(&flag)
+                })
+            };
+            let consumer = Consumer::new(words);
+            go_to_sleep(&flag);
+            let sees_message = consumer.has_message();
+            let rung = seen_by_producer.join().unwrap();
+            assert!(sees_message || rung, "asleep with a message waiting");
+        });
+    }
+}

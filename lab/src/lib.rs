@@ -1,0 +1,6 @@
+//! Test beds, loads, measurement, report.
+#![forbid(unsafe_code)]
+
+pub mod soak;
+pub mod statistics;
+pub mod testbed;

@@ -1,0 +1,445 @@
+//! Moves under load: random connections at random moments, every byte checked on both sides.
+
+use crate::statistics::Percentiles;
+use crate::testbed::{self, Testbed, TestbedSettings, Tool};
+use anyhow::{Context, Result, bail};
+use baton_client::protocol::{Ask, Place, Reply};
+use baton_client::{ConnectionId, Session};
+use baton_kernel::events::monotonic_micros;
+use baton_kernel::socket;
+use baton_kernel::tcp_info::TcpInfo;
+use baton_sim::{Rng, stream};
+use serde::Serialize;
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// What a soak is asked to do.
+#[derive(Clone, Debug)]
+pub struct SoakSettings {
+    /// Connections.
+    pub connections: usize,
+    /// Moves.
+    pub moves: u64,
+    /// Seed of all random choices.
+    pub seed: u64,
+    /// Use IPv6.
+    pub ipv6: bool,
+    /// Kill the NIC so many times.
+    pub kill_nic: u32,
+    /// The test bed, with its link.
+    pub bed: TestbedSettings,
+    /// Print progress to standard error.
+    pub progress: bool,
+}
+
+/// What a soak found.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SoakReport {
+    /// Connections used.
+    pub connections: usize,
+    /// Moves done.
+    pub moves: u64,
+    /// Share of the moves at whose request bytes were on their way in both directions: written by one program, not read by the other.
+    pub in_flight_share: f64,
+    /// Moves of the connection that moved least.
+    pub min_moves_per_connection: u64,
+    /// Moves that were called off for a transient reason.
+    pub deferred: u64,
+    /// Bytes checked on both sides.
+    pub bytes_verified: u64,
+    /// Bytes that were wrong.
+    pub mismatches: u64,
+    /// Connections that the peer saw reset or broken.
+    pub resets_seen_by_peer: u64,
+    /// Moves that lost their connection.
+    pub failed_moves: u64,
+    /// Segments that the peer retransmitted and we had already.
+    pub spurious_retransmits_by_peer: u64,
+    /// Times that the NIC was killed.
+    pub kills: u32,
+    /// Connections that did not survive it.
+    pub connections_lost: u64,
+    /// Largest gap in the answers to a probe on a moving connection, less the median gap of one that does not move; microseconds.
+    pub blackout_us: Percentiles,
+    /// The gaps of connections that do not move.
+    pub unmoved_gap_us: Percentiles,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
+impl SoakReport {
+    /// Whether nothing was lost, wrong or reset.
+    pub fn is_clean(&self) -> bool {
+        self.mismatches == 0 && self.resets_seen_by_peer == 0 && self.failed_moves == 0 && self.connections_lost == 0
+    }
+}
+
+/// Milliseconds between two turns of a program.
+const TURN: u64 = 2;
+/// Bytes that each side of each connection writes and reads per turn.
+const CHUNK: usize = 2048;
+/// Bytes that a reader leaves lying, so that both directions carry something at any time.
+const BACKLOG: u64 = 6 * CHUNK as u64;
+
+/// One direction's progress, shared by its two ends.
+#[derive(Default)]
+struct Direction {
+    written: AtomicU64,
+    read: AtomicU64,
+}
+
+/// What both programs share.
+struct Shared {
+    stop: AtomicBool,
+    to_b: Vec<Direction>,
+    to_a: Vec<Direction>,
+    mismatches: AtomicU64,
+    broken: AtomicU64,
+}
+
+impl Shared {
+    fn new(connections: usize) -> Self {
+        let directions = || (0..connections).map(|_| Direction::default()).collect();
+        Shared {
+            stop: AtomicBool::new(false),
+            to_b: directions(),
+            to_a: directions(),
+            mismatches: AtomicU64::new(0),
+            broken: AtomicU64::new(0),
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// The operations that a program needs of a connection, wherever it is.
+trait Pipe {
+    fn send(&mut self, at: usize, bytes: &[u8]) -> io::Result<usize>;
+    fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize>;
+}
+
+struct Offloadable {
+    session: Session,
+    ids: Vec<ConnectionId>,
+}
+
+impl Pipe for Offloadable {
+    fn send(&mut self, at: usize, bytes: &[u8]) -> io::Result<usize> {
+        self.session.send(self.ids[at], bytes)
+    }
+
+    fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize> {
+        self.session.receive(self.ids[at], out)
+    }
+}
+
+struct Plain {
+    sockets: Vec<TcpStream>,
+}
+
+impl Pipe for Plain {
+    fn send(&mut self, at: usize, bytes: &[u8]) -> io::Result<usize> {
+        socket::send(self.sockets[at].as_fd(), bytes)
+    }
+
+    fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize> {
+        socket::receive(self.sockets[at].as_fd(), out)
+    }
+}
+
+/// One end's streams: writes its own, reads and checks the other's.
+struct Streams<'a> {
+    outgoing: &'a [Direction],
+    incoming: &'a [Direction],
+    /// Keys of the outgoing and incoming streams, plus the connection's number.
+    keys: (u64, u64),
+    alive: Vec<bool>,
+    shared: &'a Shared,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Streams<'a> {
+    fn new(shared: &'a Shared, server: bool, seed: u64) -> Self {
+        let (outgoing, incoming) = if server { (&shared.to_b, &shared.to_a) } else { (&shared.to_a, &shared.to_b) };
+        let keys = if server { (seed << 20, (seed << 20) + (1 << 40)) } else { ((seed << 20) + (1 << 40), seed << 20) };
+        let alive = vec![true; outgoing.len()];
+        Streams { outgoing, incoming, keys, alive, shared, buffer: vec![0; 1 << 16] }
+    }
+
+    /// One turn of one connection.
+    fn turn(&mut self, pipe: &mut impl Pipe, at: usize, draining: bool) {
+        if !self.alive[at] {
+            return;
+        }
+        let result = self.read_some(pipe, at, draining).and_then(|()| if draining { Ok(()) } else { self.write_some(pipe, at) });
+        match result {
+            Ok(()) => {}
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(error) => {
+                self.alive[at] = false;
+                self.shared.broken.fetch_add(1, Ordering::Relaxed);
+                eprintln!("connection {at} broke: {error}");
+            }
+        }
+    }
+
+    fn write_some(&mut self, pipe: &mut impl Pipe, at: usize) -> io::Result<()> {
+        let direction = &self.outgoing[at];
+        let written = direction.written.load(Ordering::Relaxed);
+        if written - direction.read.load(Ordering::Relaxed) > 16 * BACKLOG {
+            return Ok(());
+        }
+        let piece = &mut self.buffer[..CHUNK];
+        stream::fill(self.keys.0 + at as u64, written, piece);
+        // Counted before the other side can have read it.
+        direction.written.store(written + CHUNK as u64, Ordering::Release);
+        let sent = pipe.send(at, piece);
+        let done = *sent.as_ref().unwrap_or(&0) as u64;
+        direction.written.store(written + done, Ordering::Release);
+        sent.map(|_| ())
+    }
+
+    fn read_some(&mut self, pipe: &mut impl Pipe, at: usize, draining: bool) -> io::Result<()> {
+        let direction = &self.incoming[at];
+        let read = direction.read.load(Ordering::Relaxed);
+        let waiting = direction.written.load(Ordering::Acquire) - read.min(direction.written.load(Ordering::Acquire));
+        let want = if draining { self.buffer.len() } else { waiting.saturating_sub(BACKLOG) as usize };
+        if want == 0 {
+            return Ok(());
+        }
+        let want = want.min(self.buffer.len());
+        let got = pipe.receive(at, &mut self.buffer[..want])?;
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let wrong = stream::mismatches(self.keys.1 + at as u64, read, &self.buffer[..got]);
+        self.shared.mismatches.fetch_add(wrong, Ordering::Relaxed);
+        direction.read.store(read + got as u64, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether everything that was written to us has been read.
+    fn drained(&self) -> bool {
+        self.incoming.iter().zip(&self.alive).all(|(direction, alive)| {
+            !alive || direction.read.load(Ordering::Acquire) >= direction.written.load(Ordering::Acquire)
+        })
+    }
+}
+
+/// Runs a program's turns until it is told to stop, then until nothing is on its way any more.
+fn run_program(pipe: &mut impl Pipe, streams: &mut Streams<'_>) {
+    let connections = streams.alive.len();
+    let mut next = monotonic_micros();
+    let mut deadline = None;
+    loop {
+        let draining = streams.shared.stopped();
+        if draining {
+            let limit = *deadline.get_or_insert(monotonic_micros() + 30_000_000);
+            if streams.drained() || monotonic_micros() > limit {
+                return;
+            }
+        }
+        for at in 0..connections {
+            streams.turn(pipe, at, draining);
+        }
+        next += TURN * 1000;
+        let now = monotonic_micros();
+        next = next.max(now + 100);
+        std::thread::sleep(Duration::from_micros(next - now));
+    }
+}
+
+/// Connections between two test hosts: the accepted sockets on host A, the connecting ones on host B.
+///
+/// # Errors
+/// The system's.
+pub fn connect_pairs(bed: &Testbed, connections: usize, ipv6: bool) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
+    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(testbed::address_a(ipv6), 0)))?;
+    let address = listener.local_addr()?;
+    let (mut servers, mut clients) = (Vec::new(), Vec::new());
+    for _ in 0..connections {
+        let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(20))).context("connecting")?;
+        let (server, _) = listener.accept()?;
+        for side in [&client, &server] {
+            side.set_nonblocking(true)?;
+            side.set_nodelay(true)?;
+        }
+        servers.push(server);
+        clients.push(client);
+    }
+    Ok((servers, clients))
+}
+
+/// Runs a soak.
+///
+/// # Errors
+/// If the test bed cannot be made or the agent dies. What goes wrong with connections is in the report.
+pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
+    let started = monotonic_micros();
+    let bed = Testbed::new(&settings.bed)?;
+    let (servers, clients) = connect_pairs(&bed, settings.connections, settings.ipv6)?;
+    let mut session = Session::connect(&bed.socket())?;
+    let number = session.number();
+    let ids = servers.into_iter().map(|server| session.adopt(OwnedFd::from(server))).collect::<io::Result<Vec<_>>>()?;
+    let shared = Arc::new(Shared::new(settings.connections));
+    let peers: Vec<TcpStream> = clients.iter().map(TcpStream::try_clone).collect::<io::Result<_>>()?;
+
+    let mut report = SoakReport { connections: settings.connections, ..SoakReport::default() };
+    std::thread::scope(|scope| -> Result<()> {
+        let seed = settings.seed;
+        let server = {
+            let shared = shared.clone();
+            let ids = ids.clone();
+            scope.spawn(move || {
+                let mut pipe = Offloadable { session, ids };
+                run_program(&mut pipe, &mut Streams::new(&shared, true, seed));
+                pipe
+            })
+        };
+        let client = {
+            let shared = shared.clone();
+            scope.spawn(move || run_program(&mut Plain { sockets: clients }, &mut Streams::new(&shared, false, seed)))
+        };
+        let mut tool = bed.tool()?;
+        let moved = Mover::new(settings, &shared, number, &ids).run(&mut tool, &mut report);
+        shared.stop.store(true, Ordering::Relaxed);
+        let pipe = server.join().map_err(|_| anyhow::anyhow!("the server's thread panicked"))?;
+        client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
+        moved?;
+        let statistics = tool.statistics()?;
+        report.failed_moves = statistics.failed_moves;
+        report.connections_lost = statistics.lost;
+        for peer in &peers {
+            report.spurious_retransmits_by_peer += TcpInfo::read(peer.as_fd()).map_or(0, |info| u64::from(info.dsack_dups));
+        }
+        drop(pipe);
+        Ok(())
+    })?;
+    report.mismatches = shared.mismatches.load(Ordering::Relaxed);
+    report.resets_seen_by_peer = shared.broken.load(Ordering::Relaxed);
+    for direction in shared.to_a.iter().chain(&shared.to_b) {
+        let (written, read) = (direction.written.load(Ordering::Acquire), direction.read.load(Ordering::Acquire));
+        report.bytes_verified += read;
+        // What never arrived is as wrong as what arrived wrong.
+        report.mismatches += written.saturating_sub(read);
+    }
+    report.seconds = (monotonic_micros() - started) as f64 / 1e6;
+    Ok(report)
+}
+
+/// Asks for moves.
+struct Mover<'a> {
+    settings: &'a SoakSettings,
+    shared: &'a Shared,
+    session: u32,
+    ids: &'a [ConnectionId],
+    rng: Rng,
+    places: Vec<Place>,
+    moves: Vec<u64>,
+    both_ways: u64,
+    /// Moves asked for: tag to connection and target.
+    asked: HashMap<u32, (usize, Place)>,
+}
+
+impl<'a> Mover<'a> {
+    fn new(settings: &'a SoakSettings, shared: &'a Shared, session: u32, ids: &'a [ConnectionId]) -> Self {
+        Mover {
+            settings,
+            shared,
+            session,
+            ids,
+            rng: Rng::new(settings.seed),
+            places: vec![Place::Kernel; ids.len()],
+            moves: vec![0; ids.len()],
+            both_ways: 0,
+            asked: HashMap::new(),
+        }
+    }
+
+    fn run(mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
+        // Let the streams fill.
+        std::thread::sleep(Duration::from_millis(200));
+        let target = self.settings.moves;
+        let kills = u64::from(self.settings.kill_nic);
+        let in_parallel = self.ids.len().min(8);
+        let mut shown = monotonic_micros();
+        let mut next_kill = if kills > 0 { 1 + self.rng.below((target / (kills + 1)).max(1) * 2) } else { u64::MAX };
+        let mut done = 0;
+        while done < target {
+            while self.asked.len() < in_parallel && done + (self.asked.len() as u64) < target {
+                self.ask_one(tool)?;
+            }
+            done += u64::from(self.take_answer(tool, report)?);
+            if done >= next_kill && report.kills < self.settings.kill_nic {
+                while !self.asked.is_empty() {
+                    done += u64::from(self.take_answer(tool, report)?);
+                }
+                self.kill(tool)?;
+                report.kills += 1;
+                let left = kills - u64::from(report.kills);
+                next_kill = done + 1 + self.rng.below(((target - done) / (left + 1)).max(1) * 2).min(target.saturating_sub(done + left + 2));
+            }
+            if self.settings.progress && monotonic_micros() - shown > 1_000_000 {
+                shown = monotonic_micros();
+                eprint!("\r{done} of {target} moves, {} deferred, {} kills ", report.deferred, report.kills);
+            }
+        }
+        if self.settings.progress {
+            eprintln!();
+        }
+        report.moves = done;
+        report.in_flight_share = self.both_ways as f64 / done.max(1) as f64;
+        report.min_moves_per_connection = self.moves.iter().copied().min().unwrap_or(0);
+        Ok(())
+    }
+
+    fn ask_one(&mut self, tool: &mut Tool) -> Result<()> {
+        let mut at = self.rng.below(self.ids.len() as u64) as usize;
+        while self.asked.values().any(|(busy, _)| *busy == at) {
+            at = (at + 1) % self.ids.len();
+        }
+        let to = if self.places[at] == Place::Nic { Place::Kernel } else { Place::Nic };
+        let on_its_way = |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
+        self.both_ways += u64::from(on_its_way(&self.shared.to_a[at]) && on_its_way(&self.shared.to_b[at]));
+        let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to })?;
+        self.asked.insert(tag, (at, to));
+        Ok(())
+    }
+
+    /// Whether a move was done.
+    fn take_answer(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<bool> {
+        let answer = tool.receive()?;
+        let Some((at, to)) = self.asked.remove(&answer.tag) else { bail!("an answer that nobody waits for: {answer:?}") };
+        match answer.body {
+            Reply::Done => {
+                self.places[at] = to;
+                self.moves[at] += 1;
+                return Ok(true);
+            }
+            Reply::Stayed { transient: true, .. } => report.deferred += 1,
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => bail!("connection {at} could not be moved: {reason}"),
+            other => bail!("an unexpected answer: {other:?}"),
+        }
+        self.both_ways = self.both_ways.saturating_sub(1);
+        Ok(false)
+    }
+
+    /// Kills the NIC at a random moment, and waits until the agent has another.
+    fn kill(&mut self, tool: &mut Tool) -> Result<()> {
+        std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
+        let before = tool.statistics()?;
+        baton_kernel::process::signal(before.nic_process, 9)?;
+        while tool.statistics()?.nic_starts == before.nic_starts {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.places.fill(Place::Kernel);
+        Ok(())
+    }
+}

@@ -1,0 +1,284 @@
+//! Two hosts with a link between them: namespaces, interfaces, and on the first host a Baton of its own (keeper, agent, NIC).
+//!
+//! ```text
+//!   host A (namespace)                              host B (namespace)
+//!   programs, kernel ── TAP baton0 ── NIC ── link ── TAP eth0 ── kernel, clients
+//! ```
+//!
+//! The link is the NIC's wire: a TAP in host B, with an emulated link in front of it when faults are wanted. Everything has a
+//! descriptor for a name, so that nothing is left behind however this process ends.
+
+use anyhow::{Context, Result, bail};
+use baton_agent::AgentSettings;
+use baton_client::protocol::{Answer, Ask, Reply, Request, Statistics};
+use baton_control::{LinkSettings, NicSettings};
+use baton_kernel::control::Channel;
+use baton_kernel::interface::{self, TapOptions};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::{process, rtnetlink};
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+/// MAC address of host A's interface.
+pub const MAC_A: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0a];
+/// MAC address of host B's interface.
+pub const MAC_B: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0b];
+
+/// What a test bed is made with.
+#[derive(Clone, Debug)]
+pub struct TestbedSettings {
+    /// MTU of both hosts.
+    pub mtu: u32,
+    /// The emulated link.
+    pub link: LinkSettings,
+    /// Let the kernels hand over frames of 64 KB.
+    pub segmentation: bool,
+    /// Receive frames in kernel threads of their own, so that each host's work is on its own account.
+    pub threaded_napi: bool,
+    /// Connections that the NIC holds.
+    pub slots: usize,
+    /// Microseconds that the NIC polls before it sleeps.
+    pub spin: u64,
+    /// Core of the NIC.
+    pub nic_core: Option<usize>,
+    /// Core of the agent.
+    pub agent_core: Option<usize>,
+    /// Seed of the lookup's key and the link's faults.
+    pub seed: u64,
+    /// nftables rules for host A, if any.
+    pub firewall: Option<String>,
+}
+
+impl Default for TestbedSettings {
+    fn default() -> Self {
+        let several = process::cores() > 1;
+        TestbedSettings {
+            mtu: 1500,
+            link: LinkSettings::default(),
+            segmentation: true,
+            threaded_napi: false,
+            slots: 4096,
+            spin: 200,
+            nic_core: several.then_some(0),
+            agent_core: several.then_some(1),
+            seed: 1,
+            firewall: None,
+        }
+    }
+}
+
+/// Two hosts and a Baton.
+pub struct Testbed {
+    /// Host A: the server's, with the NIC.
+    pub host_a: Namespace,
+    /// Host B: the clients'.
+    pub host_b: Namespace,
+    keeper: Child,
+    parent: Option<Channel>,
+    directory: PathBuf,
+}
+
+/// Host A's addresses, IPv4 then IPv6.
+pub fn address_a(ipv6: bool) -> IpAddr {
+    if ipv6 { IpAddr::from([0xfd00, 0xba70, 0, 0, 0, 0, 0, 1]) } else { IpAddr::from([10, 77, 0, 1]) }
+}
+
+/// Host B's addresses.
+pub fn address_b(ipv6: bool) -> IpAddr {
+    if ipv6 { IpAddr::from([0xfd00, 0xba70, 0, 0, 0, 0, 0, 2]) } else { IpAddr::from([10, 77, 0, 2]) }
+}
+
+struct Host {
+    name: &'static str,
+    mac: [u8; 6],
+    peer_mac: [u8; 6],
+    addresses: [IpAddr; 2],
+    peers: [IpAddr; 2],
+}
+
+fn make_interface(namespace: &Namespace, host: &Host, settings: &TestbedSettings, options: TapOptions) -> Result<std::os::fd::OwnedFd> {
+    let made = namespace.run(|| {
+        // The settings of interfaces are in /proc and /sys of this namespace.
+        let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
+        let _ = std::fs::write("/proc/sys/net/ipv6/conf/all/accept_dad", "0");
+        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "cubic");
+        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 8388608");
+        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
+        // Nothing is remembered from one connection to the next, so that measurements do not depend on their order.
+        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
+        let fd = interface::open_tap(host.name, options)?;
+        let netlink = rtnetlink::open()?;
+        let link = rtnetlink::link(&netlink, host.name)?;
+        rtnetlink::set_up(&netlink, link.index, Some(host.mac), Some(settings.mtu))?;
+        for (address, prefix) in host.addresses.into_iter().zip([24, 64]) {
+            // IPv6 needs an MTU of 1280.
+            if address.is_ipv4() || settings.mtu >= 1280 {
+                rtnetlink::add_address(&netlink, link.index, address, prefix)?;
+            }
+        }
+        for peer in host.peers {
+            if peer.is_ipv4() || settings.mtu >= 1280 {
+                rtnetlink::set_neighbour(&netlink, link.index, peer, host.peer_mac)?;
+            }
+        }
+        if settings.threaded_napi {
+            let name = host.name;
+            // Where it cannot be set the work is on the writer's account; the report says which it was.
+            let thread = std::thread::spawn(move || baton_kernel::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name)));
+            let _ = thread.join();
+        }
+        Ok(fd)
+    });
+    made.with_context(|| format!("making interface {}", host.name))
+}
+
+impl Testbed {
+    /// Makes the hosts and starts Baton on host A.
+    ///
+    /// # Errors
+    /// What is missing, and what to do about it.
+    pub fn new(settings: &TestbedSettings) -> Result<Testbed> {
+        let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
+        let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
+        let segmentation = settings.segmentation && clean;
+        let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: false };
+        let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
+        let a = Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
+        let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+        let host_tap = make_interface(&host_a, &a, settings, options)?;
+        let wire = make_interface(&host_b, &b, settings, options)?;
+        if let Some(rules) = &settings.firewall {
+            install_firewall(&host_a, rules)?;
+        }
+        let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
+        std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        let agent = AgentSettings {
+            socket: directory.join("agent.sock"),
+            interface: a.name.into(),
+            session_bytes: 2 << 30,
+            core: settings.agent_core,
+            patience: 500_000,
+            nic: NicSettings {
+                slots: settings.slots,
+                core: settings.nic_core,
+                spin: settings.spin,
+                segmentation,
+                link: settings.link,
+                hash_key: (settings.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15), !settings.seed),
+            },
+        };
+        let (parent, theirs) = Channel::pair()?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(&agent)?);
+        process::inherit(&mut command, &[host_tap.as_fd(), wire.as_fd(), theirs.as_fd()], false);
+        let keeper = host_a.spawn(&mut command).context("starting the keeper")?;
+        drop(theirs);
+        let mut bed = Testbed { host_a, host_b, keeper, parent: None, directory };
+        match parent.receive::<bool>() {
+            Ok(_) => bed.parent = Some(parent),
+            Err(error) => bail!("Baton did not start on host A ({error})"),
+        }
+        Ok(bed)
+    }
+
+    /// Where programs on host A find the agent.
+    pub fn socket(&self) -> PathBuf {
+        self.directory.join("agent.sock")
+    }
+
+    /// A tool's connection to the agent.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn tool(&self) -> Result<Tool> {
+        Tool::connect(&self.socket())
+    }
+}
+
+fn next_number() -> u64 {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    NUMBER.fetch_add(1, Ordering::Relaxed)
+}
+
+fn install_firewall(host: &Namespace, rules: &str) -> Result<()> {
+    use std::io::Write;
+    let mut command = Command::new("nft");
+    command.args(["-f", "-"]).stdin(std::process::Stdio::piped());
+    let mut child = host.spawn(&mut command).context("starting nft (Debian's package nftables)")?;
+    child.stdin.take().context("nft's input")?.write_all(rules.as_bytes())?;
+    if !child.wait()?.success() {
+        bail!("nft refused the rules");
+    }
+    Ok(())
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        // The keeper ends when its parent's connection does, after everything has been given back.
+        self.parent.take();
+        let _ = self.keeper.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// A tool that talks to the agent.
+pub struct Tool {
+    channel: Channel,
+    tag: u32,
+}
+
+impl Tool {
+    /// Connects to the agent at a path.
+    ///
+    /// # Errors
+    /// If nobody listens there.
+    pub fn connect(path: &Path) -> Result<Tool> {
+        let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
+        Ok(Tool { channel, tag: 0 })
+    }
+
+    /// Sends a request whose answer is taken later, and returns its tag.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn send(&mut self, body: Ask) -> Result<u32> {
+        self.tag = self.tag.wrapping_add(1);
+        self.channel.send(&Request { tag: self.tag, body }, &[])?;
+        Ok(self.tag)
+    }
+
+    /// The next answer, waiting for it.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn receive(&mut self) -> Result<Answer> {
+        Ok(self.channel.receive::<Answer>()?.0)
+    }
+
+    /// Asks and waits.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn ask(&mut self, body: Ask) -> Result<Reply> {
+        let tag = self.send(body)?;
+        let answer = self.receive()?;
+        if answer.tag != tag {
+            bail!("an answer to another question");
+        }
+        Ok(answer.body)
+    }
+
+    /// The agent's and the NIC's counters.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn statistics(&mut self) -> Result<Statistics> {
+        match self.ask(Ask::Statistics)? {
+            Reply::Statistics(statistics) => Ok(*statistics),
+            other => bail!("not statistics: {other:?}"),
+        }
+    }
+}

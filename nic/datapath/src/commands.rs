@@ -1,0 +1,285 @@
+//! The agent's commands: the steps of a move, as the NIC sees them.
+
+use crate::custody::{Custody, Held, Refusal, Slot};
+use crate::offloaded::{Memory, Offloaded};
+use crate::replay::LastWords;
+use crate::worker::Worker;
+use baton_abi::layout::{Counter, nic, slot as at};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_device::{Checksum, Device};
+use baton_image::{Image, MAX_ENCODED};
+use baton_tcp::seq::{at_or_before, before};
+use baton_tcp::{Events, Instant, Segment};
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
+use core::sync::atomic::Ordering;
+
+impl<H: Device, W: Device> Worker<H, W> {
+    pub(crate) fn poll_commands(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        while let Some(words) = self.commands.pop() {
+            self.commands.release();
+            worked = true;
+            let Some(message) = Message::from_words(words) else {
+                self.counters.add(Counter::BadMessages, 1);
+                continue;
+            };
+            let answer = match self.on_command(&message, now) {
+                Ok(value) => Message::control(Operation::OsControl, Control::Done, message.cid, value, u32::from(message.kind)),
+                Err(refusal) => {
+                    Message::control(Operation::OsControl, Control::Refused, message.cid, refusal as u32, u32::from(message.kind))
+                }
+            };
+            self.tell_agent(answer);
+            self.advertise();
+        }
+        worked
+    }
+
+    /// `os_resource`: how many connections there is room for.
+    fn advertise(&mut self) {
+        let free = self.slots.len() as u64 - self.connections;
+        self.counters.set(Counter::Connections, self.connections);
+        self.tell_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
+    }
+
+    fn on_command(&mut self, message: &Message, now: Instant) -> Result<u32, Refusal> {
+        let cid = message.cid;
+        if cid.slot() as usize >= self.slots.len() {
+            return Err(Refusal::BadCommand);
+        }
+        match (message.operation, Control::from_number(message.kind)) {
+            (Operation::NicHandoff, _) => self.handoff(cid, now),
+            (Operation::NicRestore, _) => self.restore(cid, now),
+            (Operation::NicForward, _) => self.forwarded(cid, message.length),
+            (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid),
+            (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
+            (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
+            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid),
+            (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
+            _ => Err(Refusal::BadCommand),
+        }
+    }
+
+    fn tenant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
+        self.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
+    }
+
+    fn mirror(&mut self, cid: Cid) -> Result<u32, Refusal> {
+        let index = cid.slot();
+        if self.slots[index as usize].is_some() {
+            return Err(Refusal::WrongState);
+        }
+        let flow = self.read_flow(index);
+        if self.find(&flow).is_some() {
+            return Err(Refusal::AlreadyHere);
+        }
+        let custody = Custody::Mirrored;
+        self.slots[index as usize] =
+            Some(Slot { cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
+        self.lookup.insert(&flow, index);
+        self.connections += 1;
+        Ok(0)
+    }
+
+    fn read_flow(&self, index: u32) -> Flow {
+        let mut bytes = [0u8; 36];
+        // The layout lies inside the region: the worker was made with as many slots as it has.
+        let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
+        let address = |at: usize| <[u8; 16]>::try_from(&bytes[at..at + 16]).unwrap_or_default();
+        let port = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        Flow { local: Endpoint::v6(address(0), port(32)), remote: Endpoint::v6(address(16), port(34)) }
+    }
+
+    fn steal(&mut self, cid: Cid) -> Result<u32, Refusal> {
+        let slot = self.tenant(cid)?;
+        match slot.custody {
+            Custody::Mirrored => {
+                slot.custody = Custody::Held;
+                slot.held.stolen();
+                Ok(u32::from(slot.held.overflowed))
+            }
+            _ => Err(Refusal::WrongState),
+        }
+    }
+
+    fn parameters(&self, index: u32) -> [u32; 5] {
+        let base = nic::slot(index) + at::PARAMETERS;
+        core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
+    }
+
+    /// `nic_handoff`: from the image to a running connection.
+    fn handoff(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        let index = cid.slot();
+        let [session, receive_base, receive_size, send_base, send_size] = self.parameters(index);
+        let memory = Memory { receive_base, receive_size, send_base, send_size };
+        let mut bytes = [0u8; MAX_ENCODED];
+        let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
+        let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
+        let attached = self.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
+        let session_memory = attached.memory.clone();
+        let nic_memory = self.nic_memory.clone();
+        let slot = self.tenant(cid)?;
+        if !matches!(slot.custody, Custody::Held) {
+            return Err(Refusal::WrongState);
+        }
+        if image.flow != slot.flow {
+            return Err(Refusal::BadImage);
+        }
+        let window_end = u64::from(image.unread) + u64::from(image.rcv_adv.wrapping_sub(image.rcv_nxt));
+        let roomy = window_end <= u64::from(receive_size) && image.send_queue() <= send_size;
+        if !memory.fits(&session_memory) || !roomy {
+            return Err(Refusal::BadMemory);
+        }
+        let mut offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
+        offloaded.publish(now);
+        slot.custody = Custody::Active(Box::new(offloaded));
+        self.run_held(index, now);
+        Ok(0)
+    }
+
+    /// Runs the frames that waited; what the kernel had taken before the steal is not reported as a duplicate.
+    fn run_held(&mut self, index: u32, now: Instant) {
+        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let mut events = Events::empty();
+        for frame in slot.held.take() {
+            let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
+            let mut segment = Segment::from(&parsed);
+            let known = at_or_before(segment.end(), offloaded.tcp.rcv_nxt()) && segment.end() != segment.seq;
+            if known {
+                if at_or_before(segment.ack, offloaded.tcp.snd_una()) && !before(offloaded.tcp.rcv_nxt(), segment.seq) {
+                    offloaded.tcp.learn_timestamp(&segment, now);
+                    continue;
+                }
+                segment.seq = offloaded.tcp.rcv_nxt();
+                segment.length = 0;
+                segment.flags = Flags::ACK;
+            }
+            let received = offloaded.tcp.input(&segment, now);
+            if received.place > 0 {
+                let payload = &parsed.payload(frame.bytes())[received.skip as usize..][..received.place as usize];
+                offloaded.place(received.place_seq, payload);
+            }
+            offloaded.note(&received);
+            events |= received.events;
+        }
+        self.output.send_all(offloaded, &self.counters, now);
+        self.after(index, events, now);
+    }
+
+    /// `nic_restore`: all that the program has asked so far is done, then the connection rests in its image.
+    fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        let session = match &self.tenant(cid)?.custody {
+            Custody::Active(offloaded) => offloaded.session as usize,
+            _ => return Err(Refusal::WrongState),
+        };
+        while self.sessions.get(session).is_some_and(Option::is_some) && self.poll_session(session, now) {}
+        let index = cid.slot();
+        let Some(slot) = self.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
+        let custody = std::mem::replace(&mut slot.custody, Custody::Held);
+        let Custody::Active(mut offloaded) = custody else { return Err(Refusal::WrongState) };
+        let image = offloaded.tcp.to_image(&offloaded.image, now);
+        offloaded.publish(now);
+        let mut bytes = [0u8; MAX_ENCODED];
+        let encoded = image.as_ref().map(|image| image.encode(&mut bytes));
+        if !matches!(encoded, Some(Ok(_))) {
+            slot.custody = Custody::Active(offloaded);
+            return Err(Refusal::WrongState);
+        }
+        let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
+        slot.custody = Custody::Leaving(offloaded);
+        Ok(0)
+    }
+
+    /// The kernel has the connection: what the image could not carry, and what came meanwhile, goes to it.
+    fn release(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        let slot = self.tenant(cid)?;
+        let Custody::Leaving(_) = slot.custody else { return Err(Refusal::WrongState) };
+        let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
+        let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
+        offloaded.unpublish();
+        if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
+            let words = LastWords {
+                image: &image,
+                ranges: offloaded.tcp.out_of_order(),
+                fin_behind_hole: offloaded.tcp.fin_behind_hole(),
+            };
+            let (sent, dropped) = words.say(&mut self.host, |seq, out| offloaded.fetch_received(seq, out));
+            self.counters.add(Counter::HostSent, sent);
+            self.counters.add(Counter::Dropped, dropped);
+        }
+        for mut frame in slot.held.take() {
+            // What was checked once need not be checked again, but the kernel believes only its own devices.
+            let sent = self.host.transmit(&mut frame);
+            self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
+        }
+        Ok(0)
+    }
+
+    /// A move to the NIC is called off, or a dead connection is cleared away.
+    fn cancel(&mut self, cid: Cid) -> Result<u32, Refusal> {
+        self.tenant(cid)?;
+        let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
+        match &slot.custody {
+            Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
+            Custody::Mirrored => {}
+            Custody::Held => {
+                for mut frame in slot.held.take_stolen() {
+                    self.host.transmit(&mut frame);
+                }
+            }
+        }
+        Ok(0)
+    }
+
+    fn evict(&mut self, cid: Cid) -> Option<Slot> {
+        let slot = self.slots[cid.slot() as usize].take()?;
+        let slots = &self.slots;
+        let flow_of = |other: u32| slots[other as usize].as_ref().map_or(slot.flow, |found| found.flow);
+        self.lookup.remove(&slot.flow, cid.slot(), flow_of);
+        self.dirty.retain(|index| *index != cid.slot());
+        self.connections -= 1;
+        Some(slot)
+    }
+
+    /// `nic_forward`: a frame that reached the host during the handoff; it lies in the connection's slot.
+    fn forwarded(&mut self, cid: Cid, length: u32) -> Result<u32, Refusal> {
+        let offset = nic::slot(cid.slot()) + at::FORWARD;
+        if length as usize > nic::SLOT_BYTES - at::FORWARD || !matches!(self.tenant(cid)?.custody, Custody::Held) {
+            return Err(Refusal::WrongState);
+        }
+        let mut frame = baton_device::Frame::with_capacity(length as usize);
+        frame.set_length(length as usize);
+        let _ = self.nic_memory.read(offset, frame.bytes_mut());
+        frame.checksum = Checksum::Verified;
+        let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::BadCommand)?;
+        let slot = self.tenant(cid)?;
+        if parsed.flow != slot.flow {
+            return Err(Refusal::BadCommand);
+        }
+        slot.held.push(&parsed, &frame);
+        Ok(0)
+    }
+
+    fn set_mtu(&mut self, cid: Cid, mtu: u32, now: Instant) -> Result<u32, Refusal> {
+        let Custody::Active(offloaded) = &mut self.tenant(cid)?.custody else { return Err(Refusal::WrongState) };
+        if mtu < 68 {
+            return Err(Refusal::BadCommand);
+        }
+        offloaded.image.mtu = mtu;
+        offloaded.tcp.on_mtu_change(mtu, now);
+        let index = cid.slot();
+        let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return Err(Refusal::NotYours) };
+        if let Custody::Active(offloaded) = &mut slot.custody {
+            self.output.send_all(offloaded, &self.counters, now);
+        }
+        self.after(index, Events::empty(), now);
+        Ok(0)
+    }
+
+    fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
+        let place = self.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
+        place.take().map(|_| 0).ok_or(Refusal::UnknownSession)
+    }
+}

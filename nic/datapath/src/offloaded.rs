@@ -1,0 +1,231 @@
+//! A connection on the NIC: its TCP, its memory, its record.
+
+use baton_abi::layout::{self, slot as at};
+use baton_abi::record;
+use baton_image::Image;
+use baton_ring::Region;
+use baton_tcp::{Connection, Instant};
+use baton_wire::frame::Template;
+use core::sync::atomic::Ordering;
+use std::sync::Arc;
+
+/// A piece of the send queue: where bytes lie in the session's memory, and the sequence number of the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pair {
+    pub address: u32,
+    pub length: u32,
+    pub seq: u32,
+}
+
+/// What is to be told to the program.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pending {
+    pub received: u32,
+    pub received_at: u32,
+    pub acked: u32,
+    pub fin: bool,
+    pub closed: Option<u32>,
+}
+
+impl Pending {
+    pub fn any(&self) -> bool {
+        self.received > 0 || self.acked > 0 || self.fin || self.closed.is_some()
+    }
+}
+
+pub(crate) struct Offloaded {
+    pub tcp: Connection,
+    pub template: Template,
+    /// Host-bound template, for what is replayed to the kernel.
+    pub image: Image,
+    pub session: u32,
+    pub session_memory: Arc<Region>,
+    pub receive_base: usize,
+    pub receive_mask: u32,
+    pub pending: Pending,
+    pub ident: u16,
+    pairs: [Pair; layout::PAIRS],
+    pair_first: u8,
+    pair_next: u8,
+    nic_memory: Arc<Region>,
+    slot_offset: usize,
+    published: u64,
+    ranges_table: u8,
+    ranges: u8,
+}
+
+/// Where a connection's memory lies; checked against the session's memory before it is used.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory {
+    pub receive_base: u32,
+    pub receive_size: u32,
+    pub send_base: u32,
+    pub send_size: u32,
+}
+
+impl Memory {
+    /// Whether both areas are powers of two inside the session's heap.
+    pub fn fits(&self, session: &Region) -> bool {
+        let inside = |base: u32, size: u32| {
+            size.is_power_of_two()
+                && base as usize >= layout::session::HEAP
+                && base as usize + size as usize <= session.len()
+        };
+        inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size)
+    }
+}
+
+impl Offloaded {
+    pub fn new(
+        image: &Image, memory: Memory, session: u32, session_memory: Arc<Region>, nic_memory: Arc<Region>, slot: u32, now: Instant,
+    ) -> Self {
+        let mut offloaded = Offloaded {
+            tcp: Connection::from_image(image, memory.receive_size, now),
+            template: Template::new(&image.flow, &image.link),
+            image: *image,
+            session,
+            session_memory,
+            receive_base: memory.receive_base as usize,
+            receive_mask: memory.receive_size - 1,
+            pending: Pending::default(),
+            ident: image.snd_nxt as u16,
+            pairs: [Pair::default(); layout::PAIRS],
+            pair_first: 0,
+            pair_next: 0,
+            nic_memory,
+            slot_offset: layout::nic::slot(slot),
+            published: 0,
+            ranges_table: 0,
+            ranges: 0,
+        };
+        offloaded.adopt_send_queue(image, memory);
+        offloaded
+    }
+
+    /// The queue that came with the image lies in send memory at its sequence numbers: one pair, or two around the end.
+    fn adopt_send_queue(&mut self, image: &Image, memory: Memory) {
+        let mut seq = image.snd_una;
+        let mut left = image.send_queue();
+        while left > 0 {
+            let offset = seq & (memory.send_size - 1);
+            let length = left.min(memory.send_size - offset);
+            self.add_pair(memory.send_base + offset, length, seq);
+            seq = seq.wrapping_add(length);
+            left -= length;
+        }
+    }
+
+    /// Appends a piece to the send queue; one that follows the last piece in memory extends it. False if the queue is full.
+    pub fn add_pair(&mut self, address: u32, length: u32, seq: u32) -> bool {
+        let mask = layout::PAIRS as u8 - 1;
+        if self.pair_next != self.pair_first {
+            let index = usize::from(self.pair_next.wrapping_sub(1) & mask);
+            let last = &mut self.pairs[index];
+            if last.address.wrapping_add(last.length) == address && last.seq.wrapping_add(last.length) == seq {
+                last.length += length;
+                return true;
+            }
+        }
+        if self.pair_next.wrapping_sub(self.pair_first) >= layout::PAIRS as u8 {
+            return false;
+        }
+        let index = usize::from(self.pair_next & mask);
+        self.pairs[index] = Pair { address, length, seq };
+        self.pair_next = self.pair_next.wrapping_add(1);
+        true
+    }
+
+    /// Drops the pieces that are acknowledged.
+    pub fn drop_acked_pairs(&mut self) {
+        let una = self.tcp.snd_una();
+        let mask = layout::PAIRS as u8 - 1;
+        while self.pair_first != self.pair_next {
+            let first = &self.pairs[usize::from(self.pair_first & mask)];
+            if (una.wrapping_sub(first.seq.wrapping_add(first.length)) as i32) < 0 {
+                break;
+            }
+            self.pair_first = self.pair_first.wrapping_add(1);
+        }
+    }
+
+    /// Copies `out.len()` bytes of the send queue from `seq` on: the NIC's DMA. False if they are not there, which only a
+    /// connection with a damaged queue can bring about.
+    pub fn fetch(&self, mut seq: u32, mut out: &mut [u8]) -> bool {
+        let mask = layout::PAIRS as u8 - 1;
+        let mut index = self.pair_first;
+        while !out.is_empty() {
+            if index == self.pair_next {
+                return false;
+            }
+            let pair = self.pairs[usize::from(index & mask)];
+            let skip = seq.wrapping_sub(pair.seq);
+            if skip < pair.length {
+                let length = out.len().min((pair.length - skip) as usize);
+                let (piece, rest) = out.split_at_mut(length);
+                if self.session_memory.read((pair.address + skip) as usize, piece).is_err() {
+                    return false;
+                }
+                out = rest;
+                seq = seq.wrapping_add(length as u32);
+            }
+            index = index.wrapping_add(1);
+        }
+        true
+    }
+
+    /// Puts received bytes where their sequence number belongs in receive memory.
+    #[inline]
+    pub fn place(&self, seq: u32, bytes: &[u8]) {
+        let offset = seq & self.receive_mask;
+        let until_end = (self.receive_mask + 1 - offset) as usize;
+        let (first, second) = bytes.split_at(bytes.len().min(until_end));
+        // The bounds of the memory were checked when the connection came.
+        let _ = self.session_memory.write(self.receive_base + offset as usize, first);
+        if !second.is_empty() {
+            let _ = self.session_memory.write(self.receive_base, second);
+        }
+    }
+
+    /// Reads received bytes back, for replaying what is out of order.
+    pub fn fetch_received(&self, seq: u32, out: &mut [u8]) {
+        let offset = seq & self.receive_mask;
+        let until_end = (self.receive_mask + 1 - offset) as usize;
+        let (first, second) = out.split_at_mut(out.len().min(until_end));
+        let _ = self.session_memory.read(self.receive_base + offset as usize, first);
+        let _ = self.session_memory.read(self.receive_base, second);
+    }
+
+    /// Writes the recovery record. Nothing may leave that it does not cover.
+    #[inline]
+    pub fn publish(&mut self, now: Instant) {
+        if self.tcp.has_out_of_order() || self.ranges > 0 {
+            self.store_ranges();
+        }
+        let mut record = self.tcp.record(now);
+        record.ranges_table = self.ranges_table;
+        record.ranges = self.ranges;
+        self.published += 1;
+        let copy = self.slot_offset + at::RECORDS + (self.published & 1) as usize * record::WORDS * 8;
+        let words = self.nic_memory.words(copy, record::WORDS);
+        for (word, value) in words.iter().zip(record.to_words()) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.nic_memory.words(self.slot_offset + at::PUBLISHED, 1)[0].store(self.published, Ordering::Release);
+    }
+
+    /// Makes the slot say that there is no connection to recover.
+    pub fn unpublish(&self) {
+        self.nic_memory.words(self.slot_offset + at::PUBLISHED, 1)[0].store(0, Ordering::Release);
+    }
+
+    fn store_ranges(&mut self) {
+        self.ranges_table ^= 1;
+        let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;
+        let ranges = self.tcp.out_of_order();
+        let words = self.nic_memory.words(base, at::RANGES_BYTES / 8);
+        for (word, (left, right)) in words.iter().zip(ranges) {
+            word.store(u64::from(*left) | u64::from(*right) << 32, Ordering::Relaxed);
+        }
+        self.ranges = ranges.len().min(words.len()) as u8;
+    }
+}

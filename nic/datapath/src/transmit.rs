@@ -1,0 +1,126 @@
+//! From a connection to the wire.
+
+use crate::counters::Counters;
+use crate::offloaded::Offloaded;
+use baton_abi::layout::Counter;
+use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
+use baton_tcp::{Events, Instant, Received, Transmit};
+use baton_wire::frame::{self, Header};
+
+/// The wire and the frame that is being built for it.
+pub(crate) struct Output<W> {
+    pub wire: W,
+    frame: Frame,
+    capabilities: Capabilities,
+}
+
+impl<W: Device> Output<W> {
+    pub fn new(wire: W, frame_bytes: usize) -> Self {
+        let capabilities = wire.capabilities();
+        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities }
+    }
+
+    /// Passes a frame on as it is.
+    pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
+        let sent = self.wire.transmit(frame);
+        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+
+    /// Sends all that the connection wants to send now. The record covers each segment before it leaves.
+    #[inline]
+    pub fn send_all(&mut self, offloaded: &mut Offloaded, counters: &Counters, now: Instant) {
+        let most = self.capabilities.segmentation;
+        let mut published = false;
+        let before = offloaded.tcp.retransmissions();
+        while let Some(transmit) = offloaded.tcp.poll_transmit(now, most) {
+            offloaded.publish(now);
+            published = true;
+            self.emit(offloaded, &transmit, counters);
+        }
+        if !published {
+            offloaded.publish(now);
+        } else if offloaded.tcp.retransmissions() != before {
+            counters.add(Counter::Retransmitted, offloaded.tcp.retransmissions() - before);
+        }
+    }
+
+    #[inline]
+    fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
+        let length = transmit.length as usize;
+        let header = Header {
+            seq: transmit.seq,
+            ack: transmit.ack,
+            flags: transmit.flags,
+            window: transmit.window,
+            options: &transmit.options,
+            ecn: transmit.ecn,
+            ident: offloaded.ident,
+        };
+        offloaded.ident = offloaded.ident.wrapping_add(1);
+        self.frame.set_length(frame::MAX_HEADER + length);
+        let headers = offloaded.template.emit(&header, length, self.frame.bytes_mut());
+        self.frame.set_length(headers + length);
+        if length > 0 && !offloaded.fetch(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
+            counters.add(Counter::BadMessages, 1);
+            return;
+        }
+        let start = offloaded.template.tcp_offset();
+        self.frame.segmentation = (transmit.segment_size > 0).then(|| Segmentation {
+            size: transmit.segment_size,
+            headers: headers as u16,
+            ipv6: !offloaded.image.flow.is_v4(),
+            ecn: false,
+        });
+        if self.capabilities.checksum {
+            self.frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
+        } else {
+            frame::finish_checksum(self.frame.bytes_mut(), start, 16);
+            self.frame.checksum = Checksum::Unknown;
+        }
+        let sent = self.wire.transmit(&mut self.frame);
+        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+}
+
+impl Offloaded {
+    /// Takes down what the program is to be told of a segment.
+    #[inline]
+    pub fn note(&mut self, received: &Received) {
+        if received.delivered > 0 {
+            if self.pending.received == 0 {
+                let first = self.tcp.rcv_nxt().wrapping_sub(u32::from(self.tcp.fin_received())).wrapping_sub(received.delivered);
+                self.pending.received_at = first & self.receive_mask;
+            }
+            self.pending.received += received.delivered;
+        }
+        if received.acked > 0 {
+            self.pending.acked += received.acked;
+            self.drop_acked_pairs();
+        }
+        self.note_events(received.events);
+    }
+
+    pub fn note_events(&mut self, events: Events) {
+        if events.contains(Events::FIN) {
+            self.pending.fin = true;
+        }
+        if events.contains(Events::CLOSED) {
+            self.pending.closed = Some(0);
+        }
+        if events.contains(Events::ABORTED) {
+            self.pending.closed = Some(self.error_number());
+        }
+    }
+
+    /// The error number that the program sees, Linux's.
+    pub fn error_number(&self) -> u32 {
+        use baton_tcp::EndReason;
+        match self.tcp.end_reason() {
+            None => 0,
+            Some(EndReason::Reset) => 104,
+            Some(EndReason::Aborted) => 103,
+            Some(EndReason::TimedOut) => 110,
+            Some(EndReason::Refused) => 111,
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! A timing wheel over slots. A slot is entered when its next time-out comes earlier than what it is entered for; when its bucket
+//! comes up, the connection is asked again, so that time-outs which only move later cost nothing.
+
+/// Microseconds of one bucket.
+const TICK: u64 = 128;
+const BUCKETS: usize = 8192;
+
+pub(crate) struct Wheel {
+    buckets: Vec<Vec<u32>>,
+    occupied: [u64; BUCKETS / 64],
+    /// The first bucket that has not been served, counted in ticks.
+    next: u64,
+}
+
+impl Wheel {
+    pub fn new(now: u64) -> Self {
+        Wheel { buckets: vec![Vec::new(); BUCKETS], occupied: [0; BUCKETS / 64], next: now / TICK }
+    }
+
+    /// Enters a slot for `at` microseconds, or for the end of the wheel if that comes first. Returns the tick it is entered for.
+    pub fn enter(&mut self, slot: u32, at: u64) -> u64 {
+        let tick = at.div_ceil(TICK).clamp(self.next, self.next + BUCKETS as u64 - 1);
+        let bucket = tick as usize % BUCKETS;
+        self.buckets[bucket].push(slot);
+        self.occupied[bucket / 64] |= 1 << (bucket % 64);
+        tick
+    }
+
+    /// The tick that an entry for `at` would have at the earliest, to see whether an entry is early enough.
+    #[inline]
+    pub fn tick_of(at: u64) -> u64 {
+        at.div_ceil(TICK)
+    }
+
+    /// Takes the slots of the next bucket that is due at `now` into `out`, and returns its tick.
+    pub fn expire(&mut self, now: u64, out: &mut Vec<u32>) -> Option<u64> {
+        let due = now / TICK;
+        while self.next <= due {
+            let bucket = self.next as usize % BUCKETS;
+            if self.occupied[bucket / 64] == 0 {
+                // Skip the rest of an empty word at once.
+                let step = 64 - (bucket % 64) as u64;
+                self.next = (self.next + step).min(due + 1);
+                continue;
+            }
+            self.next += 1;
+            if self.occupied[bucket / 64] >> (bucket % 64) & 1 == 1 {
+                self.occupied[bucket / 64] &= !(1 << (bucket % 64));
+                out.append(&mut self.buckets[bucket]);
+                return Some(self.next - 1);
+            }
+        }
+        None
+    }
+
+    /// When the next occupied bucket comes up, in microseconds.
+    pub fn next_expiry(&self) -> Option<u64> {
+        (0..BUCKETS as u64).step_by(1).find_map(|ahead| {
+            let bucket = (self.next + ahead) as usize % BUCKETS;
+            (self.occupied[bucket / 64] >> (bucket % 64) & 1 == 1).then_some((self.next + ahead) * TICK)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_come_up_in_time_and_once() {
+        let mut wheel = Wheel::new(1_000_000);
+        wheel.enter(1, 1_000_500);
+        wheel.enter(2, 1_100_000);
+        wheel.enter(3, 9_000_000);
+        assert!(wheel.next_expiry().unwrap() >= 1_000_500);
+        let mut out = Vec::new();
+        assert_eq!(wheel.expire(1_000_400, &mut out), None);
+        wheel.expire(1_000_700, &mut out);
+        assert_eq!(out, [1]);
+        out.clear();
+        while wheel.expire(1_100_200, &mut out).is_some() {}
+        assert_eq!(out, [2]);
+        out.clear();
+        // Too far for the wheel: comes up at its end, to be entered again.
+        while wheel.expire(3_000_000, &mut out).is_some() {}
+        assert_eq!(out, [3]);
+    }
+}

@@ -1,0 +1,355 @@
+//! The worker: its state, its round, and the way of a frame.
+
+use crate::counters::Counters;
+use crate::custody::{Custody, Slot};
+use crate::icmp;
+use crate::lookup::Lookup;
+use crate::transmit::Output;
+use crate::wheel::Wheel;
+use baton_abi::layout::{Counter, RING_WORDS, nic, session};
+use baton_abi::{Control, Message, Operation};
+use baton_device::{Checksum, Device, Frame, MAX_FRAME};
+use baton_ring::{Consumer, Producer, Region, Words, go_to_sleep, needs_doorbell, wake_up};
+use baton_tcp::seq::{at_or_before, before};
+use baton_tcp::{Events, Instant, Segment};
+use baton_wire::{Flags, TcpFrame};
+use std::sync::Arc;
+
+/// What a worker is configured with.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Connections that it can hold; NIC memory must have as many slots.
+    pub slots: usize,
+    /// Key of the lookup table's hash: random.
+    pub hash_key: (u64, u64),
+    /// Frames taken from a device before the next source has its turn.
+    pub batch: usize,
+    /// Bytes of the frames' buffers.
+    pub frame_bytes: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings { slots: 1024, hash_key: (0, 0), batch: 32, frame_bytes: MAX_FRAME }
+    }
+}
+
+/// A program's session, as the worker sees it.
+pub(crate) struct Session {
+    pub memory: Arc<Region>,
+    pub commands: Consumer<Words>,
+    pub events: Producer<Words>,
+    /// Something was published that its doorbell has not been rung for.
+    pub told: bool,
+}
+
+/// One worker between the kernel's interface `H` and the wire `W`.
+pub struct Worker<H, W> {
+    pub(crate) host: H,
+    pub(crate) output: Output<W>,
+    pub(crate) slots: Vec<Option<Slot>>,
+    pub(crate) lookup: Lookup,
+    pub(crate) wheel: Wheel,
+    pub(crate) sessions: Vec<Option<Session>>,
+    pub(crate) nic_memory: Arc<Region>,
+    pub(crate) commands: Consumer<Words>,
+    pub(crate) events: Producer<Words>,
+    pub(crate) counters: Counters,
+    pub(crate) dirty: Vec<u32>,
+    pub(crate) connections: u64,
+    frame: Frame,
+    expired: Vec<u32>,
+    agent_told: bool,
+    settings: Settings,
+}
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// A worker over NIC memory that another worker may have used before: its rings go on, its connections are the agent's to recover.
+    pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: Settings, now: Instant) -> Self {
+        let commands = Consumer::new(nic_memory.shared_words(nic::COMMANDS, RING_WORDS));
+        let events = Producer::new(nic_memory.shared_words(nic::EVENTS, RING_WORDS));
+        let counters = Counters::new(nic_memory.clone());
+        counters.set(Counter::Connections, 0);
+        Worker {
+            host,
+            output: Output::new(wire, settings.frame_bytes),
+            slots: (0..settings.slots).map(|_| None).collect(),
+            lookup: Lookup::new(settings.slots, settings.hash_key),
+            wheel: Wheel::new(now.0),
+            sessions: Vec::new(),
+            nic_memory,
+            commands,
+            events,
+            counters,
+            dirty: Vec::with_capacity(settings.slots),
+            connections: 0,
+            frame: Frame::with_capacity(settings.frame_bytes),
+            expired: Vec::new(),
+            agent_told: false,
+            settings,
+        }
+    }
+
+    /// Adds a program's session under a number of the caller's choice.
+    pub fn attach(&mut self, id: u32, memory: Arc<Region>) {
+        let at = id as usize;
+        if self.sessions.len() <= at {
+            self.sessions.resize_with(at + 1, || None);
+        }
+        let commands = Consumer::new(memory.shared_words(session::COMMANDS, RING_WORDS));
+        let events = Producer::new(memory.shared_words(session::EVENTS, RING_WORDS));
+        self.sessions[at] = Some(Session { memory, commands, events, told: false });
+    }
+
+    /// The host's device.
+    pub fn host(&mut self) -> &mut H {
+        &mut self.host
+    }
+
+    /// The wire's device.
+    pub fn wire(&mut self) -> &mut W {
+        &mut self.output.wire
+    }
+
+    /// One round over all sources. Whether there was anything to do.
+    #[inline]
+    pub fn poll(&mut self, now: Instant) -> bool {
+        let mut worked = self.poll_wire(now);
+        worked |= self.poll_host(now);
+        worked |= self.poll_sessions(now);
+        worked |= self.poll_commands(now);
+        worked |= self.poll_timers(now);
+        if !self.dirty.is_empty() {
+            self.tell_programs();
+        }
+        worked
+    }
+
+    fn poll_wire(&mut self, now: Instant) -> bool {
+        for count in 0..self.settings.batch {
+            if !self.output.wire.receive(&mut self.frame) {
+                return count > 0;
+            }
+            self.on_wire_frame(now);
+        }
+        true
+    }
+
+    fn poll_host(&mut self, now: Instant) -> bool {
+        for count in 0..self.settings.batch {
+            if !self.host.receive(&mut self.frame) {
+                return count > 0;
+            }
+            self.on_host_frame(now);
+        }
+        true
+    }
+
+    #[inline]
+    pub(crate) fn find(&self, flow: &baton_wire::Flow) -> Option<u32> {
+        self.lookup.find(flow, |slot| self.slots[slot as usize].as_ref().is_some_and(|found| found.flow == *flow))
+    }
+
+    /// The lookup layer: a frame from the wire goes to its connection, or to the kernel.
+    #[inline]
+    fn on_wire_frame(&mut self, now: Instant) {
+        self.counters.add(Counter::WireReceived, 1);
+        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Some(slot) = self.find(&parsed.flow)
+        {
+            if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
+                self.counters.add(Counter::BadChecksum, 1);
+                return;
+            }
+            self.on_segment(slot, &parsed, now);
+            return;
+        }
+        if self.connections > 0
+            && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
+        {
+            self.on_too_big(&flow, seq, mtu, now);
+        }
+        self.to_host();
+    }
+
+    fn to_host(&mut self) {
+        let sent = self.host.transmit(&mut self.frame);
+        self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
+    }
+
+    #[inline]
+    fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
+        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+        match &mut slot.custody {
+            Custody::Active(offloaded) => {
+                self.counters.add(Counter::Segments, 1);
+                let segment = Segment::from(parsed);
+                let received = offloaded.tcp.input(&segment, now);
+                if received.place > 0 {
+                    let payload = &parsed.payload(self.frame.bytes())[received.skip as usize..][..received.place as usize];
+                    offloaded.place(received.place_seq, payload);
+                }
+                offloaded.note(&received);
+                self.output.send_all(offloaded, &self.counters, now);
+                self.after(index, received.events, now);
+            }
+            Custody::Mirrored => {
+                slot.held.push(parsed, &self.frame);
+                self.to_host();
+            }
+            Custody::Held | Custody::Leaving(_) => {
+                if !slot.held.push(parsed, &self.frame) {
+                    self.counters.add(Counter::Dropped, 1);
+                }
+            }
+        }
+    }
+
+    /// What follows every change of a connection: timers, and what its program and the agent must know.
+    #[inline]
+    pub(crate) fn after(&mut self, index: u32, events: Events, _now: Instant) {
+        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let wanted = offloaded.tcp.next_timeout();
+        if wanted != Instant::NEVER && Wheel::tick_of(wanted.0) < slot.scheduled {
+            slot.scheduled = self.wheel.enter(index, wanted.0);
+        }
+        if offloaded.pending.any() && !slot.dirty {
+            slot.dirty = true;
+            self.dirty.push(index);
+        }
+        if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {
+            let cid = slot.cid;
+            if events.contains(Events::TIME_WAIT) {
+                self.tell_agent(Message::new(Operation::OsRestore, cid, 0, 0));
+            } else {
+                self.tell_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+            }
+        }
+    }
+
+    /// A frame from the kernel: silence if the NIC owns its connection, else out to the wire.
+    fn on_host_frame(&mut self, _now: Instant) {
+        self.counters.add(Counter::HostReceived, 1);
+        if self.connections > 0
+            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Some(index) = self.find(&parsed.flow.reversed())
+            && let Some(slot) = self.slots[index as usize].as_mut()
+        {
+            if !matches!(slot.custody, Custody::Mirrored) {
+                self.counters.add(Counter::Silenced, 1);
+                return;
+            }
+            let covered = judge_mirror(slot, &parsed);
+            let word = self.nic_memory.word32(nic::slot(index) + baton_abi::layout::slot::COVERED);
+            word.store(u32::from(covered), core::sync::atomic::Ordering::Release);
+        }
+        self.output.forward(&mut self.frame, &self.counters);
+    }
+
+    fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {
+        let Some(index) = self.find(flow) else { return };
+        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+        if let Custody::Active(offloaded) = &mut slot.custody {
+            // Only what is in flight can have been too big (RFC 5927 section 7.2), and only smaller than now.
+            let tcp = &mut offloaded.tcp;
+            let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
+            if plausible && mtu >= 552 && mtu < offloaded.image.mtu {
+                offloaded.image.mtu = mtu;
+                tcp.on_mtu_change(mtu, now);
+                self.output.send_all(offloaded, &self.counters, now);
+                self.after(index, Events::empty(), now);
+            }
+        }
+    }
+
+    fn poll_timers(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        let mut expired = std::mem::take(&mut self.expired);
+        while let Some(tick) = self.wheel.expire(now.0, &mut expired) {
+            worked = true;
+            for index in expired.drain(..) {
+                self.on_tick(index, tick, now);
+            }
+        }
+        self.expired = expired;
+        worked
+    }
+
+    fn on_tick(&mut self, index: u32, tick: u64, now: Instant) {
+        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+        if slot.scheduled != tick {
+            return;
+        }
+        slot.scheduled = u64::MAX;
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let mut events = Events::empty();
+        if offloaded.tcp.next_timeout() <= now {
+            events = offloaded.tcp.on_timeout(now);
+            offloaded.note_events(events);
+            self.output.send_all(offloaded, &self.counters, now);
+        }
+        self.after(index, events, now);
+    }
+
+    pub(crate) fn tell_agent(&mut self, message: Message) {
+        if self.events.push(message.to_words()).is_err() {
+            self.counters.add(Counter::BadMessages, 1);
+        }
+        self.events.publish();
+        self.agent_told = true;
+    }
+
+    /// Sessions whose program sleeps although it was told something, and whether the agent does: the caller rings their doorbells.
+    pub fn doorbells(&mut self, mut ring: impl FnMut(u32)) -> bool {
+        for (id, session) in self.sessions.iter_mut().enumerate() {
+            if let Some(session) = session
+                && std::mem::take(&mut session.told)
+                && needs_doorbell(session.memory.word32(session::PROGRAM_SLEEPING))
+            {
+                ring(id as u32);
+            }
+        }
+        std::mem::take(&mut self.agent_told)
+    }
+
+    /// Announces that the worker is going to sleep. False if something has come meanwhile; it then must not.
+    pub fn prepare_sleep(&mut self) -> bool {
+        go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
+        let mut idle = !self.commands.has_message();
+        for session in self.sessions.iter().flatten() {
+            go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
+            idle &= !session.commands.has_message();
+        }
+        if !idle {
+            self.end_sleep();
+        }
+        idle
+    }
+
+    /// The worker is awake.
+    pub fn end_sleep(&mut self) {
+        wake_up(self.nic_memory.word32(nic::SLEEPING));
+        for session in self.sessions.iter().flatten() {
+            wake_up(session.memory.word32(session::NIC_SLEEPING));
+        }
+    }
+
+    /// When a timer wants the worker next, in microseconds of its clock.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.wheel.next_expiry()
+    }
+}
+
+/// While mirroring, the kernel's own acknowledgements tell whether it holds anything out of order that the copy lacks: it does not
+/// if it reports no SACK block, or few enough to be all, and the copy has them.
+fn judge_mirror(slot: &mut Slot, parsed: &TcpFrame) -> bool {
+    if !parsed.flags.contains(Flags::ACK) {
+        return false;
+    }
+    slot.held.acknowledged(parsed.ack);
+    let blocks = parsed.options.sack.as_slice();
+    let held = &slot.held;
+    let beyond = || blocks.iter().filter(|block| before(parsed.ack, block.1));
+    !held.overflowed && beyond().count() < 3 && beyond().all(|block| held.covers(block.0, block.1))
+}
