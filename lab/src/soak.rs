@@ -314,6 +314,10 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
         moved?;
         let statistics = tool.statistics()?;
+        if std::env::var_os("BATON_DEBUG").is_some() {
+            eprintln!("{statistics:?}");
+            if let Reply::Connections(list) = tool.ask(Ask::List)? { for c in list { let p=&peers[c.connection as usize]; eprintln!("{c:?} peer outq {:?} inq {:?} {:?}", socket::queue_bytes(p.as_fd(), socket::SIOCOUTQ), socket::queue_bytes(p.as_fd(), socket::SIOCINQ), TcpInfo::read(p.as_fd())); } }
+        }
         report.failed_moves = statistics.failed_moves;
         report.connections_lost = statistics.lost;
         for peer in &peers {
@@ -324,6 +328,14 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     })?;
     report.mismatches = shared.mismatches.load(Ordering::Relaxed);
     report.resets_seen_by_peer = shared.broken.load(Ordering::Relaxed);
+    for (name, directions) in [("host A", &shared.to_a), ("host B", &shared.to_b)] {
+        for (at, direction) in directions.iter().enumerate() {
+            let (written, read) = (direction.written.load(Ordering::Acquire), direction.read.load(Ordering::Acquire));
+            if written > read {
+                eprintln!("connection {at}: {} of {written} bytes never reached {name}", written - read);
+            }
+        }
+    }
     for direction in shared.to_a.iter().chain(&shared.to_b) {
         let (written, read) = (direction.written.load(Ordering::Acquire), direction.read.load(Ordering::Acquire));
         report.bytes_verified += read;

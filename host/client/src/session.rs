@@ -233,7 +233,7 @@ impl Session {
         let used = offload.queued.wrapping_sub(offload.acked);
         let room = (offload.send_mask + 1).saturating_sub(used) as usize;
         let length = bytes.len().min(room);
-        if length == 0 && !bytes.is_empty() || self.commands.room() < 2 {
+        if length == 0 && !bytes.is_empty() || !self.commands.has_room(2) {
             return Err(would_block());
         }
         let offset = offload.queued & offload.send_mask;
@@ -284,7 +284,7 @@ impl Session {
                 None => Err(would_block()),
             };
         }
-        if self.commands.room() == 0 {
+        if !self.commands.has_room(1) {
             return Err(would_block());
         }
         let offset = offload.read & offload.receive_mask;

@@ -9,7 +9,7 @@ use baton_wire::Flow;
 use baton_wire::frame::Link;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 const TCP_REPAIR_WINDOW: i32 = 29;
 const TCP_TIMESTAMP: i32 = 24;
@@ -115,11 +115,28 @@ impl<'a> Exporter<'a> {
             }
             shell::select(self.fd, queue).step("TCP_REPAIR_QUEUE")?;
             let got = socket::receive_pieces(self.fd, pieces, libc::MSG_PEEK | libc::MSG_DONTWAIT).step(name)?;
-            if got != pieces.length() {
+            if got > pieces.length() {
+                self.copy_tail(pieces, got).step(name)?;
+            } else if got < pieces.length() {
                 return Err(Stay::System(name, io::ErrorKind::UnexpectedEof.into()));
             }
         }
         shell::select(self.fd, Queue::None).step("TCP_REPAIR_QUEUE")
+    }
+
+    /// The kernel keeps a segment whole until all of it is acknowledged, and then shows the acknowledged front of it, too. What
+    /// counts are the last bytes.
+    fn copy_tail(&self, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
+        let mut all = vec![0u8; shown];
+        // SAFETY: the pointer and length describe `all`.
+        let got = socket::check_size(unsafe {
+            libc::recv(self.fd.as_raw_fd(), all.as_mut_ptr().cast(), shown, libc::MSG_PEEK | libc::MSG_DONTWAIT)
+        })?;
+        if got != shown {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        pieces.write(&all[shown - pieces.length()..]);
+        Ok(())
     }
 
     /// Leaves repair mode; the connection goes on in the kernel.

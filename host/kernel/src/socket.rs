@@ -246,6 +246,15 @@ impl<'a> Pieces<'a> {
         Pieces { pieces, ..*self }
     }
 
+    /// Writes bytes into the pieces, as many as both hold.
+    pub(crate) fn write(&self, bytes: &[u8]) {
+        let (first, second) = bytes.split_at(bytes.len().min(self.pieces[0].1));
+        for ((start, room), bytes) in self.pieces.into_iter().zip([first, second]) {
+            // SAFETY: the piece lies in a mapped region, to whose bytes nobody holds references.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len().min(room)) };
+        }
+    }
+
     fn vectors(&self) -> [libc::iovec; 2] {
         self.pieces.map(|(start, length)| libc::iovec { iov_base: start.cast(), iov_len: length })
     }

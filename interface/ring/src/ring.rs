@@ -44,7 +44,7 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
     /// [`Full`] if the consumer has not made room.
     #[inline]
     pub fn push(&mut self, message: [u64; 2]) -> Result<(), Full> {
-        if self.room() == 0 {
+        if !self.has_room(1) {
             return Err(Full);
         }
         let at = SLOTS + 2 * (self.head & self.mask) as usize;
@@ -54,17 +54,16 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
         Ok(())
     }
 
-    /// Messages that fit.
+    /// Whether `count` messages fit. Looks at the consumer's index only if what was last seen of it does not suffice.
     #[inline]
-    pub fn room(&mut self) -> u64 {
+    pub fn has_room(&mut self, count: u64) -> bool {
         let size = self.mask + 1;
-        let used = self.head.wrapping_sub(self.tail);
-        if used < size {
-            return size - used;
+        if self.head.wrapping_sub(self.tail) + count <= size {
+            return true;
         }
         self.tail = self.words[TAIL].load(Ordering::Acquire);
         // A lying consumer can make its own messages be overwritten, no more.
-        size - self.head.wrapping_sub(self.tail).min(size)
+        self.head.wrapping_sub(self.tail).min(size) + count <= size
     }
 
     /// Lets the consumer see what was pushed.
@@ -179,6 +178,21 @@ mod tests {
             assert_eq!(producer.push([9, 9]), Err(Full), "room comes with release");
             consumer.release();
         }
+    }
+
+    /// Room that the consumer has made is found even while the last seen index leaves some, but not enough.
+    #[test]
+    fn room_for_several_is_found() {
+        let words = ring(4);
+        let (mut producer, mut consumer) = (Producer::new(words.clone()), Consumer::new(words));
+        for n in 0..3 {
+            producer.push([n, n]).unwrap();
+        }
+        producer.publish();
+        assert!(producer.has_room(1) && !producer.has_room(2));
+        assert!(consumer.pop().is_some() && consumer.pop().is_some());
+        consumer.release();
+        assert!(producer.has_room(3) && !producer.has_room(4));
     }
 
     #[test]

@@ -104,7 +104,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(slot) = self.slots[index as usize].as_mut() else { return true };
         let Custody::Active(offloaded) = &mut slot.custody else { return true };
         let Some(Some(session)) = self.sessions.get_mut(offloaded.session as usize) else { return true };
-        if session.events.room() < 4 {
+        if !session.events.has_room(4) {
             return false;
         }
         let base = offloaded.receive_base as u32;
