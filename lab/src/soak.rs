@@ -1,5 +1,6 @@
 //! Moves under load: random connections at random moments, every byte checked on both sides.
 
+use crate::probe;
 use crate::statistics::Percentiles;
 use crate::testbed::{self, Testbed, TestbedSettings, Tool};
 use anyhow::{Context, Result, bail};
@@ -62,6 +63,8 @@ pub struct SoakReport {
     pub spurious_retransmits_by_peer: u64,
     /// Times that the NIC was killed.
     pub kills: u32,
+    /// Connections that were on the NIC when it was killed, and went on in the kernel.
+    pub connections_recovered: u64,
     /// Connections that did not survive it.
     pub connections_lost: u64,
     /// Largest gap in the answers to a probe on a moving connection, less the median gap of one that does not move; microseconds.
@@ -314,12 +317,9 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
         moved?;
         let statistics = tool.statistics()?;
-        if std::env::var_os("BATON_DEBUG").is_some() {
-            eprintln!("{statistics:?}");
-            if let Reply::Connections(list) = tool.ask(Ask::List)? { for c in list { let p=&peers[c.connection as usize]; eprintln!("{c:?} peer outq {:?} inq {:?} {:?}", socket::queue_bytes(p.as_fd(), socket::SIOCOUTQ), socket::queue_bytes(p.as_fd(), socket::SIOCINQ), TcpInfo::read(p.as_fd())); } }
-        }
         report.failed_moves = statistics.failed_moves;
         report.connections_lost = statistics.lost;
+        report.connections_recovered = statistics.recovered;
         for peer in &peers {
             report.spurious_retransmits_by_peer += TcpInfo::read(peer.as_fd()).map_or(0, |info| u64::from(info.dsack_dups));
         }
@@ -342,8 +342,18 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         // What never arrived is as wrong as what arrived wrong.
         report.mismatches += written.saturating_sub(read);
     }
+    measure_blackout(settings, &bed, &mut report)?;
     report.seconds = (monotonic_micros() - started) as f64 / 1e6;
     Ok(report)
+}
+
+/// The blackout is measured apart from the streams, which would be measured with it.
+fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakReport) -> Result<()> {
+    let moves = (settings.moves / 10).clamp(20, 400);
+    let measured = probe::measure(bed, moves, settings.ipv6, settings.bed.agent_core)?;
+    report.blackout_us = measured.blackout;
+    report.unmoved_gap_us = measured.unmoved;
+    Ok(())
 }
 
 /// Asks for moves.

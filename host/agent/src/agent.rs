@@ -65,7 +65,8 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let routes = rtnetlink::open()?;
     let interface = rtnetlink::link(&routes, &settings.interface)
         .with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
-    let nic = NicProcess::start(&hardware, &settings)?;
+    let mut nic = NicProcess::start(&hardware, &settings)?;
+    nic.let_frames_flow()?;
     let listener = Listener::bind(&settings.socket)?;
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -422,21 +423,10 @@ impl Agent {
         self.nic.end();
     }
 
-    /// After a NIC's death: the next one, with the sessions attached.
+    /// After a NIC's death: the next one, with the sessions attached. Frames do not flow yet.
     pub(crate) fn start_next_nic(&mut self) -> Result<()> {
         let mut next = NicProcess::start(&self.hardware, &self.settings)?;
-        let in_use: Vec<Cid> = self
-            .sessions
-            .iter()
-            .flatten()
-            .flat_map(|session| session.connections.iter().flatten())
-            .filter_map(|connection| match &connection.stage {
-                Stage::Nic(on_nic) => Some(on_nic.cid),
-                Stage::Mirroring { cid, .. } => Some(*cid),
-                _ => None,
-            })
-            .collect();
-        next.inherit_slots(&mut self.nic, in_use.into_iter());
+        next.inherit_slots(&mut self.nic);
         for (number, session) in self.sessions.iter().enumerate() {
             if let Some(Session { open: Some(open), .. }) = session {
                 next.attach(number as u32, &open.memory, &open.bell)?;
@@ -453,7 +443,8 @@ impl Agent {
         for (session, number) in std::mem::take(&mut self.mirroring) {
             let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
-            if let Stage::Mirroring { askers, .. } = std::mem::replace(&mut connection.stage, Stage::Kernel) {
+            if let Stage::Mirroring { askers, cid, .. } = std::mem::replace(&mut connection.stage, Stage::Kernel) {
+                self.nic.give_slot(cid);
                 self.conclude(session, number, Err(Stay::NicGone), askers);
             }
         }

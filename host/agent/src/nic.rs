@@ -114,18 +114,27 @@ impl NicProcess {
         self.free.push(cid.next_generation());
     }
 
-    /// Takes over the names of the last NIC's slots, so that none is used twice.
-    pub fn inherit_slots(&mut self, last: &mut NicProcess, in_use: impl Iterator<Item = Cid>) {
+    /// Takes over the free slots of the last NIC, with their names, so that no name is used twice.
+    pub fn inherit_slots(&mut self, last: &mut NicProcess) {
         self.free = std::mem::take(&mut last.free);
-        self.free.extend(in_use.map(Cid::next_generation));
+    }
+
+    /// Lets frames flow.
+    pub fn let_frames_flow(&mut self) -> Result<()> {
+        self.tell(&ToNic::Start, &[])
+    }
+
+    fn tell(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        self.channel.send(message, descriptors)?;
+        self.memory.word32(nic::CHANNEL).fetch_add(1, Ordering::AcqRel);
+        self.bell.ring();
+        Ok(())
     }
 
     /// Gives a session's memory to the NIC.
     pub fn attach(&mut self, session: u32, memory: &Region, bell: &Doorbell) -> Result<()> {
         let memory = memory.fd().context("session memory is shared memory")?;
-        self.channel.send(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
-        self.memory.word32(nic::CHANNEL).fetch_add(1, Ordering::AcqRel);
-        self.bell.ring();
+        self.tell(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Attached => Ok(()),
             other => bail!("the NIC did not attach the session: {other:?}"),

@@ -5,8 +5,9 @@ use crate::back::hand_to_kernel;
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{give_memory, queues};
 use crate::session::OpenSession;
-use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Record, record};
+use crate::nic::NicProcess;
+use baton_abi::layout::{Owner, block, nic as layout, slot};
+use baton_abi::{Control, Record, record};
 use baton_backends::VnetDevice;
 use baton_datapath::LastWords;
 use baton_image::{Image, State};
@@ -87,13 +88,14 @@ impl Agent {
         self.nic.end();
         self.keep_programs_out();
         self.start_next_nic()?;
-        let device = VnetDevice::new(self.hardware.host.try_clone()?, false);
-        let mut kernel = device;
+        self.hold_frames();
+        self.nic.let_frames_flow()?;
+        let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
         for at in 0..self.sessions.len() {
             let Some(session) = self.sessions[at].as_mut() else { continue };
             let Some(open) = session.open.as_mut() else { continue };
             for connection in session.connections.iter_mut().flatten() {
-                match recover_one(&self.hardware.memory, &mut kernel, open, connection) {
+                match recover_one(&mut self.nic, &self.hardware.memory, &mut kernel, open, connection) {
                     Ok(true) => self.statistics.recovered += 1,
                     Ok(false) => {}
                     Err(error) => {
@@ -105,6 +107,18 @@ impl Agent {
         }
         self.give_up_mirrors();
         Ok(())
+    }
+
+    /// Steals the flows again, under new names: while a socket is being restored nothing of its connection may meet the kernel.
+    fn hold_frames(&mut self) {
+        for connection in self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten()) {
+            if let Stage::Nic(on_nic) = &mut connection.stage {
+                on_nic.cid = on_nic.cid.next_generation();
+                // The flow is in the slot since the handoff. Should this NIC die, too, the next round goes on from here.
+                let _ = self.nic.control(Control::Mirror, on_nic.cid, 0);
+                let _ = self.nic.control(Control::Steal, on_nic.cid, 0);
+            }
+        }
     }
 
     fn keep_programs_out(&mut self) {
@@ -124,20 +138,24 @@ impl Agent {
 
 /// Whether the connection was on the NIC and is in the kernel again.
 fn recover_one(
-    nic_memory: &Region, kernel: &mut VnetDevice, session: &mut OpenSession, connection: &mut Connection,
+    nic: &mut NicProcess, nic_memory: &Region, kernel: &mut VnetDevice, session: &mut OpenSession, connection: &mut Connection,
 ) -> Result<bool, ImportError> {
     let Stage::Nic(on_nic) = std::mem::replace(&mut connection.stage, Stage::Kernel) else { return Ok(false) };
-    let base = nic::slot(on_nic.cid.slot());
+    let base = layout::slot(on_nic.cid.slot());
     let record = read_record(nic_memory, base);
     let image = record.as_ref().map_or(Some(on_nic.image), |record| image_at_death(&on_nic, record, connection));
     nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
     let result = match image {
         Some(image) => {
             let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
-            import(kernel, session, connection, &on_nic, &image, &ranges)
+            import(nic, kernel, session, connection, &on_nic, &image, &ranges)
         }
         None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
     };
+    if result.is_err() {
+        let _ = nic.control(Control::Cancel, on_nic.cid, 0);
+    }
+    nic.give_slot(on_nic.cid);
     give_memory(session, on_nic.memory);
     connection.reason = "the NIC died".into();
     hand_to_kernel(session, connection);
@@ -145,7 +163,8 @@ fn recover_one(
 }
 
 fn import(
-    kernel: &mut VnetDevice, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image, ranges: &[(u32, u32)],
+    nic: &mut NicProcess, kernel: &mut VnetDevice, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image,
+    ranges: &[(u32, u32)],
 ) -> Result<(), ImportError> {
     let damaged = || ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() };
     image.check().map_err(|_| damaged())?;
@@ -161,5 +180,7 @@ fn import(
         }
     };
     LastWords { image, ranges, fin_behind_hole: None }.say(kernel, fetch);
+    // What was held since goes to the kernel, and nothing is held any more.
+    let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     importer.finish()
 }

@@ -92,6 +92,8 @@ pub enum ToNic {
         /// Its number.
         session: u32,
     },
+    /// Frames may flow.
+    Start,
 }
 
 /// What the NIC answers.
@@ -219,6 +221,7 @@ impl Nic {
                     };
                     self.channel.send(&answer, &[])?;
                 }
+                Ok((ToNic::Start, _)) => self.worker.start(),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => std::process::exit(0),
             }

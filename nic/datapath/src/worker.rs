@@ -60,6 +60,7 @@ pub struct Worker<H, W> {
     frame: Frame,
     expired: Vec<u32>,
     agent_told: bool,
+    started: bool,
     settings: Settings,
 }
 
@@ -86,6 +87,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
             agent_told: false,
+            started: false,
             settings,
         }
     }
@@ -101,6 +103,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.sessions[at] = Some(Session { memory, commands, events, told: false });
     }
 
+    /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
+    /// connections it is about to restore, so that none of their frames meets a kernel that does not know them.
+    pub fn start(&mut self) {
+        self.started = true;
+    }
+
     /// The host's device.
     pub fn host(&mut self) -> &mut H {
         &mut self.host
@@ -114,8 +122,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// One round over all sources. Whether there was anything to do.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
-        let mut worked = self.poll_wire(now);
-        worked |= self.poll_host(now);
+        let mut worked = false;
+        if self.started {
+            worked = self.poll_wire(now);
+            worked |= self.poll_host(now);
+        }
         worked |= self.poll_sessions(now);
         worked |= self.poll_commands(now);
         worked |= self.poll_timers(now);
