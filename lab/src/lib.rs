@@ -1,7 +1,10 @@
 //! Test beds, loads, measurement, report.
 #![forbid(unsafe_code)]
 
+pub mod demo;
+pub mod http;
 pub mod probe;
+mod report;
 pub mod soak;
 pub mod statistics;
 pub mod testbed;

@@ -20,6 +20,19 @@ enum Command {
     /// Moves random connections at random moments under load, and checks every byte.
     #[command(after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20")]
     Soak(SoakArguments),
+    /// Shows live how connections of a server move to the NIC and back, and measures both.
+    Demo {
+        /// Where the report goes.
+        #[arg(long, default_value = "target/demo")]
+        output: std::path::PathBuf,
+    },
+    #[command(hide = true)]
+    DemoServer {
+        #[arg(long)]
+        listen: std::net::SocketAddr,
+        #[arg(long)]
+        agent: std::path::PathBuf,
+    },
     /// The processes of a running Baton; started by each other, not by people.
     #[command(hide = true)]
     KeeperProcess(ProcessArguments),
@@ -138,6 +151,14 @@ fn run(command: Command) -> Result<bool> {
             baton_kernel::namespace::become_root_if_needed()?;
             soak(&arguments)
         }
+        Command::Demo { output } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let report = baton_lab::demo::run(&output)?;
+            print!("{}", baton_lab::demo::table(&report));
+            println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
+            Ok(report.failures.is_empty())
+        }
+        Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
         Command::KeeperProcess(given) => {
             baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
         }

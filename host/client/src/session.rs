@@ -10,7 +10,7 @@ use baton_kernel::socket;
 use baton_ring::{Consumer, Producer, Region, Words, go_to_sleep, needs_doorbell, wake_up};
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +19,7 @@ use std::time::Duration;
 pub type ConnectionId = u32;
 
 const BELL: u64 = u64::MAX;
+const WATCHED: u64 = u64::MAX - 1;
 
 /// A program's session with the agent. It belongs to one thread.
 #[derive(Debug)]
@@ -176,6 +177,14 @@ impl Session {
     /// As [`Session::release`].
     pub fn close(&mut self, id: ConnectionId) -> io::Result<()> {
         self.release(id).map(drop)
+    }
+
+    /// Ends [`Session::poll`] when another descriptor, such as a listener, becomes readable.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.poller.add(fd, WATCHED, Trigger::Readable)
     }
 
     fn mark_ready(&mut self, id: ConnectionId) {
@@ -459,10 +468,10 @@ impl Session {
             wake_up(self.memory.word32(flag_at));
         }
         for token in tokens.drain(..) {
-            if token == BELL {
-                self.bell.clear();
-            } else {
-                self.mark_ready(token as u32);
+            match token {
+                BELL => self.bell.clear(),
+                WATCHED => {}
+                connection => self.mark_ready(connection as u32),
             }
         }
         self.tokens = tokens;

@@ -153,24 +153,33 @@ pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
 /// # Errors
 /// The system's. The socket may then be closed: the caller checked route and source address before.
 pub(crate) fn reassociate(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<()> {
-    socket::disconnect(fd)?;
-    set_queue_seq(fd, Queue::Send, snd)?;
-    set_queue_seq(fd, Queue::Receive, rcv)?;
+    dissolve(fd, snd, rcv)?;
     let kept_port = socket::local_address(fd).is_ok_and(|address| address.port() == local.port());
-    if kept_port {
+    if !kept_port && !connect_without_binding(fd, local, peer)? {
+        // The port belongs to a listener (an accepted connection): share it with that.
+        dissolve(fd, snd, rcv)?;
+        socket::bind(fd, local)?;
+    }
+    if socket::peer_address(fd).is_err() {
         socket::connect(fd, peer)?;
-    } else {
-        // A port that the program did not bind may be shared with connections to other peers: ask for it without binding.
-        let port = i32::from(local.port());
-        let range = port << 16 | port;
-        let ranged = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, range);
-        let connected = ranged.and_then(|()| socket::connect(fd, peer));
-        let _ = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, 0);
-        if connected.is_err() {
-            // The port belongs to a listener (an accepted connection): share it with that.
-            socket::bind(fd, local)?;
-            socket::connect(fd, peer)?;
-        }
     }
     select(fd, Queue::None)
+}
+
+fn dissolve(fd: BorrowedFd<'_>, snd: u32, rcv: u32) -> io::Result<()> {
+    socket::disconnect(fd)?;
+    set_queue_seq(fd, Queue::Send, snd)?;
+    set_queue_seq(fd, Queue::Receive, rcv)
+}
+
+/// A port that the program did not bind may be shared with connections to other peers: asks for it without binding, so that it stays
+/// so. Whether that gave the right port: one outside the host's ephemeral range is not to be had this way.
+fn connect_without_binding(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
+    let port = i32::from(local.port());
+    if socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, port << 16 | port).is_err() {
+        return Ok(false);
+    }
+    let connected = socket::connect(fd, peer);
+    let _ = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, 0);
+    Ok(connected.is_ok() && socket::local_address(fd)? == local)
 }

@@ -1,0 +1,115 @@
+//! The demonstration's report: one HTML file with its plots inside.
+
+use crate::demo::{Both, DemoReport};
+use anyhow::{Result, anyhow};
+use baton_client::protocol::Place;
+use plotters::prelude::*;
+
+const KERNEL: RGBColor = RGBColor(0x8a, 0x8f, 0x98);
+const NIC: RGBColor = RGBColor(0x1f, 0x6f, 0xeb);
+
+/// Bars of kernel and NIC, one pair per round.
+fn plot(report: &DemoReport, title: &str, figure: fn(&crate::demo::Round) -> f64) -> Result<String> {
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, (460, 260)).into_drawing_area();
+        let fail = |error: DrawingAreaErrorKind<std::io::Error>| anyhow!("drawing: {error}");
+        root.fill(&WHITE).map_err(fail)?;
+        let top = report.rounds.iter().map(figure).fold(0.0, f64::max) * 1.15;
+        let pairs = report.rounds.len() / 2;
+        let mut chart = ChartBuilder::on(&root)
+            .caption(title, ("sans-serif", 16))
+            .margin(8)
+            .x_label_area_size(28)
+            .y_label_area_size(52)
+            .build_cartesian_2d(0.0..pairs.max(1) as f64, 0.0..top.max(1e-9))
+            .map_err(fail)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_labels(pairs.max(1))
+            .x_label_formatter(&|x| format!("{:.0}", x + 1.0))
+            .x_desc("round")
+            .draw()
+            .map_err(fail)?;
+        for (place, colour, shift) in [(Place::Kernel, KERNEL, 0.12), (Place::Nic, NIC, 0.5)] {
+            let rounds = report.rounds.iter().filter(|round| round.place == place).enumerate();
+            chart
+                .draw_series(rounds.map(|(at, round)| {
+                    let left = at as f64 + shift;
+                    Rectangle::new([(left, 0.0), (left + 0.36, figure(round))], colour.filled())
+                }))
+                .map_err(fail)?;
+        }
+        root.present().map_err(fail)?;
+    }
+    Ok(svg)
+}
+
+fn row(label: &str, both: Both<f64>, digits: usize) -> String {
+    let change = if both.kernel > 0.0 { (both.nic / both.kernel - 1.0) * 100.0 } else { 0.0 };
+    format!(
+        "<tr><th>{label}</th><td>{:.digits$}</td><td>{:.digits$}</td><td>{change:+.0} %</td></tr>\n",
+        both.kernel, both.nic
+    )
+}
+
+/// The report as one HTML document that needs nothing from outside.
+///
+/// # Errors
+/// If a plot cannot be drawn.
+pub fn html(r: &DemoReport) -> Result<String> {
+    let plots = [
+        plot(r, "Requests per second", |round| round.requests_per_second)?,
+        plot(r, "Host CPU per request, µs", |round| round.host_cpu_us)?,
+        plot(r, "NIC CPU per request, µs", |round| round.nic_cpu_us)?,
+        plot(r, "Latency p50, µs", |round| round.p50_us)?,
+    ];
+    let mut table = String::new();
+    table += &row("requests/s", r.requests_per_second, 0);
+    table += &row("host CPU per request, µs", r.host_cpu_us_per_request, 2);
+    table += &row("NIC CPU per request, µs", r.nic_cpu_us_per_request, 2);
+    table += &row("latency p50, µs", r.latency_us.p50, 0);
+    table += &row("latency p99, µs", r.latency_us.p99, 0);
+    let verdict = if r.failures.is_empty() {
+        "<p class=good>Every check held.</p>".to_string()
+    } else {
+        format!("<p class=bad>Checks failed: {}</p>", r.failures.join("; "))
+    };
+    let accounting = if r.threaded_napi {
+        "Each host's receive work runs in a kernel thread of its own and is on that host's account."
+    } else {
+        "This machine offers no threaded NAPI: the host's receive work is on the NIC's account."
+    };
+    let b = r.blackout_us;
+    let figures: String = plots.iter().map(|svg| format!("<figure>{svg}</figure>\n")).collect();
+    Ok(format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Baton: demonstration</title>
+<meta name=viewport content='width=device-width'>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:#1b1f24}}
+table{{border-collapse:collapse;margin:1rem 0}}th,td{{padding:.3rem .9rem;border-bottom:1px solid #d0d7de;text-align:right}}
+th:first-child{{text-align:left;font-weight:500}}figure{{display:inline-block;margin:.3rem}}.good{{color:#1a7f37;font-weight:600}}
+.bad{{color:#b3261e;font-weight:600}}.key i{{display:inline-block;width:.9em;height:.9em;vertical-align:-.1em;margin:0 .3em 0 1em}}</style>
+<h1>Baton: demonstration</h1>
+<p>An HTTP server on host A; its connections were accepted by the kernel and moved to the NIC and back under load, while clients on
+host B checked every byte.</p>{verdict}
+<table><tr><th></th><th>kernel</th><th>NIC</th><th>change</th></tr>
+{table}</table>
+<p>{} moves, {} bytes verified, {} wrong, {} connections broken, {} recovered when the NIC was killed.
+Blackout of a move: p50 {:.0} µs, p99 {:.0} µs, max {:.0} µs. {}</p>
+<p class=key><i style='background:#8a8f98'></i>kernel<i style='background:#1f6feb'></i>NIC</p>
+{figures}
+<p>Medians of {} interleaved rounds each. {accounting} With connections in the kernel their frames still pass the NIC, which hands
+them on: that is its CPU in the kernel's column. Both kernels use CUBIC, the same MTU and the same offloads.</p></html>\n",
+        r.moves,
+        r.bytes_verified,
+        r.mismatches,
+        r.resets_seen_by_peer,
+        r.connections_recovered,
+        b.p50,
+        b.p99,
+        b.max,
+        r.http_client.as_deref().unwrap_or(""),
+        r.rounds.len() / 2,
+    ))
+}
