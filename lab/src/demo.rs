@@ -146,9 +146,7 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     };
     let result = std::thread::scope(|scope| -> Result<()> {
         let load = scope.spawn(|| {
-            bed.host_b.run(|| {
-                http::load(address, CONNECTIONS, LENGTH, &counters, &latencies).map_err(std::io::Error::other)
-            })
+            bed.host_b.run(|| http::load(address, CONNECTIONS, LENGTH, &counters, &latencies).map_err(std::io::Error::other))
         });
         let played = stage.play(&mut report, address);
         counters.stop.store(true, Ordering::Relaxed);
@@ -186,7 +184,12 @@ impl Stage<'_> {
                 let round = self.measure(place)?;
                 println!(
                     "  {:>6}  {:>8.0} requests/s   host CPU {:>6.2} µs   NIC CPU {:>6.2} µs   p50 {:>5.0} µs   p99 {:>6.0} µs",
-                    name(place), round.requests_per_second, round.host_cpu_us, round.nic_cpu_us, round.p50_us, round.p99_us
+                    name(place),
+                    round.requests_per_second,
+                    round.host_cpu_us,
+                    round.nic_cpu_us,
+                    round.p50_us,
+                    round.p99_us
                 );
                 report.rounds.push(round);
             }
@@ -327,7 +330,12 @@ impl Stage<'_> {
                 // The newest connection is curl's, since all others were there before.
                 if known.is_none() {
                     let listed = self.list()?;
-                    known = listed.iter().rev().find(|info| !before.contains(&info.connection)).map(|info| info.connection).or_else(|| listed.last().map(|info| info.connection));
+                    known = listed
+                        .iter()
+                        .rev()
+                        .find(|info| !before.contains(&info.connection))
+                        .map(|info| info.connection)
+                        .or_else(|| listed.last().map(|info| info.connection));
                 }
                 if let Some(connection) = known {
                     let to = if moves % 2 == 0 { Place::Nic } else { Place::Kernel };
@@ -455,7 +463,10 @@ pub fn table(report: &DemoReport) -> String {
     text += &row("latency p99, µs", r.latency_us.p99, 0);
     let b = r.blackout_us;
     text += &format!("\n  blackout of a move           p50 {:.0} µs   p99 {:.0} µs   max {:.0} µs\n", b.p50, b.p99, b.max);
-    text += &format!("  {} moves, {} bytes verified, {} wrong, {} connections broken, ", r.moves, r.bytes_verified, r.mismatches, r.resets_seen_by_peer);
+    text += &format!(
+        "  {} moves, {} bytes verified, {} wrong, {} connections broken, ",
+        r.moves, r.bytes_verified, r.mismatches, r.resets_seen_by_peer
+    );
     text += &format!("{} recovered from a killed NIC\n", r.connections_recovered);
     for failure in &r.failures {
         text += &format!("  FAILED: {failure}\n");

@@ -40,7 +40,10 @@ impl Conversation {
             self.closing |= head.lines().any(|line| line.eq_ignore_ascii_case("connection: close"));
             match parse_path(&head) {
                 Some((key, length)) => {
-                    let _ = write!(self.answer, "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nContent-Type: application/octet-stream\r\n\r\n");
+                    let _ = write!(
+                        self.answer,
+                        "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nContent-Type: application/octet-stream\r\n\r\n"
+                    );
                     self.body = Some((key, 0, length));
                     self.make_body();
                 }
@@ -168,7 +171,13 @@ struct Client {
 ///
 /// # Errors
 /// If it cannot connect. What breaks later is counted.
-pub fn load(server: SocketAddr, connections: usize, length: usize, counters: &LoadCounters, latencies: &std::sync::Mutex<Vec<u32>>) -> Result<()> {
+pub fn load(
+    server: SocketAddr,
+    connections: usize,
+    length: usize,
+    counters: &LoadCounters,
+    latencies: &std::sync::Mutex<Vec<u32>>,
+) -> Result<()> {
     let poller = Poller::new()?;
     let mut clients = Vec::new();
     for at in 0..connections {
@@ -188,7 +197,9 @@ pub fn load(server: SocketAddr, connections: usize, length: usize, counters: &Lo
         poller.wait(Some(Duration::from_millis(20)), &mut tokens)?;
         for token in tokens.drain(..) {
             let Some(client) = clients.get_mut(token as usize) else { continue };
-            if client.alive && let Err(error) = client.advance(length, &mut buffer, counters, &mut times) {
+            if client.alive
+                && let Err(error) = client.advance(length, &mut buffer, counters, &mut times)
+            {
                 client.alive = false;
                 eprintln!("connection {token} broke: {error:#}");
                 counters.broken.fetch_add(1, Ordering::Relaxed);

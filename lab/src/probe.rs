@@ -154,7 +154,11 @@ fn run_probes(session: &mut Session, probed: &mut [Probed], stop: &AtomicBool, c
 }
 
 fn move_back_and_forth(
-    bed: &Testbed, session: u32, connection: ConnectionId, moves: u64, windows: &mut Vec<(u64, u64)>,
+    bed: &Testbed,
+    session: u32,
+    connection: ConnectionId,
+    moves: u64,
+    windows: &mut Vec<(u64, u64)>,
 ) -> Result<()> {
     let mut tool: Tool = bed.tool()?;
     std::thread::sleep(Duration::from_millis(50));

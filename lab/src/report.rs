@@ -48,10 +48,7 @@ fn plot(report: &DemoReport, title: &str, figure: fn(&crate::demo::Round) -> f64
 
 fn row(label: &str, both: Both<f64>, digits: usize) -> String {
     let change = if both.kernel > 0.0 { (both.nic / both.kernel - 1.0) * 100.0 } else { 0.0 };
-    format!(
-        "<tr><th>{label}</th><td>{:.digits$}</td><td>{:.digits$}</td><td>{change:+.0} %</td></tr>\n",
-        both.kernel, both.nic
-    )
+    format!("<tr><th>{label}</th><td>{:.digits$}</td><td>{:.digits$}</td><td>{change:+.0} %</td></tr>\n", both.kernel, both.nic)
 }
 
 /// The report as one HTML document that needs nothing from outside.

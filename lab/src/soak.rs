@@ -406,7 +406,9 @@ impl<'a> Mover<'a> {
                 self.kill(tool)?;
                 report.kills += 1;
                 let left = kills - u64::from(report.kills);
-                next_kill = done + 1 + self.rng.below(((target - done) / (left + 1)).max(1) * 2).min(target.saturating_sub(done + left + 2));
+                next_kill = done
+                    + 1
+                    + self.rng.below(((target - done) / (left + 1)).max(1) * 2).min(target.saturating_sub(done + left + 2));
             }
             if self.settings.progress && monotonic_micros() - shown > 1_000_000 {
                 shown = monotonic_micros();
@@ -428,7 +430,8 @@ impl<'a> Mover<'a> {
             at = (at + 1) % self.ids.len();
         }
         let to = if self.places[at] == Place::Nic { Place::Kernel } else { Place::Nic };
-        let on_its_way = |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
+        let on_its_way =
+            |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
         self.both_ways += u64::from(on_its_way(&self.shared.to_a[at]) && on_its_way(&self.shared.to_b[at]));
         let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to })?;
         self.asked.insert(tag, (at, to));

@@ -26,11 +26,7 @@ pub fn quantile(samples: &mut [f64], share: f64) -> f64 {
 impl Percentiles {
     /// Of these samples.
     pub fn of(mut samples: Vec<f64>) -> Percentiles {
-        Percentiles {
-            p50: quantile(&mut samples, 0.5),
-            p99: quantile(&mut samples, 0.99),
-            max: quantile(&mut samples, 1.0),
-        }
+        Percentiles { p50: quantile(&mut samples, 0.5), p99: quantile(&mut samples, 0.99), max: quantile(&mut samples, 1.0) }
     }
 
     /// The samples' percentiles less another's, not below 0.

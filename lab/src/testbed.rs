@@ -47,6 +47,10 @@ pub struct TestbedSettings {
     pub agent_core: Option<usize>,
     /// Seed of the lookup's key and the link's faults.
     pub seed: u64,
+    /// The `baton` program, if it is not the running one.
+    pub program: Option<PathBuf>,
+    /// Settings below /proc/sys/net of host B, by path.
+    pub peer_sysctls: Vec<(&'static str, &'static str)>,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
 }
@@ -64,6 +68,8 @@ impl Default for TestbedSettings {
             nic_core: several.then_some(0),
             agent_core: several.then_some(1),
             seed: 1,
+            program: None,
+            peer_sysctls: Vec::new(),
             firewall: None,
         }
     }
@@ -98,7 +104,12 @@ struct Host {
     peers: [IpAddr; 2],
 }
 
-fn make_interface(namespace: &Namespace, host: &Host, settings: &TestbedSettings, options: TapOptions) -> Result<std::os::fd::OwnedFd> {
+fn make_interface(
+    namespace: &Namespace,
+    host: &Host,
+    settings: &TestbedSettings,
+    options: TapOptions,
+) -> Result<std::os::fd::OwnedFd> {
     let made = namespace.run(|| {
         // The settings of interfaces are in /proc and /sys of this namespace.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
@@ -126,7 +137,9 @@ fn make_interface(namespace: &Namespace, host: &Host, settings: &TestbedSettings
         if settings.threaded_napi {
             let name = host.name;
             // Where it cannot be set the work is on the writer's account; the report says which it was.
-            let thread = std::thread::spawn(move || baton_kernel::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name)));
+            let thread = std::thread::spawn(move || {
+                baton_kernel::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name))
+            });
             let _ = thread.join();
         }
         Ok(fd)
@@ -145,10 +158,17 @@ impl Testbed {
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: false };
         let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
-        let a = Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
+        let a =
+            Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
         let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
         let host_tap = make_interface(&host_a, &a, settings, options)?;
         let wire = make_interface(&host_b, &b, settings, options)?;
+        host_b.run(|| {
+            for (path, value) in &settings.peer_sysctls {
+                std::fs::write(format!("/proc/sys/net/{path}"), value)?;
+            }
+            Ok(())
+        })?;
         if let Some(rules) = &settings.firewall {
             install_firewall(&host_a, rules)?;
         }
@@ -170,7 +190,7 @@ impl Testbed {
             },
         };
         let (parent, theirs) = Channel::pair()?;
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = Command::new(settings.program.clone().map_or_else(std::env::current_exe, Ok)?);
         command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(&agent)?);
         process::inherit(&mut command, &[host_tap.as_fd(), wire.as_fd(), theirs.as_fd()], false);
         let keeper = host_a.spawn(&mut command).context("starting the keeper")?;

@@ -109,10 +109,7 @@ impl TcpFrame {
         let remote = [ip[12], ip[13], ip[14], ip[15]];
         let local = [ip[16], ip[17], ip[18], ip[19]];
         let tcp = ETHERNET + header;
-        let flow = Flow {
-            local: Endpoint::v4(local, be16(frame, tcp + 2)),
-            remote: Endpoint::v4(remote, be16(frame, tcp)),
-        };
+        let flow = Flow { local: Endpoint::v4(local, be16(frame, tcp + 2)), remote: Endpoint::v4(remote, be16(frame, tcp)) };
         Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[1] & 3)
     }
 
@@ -135,10 +132,8 @@ impl TcpFrame {
             bytes
         };
         let tcp = ETHERNET + IPV6;
-        let flow = Flow {
-            local: Endpoint::v6(address(24), be16(frame, tcp + 2)),
-            remote: Endpoint::v6(address(8), be16(frame, tcp)),
-        };
+        let flow =
+            Flow { local: Endpoint::v6(address(24), be16(frame, tcp + 2)), remote: Endpoint::v6(address(8), be16(frame, tcp)) };
         Self::parse_tcp(frame, flow, tcp, tcp + length, ip[1] >> 4 & 3)
     }
 

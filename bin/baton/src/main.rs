@@ -18,7 +18,9 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Moves random connections at random moments under load, and checks every byte.
-    #[command(after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20")]
+    #[command(
+        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
+    )]
     Soak(SoakArguments),
     /// Shows live how connections of a server move to the NIC and back, and measures both.
     Demo {
@@ -103,7 +105,8 @@ fn ppm(percent: f64) -> u32 {
 }
 
 /// Rules that drop what the connection tracker finds invalid, as many hosts have them.
-const STATEFUL_RULES: &str = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
+const STATEFUL_RULES: &str =
+    "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
 chain output { type filter hook output priority 0; policy accept; ct state invalid drop; } }\n";
 
 fn soak(arguments: &SoakArguments) -> Result<bool> {
@@ -159,15 +162,9 @@ fn run(command: Command) -> Result<bool> {
             Ok(report.failures.is_empty())
         }
         Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
-        Command::KeeperProcess(given) => {
-            baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
-        }
-        Command::AgentProcess(given) => {
-            baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
-        }
-        Command::NicProcess(given) => {
-            baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true)
-        }
+        Command::KeeperProcess(given) => baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
+        Command::AgentProcess(given) => baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
+        Command::NicProcess(given) => baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
     }
 }
 

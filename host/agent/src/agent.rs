@@ -63,8 +63,8 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     };
     let keeper = Channel::from_fd(take(Descriptor::Keeper)?);
     let routes = rtnetlink::open()?;
-    let interface = rtnetlink::link(&routes, &settings.interface)
-        .with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
+    let interface =
+        rtnetlink::link(&routes, &settings.interface).with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
     let mut nic = NicProcess::start(&hardware, &settings)?;
     nic.let_frames_flow()?;
     let listener = Listener::bind(&settings.socket)?;
@@ -75,8 +75,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
     let sessions = Vec::new();
-    let mut agent =
-        Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, interface, poller };
+    let mut agent = Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, interface, poller };
     // The keeper hears that programs may come.
     keeper.send(&true, &[])?;
     let result = agent.main_loop(&listener);
@@ -236,12 +235,8 @@ impl Agent {
 
     /// What a move needs, and the session it is in.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
-        let ground = Ground {
-            nic: &mut self.nic,
-            nic_memory: &self.hardware.memory,
-            routes: &self.routes,
-            interface: self.interface,
-        };
+        let ground =
+            Ground { nic: &mut self.nic, nic_memory: &self.hardware.memory, routes: &self.routes, interface: self.interface };
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         Some((ground, session))
     }

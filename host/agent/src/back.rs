@@ -51,7 +51,11 @@ pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, conne
 }
 
 fn import(
-    ground: &mut Ground<'_>, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image,
+    ground: &mut Ground<'_>,
+    session: &OpenSession,
+    connection: &Connection,
+    on_nic: &OnNic,
+    image: &Image,
 ) -> Result<(), Failure> {
     let lost = |step| Failure::Lost(ImportError { step, error: std::io::ErrorKind::InvalidData.into() });
     let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or(lost("queues"))?;

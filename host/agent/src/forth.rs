@@ -105,7 +105,11 @@ pub(crate) fn call_off(ground: &mut Ground<'_>, connection: &mut Connection, cid
 
 /// From the steal to the handoff: the connection's blackout.
 pub(crate) fn complete(
-    ground: &mut Ground<'_>, session: &mut OpenSession, session_number: u32, connection: &mut Connection, cid: Cid,
+    ground: &mut Ground<'_>,
+    session: &mut OpenSession,
+    session_number: u32,
+    connection: &mut Connection,
+    cid: Cid,
 ) -> Result<(), Stay> {
     let link = match ground.link_of(connection) {
         Ok(link) => link,
@@ -138,7 +142,12 @@ pub(crate) fn complete(
 }
 
 fn steal_and_hand_off(
-    ground: &mut Ground<'_>, session: &mut OpenSession, session_number: u32, connection: &Connection, cid: Cid, link: Link,
+    ground: &mut Ground<'_>,
+    session: &mut OpenSession,
+    session_number: u32,
+    connection: &Connection,
+    cid: Cid,
+    link: Link,
 ) -> Result<OnNic, Stay> {
     ground.nic.control(Control::Steal, cid, 0)?;
     let fd = connection.fd.as_fd();
@@ -185,7 +194,13 @@ fn steal_and_hand_off(
 }
 
 fn put_back(
-    ground: &mut Ground<'_>, connection: &Connection, cid: Cid, image: &Image, region: &Region, memory: Memory, saved: &Saved,
+    ground: &mut Ground<'_>,
+    connection: &Connection,
+    cid: Cid,
+    image: &Image,
+    region: &Region,
+    memory: Memory,
+    saved: &Saved,
 ) -> Result<(), Stay> {
     let (unread, unacknowledged) = queues(region, memory, image).ok_or(Stay::NoRoom)?;
     let fd = connection.fd.as_fd();
@@ -230,7 +245,13 @@ pub(crate) fn queues<'a>(region: &'a Region, memory: Memory, image: &Image) -> O
 }
 
 fn hand_off(
-    ground: &mut Ground<'_>, session_number: u32, connection: &Connection, cid: Cid, image: &Image, memory: Memory, saved: &Saved,
+    ground: &mut Ground<'_>,
+    session_number: u32,
+    connection: &Connection,
+    cid: Cid,
+    image: &Image,
+    memory: Memory,
+    saved: &Saved,
 ) -> Result<(), Stay> {
     let base = nic::slot(cid.slot());
     let parameters = [session_number, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];

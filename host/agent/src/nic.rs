@@ -80,7 +80,7 @@ impl NicProcess {
             bell: hardware.nic_bell.try_clone()?,
             inbox: VecDeque::new(),
             room: slots,
-            free: (0..slots).rev().map(|slot| Cid::new(slot, 0)).collect(),
+            free: (0..slots).rev().map(|slot| Cid::new(slot, 1)).collect(),
         })
     }
 

@@ -4,8 +4,8 @@ use crate::agent::Agent;
 use crate::back::hand_to_kernel;
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{give_memory, queues};
-use crate::session::OpenSession;
 use crate::nic::NicProcess;
+use crate::session::OpenSession;
 use baton_abi::layout::{Owner, block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
 use baton_backends::VnetDevice;
@@ -138,7 +138,11 @@ impl Agent {
 
 /// Whether the connection was on the NIC and is in the kernel again.
 fn recover_one(
-    nic: &mut NicProcess, nic_memory: &Region, kernel: &mut VnetDevice, session: &mut OpenSession, connection: &mut Connection,
+    nic: &mut NicProcess,
+    nic_memory: &Region,
+    kernel: &mut VnetDevice,
+    session: &mut OpenSession,
+    connection: &mut Connection,
 ) -> Result<bool, ImportError> {
     let Stage::Nic(on_nic) = std::mem::replace(&mut connection.stage, Stage::Kernel) else { return Ok(false) };
     let base = layout::slot(on_nic.cid.slot());
@@ -163,7 +167,12 @@ fn recover_one(
 }
 
 fn import(
-    nic: &mut NicProcess, kernel: &mut VnetDevice, session: &OpenSession, connection: &Connection, on_nic: &OnNic, image: &Image,
+    nic: &mut NicProcess,
+    kernel: &mut VnetDevice,
+    session: &OpenSession,
+    connection: &Connection,
+    on_nic: &OnNic,
+    image: &Image,
     ranges: &[(u32, u32)],
 ) -> Result<(), ImportError> {
     let damaged = || ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() };

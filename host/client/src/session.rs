@@ -198,7 +198,9 @@ impl Session {
 
     /// Runs `operation` while the owner of the connection cannot change.
     fn within<T>(
-        &mut self, id: ConnectionId, operation: impl FnOnce(&mut Session, &mut Connection, Owner) -> io::Result<T>,
+        &mut self,
+        id: ConnectionId,
+        operation: impl FnOnce(&mut Session, &mut Connection, Owner) -> io::Result<T>,
     ) -> io::Result<T> {
         let mut connection = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
         let result = match connection.block.enter() {

@@ -28,14 +28,12 @@ fn update(netlink: &Netlink, original: &Flow) -> io::Result<bool> {
     let flags = [BE_LIBERAL, BE_LIBERAL];
     let request = Request::new(IPCTNL_MSG_CT_NEW, ACK, &[family, 0, 0, 0])
         .nested(1, |tuple| {
-            tuple
-                .nested(1, |ip| address(address(ip, 1, &original.local), 2, &original.remote))
-                .nested(2, |protocol| {
-                    protocol
-                        .attribute(1, &[6])
-                        .attribute(2, &original.local.port.to_be_bytes())
-                        .attribute(3, &original.remote.port.to_be_bytes())
-                })
+            tuple.nested(1, |ip| address(address(ip, 1, &original.local), 2, &original.remote)).nested(2, |protocol| {
+                protocol
+                    .attribute(1, &[6])
+                    .attribute(2, &original.local.port.to_be_bytes())
+                    .attribute(3, &original.remote.port.to_be_bytes())
+            })
         })
         .nested(4, |info| info.nested(1, |tcp| tcp.attribute(4, &flags).attribute(5, &flags)));
     match netlink.ask(request, |_| {}) {

@@ -229,9 +229,8 @@ impl Listener {
     /// The system's.
     pub fn accept(&self) -> io::Result<Channel> {
         // SAFETY: the peer's address is not asked for.
-        let raw = check(unsafe {
-            libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC)
-        })?;
+        let raw =
+            check(unsafe { libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC) })?;
         // SAFETY: the descriptor is new and ours.
         Ok(Channel { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
     }

@@ -117,10 +117,8 @@ impl Poller {
     /// The system's.
     pub fn wait(&self, timeout: Option<Duration>, tokens: &mut Vec<u64>) -> io::Result<()> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
-        let spec = timeout.map(|limit| libc::timespec {
-            tv_sec: limit.as_secs() as libc::time_t,
-            tv_nsec: i64::from(limit.subsec_nanos()),
-        });
+        let spec = timeout
+            .map(|limit| libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: i64::from(limit.subsec_nanos()) });
         let limit = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: 64 live events, a live or null timespec, no signal mask.
         let count = unsafe {

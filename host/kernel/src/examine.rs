@@ -12,7 +12,9 @@ pub enum Stay {
     #[error("it is not a TCP connection")]
     NotTcp,
     /// Multipath TCP: the kernel offers no repair for it.
-    #[error("it is an MPTCP connection, which the kernel cannot export (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)")]
+    #[error(
+        "it is an MPTCP connection, which the kernel cannot export (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)"
+    )]
     Mptcp,
     /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give away.
     #[error("its segments are signed (TCP MD5 or TCP-AO)")]

@@ -48,8 +48,13 @@ impl<'a> Importer<'a> {
     /// # Errors
     /// The step that the kernel refused.
     pub fn begin(
-        fd: BorrowedFd<'a>, image: &Image, local: SocketAddr, peer: SocketAddr, unread: &Pieces<'_>,
-        unacknowledged: &Pieces<'a>, saved: &Saved,
+        fd: BorrowedFd<'a>,
+        image: &Image,
+        local: SocketAddr,
+        peer: SocketAddr,
+        unread: &Pieces<'_>,
+        unacknowledged: &Pieces<'a>,
+        saved: &Saved,
     ) -> Result<Importer<'a>, ImportError> {
         shell::repair(fd, true).step("TCP_REPAIR")?;
         // FINs are not restored: the peer's is replayed to the kernel, ours is sent again by shutdown.

@@ -109,9 +109,7 @@ pub fn open_packet_socket(interface: u32) -> io::Result<OwnedFd> {
     address.sll_protocol = everything;
     address.sll_ifindex = interface as i32;
     // SAFETY: the pointer and length describe `address`.
-    check(unsafe {
-        libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t)
-    })?;
+    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t) })?;
     Ok(fd)
 }
 

@@ -114,7 +114,10 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
     entries
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
-        .filter(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| wanted.starts_with(comm.trim()) || comm.starts_with(&wanted)))
+        .filter(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/comm"))
+                .is_ok_and(|comm| wanted.starts_with(comm.trim()) || comm.starts_with(&wanted))
+        })
         .collect()
 }
 

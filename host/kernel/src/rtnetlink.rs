@@ -204,9 +204,8 @@ pub fn set_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_addres
     header[0] = family(&address);
     header[4..8].copy_from_slice(&index.to_ne_bytes());
     header[8..10].copy_from_slice(&0x80u16.to_ne_bytes());
-    let request = Request::new(RTM_NEWNEIGH, ACK | CREATE_REPLACE, &header)
-        .attribute(1, &bytes(&address))
-        .attribute(2, &link_address);
+    let request =
+        Request::new(RTM_NEWNEIGH, ACK | CREATE_REPLACE, &header).attribute(1, &bytes(&address)).attribute(2, &link_address);
     netlink.ask(request, |_| {})
 }
 

@@ -22,9 +22,7 @@ pub(crate) fn check_size(result: isize) -> io::Result<usize> {
 /// The system's.
 pub fn set_bytes(fd: BorrowedFd<'_>, level: i32, option: i32, value: &[u8]) -> io::Result<()> {
     // SAFETY: the pointer and length describe `value`, which outlives the call.
-    let done = unsafe {
-        libc::setsockopt(fd.as_raw_fd(), level, option, value.as_ptr().cast(), value.len() as libc::socklen_t)
-    };
+    let done = unsafe { libc::setsockopt(fd.as_raw_fd(), level, option, value.as_ptr().cast(), value.len() as libc::socklen_t) };
     check(done).map(|_| ())
 }
 
@@ -295,9 +293,7 @@ pub(crate) fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32
 /// The system's.
 pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     // SAFETY: the pointer and length describe `bytes`.
-    check_size(unsafe {
-        libc::send(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
-    })
+    check_size(unsafe { libc::send(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
 }
 
 /// Receives without waiting.

@@ -1,6 +1,7 @@
 //! The 16-byte messages.
 
 /// A connection's name on one NIC: slot and generation, so that a message for an earlier tenant of the slot is recognised.
+/// Generations begin at 1: the default names no connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Cid(pub u32);
 
@@ -19,7 +20,9 @@ impl Cid {
 
     /// The name for the slot's next tenant.
     pub const fn next_generation(self) -> Cid {
-        Cid::new(self.slot(), (self.0 >> Self::SLOT_BITS).wrapping_add(1))
+        // Modulo 2¹⁴, without 0.
+        let next = ((self.0 >> Self::SLOT_BITS) + 1) & 0x3fff;
+        Cid::new(self.slot(), if next == 0 { 1 } else { next })
     }
 }
 
@@ -108,7 +111,21 @@ impl Control {
     pub fn from_number(number: u16) -> Option<Control> {
         use Control::*;
         [
-            Mirror, Steal, Release, Cancel, Shutdown, Abort, NoDelay, Cork, KeepAlive, UserTimeout, Mtu, Detach, Done, Refused, Fin,
+            Mirror,
+            Steal,
+            Release,
+            Cancel,
+            Shutdown,
+            Abort,
+            NoDelay,
+            Cork,
+            KeepAlive,
+            UserTimeout,
+            Mtu,
+            Detach,
+            Done,
+            Refused,
+            Fin,
             Closed,
         ]
         .into_iter()
@@ -183,6 +200,7 @@ mod tests {
     #[test]
     fn a_generation_changes_the_name_and_keeps_the_slot() {
         let cid = Cid::new(5, 16383);
+        assert_eq!(cid.next_generation(), Cid::new(5, 1), "no connection is ever named 0");
         assert_ne!(cid, cid.next_generation());
         assert_eq!(cid.next_generation().slot(), 5);
     }

@@ -56,8 +56,22 @@ impl Record {
     pub fn to_words(&self) -> [u64; WORDS] {
         // No `..`: a new field breaks this line until it has a place.
         let Record {
-            snd_una, snd_nxt, snd_end, snd_wnd, snd_wl1, max_window, rcv_nxt, rcv_adv, rcv_read, ts_recent, ts_clock, state,
-            ranges_table, ranges, cwnd, srtt,
+            snd_una,
+            snd_nxt,
+            snd_end,
+            snd_wnd,
+            snd_wl1,
+            max_window,
+            rcv_nxt,
+            rcv_adv,
+            rcv_read,
+            ts_recent,
+            ts_clock,
+            state,
+            ranges_table,
+            ranges,
+            cwnd,
+            srtt,
         } = *self;
         [
             pair(snd_una, snd_nxt),
@@ -66,10 +80,7 @@ impl Record {
             pair(rcv_nxt, rcv_adv),
             pair(rcv_read, ts_recent),
             pair(ts_clock, srtt),
-            u64::from(state)
-                | u64::from(ranges_table) << 8
-                | u64::from(ranges) << 16
-                | u64::from(cwnd) << 32,
+            u64::from(state) | u64::from(ranges_table) << 8 | u64::from(ranges) << 16 | u64::from(cwnd) << 32,
             0,
         ]
     }
@@ -106,8 +117,22 @@ mod tests {
     #[test]
     fn records_survive_their_words() {
         let record = Record {
-            snd_una: 1, snd_nxt: 2, snd_end: 3, snd_wnd: 4, snd_wl1: 5, max_window: 6, rcv_nxt: 7, rcv_adv: 8, rcv_read: 9,
-            ts_recent: 10, ts_clock: 11, state: 13, ranges_table: 1, ranges: 14, cwnd: 17, srtt: 18,
+            snd_una: 1,
+            snd_nxt: 2,
+            snd_end: 3,
+            snd_wnd: 4,
+            snd_wl1: 5,
+            max_window: 6,
+            rcv_nxt: 7,
+            rcv_adv: 8,
+            rcv_read: 9,
+            ts_recent: 10,
+            ts_clock: 11,
+            state: 13,
+            ranges_table: 1,
+            ranges: 14,
+            cwnd: 17,
+            srtt: 18,
         };
         assert_eq!(Record::from_words(record.to_words()), record);
     }

@@ -121,7 +121,8 @@ struct Nic {
 }
 
 fn take(descriptor: Descriptor) -> Result<OwnedFd> {
-    process::inherited(descriptor as i32).with_context(|| format!("descriptor {descriptor:?}; the agent starts this process, not a person"))
+    process::inherited(descriptor as i32)
+        .with_context(|| format!("descriptor {descriptor:?}; the agent starts this process, not a person"))
 }
 
 /// Runs a NIC until the agent is gone.
@@ -150,8 +151,7 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     let now = Instant(monotonic_micros());
     let worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
-    let mut nic =
-        Nic { worker, memory, channel, bell, agent_bell, program_bells: HashMap::new(), channel_seen, busy_nanos: 0 };
+    let mut nic = Nic { worker, memory, channel, bell, agent_bell, program_bells: HashMap::new(), channel_seen, busy_nanos: 0 };
     nic.channel.send(&ToAgent::Ready, &[])?;
     nic.main_loop(settings, &poller)
 }
@@ -229,7 +229,8 @@ impl Nic {
     }
 
     fn attach(&mut self, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {
-        let [memory, bell] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
+        let [memory, bell] =
+            <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
         self.worker.attach(session, Arc::new(Region::map(memory)?));
         self.program_bells.insert(session, Doorbell::from_fd(bell));
         Ok(())

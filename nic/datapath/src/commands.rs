@@ -75,8 +75,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::AlreadyHere);
         }
         let custody = Custody::Mirrored;
-        self.slots[index as usize] =
-            Some(Slot { cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
+        self.slots[index as usize] = Some(Slot { cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
         self.lookup.insert(&flow, index);
         self.connections += 1;
         Ok(0)

@@ -24,7 +24,8 @@ impl Lookup {
     #[inline]
     fn hash(&self, flow: &Flow) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.key.0, self.key.1);
-        let word = |bytes: &[u8]| u64::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7]]);
+        let word =
+            |bytes: &[u8]| u64::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7]]);
         let (local, remote) = (&flow.local.address, &flow.remote.address);
         let ports = u64::from(flow.local.port) << 16 | u64::from(flow.remote.port);
         if flow.is_v4() {

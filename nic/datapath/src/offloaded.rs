@@ -67,9 +67,7 @@ impl Memory {
     /// Whether both areas are powers of two inside the session's heap.
     pub fn fits(&self, session: &Region) -> bool {
         let inside = |base: u32, size: u32| {
-            size.is_power_of_two()
-                && base as usize >= layout::session::HEAP
-                && base as usize + size as usize <= session.len()
+            size.is_power_of_two() && base as usize >= layout::session::HEAP && base as usize + size as usize <= session.len()
         };
         inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size)
     }
@@ -77,7 +75,13 @@ impl Memory {
 
 impl Offloaded {
     pub fn new(
-        image: &Image, memory: Memory, session: u32, session_memory: Arc<Region>, nic_memory: Arc<Region>, slot: u32, now: Instant,
+        image: &Image,
+        memory: Memory,
+        session: u32,
+        session_memory: Arc<Region>,
+        nic_memory: Arc<Region>,
+        slot: u32,
+        now: Instant,
     ) -> Self {
         let mut offloaded = Offloaded {
             tcp: Connection::from_image(image, memory.receive_size, now),

@@ -120,7 +120,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 fn tell(
-    events: &mut baton_ring::Producer<baton_ring::Words>, cid: baton_abi::Cid, base: u32, pending: &Pending,
+    events: &mut baton_ring::Producer<baton_ring::Words>,
+    cid: baton_abi::Cid,
+    base: u32,
+    pending: &Pending,
 ) -> Result<(), Full> {
     if pending.received > 0 {
         let address = base + pending.received_at;

@@ -121,9 +121,8 @@ impl Connection {
     fn update_window(&mut self, segment: &Segment) {
         let send = &mut self.send;
         let window = u32::from(segment.window) << if segment.flags.contains(Flags::SYN) { 0 } else { send.wscale };
-        let newer = before(send.una, segment.ack)
-            || before(send.wl1, segment.seq)
-            || (send.wl1 == segment.seq && window > send.wnd);
+        let newer =
+            before(send.una, segment.ack) || before(send.wl1, segment.seq) || (send.wl1 == segment.seq && window > send.wnd);
         if newer {
             send.wl1 = segment.seq;
             send.wnd = window;

@@ -149,7 +149,9 @@ impl Connection {
             self.send.small_end = self.send.nxt;
         }
         self.recovery.last_sent = now;
-        if self.timers.send != SendTimer::Reordering && (self.timers.send != SendTimer::Retransmit || segments == self.scoreboard.len()) {
+        if self.timers.send != SendTimer::Reordering
+            && (self.timers.send != SendTimer::Retransmit || segments == self.scoreboard.len())
+        {
             self.rearm_send_timer(now);
         }
         self.timers.force = false;

@@ -1,0 +1,307 @@
+//! Moves of real kernel connections in every condition that a connection can be in.
+
+mod common;
+
+use baton_client::Session;
+use baton_client::protocol::Place;
+use baton_control::LinkSettings;
+use baton_kernel::socket;
+use baton_lab::testbed::{TestbedSettings, address_b};
+use common::{Scene, connect, hosts, scene, scene_at};
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+fn lossy() -> LinkSettings {
+    LinkSettings { delay: 2000, loss: 10_000, reorder: 20_000, hold: 1000, seed: 5, ..LinkSettings::default() }
+}
+
+fn back_and_forth(scene: &mut Scene, bytes: u64) {
+    for to in [Place::Nic, Place::Kernel, Place::Nic, Place::Kernel] {
+        scene.exchange(bytes, to);
+    }
+}
+
+#[test]
+fn bytes_are_equal_over_ipv4_and_ipv6_and_at_every_mtu() {
+    for (mtu, ipv6) in [(576, false), (1500, false), (1500, true), (9000, false), (9000, true)] {
+        let mut scene = scene_at(TestbedSettings { mtu, ..TestbedSettings::default() }, ipv6, 8080);
+        back_and_forth(&mut scene, 300_000);
+    }
+}
+
+#[test]
+fn bytes_are_equal_with_options_off() {
+    for (option, value) in [("ipv4/tcp_sack", "0"), ("ipv4/tcp_timestamps", "0"), ("ipv4/tcp_window_scaling", "0")] {
+        for link in [LinkSettings::default(), lossy()] {
+            let settings = TestbedSettings { peer_sysctls: vec![(option, value)], link, ..TestbedSettings::default() };
+            back_and_forth(&mut scene(settings), 100_000);
+        }
+    }
+}
+
+/// More than a megabyte unread and more than a megabyte unsent, both with a closed window, in both directions of the move.
+#[test]
+fn full_queues_move() {
+    let mut scene = scene(TestbedSettings::default());
+    for to in [Place::Nic, Place::Kernel] {
+        for buffer in [socket_buffer(&scene.peer, libc::SO_RCVBUF), socket_buffer(&scene.peer, libc::SO_SNDBUF)] {
+            assert!(buffer >= 4 << 20);
+        }
+        for option in [libc::SO_RCVBUF, libc::SO_SNDBUF] {
+            scene.session.set_option(scene.id, libc::SOL_SOCKET, option, 4 << 20).expect("a large buffer");
+        }
+        scene.fill(6 << 20);
+        let waiting = [scene.sent[0] - scene.received[1], scene.sent[1] - scene.received[0]];
+        if to == Place::Nic {
+            // The window of the program's kernel grew to what its buffer allows; the rest waits at the sender.
+            assert!(waiting.iter().all(|bytes| *bytes > 2 << 20), "not enough is on its way: {waiting:?}");
+        }
+        scene.move_to(to);
+        scene.drain();
+    }
+}
+
+fn socket_buffer(stream: &std::net::TcpStream, option: i32) -> i32 {
+    let _ = socket::set(stream.as_fd(), libc::SOL_SOCKET, if option == libc::SO_RCVBUF { 33 } else { 32 }, 4 << 20);
+    socket::get(stream.as_fd(), libc::SOL_SOCKET, option).expect("a buffer size")
+}
+
+/// Losses keep both senders in fast recovery and both receivers with holes, at whatever moment the move comes.
+#[test]
+fn moves_during_fast_recovery_and_with_data_out_of_order() {
+    let mut scene = scene(TestbedSettings { link: LinkSettings { loss: 50_000, ..lossy() }, ..TestbedSettings::default() });
+    for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(20) {
+        scene.exchange(60_000, to);
+    }
+}
+
+/// A FIN sent, received, or both, before the move or after it, both ways.
+#[test]
+fn fins_move() {
+    for (program_first, peer_first) in [(true, false), (false, true), (true, true)] {
+        for before in [Place::Kernel, Place::Nic] {
+            let mut scene = scene(TestbedSettings::default());
+            scene.move_to(before);
+            scene.fill(50_000);
+            if program_first {
+                scene.session.shutdown(scene.id).expect("shutdown");
+            }
+            if peer_first {
+                scene.peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
+            }
+            let after = if before == Place::Kernel { Place::Nic } else { Place::Kernel };
+            match scene.session.move_to(scene.id, after) {
+                Ok(()) => {}
+                // With both FINs acknowledged there may be no connection left to move.
+                Err(error) if program_first && peer_first => eprintln!("stayed: {error}"),
+                Err(error) => panic!("FINs {program_first} {peer_first} from {before:?}: {error}"),
+            }
+            scene.drain();
+            if program_first {
+                scene.expect_peer_end();
+            } else {
+                scene.fill_from_program(20_000);
+                scene.session.shutdown(scene.id).expect("shutdown");
+                scene.drain();
+                scene.expect_peer_end();
+            }
+            if !peer_first {
+                scene.peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
+            }
+            scene.expect_end();
+        }
+    }
+}
+
+impl Scene {
+    fn fill_from_program(&mut self, bytes: usize) {
+        let mut left = bytes;
+        while left > 0 {
+            left -= self.send(left);
+        }
+    }
+}
+
+/// The program closes while the NIC has the connection: the peer sees what close(2) means.
+#[test]
+fn close_on_the_nic_is_close() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.exchange(10_000, Place::Nic);
+    scene.session.close(scene.id).expect("close");
+    scene.expect_peer_end();
+    // With unread data it is a reset.
+    let mut scene = common::scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    scene.peer_sends(1000);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while socket::queue_bytes(scene.peer.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ") > 0 {
+        assert!(Instant::now() < deadline);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    scene.session.close(scene.id).expect("close");
+    let deadline = Instant::now() + Duration::from_secs(5);
+    loop {
+        match socket::receive(scene.peer.as_fd(), &mut [0; 16]) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => break,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(Instant::now() < deadline, "no reset came"),
+            other => panic!("not a reset but {other:?}"),
+        }
+    }
+}
+
+/// The peer resets while the NIC has the connection.
+#[test]
+fn a_reset_reaches_the_program() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    let raw: [u8; 8] = [linger.l_onoff.to_ne_bytes(), linger.l_linger.to_ne_bytes()].concat().try_into().expect("eight bytes");
+    socket::set_bytes(scene.peer.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &raw).expect("SO_LINGER");
+    let Scene { mut session, id, peer, bed, .. } = scene;
+    drop(peer);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    loop {
+        match session.receive(id, &mut [0; 16]) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => break,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(Instant::now() < deadline, "no reset came"),
+            other => panic!("not a reset but {other:?}"),
+        }
+    }
+    session.close(id).expect("close");
+    drop(bed);
+}
+
+/// KEEPIDLE=1, KEEPINTVL=1, KEEPCNT=2: with the peer there, the connection lives on; with the peer gone, it ends with ETIMEDOUT.
+#[test]
+fn keep_alive_is_the_nics() {
+    let mut scene = scene(TestbedSettings::default());
+    for (level, option, value) in [
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 2),
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+    ] {
+        scene.session.set_option(scene.id, level, option, value).expect("keep-alive");
+    }
+    scene.move_to(Place::Nic);
+    let idle = Duration::from_secs(std::env::var("BATON_IDLE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(6));
+    let segments = |scene: &Scene| {
+        let mut raw = [0u8; 256];
+        socket::get_bytes(scene.peer.as_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, &mut raw).expect("TCP_INFO");
+        u32::from_ne_bytes([raw[140], raw[141], raw[142], raw[143]])
+    };
+    let before = segments(&scene);
+    std::thread::sleep(idle);
+    let probes = segments(&scene) - before;
+    assert!(u64::from(probes) >= idle.as_secs() - 1, "the peer saw {probes} probes in {idle:?}");
+    assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
+    scene.exchange(1000, Place::Kernel);
+    assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
+    scene.move_to(Place::Nic);
+    // Now the peer falls silent: a filter that drops everything makes its kernel deaf.
+    let mut deaf = [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }];
+    let program = libc::sock_fprog { len: 1, filter: deaf.as_mut_ptr() };
+    let done = unsafe {
+        libc::setsockopt(scene.peer.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, (&raw const program).cast(), 16)
+    };
+    assert_eq!(done, 0);
+    let silent = Instant::now();
+    loop {
+        match scene.session.receive(scene.id, &mut [0; 16]) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => break,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(silent.elapsed() < Duration::from_secs(10)),
+            other => panic!("not ETIMEDOUT but {other:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(silent.elapsed() > Duration::from_secs(2), "the kernel would have waited for three seconds");
+}
+
+/// A hundred outgoing connections share one ephemeral port, and go on to while they move.
+#[test]
+fn connections_that_share_a_port_keep_sharing_it() {
+    const SO_REUSEADDR_OFF: i32 = 0;
+    let bed = hosts(TestbedSettings::default());
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let listeners: Vec<TcpListener> = (0..100)
+        .map(|at| bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 20_000 + at))).expect("a listener"))
+        .collect();
+    let port_range = |fd: std::os::fd::BorrowedFd<'_>, range: i32| socket::set(fd, libc::IPPROTO_IP, 51, range).expect("port range");
+    let connect_from = |port: i32, to: &TcpListener| {
+        let address = to.local_addr().expect("an address");
+        bed.host_a.run(|| {
+            let fd = tcp_socket();
+            port_range(fd.as_fd(), port << 16 | port);
+            socket::connect(fd.as_fd(), address)?;
+            Ok(fd)
+        })
+    };
+    let mut ids = Vec::new();
+    let mut peers = Vec::new();
+    for listener in &listeners {
+        let fd = connect_from(41_000, listener).expect("the shared port");
+        peers.push(listener.accept().expect("accept").0);
+        assert_eq!(socket::get(fd.as_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR).expect("SO_REUSEADDR"), SO_REUSEADDR_OFF);
+        ids.push(session.adopt(fd).expect("adoption"));
+    }
+    for to in [Place::Nic, Place::Kernel] {
+        for id in &ids {
+            session.move_to(*id, to).expect("a move");
+        }
+        // The port is as free for another destination as it was.
+        let more = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+        connect_from(41_000, &more).expect("the port is still shared");
+    }
+    for id in ids {
+        assert_eq!(session.option(id, libc::SOL_SOCKET, libc::SO_REUSEADDR).expect("SO_REUSEADDR"), SO_REUSEADDR_OFF);
+    }
+}
+
+fn tcp_socket() -> OwnedFd {
+    use std::os::fd::FromRawFd;
+    let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    assert!(raw >= 0);
+    unsafe { OwnedFd::from_raw_fd(raw) }
+}
+
+/// A firewall that drops what its tracker finds invalid lets moved connections go on.
+#[test]
+fn a_stateful_firewall_lets_moved_connections_pass() {
+    let rules = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
+        chain output { type filter hook output priority 0; policy accept; ct state invalid drop; } }\n";
+    for ipv6 in [false, true] {
+        let settings = TestbedSettings { firewall: Some(rules.into()), ..TestbedSettings::default() };
+        back_and_forth(&mut scene_at(settings, ipv6, 8080), 2_000_000);
+    }
+}
+
+/// Everything that is not offloaded crosses the NIC unharmed: another TCP connection, UDP with fragments, ping.
+#[test]
+fn other_traffic_crosses_the_nic() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    let (server, client) = connect(&scene.bed, true, 9090);
+    let mut got = [0u8; 5];
+    assert_eq!(socket::send(client.as_fd(), b"hello").expect("send"), 5);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while socket::receive(server.as_fd(), &mut got).is_err() {
+        assert!(Instant::now() < deadline);
+    }
+    assert_eq!(&got, b"hello");
+    let udp = scene.bed.host_a.run(|| std::net::UdpSocket::bind(SocketAddr::new(baton_lab::testbed::address_a(false), 5353)));
+    let udp = udp.expect("a UDP socket");
+    udp.set_read_timeout(Some(Duration::from_secs(5))).expect("a time-out");
+    let sender = scene.bed.host_b.run(|| std::net::UdpSocket::bind(SocketAddr::new(address_b(false), 0))).expect("a UDP socket");
+    for size in [1, 1400, 20_000] {
+        sender.send_to(&vec![7u8; size], SocketAddr::new(baton_lab::testbed::address_a(false), 5353)).expect("send");
+        assert_eq!(udp.recv(&mut vec![0u8; 65536]).expect("the datagram"), size);
+    }
+    let ping = scene.bed.host_b.spawn(std::process::Command::new("ping").args(["-c", "2", "-i", "0.2", "-W", "2", "10.77.0.1"]));
+    match ping {
+        Ok(mut ping) => assert!(ping.wait().expect("ping").success()),
+        Err(error) => panic!("ping (Debian's package iputils-ping): {error}"),
+    }
+    scene.exchange(100_000, Place::Kernel);
+}
