@@ -98,6 +98,8 @@ impl End {
             return;
         }
         let received = self.connection.input(&packet.segment, now);
+        let reach = received.place_seq.wrapping_add(received.place).wrapping_sub(self.connection.rcv_read());
+        assert!(received.place == 0 || reach as usize <= self.memory.len(), "received beyond the memory");
         let mask = self.memory.len() - 1;
         let bytes = &packet.payload[received.skip as usize..][..received.place as usize];
         for (at, value) in bytes.iter().enumerate() {

@@ -62,6 +62,34 @@ fn a_closed_window_is_probed_and_opens_again() {
     assert!(pair.run_until(MINUTE, |pair| pair.ends[1].verified == 1_000_000));
 }
 
+/// Segments that are no multiple of the window's unit must not make the advertised edge creep past the memory.
+#[test]
+fn the_window_never_exceeds_the_memory() {
+    let mut pair = Pair::new([Config { receive_buffer: 1 << 21, ..Config::default() }; 2], Impairments::default(), 9);
+    assert!(pair.run_until(MINUTE, |pair| pair.ends[1].connection.state() == State::Established));
+    let (receiver, now) = (&mut pair.ends[1].connection, pair.now);
+    let mut edge = 0;
+    while edge < 2 << 20 {
+        let segment = baton_tcp::Segment {
+            seq: receiver.rcv_nxt(),
+            ack: receiver.snd_una(),
+            flags: baton_wire::Flags::ACK,
+            window: 1000,
+            options: baton_wire::TcpOptions { timestamps: Some((u32::MAX / 2, 0)), ..Default::default() },
+            congestion_experienced: false,
+            length: 1001,
+        };
+        let received = receiver.input(&segment, now);
+        if received.place < 1001 {
+            break;
+        }
+        while let Some(transmit) = receiver.poll_transmit(now, 0) {
+            edge = transmit.ack.wrapping_add(u32::from(transmit.window) << 6).wrapping_sub(receiver.rcv_read());
+            assert!(edge <= 1 << 21, "{edge} bytes were advertised");
+        }
+    }
+}
+
 #[test]
 fn a_dead_peer_ends_in_a_time_out() {
     let config = Config { user_timeout: 5000, ..Config::default() };

@@ -107,7 +107,8 @@ fn ppm(percent: f64) -> u32 {
 /// Rules that drop what the connection tracker finds invalid, as many hosts have them.
 const STATEFUL_RULES: &str =
     "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
-chain output { type filter hook output priority 0; policy accept; ct state invalid drop; } }\n";
+  chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }
+}\n";
 
 fn soak(arguments: &SoakArguments) -> Result<bool> {
     let delay = (arguments.delay * 1000.0) as u64;

@@ -82,6 +82,7 @@ fn moves_during_fast_recovery_and_with_data_out_of_order() {
 fn fins_move() {
     for (program_first, peer_first) in [(true, false), (false, true), (true, true)] {
         for before in [Place::Kernel, Place::Nic] {
+            eprintln!("FIN from program {program_first}, from peer {peer_first}, first in {before:?}");
             let mut scene = scene(TestbedSettings::default());
             scene.move_to(before);
             scene.fill(50_000);
@@ -269,8 +270,8 @@ fn tcp_socket() -> OwnedFd {
 /// A firewall that drops what its tracker finds invalid lets moved connections go on.
 #[test]
 fn a_stateful_firewall_lets_moved_connections_pass() {
-    let rules = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
-        chain output { type filter hook output priority 0; policy accept; ct state invalid drop; } }\n";
+    let rules = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; };
+        chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }; }\n";
     for ipv6 in [false, true] {
         let settings = TestbedSettings { firewall: Some(rules.into()), ..TestbedSettings::default() };
         back_and_forth(&mut scene_at(settings, ipv6, 8080), 2_000_000);

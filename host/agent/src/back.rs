@@ -44,7 +44,14 @@ pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, conne
     }
     let mut bytes = [0u8; MAX_ENCODED];
     let _ = ground.nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
-    let Ok(image) = Image::decode(&bytes) else { return Err(Failure::NicGone) };
+    let image = match Image::decode(&bytes) {
+        Ok(image) => image,
+        Err(error) => {
+            // A NIC that writes such images must not go on.
+            eprintln!("baton agent: the NIC's image of {} cannot be used: {error}", connection.flow);
+            return Err(Failure::NicGone);
+        }
+    };
     let result = import(ground, session, connection, on_nic, &image);
     finish(ground, session, connection);
     result
@@ -63,9 +70,23 @@ fn import(
     let fd = connection.fd.as_fd();
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     // Even when the import failed the NIC lets go: no filter outlives its connection.
-    let _ = ground.nic.control(Control::Release, on_nic.cid, 0);
-    imported?.finish()?;
+    let release = || ground.nic.control(Control::Release, on_nic.cid, 0);
+    speak(image, imported, release)?;
     Ok(())
+}
+
+/// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been
+/// acknowledged the kernel sends its own first, which the NIC still silences, and then hears that it is acknowledged.
+pub(crate) fn speak<T>(
+    image: &Image, imported: Result<Importer<'_>, ImportError>, release: impl FnOnce() -> T,
+) -> Result<(), ImportError> {
+    if image.state.fin_acknowledged() {
+        let finished = imported.and_then(Importer::finish);
+        release();
+        return finished;
+    }
+    release();
+    imported.and_then(Importer::finish)
 }
 
 /// The connection is the kernel's, for better or worse.

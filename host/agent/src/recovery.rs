@@ -1,7 +1,7 @@
 //! The NIC has died: every connection that it had goes back to the kernel, from its record, its block and its memory.
 
 use crate::agent::Agent;
-use crate::back::hand_to_kernel;
+use crate::back::{hand_to_kernel, speak};
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{give_memory, queues};
 use crate::nic::NicProcess;
@@ -157,6 +157,7 @@ fn recover_one(
         None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
     };
     if result.is_err() {
+        // Nothing is held for a connection that is lost.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     }
     nic.give_slot(on_nic.cid);
@@ -180,7 +181,7 @@ fn import(
     let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or_else(damaged)?;
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
     let fd = connection.fd.as_fd();
-    let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved)?;
+    let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     let (base, mask) = (on_nic.memory.receive.0 as usize, on_nic.memory.receive.1 - 1);
     let fetch = |seq: u32, out: &mut [u8]| {
         for (at, byte) in out.iter_mut().enumerate() {
@@ -188,8 +189,9 @@ fn import(
             let _ = session.memory.read(base + offset, std::slice::from_mut(byte));
         }
     };
-    LastWords { image, ranges, fin_behind_hole: None }.say(kernel, fetch);
-    // What was held since goes to the kernel, and nothing is held any more.
-    let _ = nic.control(Control::Cancel, on_nic.cid, 0);
-    importer.finish()
+    speak(image, imported, || {
+        LastWords { image, ranges, fin_behind_hole: None }.say(kernel, fetch);
+        // What was held since goes to the kernel, and nothing is held any more.
+        let _ = nic.control(Control::Cancel, on_nic.cid, 0);
+    })
 }

@@ -9,7 +9,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::seq::{at_or_before, before};
-use baton_tcp::{Events, Instant, Segment};
+use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
 use core::sync::atomic::Ordering;
 
@@ -170,7 +170,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// `nic_restore`: all that the program has asked so far is done, then the connection rests in its image.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.tenant(cid)?.custody {
-            Custody::Active(offloaded) => offloaded.session as usize,
+            // A connection that has ended has no image; its end is told already.
+            Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };
         while self.sessions.get(session).is_some_and(Option::is_some) && self.poll_session(session, now) {}

@@ -42,7 +42,8 @@ impl LastWords<'_> {
             if host.transmit(&mut frame) { sent += 1 } else { dropped += 1 }
         };
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
-        if image.timestamps && image.ts_recent != 0 {
+        // Without the peer's timestamp there is nothing to learn from it, except that our FIN is acknowledged.
+        if image.ts_recent != 0 || !image.timestamps || image.state.fin_acknowledged() {
             send(in_order, Flags::ACK, 0);
         }
         for (left, right) in self.ranges {

@@ -2,7 +2,7 @@
 
 use crate::connection::{Connection, EndReason, State};
 use crate::segment::{Events, Received, Segment};
-use crate::seq::{at_or_before, before, earlier};
+use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
 use crate::timers::DELAYED_ACK;
 use baton_wire::Flags;
@@ -274,6 +274,8 @@ impl Connection {
     fn take_fin(&mut self, now: Instant, received: &mut Received) {
         self.receive.fin = true;
         self.receive.nxt = self.receive.nxt.wrapping_add(1);
+        // A FIN is taken even where the window ends.
+        self.receive.adv = later(self.receive.adv, self.receive.nxt);
         self.receive.ack_now = true;
         received.events |= Events::FIN;
         match self.state {

@@ -14,9 +14,12 @@ impl Connection {
         let edge = if before(r.adv, reachable) && reachable.wrapping_sub(r.adv) >= step { reachable } else { r.adv };
         let edge = later(edge, r.nxt);
         let scaled = edge.wrapping_sub(r.nxt) >> r.wscale;
-        // Rounding down must not take back what was advertised; receive memory has room for one unit of scale more.
-        let rounded_up = before(r.nxt.wrapping_add(scaled << r.wscale), r.adv);
-        let field = (scaled + u32::from(rounded_up)).min(65535);
+        // Rounding down would take back a part of what was advertised, so round up where receive memory has the room; where it has
+        // not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is still accepted.
+        let up = r.nxt.wrapping_add((scaled + 1) << r.wscale);
+        let shrinks = before(r.nxt.wrapping_add(scaled << r.wscale), r.adv);
+        let roomy = up.wrapping_sub(r.read) <= self.config.receive_buffer;
+        let field = (scaled + u32::from(shrinks && roomy)).min(65535);
         r.adv = later(r.adv, r.nxt.wrapping_add(field << r.wscale));
         field as u16
     }
