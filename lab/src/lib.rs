@@ -1,6 +1,7 @@
 //! Test beds, loads, measurement, report.
 #![forbid(unsafe_code)]
 
+pub mod datapath;
 pub mod demo;
 pub mod http;
 pub mod probe;

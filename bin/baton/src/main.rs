@@ -35,6 +35,20 @@ enum Command {
         #[arg(long)]
         agent: std::path::PathBuf,
     },
+    /// Measures one part against its bars.
+    #[command(subcommand)]
+    Bench(Bench),
+    #[command(hide = true)]
+    BenchWorkload {
+        #[arg(long)]
+        connections: u32,
+        #[arg(long)]
+        size: u32,
+        #[arg(long)]
+        burst: u32,
+        #[arg(long)]
+        segments: u64,
+    },
     /// The processes of a running Baton; started by each other, not by people.
     #[command(hide = true)]
     KeeperProcess(ProcessArguments),
@@ -42,6 +56,44 @@ enum Command {
     AgentProcess(ProcessArguments),
     #[command(hide = true)]
     NicProcess(ProcessArguments),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// What a received segment costs on the memory wire: packets/s, cycles, instructions by layer.
+    Datapath {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+fn bench(what: &Bench) -> Result<bool> {
+    match what {
+        Bench::Datapath { json } => {
+            let report = baton_lab::datapath::run()?;
+            if *json {
+                println!("{}", serde_json::to_string(&report)?);
+                return Ok(true);
+            }
+            for measured in &report.workloads {
+                let w = measured.workload;
+                println!(
+                    "{:>5} connections, {:>4} B, bursts of {:>2}: {:>6.0} instructions, {:>6.0} cycles, {:.2} Mpackets/s",
+                    w.connections,
+                    w.size,
+                    w.burst,
+                    measured.instructions_per_packet,
+                    measured.cycles_per_packet,
+                    measured.packets_per_second / 1e6
+                );
+                for (layer, instructions) in &measured.layers {
+                    println!("      {layer:<16} {instructions:>7.1}");
+                }
+            }
+            Ok(true)
+        }
+    }
 }
 
 #[derive(Args)]
@@ -163,6 +215,11 @@ fn run(command: Command) -> Result<bool> {
             Ok(report.failures.is_empty())
         }
         Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
+        Command::Bench(what) => bench(&what),
+        Command::BenchWorkload { connections, size, burst, segments } => {
+            let workload = baton_lab::datapath::Workload { connections, size, burst };
+            baton_lab::datapath::run_workload(workload, segments).map(|_| true)
+        }
         Command::KeeperProcess(given) => baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::AgentProcess(given) => baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::NicProcess(given) => baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),

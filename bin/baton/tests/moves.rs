@@ -229,7 +229,8 @@ fn connections_that_share_a_port_keep_sharing_it() {
     let listeners: Vec<TcpListener> = (0..100)
         .map(|at| bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 20_000 + at))).expect("a listener"))
         .collect();
-    let port_range = |fd: std::os::fd::BorrowedFd<'_>, range: i32| socket::set(fd, libc::IPPROTO_IP, 51, range).expect("port range");
+    let port_range =
+        |fd: std::os::fd::BorrowedFd<'_>, range: i32| socket::set(fd, libc::IPPROTO_IP, 51, range).expect("port range");
     let connect_from = |port: i32, to: &TcpListener| {
         let address = to.local_addr().expect("an address");
         bed.host_a.run(|| {

@@ -78,7 +78,9 @@ fn import(
 /// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been
 /// acknowledged the kernel sends its own first, which the NIC still silences, and then hears that it is acknowledged.
 pub(crate) fn speak<T>(
-    image: &Image, imported: Result<Importer<'_>, ImportError>, release: impl FnOnce() -> T,
+    image: &Image,
+    imported: Result<Importer<'_>, ImportError>,
+    release: impl FnOnce() -> T,
 ) -> Result<(), ImportError> {
     if image.state.fin_acknowledged() {
         let finished = imported.and_then(Importer::finish);

@@ -1,5 +1,7 @@
 //! The agent: decides and moves connections, supervises the NIC.
 
+#![forbid(unsafe_code)]
+
 mod agent;
 mod back;
 mod connection;

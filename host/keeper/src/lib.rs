@@ -77,7 +77,7 @@ fn watch(agent: &mut Child, channel: Channel, parent: &Channel) -> Result<bool> 
     let mut tokens = Vec::new();
     loop {
         poller.wait(None, &mut tokens)?;
-        for token in tokens.drain(..) {
+        if let Some(token) = tokens.drain(..).next() {
             match token {
                 0 => {
                     agent.wait()?;

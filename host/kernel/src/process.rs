@@ -19,9 +19,9 @@ pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool
             // SAFETY: plain descriptor calls, allowed between fork and exec.
             moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, 64) })?;
         }
-        for at in 0..raw.len() {
+        for (at, fd) in moved[..raw.len()].iter().enumerate() {
             // SAFETY: as above.
-            check(unsafe { libc::dup2(moved[at], FIRST_DESCRIPTOR + at as i32) })?;
+            check(unsafe { libc::dup2(*fd, FIRST_DESCRIPTOR + at as i32) })?;
         }
         if tied {
             // SAFETY: as above.

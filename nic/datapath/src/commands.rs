@@ -117,7 +117,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
         let attached = self.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let session_memory = attached.memory.clone();
-        let nic_memory = self.nic_memory.clone();
+        let (nic_memory, quick_ack) = (self.nic_memory.clone(), self.settings.quick_ack);
         let slot = self.tenant(cid)?;
         if !matches!(slot.custody, Custody::Held) {
             return Err(Refusal::WrongState);
@@ -131,6 +131,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::BadMemory);
         }
         let mut offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
+        offloaded.tcp.set_quick_ack(quick_ack);
         offloaded.publish(now);
         slot.custody = Custody::Active(Box::new(offloaded));
         self.run_held(index, now);

@@ -20,7 +20,7 @@ pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
             if inner.get(9)? != &6 {
                 return None;
             }
-            let address = |at: usize| Some(<[u8; 4]>::try_from(inner.get(at..at + 4)?).ok()?);
+            let address = |at: usize| <[u8; 4]>::try_from(inner.get(at..at + 4)?).ok();
             let (local, remote) = (address(12)?, address(16)?);
             let flow =
                 Flow { local: Endpoint::v4(local, be16(inner, header)?), remote: Endpoint::v4(remote, be16(inner, header + 2)?) };
@@ -36,7 +36,7 @@ pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
             if inner.get(6)? != &6 {
                 return None;
             }
-            let address = |at: usize| Some(<[u8; 16]>::try_from(inner.get(at..at + 16)?).ok()?);
+            let address = |at: usize| <[u8; 16]>::try_from(inner.get(at..at + 16)?).ok();
             let flow =
                 Flow { local: Endpoint::v6(address(8)?, be16(inner, 40)?), remote: Endpoint::v6(address(24)?, be16(inner, 42)?) };
             Some((flow, sequence(inner, 40)?, mtu))

@@ -26,11 +26,13 @@ pub struct Settings {
     pub batch: usize,
     /// Bytes of the frames' buffers.
     pub frame_bytes: usize,
+    /// Acknowledge every segment at once.
+    pub quick_ack: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { slots: 1024, hash_key: (0, 0), batch: 32, frame_bytes: MAX_FRAME }
+        Settings { slots: 1024, hash_key: (0, 0), batch: 32, frame_bytes: MAX_FRAME, quick_ack: false }
     }
 }
 
@@ -61,7 +63,7 @@ pub struct Worker<H, W> {
     expired: Vec<u32>,
     agent_told: bool,
     started: bool,
-    settings: Settings,
+    pub(crate) settings: Settings,
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
@@ -180,10 +182,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         {
             self.on_too_big(&flow, seq, mtu, now);
         }
-        self.to_host();
+        self.pass_to_host();
     }
 
-    fn to_host(&mut self) {
+    fn pass_to_host(&mut self) {
         let sent = self.host.transmit(&mut self.frame);
         self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
     }
@@ -206,7 +208,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
-                self.to_host();
+                self.pass_to_host();
             }
             Custody::Held | Custody::Leaving(_) => {
                 if !slot.held.push(parsed, &self.frame) {

@@ -86,7 +86,7 @@ impl Cubic {
                 self.origin = cwnd;
             } else {
                 // K = cbrt((W_max - cwnd) / C) seconds with C = 0.4 (section 4.2); in ms: cbrt(Δ * 2.5e9).
-                self.k = cube_root((self.w_max - cwnd) * 2_500_000_000 >> SHIFT);
+                self.k = cube_root(((self.w_max - cwnd) * 2_500_000_000) >> SHIFT);
                 self.origin = self.w_max;
             }
         }

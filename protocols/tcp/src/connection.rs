@@ -357,6 +357,11 @@ impl Connection {
         self.cork = cork;
     }
 
+    /// Acknowledges every segment at once, or as usual.
+    pub fn set_quick_ack(&mut self, always: bool) {
+        self.config.quick_ack_always = always;
+    }
+
     /// Sets TCP_USER_TIMEOUT in milliseconds, 0 for none.
     pub fn set_user_timeout(&mut self, millis: u32) {
         self.config.user_timeout = millis;

@@ -114,7 +114,7 @@ impl Connection {
 
     /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
     fn worth_sending(&self, length: u32, unsent: u32, fin: bool, forced: bool) -> bool {
-        let partial = length % self.send.mss != 0 || length == 0;
+        let partial = !length.is_multiple_of(self.send.mss) || length == 0;
         if !partial || fin || forced {
             return true;
         }
@@ -145,7 +145,7 @@ impl Connection {
         }
         self.count_sent_in_recovery(segments);
         self.send.nxt = seq.wrapping_add(length + u32::from(fin));
-        if length % mss != 0 {
+        if !length.is_multiple_of(mss) {
             self.send.small_end = self.send.nxt;
         }
         self.recovery.last_sent = now;

@@ -1,0 +1,41 @@
+# The two commands of the README are `make demo` and `make test`; the others are slower checks.
+CARGO ?= cargo
+BATON := target/release/baton
+
+.PHONY: demo test build lint dependencies soak bench clean
+
+demo: build
+	$(BATON) demo
+
+build: dependencies
+	$(CARGO) build --release --locked
+
+dependencies:
+	@scripts/dependencies
+
+# Everything that must hold: lints, crates without std, units, properties, simulated pairs, the ring's model, the real kernel.
+test: build lint
+	$(CARGO) test --release --locked --workspace
+	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
+	$(BATON) soak --connections 64 --moves 2000 --json
+	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
+	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --firewall --json
+
+lint:
+	$(CARGO) fmt --check
+	$(CARGO) clippy --release --locked --workspace -- -D warnings
+	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
+
+# The long form of what CI runs for a short while.
+soak: build
+	for family in "" --ipv6; do for wall in "" --firewall; do \
+	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --json && \
+	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json && \
+	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json || exit 1; done; done
+	BATON_IDLE_SECONDS=60 $(CARGO) test --release --locked -p baton --test moves keep_alive
+
+bench: build
+	$(BATON) bench datapath --json
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,413 @@
+//! What a segment costs: receive it in order, put it into the program's memory, tell the program, acknowledge it. On the memory
+//! wire, timestamps on, one acknowledgement a segment, checksums by the device.
+//!
+//! Instructions are counted by callgrind, exactly and repeatably: the same work is run with N and with 3N segments, and the
+//! difference is divided by 2N. Source files tell the layers apart.
+
+use anyhow::{Context, Result, bail};
+use baton_abi::layout::{RING_WORDS, nic, session, slot};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_backends::{MemoryDevice, memory_pair};
+use baton_datapath::{Settings, Worker};
+use baton_device::{Capabilities, Checksum, Device, Frame};
+use baton_image::{Image, MAX_ENCODED, State};
+use baton_kernel::events::monotonic_nanos;
+use baton_ring::{Consumer, Producer, Region, Words};
+use baton_tcp::Instant;
+use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::process::Command;
+use std::sync::Arc;
+
+/// Bytes of receive and of send memory of a connection.
+const BUFFER: u32 = 1 << 16;
+/// Bytes of a frame's buffer.
+const FRAME: usize = 2048;
+
+/// One workload.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Workload {
+    /// Connections, served in turn.
+    pub connections: u32,
+    /// Payload bytes of a segment.
+    pub size: u32,
+    /// Segments that wait when the worker looks.
+    pub burst: u32,
+}
+
+/// What was measured of one workload.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measured {
+    /// The workload.
+    #[serde(flatten)]
+    pub workload: Workload,
+    /// Segments per second of wall time, of the worker alone.
+    pub packets_per_second: f64,
+    /// Time-stamp counter cycles per segment.
+    pub cycles_per_packet: f64,
+    /// Instructions per segment.
+    pub instructions_per_packet: f64,
+    /// Instructions per segment by layer.
+    pub layers: BTreeMap<String, f64>,
+}
+
+/// A figure that has a bar to meet.
+#[derive(Clone, Debug, Serialize)]
+pub struct Bar {
+    /// Its name.
+    pub name: String,
+    /// What was measured.
+    pub value: f64,
+    /// In what.
+    pub unit: &'static str,
+}
+
+/// The whole bench.
+#[derive(Clone, Debug, Serialize)]
+pub struct DatapathReport {
+    /// All workloads.
+    pub workloads: Vec<Measured>,
+    /// Figures that have a bar.
+    pub bars: Vec<Bar>,
+}
+
+/// A worker with offloaded connections, and the other end of everything.
+struct Bench {
+    worker: Worker<MemoryDevice, MemoryDevice>,
+    far: MemoryDevice,
+    commands: Producer<Words>,
+    events: Consumer<Words>,
+    nic_events: Consumer<Words>,
+    peers: Vec<Peer>,
+    frame: Frame,
+    now: Instant,
+}
+
+struct Peer {
+    cid: Cid,
+    template: Template,
+    seq: u32,
+}
+
+fn image(flow: Flow) -> Image {
+    Image {
+        flow,
+        snd_wscale: 7,
+        rcv_wscale: 0,
+        sack: true,
+        timestamps: true,
+        ecn: false,
+        mss: 1460,
+        link: Link { ttl: 64, ..Link::default() },
+        mtu: 1500,
+        nodelay: true,
+        cork: false,
+        keepalive: false,
+        keepalive_idle: 7200,
+        keepalive_interval: 75,
+        keepalive_count: 9,
+        user_timeout: 0,
+        state: State::Established,
+        snd_una: 1,
+        snd_nxt: 1,
+        snd_end: 1,
+        snd_wnd: 65535,
+        snd_wl1: 1,
+        max_window: 65535,
+        rcv_nxt: 1,
+        rcv_adv: 1 + 60_000,
+        unread: 0,
+        ts_recent: 1,
+        ts_clock: 1,
+        cwnd: 10,
+        ssthresh: u32::MAX,
+        srtt: 100,
+        rttvar: 10,
+        min_rtt: 100,
+        reordering_seen: false,
+    }
+}
+
+impl Bench {
+    fn new(connections: u32) -> Result<Bench> {
+        let capabilities = Capabilities { checksum: true, segmentation: 0 };
+        let (wire, far) = memory_pair(256, FRAME, capabilities);
+        let (host, _) = memory_pair(256, FRAME, capabilities);
+        let slots = connections as usize;
+        let nic_memory = Arc::new(Region::private(nic::bytes(slots))?);
+        let heap = session::HEAP + slots * 2 * BUFFER as usize;
+        let memory = Arc::new(Region::private(heap)?);
+        let now = Instant(1_000_000);
+        let settings = Settings { slots, hash_key: (1, 2), batch: 32, frame_bytes: FRAME, quick_ack: true };
+        let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
+        worker.start();
+        worker.attach(0, memory.clone());
+        let mut bench = Bench {
+            worker,
+            far,
+            commands: Producer::new(memory.shared_words(session::COMMANDS, RING_WORDS)),
+            events: Consumer::new(memory.shared_words(session::EVENTS, RING_WORDS)),
+            nic_events: Consumer::new(nic_memory.shared_words(nic::EVENTS, RING_WORDS)),
+            peers: Vec::new(),
+            frame: Frame::with_capacity(FRAME),
+            now,
+        };
+        let mut agent = Producer::new(nic_memory.shared_words(nic::COMMANDS, RING_WORDS));
+        for at in 0..connections {
+            bench.offload(&nic_memory, &mut agent, at)?;
+        }
+        Ok(bench)
+    }
+
+    /// Mirror, steal, hand off: what the agent does.
+    fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<Words>, at: u32) -> Result<()> {
+        let remote = Endpoint::v4([10, 1, (at >> 8) as u8, at as u8], 1024 + at as u16);
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
+        let cid = Cid::new(at, 1);
+        let base = nic::slot(at);
+        let mut name = [0u8; 36];
+        name[..16].copy_from_slice(&flow.local.address);
+        name[16..32].copy_from_slice(&flow.remote.address);
+        name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
+        name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
+        let memory = session::HEAP as u32 + at * 2 * BUFFER;
+        for (word, value) in [0, memory, BUFFER, memory + BUFFER, BUFFER].into_iter().enumerate() {
+            nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, std::sync::atomic::Ordering::Relaxed);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        image(flow).encode(&mut bytes).context("encoding an image")?;
+        if nic_memory.write(base + slot::FLOW, &name).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err() {
+            bail!("the slot lies outside NIC memory");
+        }
+        for message in [
+            Message::control(Operation::NicControl, Control::Mirror, cid, 0, 0),
+            Message::control(Operation::NicControl, Control::Steal, cid, 0, 0),
+            Message::new(Operation::NicHandoff, cid, 0, 0),
+        ] {
+            let _ = agent.push(message.to_words());
+            agent.publish();
+            self.worker.poll(self.now);
+        }
+        let link = Link { ttl: 64, ..Link::default() };
+        self.peers.push(Peer { cid, template: Template::new(&flow.reversed(), &link), seq: 1 });
+        self.settle();
+        let mut refused = 0;
+        while let Some(words) = self.nic_events.pop() {
+            refused += u32::from(Message::from_words(words).is_some_and(|message| message.kind == Control::Refused as u16));
+        }
+        self.nic_events.release();
+        if refused > 0 {
+            bail!("the NIC refused connection {at}");
+        }
+        Ok(())
+    }
+
+    /// Takes away what the worker has sent and said.
+    fn settle(&mut self) -> (u32, u32) {
+        let (mut acks, mut told) = (0, 0);
+        while self.far.receive(&mut self.frame) {
+            acks += u32::from(TcpFrame::parse(self.frame.bytes()).is_ok());
+        }
+        while let Some(words) = self.events.pop() {
+            if let Some(Message { operation: Operation::OsRecv, length, .. }) = Message::from_words(words) {
+                told += length;
+            }
+        }
+        self.events.release();
+        (acks, told)
+    }
+
+    /// Puts the next segment of connection `at` on the wire.
+    fn send(&mut self, at: usize, size: u32) {
+        let peer = &mut self.peers[at];
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        let flags = Flags::ACK | Flags::PSH;
+        let header = Header { seq: peer.seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        self.frame.set_length(MAX_HEADER + size as usize);
+        let headers = peer.template.emit(&header, size as usize, self.frame.bytes_mut());
+        self.frame.set_length(headers + size as usize);
+        self.frame.checksum = Checksum::Verified;
+        peer.seq = peer.seq.wrapping_add(size);
+        self.far.transmit(&mut self.frame);
+    }
+
+    /// The program has read the segment.
+    fn read(&mut self, at: usize, size: u32) {
+        let message = Message::new(Operation::NicRecvd, self.peers[at].cid, 0, size);
+        let _ = self.commands.push(message.to_words());
+    }
+
+    fn round(&mut self, workload: Workload, next: &mut usize) -> Result<u64> {
+        let members: Vec<usize> = (0..workload.burst as usize).map(|n| (*next + n) % self.peers.len()).collect();
+        *next = (*next + workload.burst as usize) % self.peers.len();
+        for at in &members {
+            self.send(*at, workload.size);
+        }
+        self.now = self.now.after(3);
+        let started = cycles();
+        measured_poll(&mut self.worker, self.now);
+        let spent = cycles() - started;
+        let (acks, told) = self.settle();
+        if acks != workload.burst || told != workload.burst * workload.size {
+            bail!("{acks} acknowledgements and {told} bytes for {} segments", workload.burst);
+        }
+        for at in members {
+            self.read(at, workload.size);
+        }
+        self.commands.publish();
+        self.worker.poll(self.now);
+        self.settle();
+        Ok(spent)
+    }
+}
+
+/// The measured part: the worker's round, nothing else. Callgrind finds it by name.
+#[inline(never)]
+fn measured_poll(worker: &mut Worker<MemoryDevice, MemoryDevice>, now: Instant) {
+    black_box(worker.poll(now));
+}
+
+/// Nanoseconds as cycles of a counter that every machine has.
+fn cycles() -> u64 {
+    monotonic_nanos()
+}
+
+/// Runs a workload once; nanoseconds spent in the worker.
+///
+/// # Errors
+/// If the work was not done as it should be.
+pub fn run_workload(workload: Workload, segments: u64) -> Result<u64> {
+    let mut bench = Bench::new(workload.connections)?;
+    let mut next = 0;
+    let mut spent = 0;
+    for _ in 0..segments / u64::from(workload.burst) {
+        spent += bench.round(workload, &mut next)?;
+    }
+    Ok(spent)
+}
+
+/// Instructions of the measured part by source file.
+fn count(workload: Workload, segments: u64) -> Result<BTreeMap<String, u64>> {
+    let directory = std::env::temp_dir().join(format!("baton-callgrind-{}", std::process::id()));
+    std::fs::create_dir_all(&directory)?;
+    let out = directory.join("out");
+    let status = Command::new("valgrind")
+        .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_poll*", "--dump-line=yes", "-q"])
+        .arg(format!("--callgrind-out-file={}", out.display()))
+        .arg(std::env::current_exe()?)
+        .args(["bench-workload", "--connections", &workload.connections.to_string(), "--size", &workload.size.to_string()])
+        .args(["--burst", &workload.burst.to_string(), "--segments", &segments.to_string()])
+        // Valgrind counts every byte of `rep movsb` as an instruction.
+        .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=1000000000")
+        .stderr(std::process::Stdio::null())
+        .status()
+        .context("starting valgrind (Debian's package valgrind)")?;
+    let text = std::fs::read_to_string(&out);
+    let _ = std::fs::remove_dir_all(&directory);
+    if !status.success() {
+        bail!("the workload failed under valgrind");
+    }
+    Ok(by_file(&text?))
+}
+
+/// Sums the self cost of every line of a callgrind file by the source file that it came from, inlining seen through.
+fn by_file(text: &str) -> BTreeMap<String, u64> {
+    let mut names: BTreeMap<String, String> = BTreeMap::new();
+    let mut sums = BTreeMap::new();
+    let mut file = String::new();
+    let mut skip = false;
+    for line in text.lines() {
+        if let Some((kind @ ("fl" | "fi" | "fe"), value)) = line.split_once('=') {
+            let (id, name) = value.split_once(' ').unwrap_or((value, ""));
+            if !name.is_empty() {
+                names.insert(id.to_string(), name.to_string());
+            }
+            let _ = kind;
+            file = names.get(id).cloned().unwrap_or_default();
+        } else if line.starts_with("calls=") {
+            skip = true;
+        } else if line.starts_with(|first: char| first.is_ascii_digit() || first == '+' || first == '-' || first == '*') {
+            if !std::mem::take(&mut skip)
+                && let Some(cost) = line.split_whitespace().nth(1).and_then(|cost| cost.parse::<u64>().ok())
+            {
+                *sums.entry(layer(&file).to_string()).or_insert(0) += cost;
+            }
+        }
+    }
+    sums
+}
+
+/// The layer that a source file belongs to.
+fn layer(file: &str) -> &'static str {
+    let layers = [
+        ("wire/src", "wire"),
+        ("protocols/tcp", "tcp"),
+        ("nic/datapath/src/lookup", "lookup"),
+        ("siphasher", "lookup"),
+        ("nic/datapath", "datapath"),
+        ("interface/ring", "ring and memory"),
+        ("interface/abi", "ring and memory"),
+        ("nic/backends", "device"),
+        ("nic/device", "device"),
+        ("mem", "copying"),
+    ];
+    layers.iter().find(|(part, _)| file.contains(part)).map_or("library", |(_, layer)| layer)
+}
+
+/// Measures one workload.
+///
+/// # Errors
+/// If valgrind is missing, or the work was not done as it should be.
+pub fn measure(workload: Workload) -> Result<Measured> {
+    let segments = 4096;
+    let (few, many) = (count(workload, segments)?, count(workload, 3 * segments)?);
+    let mut layers = BTreeMap::new();
+    for (layer, sum) in &many {
+        let difference = sum - few.get(layer).copied().unwrap_or(0).min(*sum);
+        layers.insert(layer.clone(), difference as f64 / (2 * segments) as f64);
+    }
+    let timed = 200_000;
+    let nanos = run_workload(workload, timed)? as f64 / timed as f64;
+    Ok(Measured {
+        workload,
+        packets_per_second: 1e9 / nanos,
+        cycles_per_packet: nanos * cycles_per_nano(),
+        instructions_per_packet: layers.values().sum(),
+        layers,
+    })
+}
+
+/// Cycles of the core's nominal clock per nanosecond, from /proc/cpuinfo.
+fn cycles_per_nano() -> f64 {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("cpu MHz"));
+    line.and_then(|line| line.split(':').nth(1)?.trim().parse::<f64>().ok()).unwrap_or(1000.0) / 1000.0
+}
+
+/// The whole bench.
+///
+/// # Errors
+/// See [`measure`].
+pub fn run() -> Result<DatapathReport> {
+    let mut workloads = Vec::new();
+    for (size, burst) in [(1448, 1), (64, 16)] {
+        for connections in [1, 1024] {
+            workloads.push(measure(Workload { connections, size, burst })?);
+        }
+    }
+    let bar = |name: &str, at: usize| Bar {
+        name: name.into(),
+        value: (workloads[at].instructions_per_packet * 10.0).round() / 10.0,
+        unit: "instructions",
+    };
+    let bars = vec![
+        bar("datapath.instr_per_segment_1", 0),
+        bar("datapath.instr_per_segment_1024", 1),
+        bar("datapath.instr_per_segment_64", 2),
+        bar("datapath.instr_per_segment_64_1024", 3),
+    ];
+    Ok(DatapathReport { workloads, bars })
+}
