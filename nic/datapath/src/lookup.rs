@@ -1,7 +1,6 @@
 //! From a 4-tuple to a slot: open addressing under a keyed hash, so that nobody who does not know the key can pile up collisions.
 
 use baton_wire::Flow;
-use core::hash::Hasher;
 use siphasher::sip::SipHasher13;
 
 const EMPTY: u32 = u32::MAX;
@@ -11,32 +10,37 @@ pub(crate) struct Lookup {
     /// (upper half of the hash, slot).
     entries: Box<[(u32, u32)]>,
     mask: usize,
-    key: (u64, u64),
+    hasher: SipHasher13,
     used: usize,
 }
 
 impl Lookup {
     pub fn new(slots: usize, key: (u64, u64)) -> Self {
         let size = (slots * 2).next_power_of_two().max(16);
-        Lookup { entries: vec![(0, EMPTY); size].into(), mask: size - 1, key, used: 0 }
+        Lookup {
+            entries: vec![(0, EMPTY); size].into(),
+            mask: size - 1,
+            hasher: SipHasher13::new_with_keys(key.0, key.1),
+            used: 0,
+        }
     }
 
     #[inline]
     fn hash(&self, flow: &Flow) -> u64 {
-        let mut hasher = SipHasher13::new_with_keys(self.key.0, self.key.1);
-        let word =
-            |bytes: &[u8]| u64::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7]]);
-        let (local, remote) = (&flow.local.address, &flow.remote.address);
-        let ports = u64::from(flow.local.port) << 16 | u64::from(flow.remote.port);
+        let ports = (u32::from(flow.local.port) << 16 | u32::from(flow.remote.port)).to_le_bytes();
         if flow.is_v4() {
-            hasher.write_u64(word(&local[8..]) >> 32 | word(&remote[8..]) & 0xffff_ffff_0000_0000);
+            let mut name = [0u8; 12];
+            name[..4].copy_from_slice(&flow.local.v4_bytes());
+            name[4..8].copy_from_slice(&flow.remote.v4_bytes());
+            name[8..].copy_from_slice(&ports);
+            self.hasher.hash(&name)
         } else {
-            for bytes in [&local[..8], &local[8..], &remote[..8], &remote[8..]] {
-                hasher.write_u64(word(bytes));
-            }
+            let mut name = [0u8; 36];
+            name[..16].copy_from_slice(&flow.local.address);
+            name[16..32].copy_from_slice(&flow.remote.address);
+            name[32..].copy_from_slice(&ports);
+            self.hasher.hash(&name)
         }
-        hasher.write_u64(ports);
-        hasher.finish()
     }
 
     /// The slot of a flow; `is` says whether a slot really is the flow's.
