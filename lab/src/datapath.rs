@@ -329,12 +329,11 @@ fn by_file(text: &str) -> BTreeMap<String, u64> {
             file = names.get(id).cloned().unwrap_or_default();
         } else if line.starts_with("calls=") {
             skip = true;
-        } else if line.starts_with(|first: char| first.is_ascii_digit() || first == '+' || first == '-' || first == '*') {
-            if !std::mem::take(&mut skip)
-                && let Some(cost) = line.split_whitespace().nth(1).and_then(|cost| cost.parse::<u64>().ok())
-            {
-                *sums.entry(layer(&file).to_string()).or_insert(0) += cost;
-            }
+        } else if line.starts_with(|first: char| first.is_ascii_digit() || first == '+' || first == '-' || first == '*')
+            && !std::mem::take(&mut skip)
+            && let Some(cost) = line.split_whitespace().nth(1).and_then(|cost| cost.parse::<u64>().ok())
+        {
+            *sums.entry(layer(&file).to_string()).or_insert(0) += cost;
         }
     }
     sums
