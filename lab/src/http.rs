@@ -80,6 +80,7 @@ fn parse_path(head: &str) -> Option<(u64, u64)> {
 pub fn serve(listen: SocketAddr, agent: &Path) -> Result<()> {
     let listener = TcpListener::bind(listen).with_context(|| format!("listening on {listen}"))?;
     listener.set_nonblocking(true)?;
+    socket::use_cubic(listener.as_fd())?;
     let mut session = Session::connect(agent)?;
     session.watch(listener.as_fd())?;
     println!("{}", session.number());
@@ -184,6 +185,7 @@ pub fn load(
         let socket = TcpStream::connect_timeout(&server, Duration::from_secs(10)).context("connecting to the server")?;
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
+        socket::use_cubic(socket.as_fd())?;
         poller.add(socket.as_fd(), at as u64, Trigger::Edge)?;
         clients.push(Client { socket, key: at as u64, asked_at: 0, received: Vec::new(), expected: None, alive: true });
     }

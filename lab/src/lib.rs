@@ -5,6 +5,7 @@ pub mod datapath;
 pub mod demo;
 pub mod http;
 pub mod probe;
+pub mod recovery;
 mod report;
 pub mod soak;
 pub mod statistics;

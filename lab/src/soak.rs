@@ -273,6 +273,7 @@ pub fn connect_pairs(bed: &Testbed, connections: usize, ipv6: bool) -> Result<(V
         for side in [&client, &server] {
             side.set_nonblocking(true)?;
             side.set_nodelay(true)?;
+            socket::use_cubic(side.as_fd())?;
         }
         servers.push(server);
         clients.push(client);

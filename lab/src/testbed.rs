@@ -114,7 +114,6 @@ fn make_interface(
         // The settings of interfaces are in /proc and /sys of this namespace.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/all/accept_dad", "0");
-        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "cubic");
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 8388608");
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
         // Nothing is remembered from one connection to the next, so that measurements do not depend on their order.

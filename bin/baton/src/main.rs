@@ -66,10 +66,29 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
+    Recovery {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Length of every cell, as a share of what its losses need.
+        #[arg(long, default_value_t = 1.0)]
+        scale: f64,
+    },
 }
 
 fn bench(what: &Bench) -> Result<bool> {
     match what {
+        Bench::Recovery { json, scale } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let report = baton_lab::recovery::run(*scale, true)?;
+            if *json {
+                println!("{}", serde_json::to_string_pretty(&report)?);
+            } else {
+                println!("geometric mean of the ratios: {:.3}", report.geomean_ratio);
+            }
+            Ok(true)
+        }
         Bench::Datapath { json } => {
             let report = baton_lab::datapath::run()?;
             if *json {

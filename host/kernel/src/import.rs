@@ -84,7 +84,12 @@ impl<'a> Importer<'a> {
         self.saved.write(self.fd).step("SO_REUSEADDR")?;
         let mut unsent = self.unsent;
         while unsent.length() > 0 {
-            let sent = socket::send_pieces(self.fd, &unsent, libc::MSG_DONTWAIT).step("unsent data")?;
+            let sent = match socket::send_pieces(self.fd, &unsent, libc::MSG_DONTWAIT) {
+                Ok(sent) => sent,
+                // The peer has reset the connection meanwhile: what it means the socket tells the program, as ever.
+                Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => return Ok(()),
+                Err(error) => return Err(ImportError { step: "unsent data", error }),
+            };
             unsent = unsent.skip(sent);
         }
         if self.image.state.fin_queued() {

@@ -313,3 +313,11 @@ pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: a call on a borrowed descriptor.
     check(unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) }).map(|_| ())
 }
+
+/// Makes a socket use CUBIC, the congestion control that comparisons are made with, whatever the host's default is.
+///
+/// # Errors
+/// The system's.
+pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
+    set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
+}

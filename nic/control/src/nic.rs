@@ -37,6 +37,8 @@ pub struct LinkSettings {
     pub duplicate: u32,
     /// Frames damaged.
     pub corrupt: u32,
+    /// Only what the NIC sends is lost, held back, doubled or damaged; what it receives is merely delayed.
+    pub one_way: bool,
     /// Seed of the faults.
     pub seed: u64,
 }
@@ -44,7 +46,7 @@ pub struct LinkSettings {
 impl LinkSettings {
     /// As the link wants them.
     pub fn impairments(&self) -> Impairments {
-        let LinkSettings { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt, seed: _ } = *self;
+        let LinkSettings { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt, one_way: _, seed: _ } = *self;
         Impairments { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt }
     }
 }
@@ -145,8 +147,10 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     for (token, fd) in [host.fd(), wire.fd(), bell.as_fd(), channel.as_fd()].into_iter().enumerate() {
         poller.add(fd, token as u64, Trigger::Readable)?;
     }
-    let link = settings.link.impairments();
-    let wire = EmulatedWire::new(wire, link, link, settings.link.seed);
+    let out = settings.link.impairments();
+    let back =
+        if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
+    let wire = EmulatedWire::new(wire, out, back, settings.link.seed);
     let worker_settings = Settings { slots: settings.slots, hash_key: settings.hash_key, ..Settings::default() };
     let now = Instant(monotonic_micros());
     let worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
