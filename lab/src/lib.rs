@@ -4,6 +4,7 @@
 pub mod datapath;
 pub mod demo;
 pub mod http;
+pub mod options;
 pub mod probe;
 pub mod recovery;
 mod report;

@@ -38,6 +38,8 @@ enum Command {
     /// Measures one part against its bars.
     #[command(subcommand)]
     Bench(Bench),
+    /// Prints what a move does to every socket option, as Markdown.
+    Options,
     #[command(hide = true)]
     BenchWorkload {
         #[arg(long)]
@@ -235,6 +237,10 @@ fn run(command: Command) -> Result<bool> {
         }
         Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
         Command::Bench(what) => bench(&what),
+        Command::Options => {
+            print!("{}", baton_lab::options::markdown());
+            Ok(true)
+        }
         Command::BenchWorkload { connections, size, burst, segments } => {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)

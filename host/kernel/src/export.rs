@@ -156,7 +156,9 @@ impl<'a> Exporter<'a> {
         let steps = || -> Result<(), Stay> {
             shell::deafen(self.fd).step("SO_ATTACH_FILTER")?;
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
-            shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt).step("reconnect")
+            shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
+            self.saved.remember(self.fd);
+            Ok(())
         };
         match steps() {
             Ok(()) => Ok(self.saved),

@@ -11,7 +11,6 @@ const TCP_REPAIR_OPTIONS: i32 = 22;
 const TCP_TIMESTAMP: i32 = 24;
 const TCP_REPAIR_WINDOW: i32 = 29;
 const SO_BUF_LOCK: i32 = 72;
-const IPV6_HOPOPTS: i32 = 54;
 
 /// A failed step of a restore.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +60,9 @@ impl<'a> Importer<'a> {
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
-        shell::reassociate(fd, local, peer, snd_start, first_unread).step("reconnect")?;
+        // IPv6 works the segment size out when it connects, and has no other occasion to be told.
+        let mss = (!image.flow.is_v4()).then_some(image.mss);
+        shell::reassociate(fd, local, peer, snd_start, first_unread, mss).step("reconnect")?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
         make_room(fd, unread.length(), libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, 2).step("SO_RCVBUFFORCE")?;
         make_room(fd, unacknowledged.length(), libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 1).step("SO_SNDBUFFORCE")?;
@@ -70,7 +71,11 @@ impl<'a> Importer<'a> {
         refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
         shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
         write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
-        synchronise_mss(fd, image.flow.is_v4());
+        if image.flow.is_v4() {
+            // The segment size is worked out anew when IP options change: setting none does it.
+            let _ = socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[]);
+        }
+        saved.remember(fd);
         shell::hear(fd, saved).step("SO_DETACH_FILTER")?;
         Ok(Importer { fd, image: *image, unsent: unacknowledged.skip(sent), saved: saved.clone() })
     }
@@ -155,13 +160,4 @@ fn refill(fd: BorrowedFd<'_>, queue: Queue, pieces: &Pieces<'_>) -> io::Result<(
         left = left.skip(sent);
     }
     Ok(())
-}
-
-/// The segment size is worked out anew only when IP options change: setting none does it.
-fn synchronise_mss(fd: BorrowedFd<'_>, v4: bool) {
-    let _ = if v4 {
-        socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[])
-    } else {
-        socket::set_bytes(fd, libc::IPPROTO_IPV6, IPV6_HOPOPTS, &[])
-    };
 }

@@ -10,6 +10,7 @@ const TCP_REPAIR: i32 = 19;
 const TCP_REPAIR_QUEUE: i32 = 20;
 const TCP_QUEUE_SEQ: i32 = 21;
 const IP_LOCAL_PORT_RANGE: i32 = 51;
+const IP_PROTOCOL: i32 = 52;
 
 /// Queues that repair mode can point at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,6 +38,9 @@ pub(crate) fn set_queue_seq(fd: BorrowedFd<'_>, queue: Queue, seq: u32) -> io::R
     socket::set(fd, libc::IPPROTO_TCP, TCP_QUEUE_SEQ, seq as i32)
 }
 
+/// Options that a disconnect resets: SO_PEEK_OFF, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US.
+const FORGOTTEN: [(i32, i32); 4] = [(1, 42), (6, 10), (6, 45), (6, 46)];
+
 /// What a move changes on the socket for a while and must put back.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub struct Saved {
@@ -46,8 +50,8 @@ pub struct Saved {
     keepalive: i32,
     /// The program's own socket filter, as raw instructions.
     filter: Vec<u8>,
-    /// TCP_WINDOW_CLAMP, which a disconnect forgets.
-    window_clamp: i32,
+    /// What a disconnect forgets: level, option, value.
+    forgotten: Vec<(i32, i32, i32)>,
 }
 
 impl Saved {
@@ -60,7 +64,10 @@ impl Saved {
             reuse: socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?,
             keepalive: socket::get(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE)?,
             filter: read_filter(fd)?,
-            window_clamp: socket::get(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP)?,
+            forgotten: FORGOTTEN
+                .iter()
+                .filter_map(|(level, option)| Some((*level, *option, socket::get(fd, *level, *option).ok()?)))
+                .collect(),
         })
     }
 
@@ -73,6 +80,16 @@ impl Saved {
     #[must_use]
     pub fn with_keepalive(&self, on: bool) -> Saved {
         Saved { keepalive: i32::from(on), ..self.clone() }
+    }
+
+    /// Puts back what a disconnect has forgotten. What is as it was is not touched.
+    pub(crate) fn remember(&self, fd: BorrowedFd<'_>) {
+        for (level, option, value) in &self.forgotten {
+            if socket::get(fd, *level, *option).is_ok_and(|now| now != *value) {
+                // A value that the kernel gave can be set; if not, the default stands.
+                let _ = socket::set(fd, *level, *option, *value);
+            }
+        }
     }
 
     /// Puts the settings back, but for the filter, which [`hear`] does.
@@ -148,20 +165,43 @@ pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     attach_filter(fd, &mut instructions)
 }
 
-/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so silently.
+/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so silently. `mss` is the
+/// peer's MSS option, if the segment size has to be worked out from it now.
 ///
 /// # Errors
 /// The system's. The socket may then be closed: the caller checked route and source address before.
-pub(crate) fn reassociate(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<()> {
+pub(crate) fn reassociate(
+    fd: BorrowedFd<'_>,
+    local: SocketAddr,
+    peer: SocketAddr,
+    snd: u32,
+    rcv: u32,
+    mss: Option<u16>,
+) -> io::Result<()> {
+    let segment = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     dissolve(fd, snd, rcv)?;
-    let kept_port = socket::local_address(fd).is_ok_and(|address| address.port() == local.port());
-    if !kept_port && !connect_without_binding(fd, local, peer)? {
-        // The port belongs to a listener (an accepted connection): share it with that.
-        dissolve(fd, snd, rcv)?;
-        socket::bind(fd, local)?;
+    // While closed, the socket shows the limit that the program has set, if it has.
+    let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
+    let limit = if shown == segment { 0 } else { shown };
+    if let Some(mss) = mss {
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss))?;
     }
-    if socket::peer_address(fd).is_err() {
+    // Its name shows the port even when the socket no longer holds it; this shows the port that it holds.
+    let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));
+    let connected = !kept_port && connect_without_binding(fd, local, peer)?;
+    if !connected {
+        if !kept_port {
+            // The port belongs to a listener (an accepted connection): share it with that.
+            dissolve(fd, snd, rcv)?;
+            socket::bind(fd, local)?;
+        }
         socket::connect(fd, peer)?;
+    }
+    if socket::local_address(fd)? != local {
+        return Err(io::Error::from_raw_os_error(libc::EADDRNOTAVAIL));
+    }
+    if mss.is_some() {
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, limit)?;
     }
     select(fd, Queue::None)
 }
