@@ -158,7 +158,7 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     result?;
     say("A probe every 20 µs on a connection that moves 200 times: how long does it fall silent?");
     let cores = process::cores();
-    let blackout = probe::measure(&bed, 200, false, (cores > 1).then_some(cores - 1))?;
+    let blackout = probe::measure(&bed, 200, false, (cores > 1).then_some(cores - 1), 0)?;
     report.blackout_us = blackout.blackout;
     report.moves += blackout.moves;
     report.bytes_verified += counters.bytes.load(Ordering::Relaxed);

@@ -103,11 +103,11 @@ impl Probed {
     }
 }
 
-/// Measures `moves` moves of one connection of `pairs`, beside another that stays.
+/// Measures `moves` moves of one connection, beside another that stays, over a link with `delay` microseconds one way.
 ///
 /// # Errors
 /// If a connection breaks or cannot be moved.
-pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>) -> Result<Blackout> {
+pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>, delay: u64) -> Result<Blackout> {
     let (servers, clients) = crate::soak::connect_pairs(bed, 2, ipv6)?;
     let mut session = Session::connect(&bed.socket())?;
     let number = session.number();
@@ -122,7 +122,7 @@ pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>) -> Re
     let mut windows = Vec::new();
     std::thread::scope(|scope| -> Result<()> {
         let prober = scope.spawn(|| run_probes(&mut session, &mut probed, &stop, core));
-        let moved = move_back_and_forth(bed, number, moving, moves, &mut windows);
+        let moved = move_back_and_forth(bed, number, moving, moves, delay, &mut windows);
         stop.store(true, Ordering::Relaxed);
         prober.join().map_err(|_| anyhow::anyhow!("the probing thread panicked"))??;
         moved
@@ -158,6 +158,7 @@ fn move_back_and_forth(
     session: u32,
     connection: ConnectionId,
     moves: u64,
+    delay: u64,
     windows: &mut Vec<(u64, u64)>,
 ) -> Result<()> {
     let mut tool: Tool = bed.tool()?;
@@ -174,7 +175,7 @@ fn move_back_and_forth(
             other => bail!("the probed connection could not be moved: {other:?}"),
         }
         // Far enough apart that one move's surroundings hold no other.
-        std::thread::sleep(Duration::from_micros(2 * AFTER));
+        std::thread::sleep(Duration::from_micros(2 * AFTER + 20 * delay));
     }
     Ok(())
 }

@@ -351,7 +351,7 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
 /// The blackout is measured apart from the streams, which would be measured with it.
 fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakReport) -> Result<()> {
     let moves = (settings.moves / 10).clamp(20, 400);
-    let measured = probe::measure(bed, moves, settings.ipv6, settings.bed.agent_core)?;
+    let measured = probe::measure(bed, moves, settings.ipv6, settings.bed.agent_core, settings.bed.link.delay)?;
     report.blackout_us = measured.blackout;
     report.unmoved_gap_us = measured.unmoved;
     Ok(())

@@ -16,8 +16,9 @@ use baton_kernel::control::Channel;
 use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, rtnetlink};
+use std::io;
 use std::net::IpAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -31,6 +32,8 @@ pub const MAC_B: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0b];
 pub struct TestbedSettings {
     /// MTU of both hosts.
     pub mtu: u32,
+    /// The wire is a veth pair, and the NIC drives its end through a packet socket, instead of a TAP in host B.
+    pub packet_socket: bool,
     /// The emulated link.
     pub link: LinkSettings,
     /// Let the kernels hand over frames of 64 KB.
@@ -60,6 +63,7 @@ impl Default for TestbedSettings {
         let several = process::cores() > 1;
         TestbedSettings {
             mtu: 1500,
+            packet_socket: false,
             link: LinkSettings::default(),
             segmentation: true,
             threaded_napi: false,
@@ -108,8 +112,8 @@ fn make_interface(
     namespace: &Namespace,
     host: &Host,
     settings: &TestbedSettings,
-    options: TapOptions,
-) -> Result<std::os::fd::OwnedFd> {
+    open: impl FnOnce() -> io::Result<OwnedFd> + Send,
+) -> Result<OwnedFd> {
     let made = namespace.run(|| {
         // The settings of interfaces are in /proc and /sys of this namespace.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
@@ -118,7 +122,7 @@ fn make_interface(
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
         // Nothing is remembered from one connection to the next, so that measurements do not depend on their order.
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
-        let fd = interface::open_tap(host.name, options)?;
+        let fd = open()?;
         let netlink = rtnetlink::open()?;
         let link = rtnetlink::link(&netlink, host.name)?;
         rtnetlink::set_up(&netlink, link.index, Some(host.mac), Some(settings.mtu))?;
@@ -146,6 +150,18 @@ fn make_interface(
     made.with_context(|| format!("making interface {}", host.name))
 }
 
+/// A veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that nothing else is in: it lives as
+/// long as the socket.
+fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
+    Namespace::new()?.run(|| {
+        let netlink = rtnetlink::open()?;
+        rtnetlink::add_veth(&netlink, "wire0", name, host.as_fd())?;
+        let link = rtnetlink::link(&netlink, "wire0")?;
+        rtnetlink::set_up(&netlink, link.index, None, Some(mtu))?;
+        interface::open_packet_socket(link.index)
+    })
+}
+
 impl Testbed {
     /// Makes the hosts and starts Baton on host A.
     ///
@@ -160,8 +176,12 @@ impl Testbed {
         let a =
             Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
         let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
-        let host_tap = make_interface(&host_a, &a, settings, options)?;
-        let wire = make_interface(&host_b, &b, settings, options)?;
+        let host_tap = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, options))?;
+        let wire = if settings.packet_socket {
+            make_interface(&host_b, &b, settings, || open_veth(b.name, &host_b, settings.mtu))?
+        } else {
+            make_interface(&host_b, &b, settings, || interface::open_tap(b.name, options))?
+        };
         host_b.run(|| {
             for (path, value) in &settings.peer_sysctls {
                 std::fs::write(format!("/proc/sys/net/{path}"), value)?;

@@ -31,6 +31,15 @@ fn bytes_are_equal_over_ipv4_and_ipv6_and_at_every_mtu() {
     }
 }
 
+/// The NIC's wire is a packet socket on a veth: partial checksums and frames of 64 KB come over it.
+#[test]
+fn bytes_are_equal_over_a_packet_socket() {
+    for ipv6 in [false, true] {
+        let settings = TestbedSettings { packet_socket: true, ..TestbedSettings::default() };
+        back_and_forth(&mut scene_at(settings, ipv6, 8080), 2_000_000);
+    }
+}
+
 #[test]
 fn bytes_are_equal_with_options_off() {
     for (option, value) in [("ipv4/tcp_sack", "0"), ("ipv4/tcp_timestamps", "0"), ("ipv4/tcp_window_scaling", "0")] {

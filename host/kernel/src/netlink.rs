@@ -16,6 +16,7 @@ pub(crate) const REQUEST: u16 = 1;
 pub(crate) const ACK: u16 = 4;
 pub(crate) const DUMP: u16 = 0x300;
 pub(crate) const CREATE_REPLACE: u16 = 0x400 | 0x100;
+pub(crate) const CREATE_EXCLUSIVE: u16 = 0x400 | 0x200;
 const NESTED: u16 = 0x8000;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
@@ -54,9 +55,16 @@ impl Request {
 
     /// Appends an attribute that holds others.
     #[must_use]
-    pub fn nested(mut self, kind: u16, fill: impl FnOnce(Request) -> Request) -> Self {
+    pub fn nested(self, kind: u16, fill: impl FnOnce(Request) -> Request) -> Self {
+        self.nested_behind(kind, &[], fill)
+    }
+
+    /// Appends an attribute that holds a fixed header and others behind it.
+    #[must_use]
+    pub fn nested_behind(mut self, kind: u16, header: &[u8], fill: impl FnOnce(Request) -> Request) -> Self {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(&[0; 4]);
+        self.bytes.extend_from_slice(header);
         let mut filled = fill(self);
         let length = (filled.bytes.len() - start) as u16;
         filled.bytes[start..start + 2].copy_from_slice(&length.to_ne_bytes());

@@ -1,8 +1,9 @@
 //! Routes, neighbours, links and addresses.
 
-use crate::netlink::{ACK, CREATE_REPLACE, DUMP, Netlink, ROUTE, Request, attributes};
+use crate::netlink::{ACK, CREATE_EXCLUSIVE, CREATE_REPLACE, DUMP, Netlink, ROUTE, Request, attributes};
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
@@ -165,6 +166,23 @@ fn address_request(kind: u16, flags: u16, index: u32, address: IpAddr, prefix: u
     let mut header = [family(&address), prefix, 2, 0, 0, 0, 0, 0];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
     Request::new(kind, flags, &header).attribute(2, &bytes(&address)).attribute(1, &bytes(&address))
+}
+
+/// Makes a veth pair: `name` here, its peer `peer` in another namespace.
+///
+/// # Errors
+/// The system's.
+pub fn add_veth(netlink: &Netlink, name: &str, peer: &str, peer_namespace: BorrowedFd<'_>) -> io::Result<()> {
+    let terminated = |name: &str| [name.as_bytes(), &[0]].concat();
+    let namespace = peer_namespace.as_raw_fd().to_ne_bytes();
+    let request =
+        Request::new(RTM_NEWLINK, ACK | CREATE_EXCLUSIVE, &[0; 16]).attribute(3, &terminated(name)).nested(18, |info| {
+            info.attribute(1, b"veth").nested(2, |data| {
+                // VETH_INFO_PEER begins with a link header of its own.
+                data.nested_behind(1, &[0; 16], |link| link.attribute(3, &terminated(peer)).attribute(28, &namespace))
+            })
+        });
+    netlink.ask(request, |_| {})
 }
 
 /// Adds an address to a link.
