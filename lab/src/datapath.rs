@@ -320,12 +320,11 @@ fn by_file(text: &str) -> BTreeMap<String, u64> {
     let mut file = String::new();
     let mut skip = false;
     for line in text.lines() {
-        if let Some((kind @ ("fl" | "fi" | "fe"), value)) = line.split_once('=') {
+        if let Some(("fl" | "fi" | "fe", value)) = line.split_once('=') {
             let (id, name) = value.split_once(' ').unwrap_or((value, ""));
             if !name.is_empty() {
                 names.insert(id.to_string(), name.to_string());
             }
-            let _ = kind;
             file = names.get(id).cloned().unwrap_or_default();
         } else if line.starts_with("calls=") {
             skip = true;

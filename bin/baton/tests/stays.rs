@@ -24,7 +24,7 @@ fn urgent_data_stays() {
 fn mptcp_stays() {
     let bed = hosts(TestbedSettings::default());
     let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 8080))).expect("a listener");
-    // SAFETY-free helper: a socket of protocol 262 is Multipath TCP's.
+    // Protocol 262 is Multipath TCP.
     let fd = bed.host_b.run(|| {
         let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 262) };
         if raw < 0 {
@@ -41,6 +41,48 @@ fn mptcp_stays() {
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
     let error = session.adopt(fd).expect_err("MPTCP");
     assert!(error.to_string().contains("MPTCP"), "{error}");
+}
+
+/// A timestamp clock that runs in microseconds (bit 0 of TCP_TIMESTAMP selects it).
+#[test]
+fn a_microsecond_clock_stays() {
+    use std::os::fd::AsFd;
+    const TCP_REPAIR: i32 = 19;
+    const TCP_TIMESTAMP: i32 = 24;
+    let mut scene = scene(TestbedSettings::default());
+    let (server, _peer) = common::connect(&scene.bed, false, 9090);
+    let set = |option, value| baton_kernel::socket::set(server.as_fd(), libc::IPPROTO_TCP, option, value);
+    set(TCP_REPAIR, 1).expect("repair");
+    let clock = baton_kernel::socket::get(server.as_fd(), libc::IPPROTO_TCP, TCP_TIMESTAMP).expect("the clock");
+    set(TCP_TIMESTAMP, clock | 1).expect("the microsecond clock");
+    set(TCP_REPAIR, -1).expect("end of repair");
+    let id = scene.session.adopt(OwnedFd::from(server)).expect("adoption");
+    let error = scene.session.move_to(id, Place::Nic).expect_err("a microsecond clock");
+    assert!(error.to_string().contains("microseconds"), "{error}");
+    assert_eq!(scene.session.place(id), Some(Place::Kernel));
+}
+
+/// A key of TCP MD5 on the socket.
+#[test]
+fn signed_connections_stay() {
+    use std::os::fd::AsFd;
+    const TCP_MD5SIG: i32 = 14;
+    let mut scene = scene(TestbedSettings::default());
+    let (server, _peer) = common::connect(&scene.bed, false, 9090);
+    // struct tcp_md5sig: the peer's address, flags, prefix, key length, interface, key.
+    let mut key = [0u8; 216];
+    key[..2].copy_from_slice(&(libc::AF_INET as u16).to_ne_bytes());
+    key[4..8].copy_from_slice(&[10, 77, 0, 2]);
+    key[130..132].copy_from_slice(&4u16.to_ne_bytes());
+    key[136..140].copy_from_slice(b"key!");
+    let set = baton_kernel::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, TCP_MD5SIG, &key);
+    let Ok(()) = set else {
+        eprintln!("this kernel has no TCP MD5: there is nothing that could be moved");
+        return;
+    };
+    let id = scene.session.adopt(OwnedFd::from(server)).expect("adoption");
+    let error = scene.session.move_to(id, Place::Nic).expect_err("a signed connection");
+    assert!(error.to_string().contains("signed"), "{error}");
 }
 
 /// Without a route, or with its source address gone, a connection stays on the side where it is, and goes on when they are back.

@@ -14,7 +14,7 @@ use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
-use baton_kernel::{process, rtnetlink, socket};
+use baton_kernel::{netlink, process, rtnetlink, socket};
 use baton_ring::Region;
 use baton_wire::Flow;
 use std::io;
@@ -37,6 +37,7 @@ pub(crate) struct Agent {
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
     routes: Netlink,
+    diagnosis: Netlink,
     interface: rtnetlink::LinkInfo,
     poller: Poller,
 }
@@ -63,6 +64,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     };
     let keeper = Channel::from_fd(take(Descriptor::Keeper)?);
     let routes = rtnetlink::open()?;
+    let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let interface =
         rtnetlink::link(&routes, &settings.interface).with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
     let mut nic = NicProcess::start(&hardware, &settings)?;
@@ -75,7 +77,8 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
     let sessions = Vec::new();
-    let mut agent = Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, interface, poller };
+    let mut agent =
+        Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, diagnosis, interface, poller };
     // The keeper hears that programs may come.
     keeper.send(&true, &[])?;
     let result = agent.main_loop(&listener);
@@ -235,8 +238,13 @@ impl Agent {
 
     /// What a move needs, and the session it is in.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
-        let ground =
-            Ground { nic: &mut self.nic, nic_memory: &self.hardware.memory, routes: &self.routes, interface: self.interface };
+        let ground = Ground {
+            nic: &mut self.nic,
+            nic_memory: &self.hardware.memory,
+            routes: &self.routes,
+            diagnosis: &self.diagnosis,
+            interface: self.interface,
+        };
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         Some((ground, session))
     }

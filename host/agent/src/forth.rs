@@ -16,7 +16,7 @@ use baton_kernel::netlink::Netlink;
 use baton_kernel::shell::Saved;
 use baton_kernel::socket::{self, Pieces};
 use baton_kernel::tcp_info::{OPTION_SACK, TcpInfo};
-use baton_kernel::{conntrack, rtnetlink};
+use baton_kernel::{conntrack, diagnosis, rtnetlink};
 use baton_ring::Region;
 use baton_wire::frame::Link;
 use std::os::fd::AsFd;
@@ -34,6 +34,7 @@ pub(crate) struct Ground<'a> {
     pub nic: &'a mut NicProcess,
     pub nic_memory: &'a Region,
     pub routes: &'a Netlink,
+    pub diagnosis: &'a Netlink,
     pub interface: rtnetlink::LinkInfo,
 }
 
@@ -59,6 +60,9 @@ impl Ground<'_> {
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
     examine::examine(connection.fd.as_fd())?;
+    if diagnosis::has_md5_key(ground.diagnosis, &connection.flow).unwrap_or(false) {
+        return Err(Stay::Signed);
+    }
     ground.link_of(connection)?;
     let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
     let base = nic::slot(cid.slot());

@@ -66,7 +66,6 @@ pub enum Stay {
     System(&'static str, io::Error),
 }
 
-const TCP_MD5SIG_EXT_LISTED: i32 = 38; // TCP_AO_ADD_KEY's number; TCP_AO_INFO below answers whether any key is set.
 const TCP_AO_INFO: i32 = 40;
 const TCP_ULP: i32 = 31;
 const TCP_IS_MPTCP: i32 = 43;
@@ -96,7 +95,6 @@ pub fn state_name(state: u8) -> &'static str {
 /// # Errors
 /// The first reason to leave it where it is.
 pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
-    let _ = TCP_MD5SIG_EXT_LISTED;
     match socket::get(fd, libc::SOL_SOCKET, SO_PROTOCOL) {
         Ok(libc::IPPROTO_TCP) => {}
         Ok(IPPROTO_MPTCP) => {
@@ -120,18 +118,10 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     if socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_AO_INFO, &mut ao).is_ok() {
         return Err(Stay::Signed);
     }
-    // MD5 shows itself only through its room in the header: the kernel has no getter for its keys.
-    let options = if info.options & crate::tcp_info::OPTION_TIMESTAMPS != 0 { 12 } else { 0 };
-    let header = if socket::peer_address(fd).is_ok_and(|peer| peer.is_ipv6() && !is_mapped(&peer)) { 60 } else { 40 };
-    let _ = (options, header);
     if at_urgent_mark(fd) {
         return Err(Stay::Urgent);
     }
     Ok(info)
-}
-
-fn is_mapped(address: &std::net::SocketAddr) -> bool {
-    matches!(address.ip(), std::net::IpAddr::V6(ip) if ip.to_ipv4_mapped().is_some())
 }
 
 /// Whether urgent data waits: POLLPRI says so.

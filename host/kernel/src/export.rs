@@ -38,7 +38,6 @@ impl<T> Step<T> for io::Result<T> {
 struct Options {
     nodelay: bool,
     cork: bool,
-    keepalive: bool,
     idle: u32,
     interval: u32,
     count: u32,
@@ -50,7 +49,6 @@ fn options(fd: BorrowedFd<'_>) -> io::Result<Options> {
     Ok(Options {
         nodelay: tcp(libc::TCP_NODELAY)? != 0,
         cork: tcp(libc::TCP_CORK)? != 0,
-        keepalive: socket::get(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE)? != 0,
         idle: tcp(libc::TCP_KEEPIDLE)? as u32,
         interval: tcp(libc::TCP_KEEPINTVL)? as u32,
         count: tcp(libc::TCP_KEEPCNT)? as u32,
@@ -222,7 +220,6 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
         reordering_seen: info.reord_seen > 0,
     };
-    let _ = options.keepalive;
     image.check().map_err(|_| Stay::Busy)?;
     Ok((image, write_seq))
 }

@@ -3,6 +3,7 @@
 
 pub mod conntrack;
 pub mod control;
+pub mod diagnosis;
 pub mod events;
 pub mod examine;
 pub mod export;
