@@ -40,6 +40,22 @@ fn bytes_are_equal_over_a_packet_socket() {
     }
 }
 
+/// With receive threads the kernel still works on frames that came before the steal while its sockets are read.
+#[test]
+fn bytes_are_equal_with_receive_threads() {
+    let mut scene = scene(TestbedSettings { threaded_napi: true, ..TestbedSettings::default() });
+    for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(100) {
+        scene.send(100_000);
+        scene.peer_sends(100_000);
+        scene.move_to(to);
+        scene.send(100_000);
+        scene.peer_sends(100_000);
+        scene.receive();
+        scene.peer_receives();
+    }
+    scene.drain();
+}
+
 #[test]
 fn bytes_are_equal_with_options_off() {
     for (option, value) in [("ipv4/tcp_sack", "0"), ("ipv4/tcp_timestamps", "0"), ("ipv4/tcp_window_scaling", "0")] {

@@ -71,17 +71,27 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
 }
 
 impl<'a> Exporter<'a> {
-    /// Enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen. On an error the
-    /// socket is out of repair mode again, and unchanged.
+    /// Makes the socket deaf, enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen. On an error the
+    /// socket is as it was.
     ///
     /// # Errors
     /// Why the connection stays.
     pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link) -> Result<Exporter<'a>, Stay> {
         let saved = Saved::read(fd).map_err(|_| Stay::Filter)?;
+        let exporter = Self::read(fd, flow, link, &saved);
+        if exporter.is_err() {
+            let _ = undo(fd, &saved);
+        }
+        exporter
+    }
+
+    fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+        // Segments that the kernel was given before the steal may still wait for its receive thread: the NIC has copies of them.
+        shell::deafen(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
-        let read = read_image(fd, flow, link, &saved);
-        let again = read_image(fd, flow, link, &saved);
-        let exporter = read.and_then(|(image, write_seq)| {
+        let read = read_image(fd, flow, link, saved);
+        let again = read_image(fd, flow, link, saved);
+        read.and_then(|(image, write_seq)| {
             let (second, second_write) = again?;
             let moved = (image.snd_una, image.rcv_nxt, image.unread) != (second.snd_una, second.rcv_nxt, second.unread);
             if moved || write_seq != second_write {
@@ -89,12 +99,8 @@ impl<'a> Exporter<'a> {
             }
             let local = socket::local_address(fd).step("getsockname")?;
             let peer = socket::peer_address(fd).step("getpeername")?;
-            Ok(Exporter { fd, image, local, peer, write_seq, saved })
-        });
-        if exporter.is_err() {
-            let _ = shell::repair(fd, false);
-        }
-        exporter
+            Ok(Exporter { fd, image, local, peer, write_seq, saved: saved.clone() })
+        })
     }
 
     /// What was read.
@@ -142,8 +148,7 @@ impl<'a> Exporter<'a> {
     /// # Errors
     /// The system's.
     pub fn abandon(self) -> io::Result<()> {
-        shell::repair(self.fd, false)?;
-        self.saved.write(self.fd)
+        undo(self.fd, &self.saved)
     }
 
     /// Purges the kernel's state: the socket becomes a shell. What must be put back later is returned.
@@ -152,7 +157,6 @@ impl<'a> Exporter<'a> {
     /// If the kernel refuses a step; the connection must then be restored from its image at once.
     pub fn purge(self) -> Result<Saved, (Saved, Stay)> {
         let steps = || -> Result<(), Stay> {
-            shell::deafen(self.fd).step("SO_ATTACH_FILTER")?;
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
             shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
             self.saved.remember(self.fd);
@@ -163,6 +167,13 @@ impl<'a> Exporter<'a> {
             Err(stay) => Err((self.saved, stay)),
         }
     }
+}
+
+/// The connection hears and speaks again, in the kernel.
+fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+    shell::hear(fd, saved)?;
+    shell::repair(fd, false)?;
+    saved.write(fd)
 }
 
 fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Stay> {
