@@ -108,7 +108,8 @@ struct Stage<'a> {
 
 fn start_server(bed: &Testbed, address: SocketAddr) -> Result<(Child, u32)> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["demo-server", "--listen", &address.to_string(), "--agent"]).arg(bed.socket()).stdout(Stdio::piped());
+    command.args(["demo-server", "--listen", &address.to_string(), "--agent"]).arg(bed.socket());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut server = bed.host_a.spawn(&mut command).context("starting the server")?;
     let mut line = String::new();
     BufReader::new(server.stdout.take().context("the server's output")?).read_line(&mut line)?;

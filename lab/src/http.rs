@@ -81,6 +81,11 @@ pub fn serve(listen: SocketAddr, agent: &Path) -> Result<()> {
     let listener = TcpListener::bind(listen).with_context(|| format!("listening on {listen}"))?;
     listener.set_nonblocking(true)?;
     socket::use_cubic(listener.as_fd())?;
+    // Whoever started the server holds its input open; with it the server ends.
+    std::thread::spawn(|| {
+        let _ = io::copy(&mut io::stdin(), &mut io::sink());
+        std::process::exit(0);
+    });
     let mut session = Session::connect(agent)?;
     session.watch(listener.as_fd())?;
     println!("{}", session.number());

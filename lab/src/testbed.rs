@@ -19,6 +19,7 @@ use baton_kernel::{process, rtnetlink};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -212,6 +213,8 @@ impl Testbed {
         let mut command = Command::new(settings.program.clone().map_or_else(std::env::current_exe, Ok)?);
         command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(&agent)?);
         process::inherit(&mut command, &[host_tap.as_fd(), wire.as_fd(), theirs.as_fd()], false);
+        // Out of the terminal's reach: when this process is interrupted the keeper still gives everything back.
+        command.process_group(0);
         let keeper = host_a.spawn(&mut command).context("starting the keeper")?;
         drop(theirs);
         let mut bed = Testbed { host_a, host_b, keeper, parent: None, directory };

@@ -59,6 +59,10 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
             announced = true;
         }
         if watch(&mut agent, ours, &parent)? {
+            // A directory that was made for the agent's socket alone is empty now; any other stays.
+            if let Some(directory) = settings.socket.parent() {
+                let _ = std::fs::remove_dir(directory);
+            }
             return Ok(());
         }
         let lived = (baton_kernel::events::monotonic_micros() - started) / 1_000_000;
