@@ -10,7 +10,7 @@ use baton_lab::testbed::{TestbedSettings, address_b};
 use common::{Scene, connect, hosts, scene, scene_at};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 fn lossy() -> LinkSettings {
@@ -227,12 +227,7 @@ fn keep_alive_is_the_nics() {
     assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
     scene.move_to(Place::Nic);
     // Now the peer falls silent: a filter that drops everything makes its kernel deaf.
-    let mut deaf = [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }];
-    let program = libc::sock_fprog { len: 1, filter: deaf.as_mut_ptr() };
-    let done = unsafe {
-        libc::setsockopt(scene.peer.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, (&raw const program).cast(), 16)
-    };
-    assert_eq!(done, 0);
+    baton_kernel::shell::deafen(scene.peer.as_fd()).expect("a deaf peer");
     let silent = Instant::now();
     loop {
         match scene.session.receive(scene.id, &mut [0; 16]) {
@@ -259,7 +254,7 @@ fn connections_that_share_a_port_keep_sharing_it() {
     let connect_from = |port: i32, to: &TcpListener| {
         let address = to.local_addr().expect("an address");
         bed.host_a.run(|| {
-            let fd = tcp_socket();
+            let fd = socket::stream(0)?;
             port_range(fd.as_fd(), port << 16 | port);
             socket::connect(fd.as_fd(), address)?;
             Ok(fd)
@@ -284,13 +279,6 @@ fn connections_that_share_a_port_keep_sharing_it() {
     for id in ids {
         assert_eq!(session.option(id, libc::SOL_SOCKET, libc::SO_REUSEADDR).expect("SO_REUSEADDR"), SO_REUSEADDR_OFF);
     }
-}
-
-fn tcp_socket() -> OwnedFd {
-    use std::os::fd::FromRawFd;
-    let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    assert!(raw >= 0);
-    unsafe { OwnedFd::from_raw_fd(raw) }
 }
 
 /// A firewall that drops what its tracker finds invalid lets moved connections go on.

@@ -7,13 +7,13 @@ use baton_kernel::rtnetlink;
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
 use common::{hosts, scene};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 #[test]
 fn urgent_data_stays() {
     let mut scene = scene(TestbedSettings::default());
-    assert_eq!(unsafe { libc::send(scene.peer.as_raw_fd(), b"!".as_ptr().cast(), 1, libc::MSG_OOB) }, 1);
+    baton_kernel::socket::send_urgent(scene.peer.as_fd(), b'!').expect("urgent data");
     std::thread::sleep(Duration::from_millis(50));
     let error = scene.session.move_to(scene.id, Place::Nic).expect_err("urgent data");
     assert!(error.to_string().contains("urgent"), "{error}");
@@ -25,18 +25,11 @@ fn mptcp_stays() {
     let bed = hosts(TestbedSettings::default());
     let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 8080))).expect("a listener");
     // Protocol 262 is Multipath TCP.
-    let fd = bed.host_b.run(|| {
-        let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 262) };
-        if raw < 0 {
-            return Err(std::io::Error::last_os_error());
-        }
-        Ok(unsafe { OwnedFd::from_raw_fd(raw) })
-    });
+    let fd = bed.host_b.run(|| baton_kernel::socket::stream(262));
     let Ok(fd) = fd else {
         eprintln!("this kernel has no MPTCP: there is nothing that could be moved");
         return;
     };
-    use std::os::fd::AsFd;
     baton_kernel::socket::connect(fd.as_fd(), listener.local_addr().expect("an address")).expect("an MPTCP connection");
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
     let error = session.adopt(fd).expect_err("MPTCP");
@@ -46,7 +39,6 @@ fn mptcp_stays() {
 /// A timestamp clock that runs in microseconds (bit 0 of TCP_TIMESTAMP selects it).
 #[test]
 fn a_microsecond_clock_stays() {
-    use std::os::fd::AsFd;
     const TCP_REPAIR: i32 = 19;
     const TCP_TIMESTAMP: i32 = 24;
     let mut scene = scene(TestbedSettings::default());
@@ -65,7 +57,6 @@ fn a_microsecond_clock_stays() {
 /// A key of TCP MD5 on the socket.
 #[test]
 fn signed_connections_stay() {
-    use std::os::fd::AsFd;
     const TCP_MD5SIG: i32 = 14;
     let mut scene = scene(TestbedSettings::default());
     let (server, _peer) = common::connect(&scene.bed, false, 9090);

@@ -139,7 +139,7 @@ fn attach_filter(fd: BorrowedFd<'_>, instructions: &mut [libc::sock_filter]) -> 
 ///
 /// # Errors
 /// The system's.
-pub(crate) fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
+pub fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
     // BPF_RET | BPF_K, 0.
     attach_filter(fd, &mut [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }])
 }

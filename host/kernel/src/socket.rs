@@ -5,7 +5,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Turns a system call's -1 into the error it left.
 pub(crate) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -320,4 +320,24 @@ pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// The system's.
 pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
+}
+
+/// A new IPv4 stream socket of a protocol (TCP, or 262 for Multipath TCP), neither bound nor connected.
+///
+/// # Errors
+/// The system's.
+pub fn stream(protocol: i32) -> io::Result<OwnedFd> {
+    // SAFETY: no pointers are involved.
+    let raw = check(unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, protocol) })?;
+    // SAFETY: the descriptor is new and ours.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// Sends one byte as urgent data.
+///
+/// # Errors
+/// The system's.
+pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
+    // SAFETY: one live byte.
+    check_size(unsafe { libc::send(fd.as_raw_fd(), (&raw const byte).cast(), 1, libc::MSG_OOB | libc::MSG_NOSIGNAL) }).map(|_| ())
 }
