@@ -80,18 +80,6 @@ pub fn pin(thread: i32, core: usize) -> bool {
     }
 }
 
-/// Lets a thread run anywhere again. Whether it worked.
-pub fn unpin(thread: i32) -> bool {
-    // SAFETY: as in `pin`.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        for core in 0..1024 {
-            libc::CPU_SET(core, &mut set);
-        }
-        libc::sched_setaffinity(thread, size_of::<libc::cpu_set_t>(), &set) == 0
-    }
-}
-
 /// How many cores this process may run on.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)

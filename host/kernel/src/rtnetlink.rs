@@ -9,7 +9,6 @@ const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
 const RTM_DELADDR: u16 = 21;
-const RTM_NEWROUTE: u16 = 24;
 const RTM_GETROUTE: u16 = 26;
 const RTM_NEWNEIGH: u16 = 28;
 const RTM_GETNEIGH: u16 = 30;
@@ -199,18 +198,6 @@ pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -
 /// The system's.
 pub fn delete_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
     netlink.ask(address_request(RTM_DELADDR, ACK, index, address, prefix), |_| {})
-}
-
-/// Adds a default route through a link.
-///
-/// # Errors
-/// The system's.
-pub fn add_default_route(netlink: &Netlink, index: u32, gateway: IpAddr) -> io::Result<()> {
-    let header = [family(&gateway), 0, 0, 0, 254, 4, 0, 1, 0, 0, 0, 0];
-    let request = Request::new(RTM_NEWROUTE, ACK | CREATE_REPLACE, &header)
-        .attribute(5, &bytes(&gateway))
-        .attribute(4, &index.to_ne_bytes());
-    netlink.ask(request, |_| {})
 }
 
 /// Says which link address a neighbour has, for good.

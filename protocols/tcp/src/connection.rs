@@ -293,11 +293,6 @@ impl Connection {
         self.congestion.cwnd
     }
 
-    /// Smoothed round-trip time in microseconds.
-    pub fn smoothed_rtt(&self) -> u32 {
-        self.rtt.smoothed
-    }
-
     /// Queues `length` more bytes of send memory. Returns false when sending is closed.
     #[inline]
     pub fn queue(&mut self, length: u32) -> bool {
