@@ -5,14 +5,14 @@
 //! difference is divided by 2N. Source files tell the layers apart.
 
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{RING_WORDS, nic, session, slot};
+use baton_abi::layout::{nic, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED, State};
 use baton_kernel::events::monotonic_nanos;
-use baton_ring::{Consumer, Producer, Region, Words};
+use baton_ring::{Consumer, Producer, Region, RingWords};
 use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
@@ -78,9 +78,9 @@ pub struct DatapathReport {
 struct Bench {
     worker: Worker<MemoryDevice, MemoryDevice>,
     far: MemoryDevice,
-    commands: Producer<Words>,
-    events: Consumer<Words>,
-    nic_events: Consumer<Words>,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
+    nic_events: Consumer<RingWords>,
     peers: Vec<Peer>,
     frame: Frame,
     now: Instant,
@@ -141,21 +141,21 @@ impl Bench {
         let heap = session::HEAP + slots * 2 * BUFFER as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);
-        let settings = Settings { slots, hash_key: (1, 2), batch: 32, frame_bytes: FRAME, quick_ack: true };
+        let settings = Settings { slots, hash_key: [1, 2, 3, 4], batch: 32, frame_bytes: FRAME, quick_ack: true };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start();
         worker.attach(0, memory.clone());
         let mut bench = Bench {
             worker,
             far,
-            commands: Producer::new(memory.shared_words(session::COMMANDS, RING_WORDS)),
-            events: Consumer::new(memory.shared_words(session::EVENTS, RING_WORDS)),
-            nic_events: Consumer::new(nic_memory.shared_words(nic::EVENTS, RING_WORDS)),
+            commands: Producer::new(memory.ring(session::COMMANDS)),
+            events: Consumer::new(memory.ring(session::EVENTS)),
+            nic_events: Consumer::new(nic_memory.ring(nic::EVENTS)),
             peers: Vec::new(),
             frame: Frame::with_capacity(FRAME),
             now,
         };
-        let mut agent = Producer::new(nic_memory.shared_words(nic::COMMANDS, RING_WORDS));
+        let mut agent = Producer::new(nic_memory.ring(nic::COMMANDS));
         for at in 0..connections {
             bench.offload(&nic_memory, &mut agent, at)?;
         }
@@ -163,7 +163,7 @@ impl Bench {
     }
 
     /// Mirror, steal, hand off: what the agent does.
-    fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<Words>, at: u32) -> Result<()> {
+    fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<RingWords>, at: u32) -> Result<()> {
         let remote = Endpoint::v4([10, 1, (at >> 8) as u8, at as u8], 1024 + at as u16);
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
         let cid = Cid::new(at, 1);
@@ -192,7 +192,7 @@ impl Bench {
             self.worker.poll(self.now);
         }
         let link = Link { ttl: 64, ..Link::default() };
-        self.peers.push(Peer { cid, template: Template::new(&flow.reversed(), &link), seq: 1 });
+        self.peers.push(Peer { cid, template: Template::new(&flow.reversed(), &link, true), seq: 1 });
         self.settle();
         let mut refused = 0;
         while let Some(words) = self.nic_events.pop() {
@@ -344,7 +344,7 @@ fn layer(file: &str) -> &'static str {
         ("wire/src", "wire"),
         ("protocols/tcp", "tcp"),
         ("nic/datapath/src/lookup", "lookup"),
-        ("siphasher", "lookup"),
+        ("ahash", "lookup"),
         ("nic/datapath", "datapath"),
         ("interface/ring", "ring and memory"),
         ("interface/abi", "ring and memory"),

@@ -206,7 +206,7 @@ impl Testbed {
                 spin: settings.spin,
                 segmentation,
                 link: settings.link,
-                hash_key: (settings.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15), !settings.seed),
+                hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             },
         };
         let (parent, theirs) = Channel::pair()?;

@@ -122,7 +122,7 @@ fn exchange(we_connect: bool, impairments: Impairments) {
     let handle = sockets.add(tcp::Socket::new(buffer(), buffer()));
     let ours = |connection| Ours {
         connection,
-        template: Template::new(&flow, &Addresses { ttl: 64, ..Addresses::default() }),
+        template: Template::new(&flow, &Addresses { ttl: 64, ..Addresses::default() }, true),
         memory: vec![0; 1 << 17],
         first: 78,
         queued: 0,

@@ -98,6 +98,81 @@ impl Flow {
     }
 }
 
+/// A flow in the form in which it is hashed and compared.
+#[derive(Clone, Copy, Eq, Debug)]
+pub struct Name {
+    /// IPv4: both addresses; IPv6: the first half of the local one.
+    first: u64,
+    /// Both ports; bit 63 is set for IPv6.
+    ports: u64,
+    /// IPv6: the rest of the addresses; IPv4: zero.
+    rest: [u64; 3],
+}
+
+const V6: u64 = 1 << 63;
+
+impl Name {
+    /// From the fields of an IPv4 packet: both addresses as one little-endian word, the source's first, and the word with source
+    /// and destination port.
+    #[inline(always)]
+    pub fn v4(remote_local: u64, source_destination: u32) -> Name {
+        Name { first: remote_local, ports: u64::from(source_destination), rest: [0; 3] }
+    }
+
+    /// From the fields of an IPv6 packet, addresses as little-endian words.
+    #[inline(always)]
+    pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32) -> Name {
+        Name { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]] }
+    }
+
+    /// Whether the flow's packets are IPv4.
+    #[inline(always)]
+    pub fn is_v4(&self) -> bool {
+        self.ports & V6 == 0
+    }
+
+    /// The words that tell flows apart: two for IPv4, two and four more (the last zero) for IPv6.
+    #[inline(always)]
+    pub fn words(&self) -> ([u64; 2], Option<[u64; 4]>) {
+        let rest = [self.rest[0], self.rest[1], self.rest[2], 0];
+        ([self.first, self.ports], (!self.is_v4()).then_some(rest))
+    }
+
+    /// All bytes of both addresses, in an order that sums do not mind.
+    pub(crate) fn address_words(&self) -> [u64; 4] {
+        [self.first, self.rest[0], self.rest[1], self.rest[2]]
+    }
+}
+
+impl PartialEq for Name {
+    /// Without the call that comparing arrays would be, and short for IPv4.
+    #[inline(always)]
+    fn eq(&self, other: &Name) -> bool {
+        let rest = || (0..3).fold(0, |sum, at| sum | (self.rest[at] ^ other.rest[at])) == 0;
+        self.first == other.first && self.ports == other.ports && (self.is_v4() || rest())
+    }
+}
+
+impl From<&Flow> for Name {
+    #[inline]
+    fn from(flow: &Flow) -> Name {
+        let (local, remote) = (&flow.local, &flow.remote);
+        let ports = u32::from(remote.port) << 16 | u32::from(local.port);
+        if flow.is_v4() {
+            let [a, b, c, d] = remote.v4_bytes();
+            let [e, f, g, h] = local.v4_bytes();
+            return Name::v4(u64::from_le_bytes([a, b, c, d, e, f, g, h]), ports);
+        }
+        let half = |address: &[u8; 16], at: usize| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(&address[at..at + 8]);
+            u64::from_le_bytes(bytes)
+        };
+        let words = |address: &[u8; 16]| [half(address, 0), half(address, 8)];
+        Name::v6(words(&local.address), words(&remote.address), ports)
+    }
+}
+
 impl fmt::Display for Flow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} -> {}", self.local, self.remote)

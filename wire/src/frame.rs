@@ -2,6 +2,7 @@
 
 use crate::checksum::{self, Sum};
 use crate::flow::{Endpoint, Flow};
+use crate::plain::{Acknowledgement, TIMESTAMPS};
 use crate::tcp::{Flags, TcpOptions};
 
 /// Bytes of an Ethernet header.
@@ -134,6 +135,10 @@ impl TcpFrame {
         let tcp = ETHERNET + IPV6;
         let flow =
             Flow { local: Endpoint::v6(address(24), be16(frame, tcp + 2)), remote: Endpoint::v6(address(8), be16(frame, tcp)) };
+        // An IPv4-mapped address has no business on the wire: it would pass for an IPv4 connection.
+        if flow.local.is_v4() || flow.remote.is_v4() {
+            return Err(FrameError::NotTcp);
+        }
         Self::parse_tcp(frame, flow, tcp, tcp + length, ip[1] >> 4 & 3)
     }
 
@@ -214,10 +219,16 @@ pub struct Header<'a> {
     pub ident: u16,
 }
 
+/// Bytes of a prepared acknowledgement: the longest one, rounded up so that it is copied with few instructions.
+const PREPARED: usize = (ETHERNET + IPV6 + TCP + TIMESTAMPS).next_multiple_of(16);
+
 /// A connection's frame header with all that does not change from segment to segment filled in.
 #[derive(Clone, Copy, Debug)]
 pub struct Template {
     bytes: [u8; ETHERNET + IPV6 + TCP],
+    /// An acknowledgement with all but its numbers.
+    acknowledgement: [u8; PREPARED],
+    acknowledgement_length: u8,
     /// Offset of the TCP header: 34 for IPv4, 54 for IPv6.
     tcp: u8,
     /// Folded sum of the pseudo-header without its length.
@@ -227,8 +238,8 @@ pub struct Template {
 }
 
 impl Template {
-    /// Makes the template of a connection's outgoing frames.
-    pub fn new(flow: &Flow, link: &Link) -> Self {
+    /// Makes the template of a connection's outgoing frames; `timestamps` says whether its acknowledgements have that option.
+    pub fn new(flow: &Flow, link: &Link, timestamps: bool) -> Self {
         let mut bytes = [0u8; ETHERNET + IPV6 + TCP];
         bytes[..6].copy_from_slice(&link.destination);
         bytes[6..12].copy_from_slice(&link.source);
@@ -257,7 +268,24 @@ impl Template {
         bytes[tcp..tcp + 2].copy_from_slice(&flow.local.port.to_be_bytes());
         bytes[tcp + 2..tcp + 4].copy_from_slice(&flow.remote.port.to_be_bytes());
         let ip_sum = u32::from(Sum::new().bytes(&bytes[ETHERNET..ETHERNET + IPV4]).folded());
-        Template { bytes, tcp: tcp as u8, pseudo: pseudo(&flow.local, &flow.remote, 0).folded(), ip_sum }
+        let mut template = Template {
+            bytes,
+            acknowledgement: [0; PREPARED],
+            acknowledgement_length: 0,
+            tcp: tcp as u8,
+            pseudo: pseudo(&flow.local, &flow.remote, 0).folded(),
+            ip_sum,
+        };
+        template.prepare_acknowledgement(timestamps);
+        template
+    }
+
+    fn prepare_acknowledgement(&mut self, timestamps: bool) {
+        let options = TcpOptions { timestamps: timestamps.then_some((0, 0)), ..TcpOptions::default() };
+        let header = Header { seq: 0, ack: 0, flags: Flags::ACK, window: 0, options: &options, ecn: 0, ident: 0 };
+        let mut out = [0u8; MAX_HEADER];
+        self.acknowledgement_length = self.emit(&header, 0, &mut out) as u8;
+        self.acknowledgement.copy_from_slice(&out[..PREPARED]);
     }
 
     /// Offset of the TCP header in frames of this template.
@@ -294,6 +322,30 @@ impl Template {
         t[16..18].copy_from_slice(&sum.folded().to_be_bytes());
         t[18..20].copy_from_slice(&[0, 0]);
         tcp + TCP + options
+    }
+
+    /// Writes an acknowledgement without payload, and returns its length. It is what [`Template::emit`] would write, with an IPv4
+    /// identification of 0, which RFC 6864 section 4.1 allows where nothing can be fragmented.
+    #[inline(always)]
+    pub fn acknowledge(&self, ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) -> usize {
+        out[..PREPARED].copy_from_slice(&self.acknowledgement);
+        if self.tcp_offset() == ETHERNET + IPV4 {
+            Self::fill_acknowledgement::<{ ETHERNET + IPV4 }>(ack, out);
+        } else {
+            Self::fill_acknowledgement::<{ ETHERNET + IPV6 }>(ack, out);
+        }
+        usize::from(self.acknowledgement_length)
+    }
+
+    #[inline(always)]
+    fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) {
+        out[AT + 4..AT + 8].copy_from_slice(&ack.seq.to_be_bytes());
+        out[AT + 8..AT + 12].copy_from_slice(&ack.ack.to_be_bytes());
+        out[AT + 14..AT + 16].copy_from_slice(&ack.window.to_be_bytes());
+        if let Some((value, echo)) = ack.timestamps {
+            out[AT + TCP + 4..AT + TCP + 8].copy_from_slice(&value.to_be_bytes());
+            out[AT + TCP + 8..AT + TCP + 12].copy_from_slice(&echo.to_be_bytes());
+        }
     }
 
     #[inline]
@@ -336,7 +388,7 @@ mod tests {
     fn a_written_frame_reads_back_and_its_checksums_hold() {
         for flow in flows() {
             let link = Link { ttl: 64, tos: 0x20, ..Link::default() };
-            let template = Template::new(&flow, &link);
+            let template = Template::new(&flow, &link, true);
             let options = TcpOptions { timestamps: Some((1, 2)), ..TcpOptions::default() };
             let header =
                 Header { seq: 5, ack: 6, flags: Flags::ACK | Flags::PSH, window: 7, options: &options, ecn: 2, ident: 0xfffe };
@@ -360,7 +412,7 @@ mod tests {
     #[test]
     fn lying_headers_are_refused() {
         for flow in flows() {
-            let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() });
+            let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, true);
             let options = TcpOptions::default();
             let header = Header { seq: 1, ack: 2, flags: Flags::ACK, window: 3, options: &options, ecn: 0, ident: 0 };
             let mut frame = [0u8; MAX_HEADER + 8];

@@ -7,8 +7,10 @@
 pub mod checksum;
 pub mod flow;
 pub mod frame;
+pub mod plain;
 pub mod tcp;
 
-pub use flow::{Endpoint, Flow};
+pub use flow::{Endpoint, Flow, Name};
 pub use frame::{FrameError, TcpFrame};
+pub use plain::{Acknowledgement, Plain};
 pub use tcp::{Flags, SackBlocks, TcpOptions};

@@ -2,14 +2,14 @@
 
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{RING_WORDS, nic};
+use baton_abi::layout::nic;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_control::{ToAgent, ToNic};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, monotonic_micros};
 use baton_kernel::examine::Stay;
 use baton_kernel::process;
-use baton_ring::{Consumer, Producer, Region, Words, needs_doorbell};
+use baton_ring::{Consumer, Producer, Region, RingWords, needs_doorbell};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
@@ -31,8 +31,8 @@ pub(crate) struct Hardware {
 pub(crate) struct NicProcess {
     child: Child,
     channel: Channel,
-    commands: Producer<Words>,
-    events: Consumer<Words>,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
     memory: Arc<Region>,
     bell: Doorbell,
     /// What the NIC said without being asked.
@@ -60,7 +60,7 @@ impl NicProcess {
         ];
         process::inherit(&mut command, &descriptors, true);
         // What the last NIC left unread was for the last NIC.
-        let mut leftovers = Consumer::new(hardware.memory.shared_words(nic::COMMANDS, RING_WORDS));
+        let mut leftovers = Consumer::new(hardware.memory.ring(nic::COMMANDS));
         while leftovers.pop().is_some() {}
         leftovers.release();
         let child = command.spawn().context("starting the NIC process")?;
@@ -74,8 +74,8 @@ impl NicProcess {
         Ok(NicProcess {
             child,
             channel: ours,
-            commands: Producer::new(hardware.memory.shared_words(nic::COMMANDS, RING_WORDS)),
-            events: Consumer::new(hardware.memory.shared_words(nic::EVENTS, RING_WORDS)),
+            commands: Producer::new(hardware.memory.ring(nic::COMMANDS)),
+            events: Consumer::new(hardware.memory.ring(nic::EVENTS)),
             memory: hardware.memory.clone(),
             bell: hardware.nic_bell.try_clone()?,
             inbox: VecDeque::new(),

@@ -70,7 +70,7 @@ fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> O
         ts_recent: record.ts_recent,
         // Later than anything the NIC can have sent.
         ts_clock: handed.ts_clock.wrapping_add(elapsed as u32 + 1),
-        cwnd: u32::from(record.cwnd),
+        cwnd: record.cwnd,
         srtt: record.srtt,
         ..*handed
     })

@@ -2,7 +2,7 @@
 
 use crate::connection::{Connection, Memory};
 use crate::heap::Heap;
-use baton_abi::layout::{RING_WORDS, session as at};
+use baton_abi::layout::session as at;
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_ring::{Consumer, Region};
@@ -41,7 +41,7 @@ impl OpenSession {
 
     /// Drops commands that the program gave to a NIC that has died: what they said is in the connections' blocks, too.
     pub fn forget_commands(&self) {
-        let mut commands = Consumer::new(self.memory.shared_words(at::COMMANDS, RING_WORDS));
+        let mut commands = Consumer::new(self.memory.ring(at::COMMANDS));
         while commands.pop().is_some() {}
         commands.release();
     }

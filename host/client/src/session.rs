@@ -2,12 +2,12 @@
 
 use crate::connection::{Block, Connection, Offload};
 use crate::protocol::{Answer, Ask, Place, Reply, Request, VERSION};
-use baton_abi::layout::{Owner, RING_WORDS, block, session as at};
+use baton_abi::layout::{Owner, block, session as at};
 use baton_abi::{Control, Message, Operation};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger};
 use baton_kernel::socket;
-use baton_ring::{Consumer, Producer, Region, Words, go_to_sleep, needs_doorbell, wake_up};
+use baton_ring::{Consumer, Producer, Region, RingWords, go_to_sleep, needs_doorbell, wake_up};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,8 +27,8 @@ pub struct Session {
     number: u32,
     channel: Channel,
     memory: Arc<Region>,
-    commands: Producer<Words>,
-    events: Consumer<Words>,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
     nic_bell: Doorbell,
     bell: Doorbell,
     poller: Poller,
@@ -74,8 +74,8 @@ impl Session {
         Ok(Session {
             number,
             channel,
-            commands: Producer::new(memory.shared_words(at::COMMANDS, RING_WORDS)),
-            events: Consumer::new(memory.shared_words(at::EVENTS, RING_WORDS)),
+            commands: Producer::new(memory.ring(at::COMMANDS)),
+            events: Consumer::new(memory.ring(at::EVENTS)),
             memory,
             nic_bell: Doorbell::from_fd(nic_bell),
             bell,

@@ -40,8 +40,8 @@ pub struct Record {
     pub ranges_table: u8,
     /// How many ranges it has.
     pub ranges: u8,
-    /// Congestion window in segments, at most 65535.
-    pub cwnd: u16,
+    /// Congestion window in segments.
+    pub cwnd: u32,
     /// Smoothed round-trip time, microseconds.
     pub srtt: u32,
 }
@@ -105,7 +105,7 @@ impl Record {
             state: words[6] as u8,
             ranges_table: (words[6] >> 8) as u8,
             ranges: (words[6] >> 16) as u8,
-            cwnd: (words[6] >> 32) as u16,
+            cwnd: (words[6] >> 32) as u32,
         }
     }
 }

@@ -9,5 +9,5 @@ mod ring;
 mod sync;
 
 #[cfg(not(loom))]
-pub use region::{OutOfRegion, Region, Words};
+pub use region::{Circle, OutOfRegion, Region, RingWords, WordArray};
 pub use ring::{Consumer, Full, Producer, go_to_sleep, needs_doorbell, wake_up};

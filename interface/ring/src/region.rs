@@ -161,10 +161,21 @@ impl Region {
         unsafe { &*base.as_ptr().cast() }
     }
 
-    /// Words that keep the region alive, for a ring.
-    pub fn shared_words(self: &Arc<Self>, at: usize, count: usize) -> Words {
-        let words = NonNull::from(self.words(at, count));
-        Words { words, _region: self.clone() }
+    /// A fixed number of words that keep the region alive: indexing them by a constant costs no check.
+    pub fn shared_array<const N: usize>(self: &Arc<Self>, at: usize) -> WordArray<N> {
+        let words: &[AtomicU64; N] = self.words(at, N).first_chunk().expect("as many words as were asked for");
+        WordArray { words: NonNull::from(words), _region: self.clone() }
+    }
+
+    /// The words of a ring.
+    pub fn ring(self: &Arc<Self>, at: usize) -> RingWords {
+        self.shared_array(at)
+    }
+
+    /// `length` bytes at `at` as a circle. None if they lie outside, or their number is no power of two.
+    pub fn circle(self: &Arc<Self>, at: u32, length: u32) -> Option<Circle> {
+        let base = self.span(at as usize, length as usize)?;
+        length.is_power_of_two().then(|| Circle { base, mask: length - 1, at, _region: self.clone() })
     }
 
     /// Gives the pages of a range back to the system; they read as zero afterwards.
@@ -184,27 +195,96 @@ impl Drop for Region {
     }
 }
 
-/// Words of a region that keep it mapped.
+/// A part of a region, a power of two long, in which every byte has its place: its sequence number modulo the length.
 #[derive(Clone, Debug)]
-pub struct Words {
-    words: NonNull<[AtomicU64]>,
+pub struct Circle {
+    base: NonNull<u8>,
+    mask: u32,
+    /// Where it lies in the region.
+    at: u32,
+    _region: Arc<Region>,
+}
+
+// SAFETY: bytes in a mapping that `_region` keeps alive, only ever copied from and to.
+unsafe impl Send for Circle {}
+
+impl Circle {
+    /// Where the byte of a sequence number lies in the region.
+    #[inline]
+    pub fn offset_of(&self, seq: u32) -> u32 {
+        self.at + (seq & self.mask)
+    }
+
+    /// Bytes that a copy from or to `seq` on moves before it goes on at the front.
+    #[inline(always)]
+    fn before_end(&self, seq: u32, length: usize) -> usize {
+        length.min((self.mask - (seq & self.mask)) as usize + 1)
+    }
+
+    /// Puts bytes at their places; of more than fit, the last ones stay.
+    #[inline(always)]
+    pub fn write(&self, mut seq: u32, mut bytes: &[u8]) {
+        loop {
+            let (piece, rest) = bytes.split_at(self.before_end(seq, bytes.len()));
+            // SAFETY: the place is inside the circle, and so are as many bytes as are left before its end; see `Region::write`.
+            unsafe {
+                let to = self.base.add((seq & self.mask) as usize);
+                core::ptr::copy_nonoverlapping(piece.as_ptr(), to.as_ptr(), piece.len());
+            }
+            if rest.is_empty() {
+                return;
+            }
+            seq = seq.wrapping_add(piece.len() as u32);
+            bytes = rest;
+        }
+    }
+
+    /// Reads bytes back.
+    pub fn read(&self, mut seq: u32, mut out: &mut [u8]) {
+        while !out.is_empty() {
+            let (piece, rest) = out.split_at_mut(self.before_end(seq, out.len()));
+            // SAFETY: as in `write`; see `Region::read`.
+            unsafe {
+                let from = self.base.add((seq & self.mask) as usize);
+                core::ptr::copy_nonoverlapping(from.as_ptr(), piece.as_mut_ptr(), piece.len());
+            }
+            seq = seq.wrapping_add(piece.len() as u32);
+            out = rest;
+        }
+    }
+}
+
+/// A fixed number of words of a region that keep it mapped.
+#[derive(Clone, Debug)]
+pub struct WordArray<const N: usize> {
+    words: NonNull<[AtomicU64; N]>,
     _region: Arc<Region>,
 }
 
 // SAFETY: atomics in a mapping that `_region` keeps alive.
-unsafe impl Send for Words {}
+unsafe impl<const N: usize> Send for WordArray<N> {}
 // SAFETY: as above.
-unsafe impl Sync for Words {}
+unsafe impl<const N: usize> Sync for WordArray<N> {}
 
-impl Deref for Words {
-    type Target = [AtomicU64];
+impl<const N: usize> Deref for WordArray<N> {
+    type Target = [AtomicU64; N];
 
-    #[inline]
-    fn deref(&self) -> &[AtomicU64] {
+    #[inline(always)]
+    fn deref(&self) -> &[AtomicU64; N] {
         // SAFETY: inside the mapping, which `_region` keeps alive.
         unsafe { self.words.as_ref() }
     }
 }
+
+impl<const N: usize> AsRef<[AtomicU64]> for WordArray<N> {
+    #[inline(always)]
+    fn as_ref(&self) -> &[AtomicU64] {
+        &**self
+    }
+}
+
+/// The words of one of the interface's rings.
+pub type RingWords = WordArray<{ baton_abi::layout::RING_WORDS }>;
 
 #[cfg(test)]
 mod tests {
@@ -219,6 +299,23 @@ mod tests {
         assert_eq!(region.read(usize::MAX - 3, &mut out), Err(OutOfRegion));
         assert_eq!(region.read(4088, &mut out), Ok(()));
         assert_eq!(&out[2..], b"123456");
+    }
+
+    #[test]
+    fn bytes_go_around_a_circle() {
+        let region = Arc::new(Region::private(4096).unwrap());
+        assert!(region.circle(0, 24).is_none() && region.circle(4090, 16).is_none());
+        let circle = region.circle(64, 16).unwrap();
+        assert_eq!(circle.offset_of(u32::MAX), 64 + 15);
+        circle.write(u32::MAX - 2, b"abcdef");
+        let mut out = [0u8; 6];
+        circle.read(u32::MAX - 2, &mut out);
+        assert_eq!(&out, b"abcdef");
+        region.read(64, &mut out).unwrap();
+        assert_eq!(&out[..3], b"def");
+        let mut around = [0u8; 18];
+        region.read(63, &mut around).unwrap();
+        assert_eq!((around[0], around[17]), (0, 0), "nothing beside the circle is touched");
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! own; messages begin at word 24. Indices count without wrapping at the ring's size.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
-use core::ops::Deref;
 
 const HEAD: usize = 0;
 const TAIL: usize = 8;
@@ -14,28 +13,33 @@ const SLOTS: usize = 24;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Full;
 
-fn capacity(words: &[AtomicU64]) -> u64 {
-    let messages = (words.len() - SLOTS) / 2;
-    assert!(messages.is_power_of_two(), "a ring's size is a power of two");
-    messages as u64
+/// The ring's size in messages less one. Where the number of words is fixed, so is this.
+#[inline(always)]
+fn mask(words: &[AtomicU64]) -> u64 {
+    ((words.len() - SLOTS) / 2 - 1) as u64
+}
+
+fn check_size(words: &[AtomicU64]) {
+    assert!((mask(words) + 1).is_power_of_two(), "a ring's size is a power of two");
 }
 
 /// The producing end.
 #[derive(Debug)]
 pub struct Producer<W> {
     words: W,
-    mask: u64,
     head: u64,
-    /// The consumer's index as last seen.
-    tail: u64,
+    /// How far `head` may go before the consumer's index has to be looked at again.
+    limit: u64,
 }
 
-impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
+impl<W: AsRef<[AtomicU64]>> Producer<W> {
     /// Takes the producing end; goes on where the last producer published.
     pub fn new(words: W) -> Self {
-        let mask = capacity(&words) - 1;
-        let (head, tail) = (words[HEAD].load(Ordering::Acquire), words[TAIL].load(Ordering::Acquire));
-        Producer { words, mask, head, tail }
+        check_size(words.as_ref());
+        let [head, tail] = [HEAD, TAIL].map(|at| words.as_ref()[at].load(Ordering::Acquire));
+        let mut producer = Producer { words, head, limit: head };
+        producer.see_room(tail);
+        producer
     }
 
     /// Writes a message; the consumer sees it after [`Producer::publish`].
@@ -44,12 +48,13 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
     /// [`Full`] if the consumer has not made room.
     #[inline]
     pub fn push(&mut self, message: [u64; 2]) -> Result<(), Full> {
-        if !self.has_room(1) {
+        if self.head == self.limit && !self.has_room(1) {
             return Err(Full);
         }
-        let at = SLOTS + 2 * (self.head & self.mask) as usize;
-        self.words[at].store(message[0], Ordering::Relaxed);
-        self.words[at + 1].store(message[1], Ordering::Relaxed);
+        let words = self.words.as_ref();
+        let at = SLOTS + 2 * (self.head & mask(words)) as usize;
+        words[at + 1].store(message[1], Ordering::Relaxed);
+        words[at].store(message[0], Ordering::Relaxed);
         self.head = self.head.wrapping_add(1);
         Ok(())
     }
@@ -57,19 +62,25 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
     /// Whether `count` messages fit. Looks at the consumer's index only if what was last seen of it does not suffice.
     #[inline]
     pub fn has_room(&mut self, count: u64) -> bool {
-        let size = self.mask + 1;
-        if self.head.wrapping_sub(self.tail) + count <= size {
+        if self.limit.wrapping_sub(self.head) >= count {
             return true;
         }
-        self.tail = self.words[TAIL].load(Ordering::Acquire);
-        // A lying consumer can make its own messages be overwritten, no more.
-        self.head.wrapping_sub(self.tail).min(size) + count <= size
+        let tail = self.words.as_ref()[TAIL].load(Ordering::Acquire);
+        self.see_room(tail);
+        self.limit.wrapping_sub(self.head) >= count
+    }
+
+    /// A lying consumer can make its own messages be overwritten, or get none any more.
+    fn see_room(&mut self, tail: u64) {
+        let size = mask(self.words.as_ref()) + 1;
+        let used = self.head.wrapping_sub(tail).min(size);
+        self.limit = self.head.wrapping_add(size - used);
     }
 
     /// Lets the consumer see what was pushed.
     #[inline]
     pub fn publish(&mut self) {
-        self.words[HEAD].store(self.head, Ordering::Release);
+        self.words.as_ref()[HEAD].store(self.head, Ordering::Release);
     }
 
     /// Index behind the last message pushed.
@@ -82,35 +93,36 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
 #[derive(Debug)]
 pub struct Consumer<W> {
     words: W,
-    mask: u64,
     tail: u64,
     /// The producer's index as last seen.
     head: u64,
 }
 
-impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
+impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     /// Takes the consuming end; goes on where the last consumer released.
     pub fn new(words: W) -> Self {
-        let mask = capacity(&words) - 1;
-        let tail = words[TAIL].load(Ordering::Acquire);
-        Consumer { words, mask, tail, head: tail }
+        check_size(words.as_ref());
+        let tail = words.as_ref()[TAIL].load(Ordering::Acquire);
+        Consumer { words, tail, head: tail }
     }
 
     /// The next message, copied once.
     #[inline]
     pub fn pop(&mut self) -> Option<[u64; 2]> {
+        let words = self.words.as_ref();
+        let mask = mask(words);
         if self.head == self.tail {
-            self.head = self.words[HEAD].load(Ordering::Acquire);
+            self.head = self.words.as_ref()[HEAD].load(Ordering::Acquire);
             // A lying producer can make its own messages be read twice, no more.
-            if self.head.wrapping_sub(self.tail) > self.mask + 1 {
-                self.head = self.tail.wrapping_add(self.mask + 1);
+            if self.head.wrapping_sub(self.tail) > mask + 1 {
+                self.head = self.tail.wrapping_add(mask + 1);
             }
             if self.head == self.tail {
                 return None;
             }
         }
-        let at = SLOTS + 2 * (self.tail & self.mask) as usize;
-        let message = [self.words[at].load(Ordering::Relaxed), self.words[at + 1].load(Ordering::Relaxed)];
+        let at = SLOTS + 2 * (self.tail & mask) as usize;
+        let message = [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)];
         self.tail = self.tail.wrapping_add(1);
         Some(message)
     }
@@ -118,7 +130,7 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
     /// Gives the room of the messages popped back to the producer.
     #[inline]
     pub fn release(&mut self) {
-        self.words[TAIL].store(self.tail, Ordering::Release);
+        self.words.as_ref()[TAIL].store(self.tail, Ordering::Release);
     }
 
     /// Index of the next message.
@@ -130,7 +142,7 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {
-        self.head != self.tail || self.words[HEAD].load(Ordering::Acquire) != self.tail
+        self.head != self.tail || self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
     }
 }
 
@@ -225,13 +237,12 @@ mod model {
     use loom::sync::Arc;
     use loom::thread;
 
-    /// `Arc<Vec>` that derefs to the slice a ring wants.
+    /// `Arc<Vec>` as the slice that a ring wants.
     #[derive(Clone)]
     struct Shared(Arc<Vec<AtomicU64>>);
 
-    impl Deref for Shared {
-        type Target = [AtomicU64];
-        fn deref(&self) -> &[AtomicU64] {
+    impl AsRef<[AtomicU64]> for Shared {
+        fn as_ref(&self) -> &[AtomicU64] {
             &self.0
         }
     }

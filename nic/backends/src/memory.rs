@@ -1,34 +1,40 @@
 //! A wire in memory, for tests and benches: frames change hands without being copied.
 
 use baton_device::{Capabilities, Device, Frame};
-use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-type Queue = Rc<RefCell<VecDeque<Frame>>>;
+/// Frames under way in one direction: a ring of buffers, which are exchanged for the caller's.
+struct Queue {
+    frames: RefCell<Box<[Frame]>>,
+    head: Cell<usize>,
+    tail: Cell<usize>,
+}
 
 /// One end of a memory wire.
 pub struct MemoryDevice {
-    incoming: Queue,
-    outgoing: Queue,
-    spare: Vec<Frame>,
-    depth: usize,
+    incoming: Rc<Queue>,
+    outgoing: Rc<Queue>,
     frame_bytes: usize,
     capabilities: Capabilities,
 }
 
-/// Two ends of a wire that holds `depth` frames of up to `frame_bytes` each way.
+/// Two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` each way.
 pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities) -> (MemoryDevice, MemoryDevice) {
-    let queues: [Queue; 2] = std::array::from_fn(|_| Rc::new(RefCell::new(VecDeque::with_capacity(depth))));
-    let end = |incoming: &Queue, outgoing: &Queue| MemoryDevice {
-        incoming: incoming.clone(),
-        outgoing: outgoing.clone(),
-        spare: (0..depth + 1).map(|_| Frame::with_capacity(frame_bytes)).collect(),
-        depth,
-        frame_bytes,
-        capabilities,
+    let queue = || {
+        let frames = (0..depth.next_power_of_two()).map(|_| Frame::with_capacity(frame_bytes)).collect();
+        Rc::new(Queue { frames: RefCell::new(frames), head: Cell::new(0), tail: Cell::new(0) })
     };
-    (end(&queues[0], &queues[1]), end(&queues[1], &queues[0]))
+    let (there, back) = (queue(), queue());
+    let near = MemoryDevice { incoming: back.clone(), outgoing: there.clone(), frame_bytes, capabilities };
+    (near, MemoryDevice { incoming: there, outgoing: back, frame_bytes, capabilities })
+}
+
+/// Exchanges the frame at an index of the ring, which counts without wrapping.
+#[inline]
+fn exchange(frames: &mut [Frame], index: usize, frame: &mut Frame) {
+    let mask = frames.len() - 1;
+    core::mem::swap(frame, &mut frames[index & mask]);
 }
 
 impl Device for MemoryDevice {
@@ -38,23 +44,26 @@ impl Device for MemoryDevice {
 
     #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
-        match self.incoming.borrow_mut().pop_front() {
-            Some(received) => {
-                self.spare.push(std::mem::replace(frame, received));
-                true
-            }
-            None => false,
+        let queue = &*self.incoming;
+        let tail = queue.tail.get();
+        if queue.head.get() == tail {
+            return false;
         }
+        exchange(&mut queue.frames.borrow_mut(), tail, frame);
+        queue.tail.set(tail.wrapping_add(1));
+        true
     }
 
     #[inline]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
-        let mut outgoing = self.outgoing.borrow_mut();
-        if outgoing.len() >= self.depth || frame.bytes().len() > self.frame_bytes {
+        let queue = &*self.outgoing;
+        let mut frames = queue.frames.borrow_mut();
+        let head = queue.head.get();
+        if head.wrapping_sub(queue.tail.get()) >= frames.len() || frame.bytes().len() > self.frame_bytes {
             return false;
         }
-        let empty = self.spare.pop().unwrap_or_else(|| Frame::with_capacity(self.frame_bytes));
-        outgoing.push_back(std::mem::replace(frame, empty));
+        exchange(&mut frames, head, frame);
+        queue.head.set(head.wrapping_add(1));
         true
     }
 }

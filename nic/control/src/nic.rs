@@ -65,7 +65,7 @@ pub struct NicSettings {
     /// The emulated link.
     pub link: LinkSettings,
     /// Key of the lookup table.
-    pub hash_key: (u64, u64),
+    pub hash_key: [u64; 4],
 }
 
 /// Descriptors that a NIC process inherits, in this order from 3 on.

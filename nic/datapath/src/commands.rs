@@ -10,10 +10,11 @@ use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
-use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
+use baton_wire::{Endpoint, Flags, Flow, Name, TcpFrame};
 use core::sync::atomic::Ordering;
 
 impl<H: Device, W: Device> Worker<H, W> {
+    #[inline(never)]
     pub(crate) fn poll_commands(&mut self, now: Instant) -> bool {
         let mut worked = false;
         while let Some(words) = self.commands.pop() {
@@ -71,12 +72,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::WrongState);
         }
         let flow = self.read_flow(index);
-        if self.find(&flow).is_some() {
+        let name = Name::from(&flow);
+        if self.find(&name).is_some() {
             return Err(Refusal::AlreadyHere);
         }
         let custody = Custody::Mirrored;
-        self.slots[index as usize] = Some(Slot { cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
-        self.lookup.insert(&flow, index);
+        self.slots[index as usize] =
+            Some(Slot { name, cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
+        self.lookup.insert(&name, index);
         self.connections += 1;
         Ok(0)
     }
@@ -130,7 +133,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !memory.fits(&session_memory) || !roomy {
             return Err(Refusal::BadMemory);
         }
-        let mut offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
+        let offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
+        let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
         offloaded.tcp.set_quick_ack(quick_ack);
         offloaded.publish(now);
         slot.custody = Custody::Active(Box::new(offloaded));
@@ -159,7 +163,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             let received = offloaded.tcp.input(&segment, now);
             if received.place > 0 {
                 let payload = &parsed.payload(frame.bytes())[received.skip as usize..][..received.place as usize];
-                offloaded.place(received.place_seq, payload);
+                offloaded.receive.write(received.place_seq, payload);
             }
             offloaded.note(&received);
             events |= received.events;
@@ -206,7 +210,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 ranges: offloaded.tcp.out_of_order(),
                 fin_behind_hole: offloaded.tcp.fin_behind_hole(),
             };
-            let (sent, dropped) = words.say(&mut self.host, |seq, out| offloaded.fetch_received(seq, out));
+            let (sent, dropped) = words.say(&mut self.host, |seq, out| offloaded.receive.read(seq, out));
             self.counters.add(Counter::HostSent, sent);
             self.counters.add(Counter::Dropped, dropped);
         }
@@ -237,8 +241,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn evict(&mut self, cid: Cid) -> Option<Slot> {
         let slot = self.slots[cid.slot() as usize].take()?;
         let slots = &self.slots;
-        let flow_of = |other: u32| slots[other as usize].as_ref().map_or(slot.flow, |found| found.flow);
-        self.lookup.remove(&slot.flow, cid.slot(), flow_of);
+        let name_of = |other: u32| slots[other as usize].as_ref().map_or(slot.name, |found| found.name);
+        self.lookup.remove(&slot.name, cid.slot(), name_of);
         self.dirty.retain(|index| *index != cid.slot());
         self.connections -= 1;
         Some(slot)

@@ -1,25 +1,25 @@
 //! Counters in NIC memory, where agent and tools read them.
 
 use baton_abi::layout::{COUNTERS, Counter, nic};
-use baton_ring::Region;
+use baton_ring::{Region, WordArray};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
 /// The worker's counters: it is the only writer.
-pub(crate) struct Counters(Arc<Region>);
+pub(crate) struct Counters(WordArray<COUNTERS>);
 
 impl Counters {
-    pub fn new(memory: Arc<Region>) -> Self {
-        Counters(memory)
+    pub fn new(memory: &Arc<Region>) -> Self {
+        Counters(memory.shared_array(nic::COUNTERS))
     }
 
-    #[inline]
+    #[inline(always)]
     pub fn add(&self, counter: Counter, amount: u64) {
-        let word = &self.0.words(nic::COUNTERS, COUNTERS)[counter as usize];
+        let word = &self.0[counter as usize];
         word.store(word.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
     }
 
     pub fn set(&self, counter: Counter, value: u64) {
-        self.0.words(nic::COUNTERS, COUNTERS)[counter as usize].store(value, Ordering::Relaxed);
+        self.0[counter as usize].store(value, Ordering::Relaxed);
     }
 }

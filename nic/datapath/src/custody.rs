@@ -4,7 +4,7 @@ use crate::offloaded::Offloaded;
 use baton_abi::Cid;
 use baton_device::Frame;
 use baton_tcp::seq::{at_or_before, before};
-use baton_wire::{Flags, Flow, TcpFrame};
+use baton_wire::{Flags, Flow, Name, TcpFrame};
 
 /// Frames that are held for one connection at most, and their bytes; what comes beyond is dropped, as by any full queue.
 const HELD_FRAMES: usize = 4096;
@@ -44,6 +44,7 @@ pub(crate) enum Custody {
 
 /// A connection's place on the NIC.
 pub(crate) struct Slot {
+    pub name: Name,
     pub cid: Cid,
     pub flow: Flow,
     pub custody: Custody,

@@ -1,7 +1,8 @@
 //! From a 4-tuple to a slot: open addressing under a keyed hash, so that nobody who does not know the key can pile up collisions.
 
-use baton_wire::Flow;
-use siphasher::sip::SipHasher13;
+use ahash::RandomState;
+use baton_wire::Name;
+use core::hash::{BuildHasher, Hasher};
 
 const EMPTY: u32 = u32::MAX;
 
@@ -10,46 +11,41 @@ pub(crate) struct Lookup {
     /// (upper half of the hash, slot).
     entries: Box<[(u32, u32)]>,
     mask: usize,
-    hasher: SipHasher13,
+    hasher: RandomState,
     used: usize,
 }
 
 impl Lookup {
-    pub fn new(slots: usize, key: (u64, u64)) -> Self {
+    pub fn new(slots: usize, key: [u64; 4]) -> Self {
         let size = (slots * 2).next_power_of_two().max(16);
         Lookup {
             entries: vec![(0, EMPTY); size].into(),
             mask: size - 1,
-            hasher: SipHasher13::new_with_keys(key.0, key.1),
+            hasher: RandomState::with_seeds(key[0], key[1], key[2], key[3]),
             used: 0,
         }
     }
 
-    #[inline]
-    fn hash(&self, flow: &Flow) -> u64 {
-        let ports = (u32::from(flow.local.port) << 16 | u32::from(flow.remote.port)).to_le_bytes();
-        if flow.is_v4() {
-            let mut name = [0u8; 12];
-            name[..4].copy_from_slice(&flow.local.v4_bytes());
-            name[4..8].copy_from_slice(&flow.remote.v4_bytes());
-            name[8..].copy_from_slice(&ports);
-            self.hasher.hash(&name)
-        } else {
-            let mut name = [0u8; 36];
-            name[..16].copy_from_slice(&flow.local.address);
-            name[16..32].copy_from_slice(&flow.remote.address);
-            name[32..].copy_from_slice(&ports);
-            self.hasher.hash(&name)
+    #[inline(always)]
+    fn hash(&self, name: &Name) -> u64 {
+        let pair = |low: u64, high: u64| u128::from(low) | u128::from(high) << 64;
+        let ([first, ports], rest) = name.words();
+        let mut hasher = self.hasher.build_hasher();
+        if let Some(rest) = rest {
+            hasher.write_u128(pair(rest[0], rest[1]));
+            hasher.write_u128(pair(rest[2], rest[3]));
         }
+        hasher.write_u128(pair(first, ports));
+        hasher.finish()
     }
 
     /// The slot of a flow; `is` says whether a slot really is the flow's.
-    #[inline]
-    pub fn find(&self, flow: &Flow, is: impl Fn(u32) -> bool) -> Option<u32> {
+    #[inline(always)]
+    pub fn find(&self, name: &Name, is: impl Fn(u32) -> bool) -> Option<u32> {
         if self.used == 0 {
             return None;
         }
-        let hash = self.hash(flow);
+        let hash = self.hash(name);
         let (tag, mut at) = ((hash >> 32) as u32, hash as usize & self.mask);
         loop {
             let (entry_tag, slot) = self.entries[at];
@@ -63,9 +59,23 @@ impl Lookup {
         }
     }
 
+    /// The first slot that may be a flow's, nearly always the right one: the caller compares names.
+    #[inline(always)]
+    pub fn candidate(&self, name: &Name) -> Option<u32> {
+        let hash = self.hash(name);
+        let (tag, mut at) = ((hash >> 32) as u32, hash as usize & self.mask);
+        loop {
+            let (entry_tag, slot) = *self.entries.get(at)?;
+            if entry_tag == tag || slot == EMPTY {
+                return Some(slot);
+            }
+            at = (at + 1) & self.mask;
+        }
+    }
+
     /// Adds a flow that is not in the table.
-    pub fn insert(&mut self, flow: &Flow, slot: u32) {
-        let hash = self.hash(flow);
+    pub fn insert(&mut self, name: &Name, slot: u32) {
+        let hash = self.hash(name);
         let mut at = hash as usize & self.mask;
         while self.entries[at].1 != EMPTY {
             at = (at + 1) & self.mask;
@@ -74,9 +84,9 @@ impl Lookup {
         self.used += 1;
     }
 
-    /// Removes a flow's slot, and closes the gap so that no tombstones are needed. `flow_of` names the flow of another slot.
-    pub fn remove(&mut self, flow: &Flow, slot: u32, flow_of: impl Fn(u32) -> Flow) {
-        let mut at = self.hash(flow) as usize & self.mask;
+    /// Removes a flow's slot, and closes the gap so that no tombstones are needed. `name_of` names the flow of another slot.
+    pub fn remove(&mut self, name: &Name, slot: u32, name_of: impl Fn(u32) -> Name) {
+        let mut at = self.hash(name) as usize & self.mask;
         while self.entries[at].1 != slot {
             if self.entries[at].1 == EMPTY {
                 return;
@@ -91,7 +101,7 @@ impl Lookup {
             if other == EMPTY {
                 break;
             }
-            let home = self.hash(&flow_of(other)) as usize & self.mask;
+            let home = self.hash(&name_of(other)) as usize & self.mask;
             // The entry may move into the gap only if its home does not lie behind the gap.
             if (at.wrapping_sub(home) & self.mask) >= (at.wrapping_sub(gap) & self.mask) {
                 self.entries[gap] = (tag, other);
@@ -105,29 +115,29 @@ impl Lookup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_wire::Endpoint;
+    use baton_wire::{Endpoint, Flow};
 
-    fn flow(n: u32) -> Flow {
+    fn name(n: u32) -> Name {
         let local = Endpoint::v4([10, 0, 0, 1], 80);
         let remote = if n.is_multiple_of(2) {
             Endpoint::v4([10, 1, (n >> 8) as u8, n as u8], 1000 + n as u16)
         } else {
             Endpoint::v6([n as u8; 16], n as u16)
         };
-        Flow { local, remote }
+        Name::from(&Flow { local, remote })
     }
 
     #[test]
     fn what_is_in_is_found_and_what_is_out_is_not() {
-        let mut table = Lookup::new(256, (1, 2));
+        let mut table = Lookup::new(256, [1, 2, 3, 4]);
         for n in 0..256 {
-            table.insert(&flow(n), n);
+            table.insert(&name(n), n);
         }
         for n in (0..256).step_by(3) {
-            table.remove(&flow(n), n, flow);
+            table.remove(&name(n), n, name);
         }
         for n in 0..256 {
-            let found = table.find(&flow(n), |slot| flow(slot) == flow(n));
+            let found = table.find(&name(n), |slot| name(slot) == name(n));
             assert_eq!(found, (!n.is_multiple_of(3)).then_some(n));
         }
     }

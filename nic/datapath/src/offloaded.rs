@@ -3,7 +3,7 @@
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
 use baton_image::Image;
-use baton_ring::Region;
+use baton_ring::{Circle, Region, WordArray};
 use baton_tcp::{Connection, Instant};
 use baton_wire::frame::Template;
 use core::sync::atomic::Ordering;
@@ -17,6 +17,9 @@ pub(crate) struct Pair {
     pub seq: u32,
 }
 
+/// Where the first copy of the record lies, in words from the slot's beginning.
+const RECORDS: usize = at::RECORDS / 8;
+
 /// What is to be told to the program.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pending {
@@ -24,24 +27,33 @@ pub(crate) struct Pending {
     pub received_at: u32,
     pub acked: u32,
     pub fin: bool,
-    pub closed: Option<u32>,
+    pub closed: bool,
+    pub error: u32,
 }
 
 impl Pending {
+    #[inline(always)]
+    pub fn ended(&self) -> bool {
+        self.fin | self.closed
+    }
+
+    #[inline(always)]
     pub fn any(&self) -> bool {
-        self.received > 0 || self.acked > 0 || self.fin || self.closed.is_some()
+        (self.received | self.acked) > 0 || self.ended()
     }
 }
 
+#[repr(C)]
 pub(crate) struct Offloaded {
     pub tcp: Connection,
+    /// The slot's words from the published one to the end of the records.
+    record: WordArray<{ at::PARAMETERS / 8 }>,
+    published: u64,
     pub template: Template,
-    /// Host-bound template, for what is replayed to the kernel.
     pub image: Image,
     pub session: u32,
     pub session_memory: Arc<Region>,
-    pub receive_base: usize,
-    pub receive_mask: u32,
+    pub receive: Circle,
     pub pending: Pending,
     pub ident: u16,
     pairs: [Pair; layout::PAIRS],
@@ -49,7 +61,6 @@ pub(crate) struct Offloaded {
     pair_next: u8,
     nic_memory: Arc<Region>,
     slot_offset: usize,
-    published: u64,
     ranges_table: u8,
     ranges: u8,
 }
@@ -82,15 +93,17 @@ impl Offloaded {
         nic_memory: Arc<Region>,
         slot: u32,
         now: Instant,
-    ) -> Self {
+    ) -> Option<Self> {
+        let receive = session_memory.circle(memory.receive_base, memory.receive_size)?;
         let mut offloaded = Offloaded {
             tcp: Connection::from_image(image, memory.receive_size, now),
-            template: Template::new(&image.flow, &image.link),
+            record: nic_memory.shared_array(layout::nic::slot(slot)),
+            published: 0,
+            template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
             session_memory,
-            receive_base: memory.receive_base as usize,
-            receive_mask: memory.receive_size - 1,
+            receive,
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             pairs: [Pair::default(); layout::PAIRS],
@@ -98,12 +111,11 @@ impl Offloaded {
             pair_next: 0,
             nic_memory,
             slot_offset: layout::nic::slot(slot),
-            published: 0,
             ranges_table: 0,
             ranges: 0,
         };
         offloaded.adopt_send_queue(image, memory);
-        offloaded
+        Some(offloaded)
     }
 
     /// The queue that came with the image lies in send memory at its sequence numbers: one pair, or two around the end.
@@ -177,30 +189,8 @@ impl Offloaded {
         true
     }
 
-    /// Puts received bytes where their sequence number belongs in receive memory.
-    #[inline]
-    pub fn place(&self, seq: u32, bytes: &[u8]) {
-        let offset = seq & self.receive_mask;
-        let until_end = (self.receive_mask + 1 - offset) as usize;
-        let (first, second) = bytes.split_at(bytes.len().min(until_end));
-        // The bounds of the memory were checked when the connection came.
-        let _ = self.session_memory.write(self.receive_base + offset as usize, first);
-        if !second.is_empty() {
-            let _ = self.session_memory.write(self.receive_base, second);
-        }
-    }
-
-    /// Reads received bytes back, for replaying what is out of order.
-    pub fn fetch_received(&self, seq: u32, out: &mut [u8]) {
-        let offset = seq & self.receive_mask;
-        let until_end = (self.receive_mask + 1 - offset) as usize;
-        let (first, second) = out.split_at_mut(out.len().min(until_end));
-        let _ = self.session_memory.read(self.receive_base + offset as usize, first);
-        let _ = self.session_memory.read(self.receive_base, second);
-    }
-
     /// Writes the recovery record. Nothing may leave that it does not cover.
-    #[inline]
+    #[inline(always)]
     pub fn publish(&mut self, now: Instant) {
         if self.tcp.has_out_of_order() || self.ranges > 0 {
             self.store_ranges();
@@ -209,19 +199,20 @@ impl Offloaded {
         record.ranges_table = self.ranges_table;
         record.ranges = self.ranges;
         self.published += 1;
-        let copy = self.slot_offset + at::RECORDS + (self.published & 1) as usize * record::WORDS * 8;
-        let words = self.nic_memory.words(copy, record::WORDS);
-        for (word, value) in words.iter().zip(record.to_words()) {
+        let words = &*self.record;
+        let copy = if self.published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
+        for (word, value) in copy.iter().zip(record.to_words()) {
             word.store(value, Ordering::Relaxed);
         }
-        self.nic_memory.words(self.slot_offset + at::PUBLISHED, 1)[0].store(self.published, Ordering::Release);
+        words[at::PUBLISHED / 8].store(self.published, Ordering::Release);
     }
 
     /// Makes the slot say that there is no connection to recover.
     pub fn unpublish(&self) {
-        self.nic_memory.words(self.slot_offset + at::PUBLISHED, 1)[0].store(0, Ordering::Release);
+        self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
     }
 
+    #[cold]
     fn store_ranges(&mut self) {
         self.ranges_table ^= 1;
         let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;

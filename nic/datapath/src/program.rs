@@ -3,7 +3,7 @@
 
 use crate::custody::Custody;
 use crate::offloaded::Pending;
-use crate::worker::Worker;
+use crate::worker::{Session, Worker};
 use baton_abi::layout::{Counter, session};
 use baton_abi::{Control, Message, Operation};
 use baton_device::Device;
@@ -14,9 +14,19 @@ use baton_tcp::{Events, Instant};
 const BATCH: usize = 64;
 
 impl<H: Device, W: Device> Worker<H, W> {
+    #[inline]
     pub(crate) fn poll_sessions(&mut self, now: Instant) -> bool {
+        let waiting = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.commands.has_message());
+        match self.sessions.iter().position(waiting) {
+            Some(first) => self.poll_sessions_from(first, now),
+            None => false,
+        }
+    }
+
+    #[inline(never)]
+    fn poll_sessions_from(&mut self, first: usize, now: Instant) -> bool {
         let mut worked = false;
-        for id in 0..self.sessions.len() {
+        for id in first..self.sessions.len() {
             worked |= self.poll_session(id, now);
         }
         worked
@@ -87,56 +97,63 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Tells every program with news, as far as its ring has room; the rest stays for the next round.
+    #[inline(always)]
     pub(crate) fn tell_programs(&mut self) {
-        let mut still_dirty = 0;
-        for at in 0..self.dirty.len() {
-            let index = self.dirty[at];
+        while let Some(index) = self.dirty.pop() {
             if !self.tell_program(index) {
-                self.dirty[still_dirty] = index;
-                still_dirty += 1;
+                self.untold.push(index);
             }
         }
-        self.dirty.truncate(still_dirty);
+        if !self.untold.is_empty() {
+            std::mem::swap(&mut self.dirty, &mut self.untold);
+        }
     }
 
     /// Whether everything could be told.
+    #[inline(always)]
     fn tell_program(&mut self, index: u32) -> bool {
         let Some(slot) = self.slots[index as usize].as_mut() else { return true };
         let Custody::Active(offloaded) = &mut slot.custody else { return true };
         let Some(Some(session)) = self.sessions.get_mut(offloaded.session as usize) else { return true };
-        if !session.events.has_room(4) {
-            return false;
-        }
-        let base = offloaded.receive_base as u32;
-        let told = tell(&mut session.events, slot.cid, base, &offloaded.pending);
-        if told.is_ok() {
-            offloaded.pending = Pending::default();
-            slot.dirty = false;
-        }
+        let told = tell(&mut session.events, slot.cid, &mut offloaded.pending);
+        slot.dirty = told.is_err();
         session.events.publish();
         session.told = true;
         told.is_ok()
     }
 }
 
+/// Tells what is pending, and forgets each thing as it is told: a full ring leaves the rest for later.
+#[inline(always)]
 fn tell(
-    events: &mut baton_ring::Producer<baton_ring::Words>,
+    events: &mut baton_ring::Producer<baton_ring::RingWords>,
     cid: baton_abi::Cid,
-    base: u32,
-    pending: &Pending,
+    pending: &mut Pending,
 ) -> Result<(), Full> {
     if pending.received > 0 {
-        let address = base + pending.received_at;
-        events.push(Message::new(Operation::OsRecv, cid, address, pending.received).to_words())?;
+        events.push(Message::new(Operation::OsRecv, cid, pending.received_at, pending.received).to_words())?;
+        pending.received = 0;
     }
     if pending.acked > 0 {
         events.push(Message::new(Operation::OsAck, cid, 0, pending.acked).to_words())?;
+        pending.acked = 0;
     }
+    if pending.ended() { tell_end(events, cid, pending) } else { Ok(()) }
+}
+
+#[cold]
+fn tell_end(
+    events: &mut baton_ring::Producer<baton_ring::RingWords>,
+    cid: baton_abi::Cid,
+    pending: &mut Pending,
+) -> Result<(), Full> {
     if pending.fin {
         events.push(Message::control(Operation::OsControl, Control::Fin, cid, 0, 0).to_words())?;
+        pending.fin = false;
     }
-    if let Some(error) = pending.closed {
-        events.push(Message::control(Operation::OsControl, Control::Closed, cid, error, 0).to_words())?;
+    if pending.closed {
+        events.push(Message::control(Operation::OsControl, Control::Closed, cid, pending.error, 0).to_words())?;
+        pending.closed = false;
     }
     Ok(())
 }

@@ -25,7 +25,7 @@ impl LastWords<'_> {
     pub fn say<H: Device>(&self, host: &mut H, fetch: impl Fn(u32, &mut [u8])) -> (u64, u64) {
         let image = self.image;
         let link = Link { source: image.link.destination, destination: image.link.source, ..image.link };
-        let template = Template::new(&image.flow.reversed(), &link);
+        let template = Template::new(&image.flow.reversed(), &link, image.timestamps);
         let timestamps = image.timestamps.then_some((image.ts_recent, image.ts_clock));
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
         let window = (image.snd_wnd >> image.snd_wscale).min(65535) as u16;

@@ -5,7 +5,8 @@ use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
-use baton_wire::frame::{self, Header};
+use baton_wire::Acknowledgement;
+use baton_wire::frame::{self, Header, MAX_HEADER};
 
 /// The wire and the frame that is being built for it.
 pub(crate) struct Output<W> {
@@ -27,7 +28,7 @@ impl<W: Device> Output<W> {
     }
 
     /// Sends all that the connection wants to send now. The record covers each segment before it leaves.
-    #[inline]
+    #[inline(never)]
     pub fn send_all(&mut self, offloaded: &mut Offloaded, counters: &Counters, now: Instant) {
         let most = self.capabilities.segmentation;
         let mut published = false;
@@ -44,7 +45,29 @@ impl<W: Device> Output<W> {
         }
     }
 
-    #[inline]
+    /// Sends an acknowledgement and nothing else.
+    #[inline(always)]
+    pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
+        offloaded.publish(now);
+        let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
+        self.frame.set_length(length);
+        self.frame.segmentation = None;
+        self.finish(offloaded.template.tcp_offset(), counters);
+    }
+
+    /// Completes the checksum, or leaves it to the device, and sends the frame.
+    #[inline(always)]
+    fn finish(&mut self, start: usize, counters: &Counters) {
+        if self.capabilities.checksum {
+            self.frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
+        } else {
+            frame::finish_checksum(self.frame.bytes_mut(), start, 16);
+            self.frame.checksum = Checksum::Unknown;
+        }
+        let sent = self.wire.transmit(&mut self.frame);
+        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
         let length = transmit.length as usize;
         let header = Header {
@@ -57,7 +80,7 @@ impl<W: Device> Output<W> {
             ident: offloaded.ident,
         };
         offloaded.ident = offloaded.ident.wrapping_add(1);
-        self.frame.set_length(frame::MAX_HEADER + length);
+        self.frame.set_length(MAX_HEADER + length);
         let headers = offloaded.template.emit(&header, length, self.frame.bytes_mut());
         self.frame.set_length(headers + length);
         if length > 0 && !offloaded.fetch(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
@@ -71,33 +94,35 @@ impl<W: Device> Output<W> {
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        if self.capabilities.checksum {
-            self.frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
-        } else {
-            frame::finish_checksum(self.frame.bytes_mut(), start, 16);
-            self.frame.checksum = Checksum::Unknown;
-        }
-        let sent = self.wire.transmit(&mut self.frame);
-        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+        self.finish(start, counters);
     }
 }
 
 impl Offloaded {
     /// Takes down what the program is to be told of a segment.
-    #[inline]
     pub fn note(&mut self, received: &Received) {
         if received.delivered > 0 {
-            if self.pending.received == 0 {
-                let first = self.tcp.rcv_nxt().wrapping_sub(u32::from(self.tcp.fin_received())).wrapping_sub(received.delivered);
-                self.pending.received_at = first & self.receive_mask;
-            }
-            self.pending.received += received.delivered;
+            let end = self.tcp.rcv_nxt().wrapping_sub(u32::from(self.tcp.fin_received()));
+            self.note_delivered(end.wrapping_sub(received.delivered), received.delivered);
         }
-        if received.acked > 0 {
-            self.pending.acked += received.acked;
+        self.note_acknowledged(received.acked, received.events);
+    }
+
+    /// Bytes became readable from this sequence number on.
+    #[inline(always)]
+    pub fn note_delivered(&mut self, seq: u32, length: u32) {
+        if self.pending.received == 0 {
+            self.pending.received_at = self.receive.offset_of(seq);
+        }
+        self.pending.received += length;
+    }
+
+    pub fn note_acknowledged(&mut self, acked: u32, events: Events) {
+        if acked > 0 {
+            self.pending.acked += acked;
             self.drop_acked_pairs();
         }
-        self.note_events(received.events);
+        self.note_events(events);
     }
 
     pub fn note_events(&mut self, events: Events) {
@@ -105,10 +130,11 @@ impl Offloaded {
             self.pending.fin = true;
         }
         if events.contains(Events::CLOSED) {
-            self.pending.closed = Some(0);
+            self.pending.closed = true;
         }
         if events.contains(Events::ABORTED) {
-            self.pending.closed = Some(self.error_number());
+            self.pending.closed = true;
+            self.pending.error = self.error_number();
         }
     }
 

@@ -32,6 +32,12 @@ impl Wheel {
         at.div_ceil(TICK)
     }
 
+    /// Whether a bucket may be due at `now`.
+    #[inline]
+    pub fn is_due(&self, now: u64) -> bool {
+        self.next <= now / TICK
+    }
+
     /// Takes the slots of the next bucket that is due at `now` into `out`, and returns its tick.
     pub fn expire(&mut self, now: u64, out: &mut Vec<u32>) -> Option<u64> {
         let due = now / TICK;

@@ -6,13 +6,13 @@ use crate::icmp;
 use crate::lookup::Lookup;
 use crate::transmit::Output;
 use crate::wheel::Wheel;
-use baton_abi::layout::{Counter, RING_WORDS, nic, session};
+use baton_abi::layout::{Counter, nic, session};
 use baton_abi::{Control, Message, Operation};
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
-use baton_ring::{Consumer, Producer, Region, Words, go_to_sleep, needs_doorbell, wake_up};
+use baton_ring::{Consumer, Producer, Region, RingWords, go_to_sleep, needs_doorbell, wake_up};
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment};
-use baton_wire::{Flags, TcpFrame};
+use baton_wire::{Flags, Name, Plain, TcpFrame};
 use std::sync::Arc;
 
 /// What a worker is configured with.
@@ -21,7 +21,7 @@ pub struct Settings {
     /// Connections that it can hold; NIC memory must have as many slots.
     pub slots: usize,
     /// Key of the lookup table's hash: random.
-    pub hash_key: (u64, u64),
+    pub hash_key: [u64; 4],
     /// Frames taken from a device before the next source has its turn.
     pub batch: usize,
     /// Bytes of the frames' buffers.
@@ -32,15 +32,15 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { slots: 1024, hash_key: (0, 0), batch: 32, frame_bytes: MAX_FRAME, quick_ack: false }
+        Settings { slots: 1024, hash_key: [0; 4], batch: 32, frame_bytes: MAX_FRAME, quick_ack: false }
     }
 }
 
 /// A program's session, as the worker sees it.
 pub(crate) struct Session {
     pub memory: Arc<Region>,
-    pub commands: Consumer<Words>,
-    pub events: Producer<Words>,
+    pub commands: Consumer<RingWords>,
+    pub events: Producer<RingWords>,
     /// Something was published that its doorbell has not been rung for.
     pub told: bool,
 }
@@ -54,10 +54,12 @@ pub struct Worker<H, W> {
     pub(crate) wheel: Wheel,
     pub(crate) sessions: Vec<Option<Session>>,
     pub(crate) nic_memory: Arc<Region>,
-    pub(crate) commands: Consumer<Words>,
-    pub(crate) events: Producer<Words>,
+    pub(crate) commands: Consumer<RingWords>,
+    pub(crate) events: Producer<RingWords>,
     pub(crate) counters: Counters,
+    /// Connections with something to tell their program, and those whose program's ring was full.
     pub(crate) dirty: Vec<u32>,
+    pub(crate) untold: Vec<u32>,
     pub(crate) connections: u64,
     frame: Frame,
     expired: Vec<u32>,
@@ -69,9 +71,9 @@ pub struct Worker<H, W> {
 impl<H: Device, W: Device> Worker<H, W> {
     /// A worker over NIC memory that another worker may have used before: its rings go on, its connections are the agent's to recover.
     pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: Settings, now: Instant) -> Self {
-        let commands = Consumer::new(nic_memory.shared_words(nic::COMMANDS, RING_WORDS));
-        let events = Producer::new(nic_memory.shared_words(nic::EVENTS, RING_WORDS));
-        let counters = Counters::new(nic_memory.clone());
+        let commands = Consumer::new(nic_memory.ring(nic::COMMANDS));
+        let events = Producer::new(nic_memory.ring(nic::EVENTS));
+        let counters = Counters::new(&nic_memory);
         counters.set(Counter::Connections, 0);
         Worker {
             host,
@@ -85,6 +87,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             events,
             counters,
             dirty: Vec::with_capacity(settings.slots),
+            untold: Vec::with_capacity(settings.slots),
             connections: 0,
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
@@ -100,8 +103,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.sessions.len() <= at {
             self.sessions.resize_with(at + 1, || None);
         }
-        let commands = Consumer::new(memory.shared_words(session::COMMANDS, RING_WORDS));
-        let events = Producer::new(memory.shared_words(session::EVENTS, RING_WORDS));
+        let commands = Consumer::new(memory.ring(session::COMMANDS));
+        let events = Producer::new(memory.ring(session::EVENTS));
         self.sessions[at] = Some(Session { memory, commands, events, told: false });
     }
 
@@ -130,14 +133,19 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_host(now);
         }
         worked |= self.poll_sessions(now);
-        worked |= self.poll_commands(now);
-        worked |= self.poll_timers(now);
+        if self.commands.has_message() {
+            worked |= self.poll_commands(now);
+        }
+        if self.wheel.is_due(now.0) {
+            worked |= self.poll_timers(now);
+        }
         if !self.dirty.is_empty() {
             self.tell_programs();
         }
         worked
     }
 
+    #[inline]
     fn poll_wire(&mut self, now: Instant) -> bool {
         for count in 0..self.settings.batch {
             if !self.output.wire.receive(&mut self.frame) {
@@ -148,6 +156,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
+    #[inline]
     fn poll_host(&mut self, now: Instant) -> bool {
         for count in 0..self.settings.batch {
             if !self.host.receive(&mut self.frame) {
@@ -158,17 +167,62 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    #[inline]
-    pub(crate) fn find(&self, flow: &baton_wire::Flow) -> Option<u32> {
-        self.lookup.find(flow, |slot| self.slots[slot as usize].as_ref().is_some_and(|found| found.flow == *flow))
+    #[inline(always)]
+    pub(crate) fn find(&self, name: &Name) -> Option<u32> {
+        self.lookup.find(name, |slot| self.slots[slot as usize].as_ref().is_some_and(|found| found.name == *name))
     }
 
     /// The lookup layer: a frame from the wire goes to its connection, or to the kernel.
     #[inline]
     fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
+        if !self.predicted(now) {
+            self.on_any_wire_frame(now);
+        }
+    }
+
+    /// The short way of the next segment in order, from the frame to the acknowledgement. False, and nothing is done, if the frame
+    /// is another one.
+    #[inline(always)]
+    fn predicted(&mut self, now: Instant) -> bool {
+        let bytes = self.frame.bytes();
+        let verified = self.frame.checksum != Checksum::Unknown;
+        let Some((name, plain, payload)) = Plain::parse(bytes, verified) else { return false };
+        let Some(index) = self.lookup.candidate(&name) else { return false };
+        let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return false };
+        if slot.name != name || !verified && !plain.checksum_holds(name, bytes) {
+            return false;
+        }
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
+        let offloaded = &mut **offloaded;
+        let memory = &offloaded.receive;
+        let predicted = offloaded.tcp.predict(&plain, now, |seq| memory.write(seq, payload));
+        let Some(predicted) = predicted else { return false };
+        self.counters.add(Counter::Segments, 1);
+        if predicted.acked > 0 || predicted.events != Events::empty() {
+            offloaded.note_acknowledged(predicted.acked, predicted.events);
+        }
+        if !payload.is_empty() {
+            offloaded.note_delivered(plain.seq, plain.length);
+        }
+        match predicted.acknowledgement {
+            Some(acknowledgement) => self.output.acknowledge(offloaded, &acknowledgement, &self.counters, now),
+            None => self.output.send_all(offloaded, &self.counters, now),
+        }
+        if !slot.dirty && offloaded.pending.any() {
+            slot.dirty = true;
+            self.dirty.push(index);
+        }
+        if !offloaded.tcp.no_timer() || predicted.events != Events::empty() {
+            self.after(index, predicted.events, now);
+        }
+        true
+    }
+
+    #[inline(never)]
+    fn on_any_wire_frame(&mut self, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
-            && let Some(slot) = self.find(&parsed.flow)
+            && let Some(slot) = self.find(&Name::from(&parsed.flow))
         {
             if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
                 self.counters.add(Counter::BadChecksum, 1);
@@ -190,7 +244,6 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
     }
 
-    #[inline]
     fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         match &mut slot.custody {
@@ -200,7 +253,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let received = offloaded.tcp.input(&segment, now);
                 if received.place > 0 {
                     let payload = &parsed.payload(self.frame.bytes())[received.skip as usize..][..received.place as usize];
-                    offloaded.place(received.place_seq, payload);
+                    offloaded.receive.write(received.place_seq, payload);
                 }
                 offloaded.note(&received);
                 self.output.send_all(offloaded, &self.counters, now);
@@ -242,11 +295,12 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// A frame from the kernel: silence if the NIC owns its connection, else out to the wire.
+    #[inline(never)]
     fn on_host_frame(&mut self, _now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
         if self.connections > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
-            && let Some(index) = self.find(&parsed.flow.reversed())
+            && let Some(index) = self.find(&Name::from(&parsed.flow.reversed()))
             && let Some(slot) = self.slots[index as usize].as_mut()
         {
             if !matches!(slot.custody, Custody::Mirrored) {
@@ -261,7 +315,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {
-        let Some(index) = self.find(flow) else { return };
+        let Some(index) = self.find(&Name::from(flow)) else { return };
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         if let Custody::Active(offloaded) = &mut slot.custody {
             // Only what is in flight can have been too big (RFC 5927 section 7.2), and only smaller than now.
@@ -276,6 +330,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
+    #[inline(never)]
     fn poll_timers(&mut self, now: Instant) -> bool {
         let mut worked = false;
         let mut expired = std::mem::take(&mut self.expired);

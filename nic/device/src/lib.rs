@@ -6,6 +6,7 @@ extern crate alloc;
 
 use alloc::boxed::Box;
 use alloc::vec;
+use core::ops::{Deref, DerefMut};
 
 /// Bytes in front of every frame where a backend may put its own header.
 pub const HEADROOM: usize = 16;
@@ -42,9 +43,13 @@ pub struct Segmentation {
     pub ecn: bool,
 }
 
-/// A frame and what goes with it. Its buffer is allocated once and travels with it.
+/// A frame and what goes with it. It changes hands as one pointer; its buffer is allocated once and travels with it.
 #[derive(Debug)]
-pub struct Frame {
+pub struct Frame(Box<Parts>);
+
+/// What a frame consists of.
+#[derive(Debug)]
+pub struct Parts {
     buffer: Box<[u8]>,
     length: usize,
     /// Checksum state.
@@ -53,12 +58,30 @@ pub struct Frame {
     pub segmentation: Option<Segmentation>,
 }
 
+impl Deref for Frame {
+    type Target = Parts;
+    #[inline(always)]
+    fn deref(&self) -> &Parts {
+        &self.0
+    }
+}
+
+impl DerefMut for Frame {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Parts {
+        &mut self.0
+    }
+}
+
 impl Frame {
     /// An empty frame with room for `capacity` bytes.
     pub fn with_capacity(capacity: usize) -> Frame {
-        Frame { buffer: vec![0; HEADROOM + capacity].into(), length: 0, checksum: Checksum::Unknown, segmentation: None }
+        let buffer = vec![0; HEADROOM + capacity].into();
+        Frame(Box::new(Parts { buffer, length: 0, checksum: Checksum::Unknown, segmentation: None }))
     }
+}
 
+impl Parts {
     /// The frame's bytes.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
@@ -71,6 +94,15 @@ impl Frame {
         &mut self.buffer[HEADROOM..HEADROOM + self.length]
     }
 
+    /// The first `N` bytes of the frame's room, whatever its length: for headers that are written as a whole.
+    ///
+    /// # Panics
+    /// If the capacity is smaller.
+    #[inline(always)]
+    pub fn front_mut<const N: usize>(&mut self) -> &mut [u8; N] {
+        self.buffer[HEADROOM..].first_chunk_mut().expect("a frame has room for its headers")
+    }
+
     /// All the room there is, headroom first: for a backend.
     #[inline]
     pub fn room(&mut self) -> &mut [u8] {
@@ -78,6 +110,7 @@ impl Frame {
     }
 
     /// Bytes that the frame may have.
+    #[inline]
     pub fn capacity(&self) -> usize {
         self.buffer.len() - HEADROOM
     }

@@ -5,28 +5,50 @@ use crate::scoreboard::Sample;
 use crate::segment::{Events, Segment};
 use crate::seq::{at_or_before, before};
 use crate::time::Instant;
-use crate::timers::TIME_WAIT;
-use baton_wire::Flags;
+use crate::timers::{TIME_WAIT, Timers};
+use baton_wire::{Flags, Plain};
 
 impl Connection {
     /// Processes the acknowledgement of an acceptable segment. Returns the bytes of send memory that it frees.
-    #[inline]
     pub(crate) fn process_ack(&mut self, segment: &Segment, now: Instant) -> (u32, Events) {
-        self.update_window(segment);
+        let scale = if segment.flags.contains(Flags::SYN) { 0 } else { self.send.wscale };
+        self.update_window(segment.seq, segment.ack, u32::from(segment.window) << scale);
         let advanced = before(self.send.una, segment.ack);
         if !advanced && self.scoreboard.is_empty() {
-            if self.timers.probes > 0 || self.rtt.backoff > 0 {
-                self.timers.probes = 0;
-                self.peer_alive();
-            }
+            self.heard_of_peer();
             return (0, Events::empty());
         }
         self.process_outstanding(segment, advanced, now)
     }
 
+    /// The same for a plain segment, with little to do while nothing is in flight.
+    #[inline(always)]
+    pub(crate) fn process_plain_ack(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
+        if self.send.una == self.send.nxt {
+            self.update_window(segment.seq, segment.ack, u32::from(segment.window) << self.send.wscale);
+            self.heard_of_peer();
+            return (0, Events::empty());
+        }
+        self.process_general(*segment, now)
+    }
+
+    #[inline(never)]
+    fn process_general(&mut self, segment: Plain, now: Instant) -> (u32, Events) {
+        self.process_ack(&Segment::from(&segment), now)
+    }
+
+    /// The peer has spoken while nothing was in flight.
+    #[inline(always)]
+    fn heard_of_peer(&mut self) {
+        if self.timers.probes > 0 || self.rtt.backoff > 0 {
+            self.timers.probes = 0;
+            self.peer_alive();
+        }
+    }
+
     fn process_outstanding(&mut self, segment: &Segment, advanced: bool, now: Instant) -> (u32, Events) {
         let mut sample = Sample { now, ..Sample::default() };
-        self.receive.last_echo = segment.options.timestamps.map(|(_, echo)| echo);
+        self.recovery.last_echo = segment.options.timestamps.map(|(_, echo)| echo);
         if self.agreed.sack && !segment.options.sack.is_empty() {
             self.process_sack(segment, &mut sample);
         }
@@ -68,7 +90,7 @@ impl Connection {
                 State::Closing => events |= Events::TIME_WAIT,
                 State::LastAck => {
                     self.state = State::Closed;
-                    self.timers = crate::timers::Timers::default();
+                    self.stop_timers(Timers::default());
                     events |= Events::CLOSED;
                 }
                 _ => {}
@@ -79,7 +101,7 @@ impl Connection {
 
     pub(crate) fn enter_time_wait(&mut self, now: Instant) {
         self.state = State::TimeWait;
-        self.timers = crate::timers::Timers { time_wait_at: now.after(TIME_WAIT), ..Default::default() };
+        self.stop_timers(Timers { time_wait_at: now.after(TIME_WAIT), ..Timers::default() });
     }
 
     fn process_sack(&mut self, segment: &Segment, sample: &mut Sample) {
@@ -103,7 +125,7 @@ impl Connection {
 
     fn take_rtt(&mut self, sample: &Sample, advanced: bool, now: Instant) {
         let echoed = || {
-            let echo = self.receive.last_echo.filter(|echo| advanced && *echo != 0)?;
+            let echo = self.recovery.last_echo.filter(|echo| advanced && *echo != 0)?;
             let millis = self.ts_now(now).wrapping_sub(echo);
             (millis < 60_000).then_some(millis * 1000)
         };
@@ -117,14 +139,12 @@ impl Connection {
     }
 
     /// RFC 9293 section 3.10.7.4: the window moves with newer segments only.
-    #[inline]
-    fn update_window(&mut self, segment: &Segment) {
+    #[inline(always)]
+    fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
         let send = &mut self.send;
-        let window = u32::from(segment.window) << if segment.flags.contains(Flags::SYN) { 0 } else { send.wscale };
-        let newer =
-            before(send.una, segment.ack) || before(send.wl1, segment.seq) || (send.wl1 == segment.seq && window > send.wnd);
+        let newer = before(send.una, ack) || before(send.wl1, seq) || (send.wl1 == seq && window > send.wnd);
         if newer {
-            send.wl1 = segment.seq;
+            send.wl1 = seq;
             send.wnd = window;
             send.max_wnd = send.max_wnd.max(window);
         }

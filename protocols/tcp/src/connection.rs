@@ -9,31 +9,34 @@ use crate::segment::Events;
 use crate::seq::before;
 use crate::time::Instant;
 use crate::timers::Timers;
+use bitflags::bitflags;
+use core::mem::offset_of;
 
-/// Connection states (RFC 9293 section 3.3.2); LISTEN has no connection.
+/// Connection states (RFC 9293 section 3.3.2), numbered as in an image; LISTEN has no connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(u8)]
 pub enum State {
-    /// Our SYN is out.
-    SynSent,
-    /// A SYN came and ours is out.
-    SynReceived,
     /// Open both ways.
     #[default]
-    Established,
+    Established = 1,
+    /// Our SYN is out.
+    SynSent = 2,
+    /// A SYN came and ours is out.
+    SynReceived = 3,
     /// We closed.
-    FinWait1,
+    FinWait1 = 4,
     /// Our FIN is acknowledged.
-    FinWait2,
-    /// The peer closed.
-    CloseWait,
-    /// The peer closed, then we did.
-    LastAck,
-    /// Both closed at once.
-    Closing,
+    FinWait2 = 5,
     /// Waiting out old segments.
-    TimeWait,
+    TimeWait = 6,
     /// Gone.
-    Closed,
+    Closed = 7,
+    /// The peer closed.
+    CloseWait = 8,
+    /// The peer closed, then we did.
+    LastAck = 9,
+    /// Both closed at once.
+    Closing = 11,
 }
 
 /// Why a connection ended early.
@@ -60,8 +63,6 @@ pub struct Config {
     pub ip_header: u32,
     /// Disable Nagle's algorithm.
     pub nodelay: bool,
-    /// Acknowledge every segment at once instead of every second one.
-    pub quick_ack_always: bool,
     /// Send keep-alive probes.
     pub keepalive: bool,
     /// Seconds before the first probe.
@@ -83,7 +84,6 @@ impl Default for Config {
             mtu: 1500,
             ip_header: 20,
             nodelay: false,
-            quick_ack_always: false,
             keepalive: false,
             keepalive_idle: 7200,
             keepalive_interval: 75,
@@ -96,6 +96,7 @@ impl Default for Config {
 
 /// Send sequence space (RFC 9293 section 3.3.1).
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 pub(crate) struct Send {
     pub una: u32,
     pub nxt: u32,
@@ -116,6 +117,7 @@ pub(crate) struct Send {
 
 /// Receive sequence space.
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 pub(crate) struct Receive {
     pub nxt: u32,
     /// Right edge of the advertised window; never moves back.
@@ -126,58 +128,86 @@ pub(crate) struct Receive {
     pub capacity: u32,
     /// Bytes received since the last acknowledgement went out.
     pub unacked: u32,
-    pub wscale: u8,
-    pub fin: bool,
-    pub ack_now: bool,
-    /// Congestion was experienced: echo until the peer says CWR.
-    pub ece: bool,
-    /// Segments that are still acknowledged at once, as Linux does at the start and after a pause.
-    pub quick_acks: u8,
     pub ts_recent: u32,
-    pub ts_known: bool,
-    pub ts_recent_at: Instant,
-    pub last_at: Instant,
-    /// A FIN came behind a hole: the sequence number it has.
-    pub fin_at: Option<u32>,
-    /// A duplicate to be reported (RFC 2883).
-    pub duplicate: Option<(u32, u32)>,
-    /// The peer's latest echo of our timestamp clock.
-    pub last_echo: Option<u32>,
     /// Acknowledgement number of the last segment sent.
     pub last_ack: u32,
+    pub wscale: u8,
+    pub fin: bool,
+    /// Segments that are still acknowledged at once, as Linux does at the start and after a pause; [`ALWAYS`] for all.
+    pub quick_acks: u8,
+    pub ts_known: bool,
+    /// When the last acceptable segment came.
+    pub last_at: Instant,
 }
+
+/// As many quick acknowledgements as there are segments.
+pub(crate) const ALWAYS: u8 = u8::MAX;
 
 /// What both ends agreed on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub(crate) struct Agreed {
+    /// The peer's MSS option.
+    pub mss: u16,
     pub sack: bool,
     pub timestamps: bool,
     pub ecn: bool,
-    /// The peer's MSS option.
-    pub mss: u16,
 }
 
-/// A TCP connection.
+bitflags! {
+    /// What is to be sent, or said with the next segment, beside data.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub(crate) struct Due: u8 {
+        /// An acknowledgement, at once.
+        const ACK = 1;
+        /// Congestion was experienced: echo it until the peer says CWR.
+        const ECHO = 2;
+        /// A duplicate is to be reported (RFC 2883).
+        const DUPLICATE = 4;
+        /// A window or keep-alive probe.
+        const PROBE = 8;
+        /// A tail loss probe, or a corked or probing byte, may leave although nothing else allows it.
+        const FORCE = 16;
+        /// A RST.
+        const RESET = 32;
+    }
+}
+
+impl Due {
+    /// Whether something was due; it no longer is.
+    #[inline]
+    pub fn take(&mut self, what: Due) -> bool {
+        let was = self.contains(what);
+        self.remove(what);
+        was
+    }
+}
+
+/// A TCP connection. What every segment needs comes first and fills two cache lines.
 #[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub struct Connection {
-    pub(crate) state: State,
-    pub(crate) agreed: Agreed,
-    pub(crate) cork: bool,
-    pub(crate) send: Send,
-    pub(crate) receive: Receive,
     /// Added to the time in milliseconds gives our timestamp clock.
     pub(crate) ts_offset: u32,
+    pub(crate) agreed: Agreed,
+    pub(crate) state: State,
+    pub(crate) due: Due,
+    pub(crate) send: Send,
+    pub(crate) receive: Receive,
     pub(crate) timers: Timers,
-    pub(crate) scoreboard: Scoreboard,
-    pub(crate) recovery: Recovery,
-    pub(crate) congestion: Cubic,
-    pub(crate) rtt: Rtt,
-    pub(crate) reassembly: Reassembly,
-    pub(crate) config: Config,
+    pub(crate) cork: bool,
     pub(crate) end_reason: Option<EndReason>,
-    pub(crate) reset_pending: bool,
+    pub(crate) reassembly: Reassembly,
+    pub(crate) scoreboard: Scoreboard,
+    pub(crate) rtt: Rtt,
+    pub(crate) config: Config,
+    pub(crate) congestion: Cubic,
+    pub(crate) recovery: Recovery,
     pub(crate) challenge_at: Instant,
 }
+
+const _: () =
+    assert!(offset_of!(Connection, timers) + offset_of!(Timers, silent_since) <= 128, "the hot state fills two cache lines");
 
 /// TCP and option bytes that every segment of a connection with timestamps carries.
 pub(crate) const TIMESTAMP_BYTES: u32 = 12;
@@ -199,7 +229,7 @@ impl Connection {
             reassembly: Reassembly::default(),
             config,
             end_reason: None,
-            reset_pending: false,
+            due: Due::empty(),
             challenge_at: Instant(0),
         };
         connection.set_mtu(config.mtu);
@@ -280,7 +310,7 @@ impl Connection {
 
     /// Sequence number of a FIN that came behind a hole.
     pub fn fin_behind_hole(&self) -> Option<u32> {
-        self.receive.fin_at.filter(|_| !self.receive.fin)
+        self.reassembly.fin_at.filter(|_| !self.receive.fin)
     }
 
     /// Segments retransmitted so far.
@@ -338,7 +368,7 @@ impl Connection {
     pub fn abort(&mut self) -> Events {
         let announce = !matches!(self.state, State::Closed | State::TimeWait | State::SynSent);
         let events = self.end(EndReason::Aborted);
-        self.reset_pending = announce;
+        self.due.set(Due::RESET, announce);
         events
     }
 
@@ -354,7 +384,7 @@ impl Connection {
 
     /// Acknowledges every segment at once, or as usual.
     pub fn set_quick_ack(&mut self, always: bool) {
-        self.config.quick_ack_always = always;
+        self.receive.quick_acks = if always { ALWAYS } else { 0 };
     }
 
     /// Sets TCP_USER_TIMEOUT in milliseconds, 0 for none.
@@ -366,7 +396,7 @@ impl Connection {
     pub(crate) fn end(&mut self, reason: EndReason) -> Events {
         self.state = State::Closed;
         self.end_reason = Some(reason);
-        self.timers = Timers::default();
+        self.stop_timers(Timers::default());
         self.scoreboard.clear();
         Events::ABORTED
     }

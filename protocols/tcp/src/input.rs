@@ -1,11 +1,11 @@
 //! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
 
-use crate::connection::{Connection, EndReason, State};
-use crate::segment::{Events, Received, Segment};
+use crate::connection::{ALWAYS, Connection, Due, EndReason, State};
+use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
 use crate::timers::DELAYED_ACK;
-use baton_wire::Flags;
+use baton_wire::{Flags, Plain};
 
 /// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
 const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
@@ -16,41 +16,70 @@ impl Connection {
     /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for answers.
     #[inline]
     pub fn input(&mut self, segment: &Segment, now: Instant) -> Received {
-        if self.predicted(segment) {
-            return self.input_predicted(segment, now);
+        let ordinary = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
+        if ordinary && !segment.congestion_experienced && segment.options.sack.is_empty() {
+            let Segment { seq, ack, window, length, .. } = *segment;
+            let plain = Plain { seq, ack, window, timestamps: segment.options.timestamps, length };
+            if self.expects(&plain) {
+                let (acked, events) = self.take_expected(&plain, now);
+                return Received { skip: 0, place: length, place_seq: seq, delivered: length, acked, events };
+            }
         }
         self.input_any(segment, now)
     }
 
-    /// Van Jacobson's header prediction: the next segment in order of an open connection, nothing out of order, no surprises.
-    #[inline]
-    fn predicted(&self, segment: &Segment) -> bool {
-        let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0 && !segment.congestion_experienced;
-        let room = self.receive.adv.wrapping_sub(self.receive.nxt);
-        let timely = match segment.options.timestamps {
-            Some((value, _)) => self.agreed.timestamps && !(self.receive.ts_known && before(value, self.receive.ts_recent)),
-            None => !self.agreed.timestamps,
-        };
-        plain
-            && self.state == State::Established
-            && segment.seq == self.receive.nxt
-            && segment.length <= room
-            && timely
-            && self.reassembly.is_empty()
-            && segment.ack.wrapping_sub(self.send.una) <= self.send.nxt.wrapping_sub(self.send.una)
+    /// Van Jacobson's header prediction: feeds the next segment in order of an open connection with nothing out of order and no
+    /// surprises. `place` puts its payload into receive memory. None, and nothing is changed, if the segment is another one: then
+    /// it is [`Connection::input`]'s.
+    #[inline(always)]
+    pub fn predict(&mut self, segment: &Plain, now: Instant, place: impl FnOnce(u32)) -> Option<Predicted> {
+        if !self.expects(segment) {
+            return None;
+        }
+        if segment.length > 0 {
+            place(segment.seq);
+        }
+        let (acked, events) = self.take_expected(segment, now);
+        // Still ESTABLISHED and nothing out of order: no need to look at these again.
+        let quiet = self.nothing_but_acknowledgement();
+        Some(Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(now)) })
     }
 
-    #[inline]
-    fn input_predicted(&mut self, segment: &Segment, now: Instant) -> Received {
-        self.take_timestamp(segment, now);
-        let (acked, events) = self.process_ack(segment, now);
-        let r = &mut self.receive;
-        let place_seq = r.nxt;
+    #[inline(always)]
+    fn expects(&self, segment: &Plain) -> bool {
+        if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
+            return false;
+        }
+        if segment.timestamps.is_some() != self.agreed.timestamps {
+            return false;
+        }
+        if let Some((value, _)) = segment.timestamps
+            && self.receive.ts_known
+            && before(value, self.receive.ts_recent)
+        {
+            return false;
+        }
+        let room = self.receive.adv.wrapping_sub(self.receive.nxt);
+        let in_flight = self.send.nxt.wrapping_sub(self.send.una);
+        segment.length <= room && segment.ack.wrapping_sub(self.send.una) <= in_flight
+    }
+
+    #[inline(always)]
+    fn take_expected(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
+        self.receive.last_at = now;
+        if let Some((value, _)) = segment.timestamps {
+            // RFC 7323 section 4.3, of which all but this has been looked at.
+            if segment.seq == self.receive.last_ack {
+                self.receive.ts_recent = value;
+                self.receive.ts_known = true;
+            }
+        }
+        let (acked, events) = self.process_plain_ack(segment, now);
         if segment.length > 0 {
-            r.nxt = r.nxt.wrapping_add(segment.length);
+            self.receive.nxt = segment.seq.wrapping_add(segment.length);
             self.schedule_ack(segment.length, now);
         }
-        Received { skip: 0, place: segment.length, place_seq, delivered: segment.length, acked, events }
+        (acked, events)
     }
 
     fn input_any(&mut self, segment: &Segment, now: Instant) -> Received {
@@ -70,7 +99,7 @@ impl Connection {
         }
         if segment.flags.contains(Flags::SYN) {
             if self.state == State::SynReceived && segment.seq.wrapping_add(1) == self.receive.nxt {
-                self.receive.ack_now = true;
+                self.due |= Due::ACK;
                 return Received::default();
             }
             self.challenge(now);
@@ -86,7 +115,7 @@ impl Connection {
         let mut received = Received::default();
         if self.state == State::SynReceived {
             if !self.complete_handshake(segment) {
-                self.reset_pending = true;
+                self.due |= Due::RESET;
                 return received;
             }
             received.events |= Events::ESTABLISHED;
@@ -98,7 +127,7 @@ impl Connection {
             self.challenge(now);
             return Received::default();
         }
-        self.take_timestamp(segment, now);
+        self.take_timestamp(segment.seq, segment.options.timestamps, now);
         self.timers.probes = 0;
         let (acked, events) = self.process_ack(segment, now);
         received.acked = acked;
@@ -119,7 +148,7 @@ impl Connection {
         match segment.options.timestamps {
             Some((value, _)) if self.agreed.timestamps && r.ts_known => {
                 before(value, r.ts_recent)
-                    && now.since(r.ts_recent_at) < PAWS_IDLE
+                    && now.since(r.last_at) < PAWS_IDLE
                     && !segment.flags.contains(Flags::RST)
                     // A pure acknowledgement that was merely overtaken carries no data that could be wrong.
                     && !(segment.length == 0 && segment.seq == r.nxt && r.ts_recent.wrapping_sub(value) < 1000)
@@ -139,7 +168,7 @@ impl Connection {
     fn refuse(&mut self, segment: &Segment, now: Instant) {
         if segment.length > 0 || segment.flags.contains(Flags::FIN) {
             self.report_duplicate(segment.seq, segment.end());
-            self.receive.ack_now = true;
+            self.due |= Due::ACK;
             if self.state == State::TimeWait {
                 self.enter_time_wait(now);
             }
@@ -152,7 +181,7 @@ impl Connection {
     fn challenge(&mut self, now: Instant) {
         if self.challenge_at <= now {
             self.challenge_at = now.after(CHALLENGE_GAP);
-            self.receive.ack_now = true;
+            self.due |= Due::ACK;
         }
     }
 
@@ -175,19 +204,18 @@ impl Connection {
     /// Takes the timestamp of a segment that the last owner of the connection has processed.
     pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) {
         if self.agreed.timestamps {
-            self.take_timestamp(segment, now);
+            self.take_timestamp(segment.seq, segment.options.timestamps, now);
         }
     }
 
-    #[inline]
-    fn take_timestamp(&mut self, segment: &Segment, now: Instant) {
+    #[inline(always)]
+    fn take_timestamp(&mut self, seq: u32, timestamps: Option<(u32, u32)>, now: Instant) {
         let r = &mut self.receive;
         r.last_at = now;
-        if let Some((value, _)) = segment.options.timestamps {
+        if let Some((value, _)) = timestamps {
             // RFC 7323 section 4.3: from segments that cover the last acknowledgement sent.
-            if at_or_before(segment.seq, r.last_ack) && !(r.ts_known && before(value, r.ts_recent)) {
+            if at_or_before(seq, r.last_ack) && !(r.ts_known && before(value, r.ts_recent)) {
                 r.ts_recent = value;
-                r.ts_recent_at = now;
                 r.ts_known = true;
             }
         }
@@ -198,24 +226,24 @@ impl Connection {
             return;
         }
         if segment.flags.contains(Flags::CWR) {
-            self.receive.ece = false;
+            self.due.remove(Due::ECHO);
         }
         if segment.congestion_experienced {
-            self.receive.ece = true;
-            self.receive.ack_now = true;
+            self.due |= Due::ECHO;
+            self.due |= Due::ACK;
         }
     }
 
     fn take_payload(&mut self, segment: &Segment, now: Instant, received: &mut Received) {
         if self.receive.fin || matches!(self.state, State::TimeWait) {
-            self.receive.ack_now = true;
+            self.due |= Due::ACK;
             return;
         }
         let next = self.receive.nxt;
         let skip = if before(segment.seq, next) { next.wrapping_sub(segment.seq) } else { 0 };
         if skip > 0 {
             self.report_duplicate(segment.seq, earlier(next, segment.end()));
-            self.receive.ack_now = true;
+            self.due |= Due::ACK;
         }
         let seq = segment.seq.wrapping_add(skip);
         let whole_end = segment.seq.wrapping_add(segment.length);
@@ -235,7 +263,7 @@ impl Connection {
             received.delivered = reached.wrapping_sub(next);
             self.receive.nxt = reached;
             if reached != in_order || !self.reassembly.is_empty() {
-                self.receive.ack_now = true;
+                self.due |= Due::ACK;
             }
             self.schedule_ack(length, now);
             if filled {
@@ -250,9 +278,9 @@ impl Connection {
 
     fn take_out_of_order(&mut self, seq: u32, end: u32, fin: bool, received: &mut Received) {
         // RFC 5681 section 4.2: at once.
-        self.receive.ack_now = true;
+        self.due |= Due::ACK;
         if fin {
-            self.receive.fin_at = Some(end);
+            self.reassembly.fin_at = Some(end);
         }
         if seq == end {
             received.place = 0;
@@ -267,7 +295,7 @@ impl Connection {
     }
 
     fn take_pending_fin(&mut self, reached: u32) -> bool {
-        self.receive.fin_at == Some(reached)
+        self.reassembly.fin_at == Some(reached)
     }
 
     /// The peer's FIN is next in order (section 3.10.7.4, eighth check).
@@ -276,7 +304,7 @@ impl Connection {
         self.receive.nxt = self.receive.nxt.wrapping_add(1);
         // A FIN is taken even where the window ends.
         self.receive.adv = later(self.receive.adv, self.receive.nxt);
-        self.receive.ack_now = true;
+        self.due |= Due::ACK;
         received.events |= Events::FIN;
         match self.state {
             State::Established | State::SynReceived => self.state = State::CloseWait,
@@ -291,23 +319,29 @@ impl Connection {
 
     fn report_duplicate(&mut self, left: u32, right: u32) {
         if self.agreed.sack && before(left, right) {
-            self.receive.duplicate = Some((left, right));
+            self.reassembly.duplicate = Some((left, right));
+            self.due |= Due::DUPLICATE;
         }
     }
 
     /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms.
-    #[inline]
+    #[inline(always)]
     fn schedule_ack(&mut self, length: u32, now: Instant) {
         let r = &mut self.receive;
         r.unacked += length;
         if r.quick_acks > 0 {
-            r.quick_acks -= 1;
-            r.ack_now = true;
-        }
-        if r.unacked >= 2 * self.send.mss || self.config.quick_ack_always {
-            r.ack_now = true;
+            r.quick_acks -= u8::from(r.quick_acks != ALWAYS);
+            self.due |= Due::ACK;
+        } else if r.unacked >= 2 * self.send.mss {
+            self.due |= Due::ACK;
         } else if self.timers.ack_at == Instant::NEVER {
-            self.timers.ack_at = now.after(DELAYED_ACK);
+            self.delay_ack(now);
         }
+    }
+
+    /// Kept apart so that the moment is not computed where it is not needed.
+    #[inline(never)]
+    fn delay_ack(&mut self, now: Instant) {
+        self.timers.ack_at = now.after(DELAYED_ACK);
     }
 }

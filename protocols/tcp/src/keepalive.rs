@@ -1,6 +1,6 @@
 //! Keep-alive (RFC 1122 section 4.2.3.6).
 
-use crate::connection::{Connection, EndReason, State};
+use crate::connection::{Connection, Due, EndReason, State};
 use crate::segment::Events;
 use crate::time::Instant;
 
@@ -38,11 +38,11 @@ impl Connection {
         let over = if user_timeout > 0 { silent >= user_timeout && self.timers.probes > 0 } else { out_of_probes };
         if over {
             let events = self.end(EndReason::TimedOut);
-            self.reset_pending = true;
+            self.due |= Due::RESET;
             return events;
         }
         self.timers.probes = self.timers.probes.saturating_add(1);
-        self.timers.probe_pending = true;
+        self.due |= Due::PROBE;
         self.timers.keepalive_at = now.after(u64::from(self.config.keepalive_interval) * 1_000_000);
         Events::empty()
     }

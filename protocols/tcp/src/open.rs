@@ -1,6 +1,6 @@
 //! Opening a connection: connect, and the answer to a SYN (RFC 9293 section 3.5, options of RFC 7323, 2018, 6691).
 
-use crate::connection::{Agreed, Config, Connection, EndReason, State};
+use crate::connection::{Agreed, Config, Connection, Due, EndReason, State};
 use crate::scoreboard::Sample;
 use crate::segment::{Events, Received, Segment, Transmit};
 use crate::time::Instant;
@@ -65,7 +65,7 @@ impl Connection {
         (r.read, r.adv, r.last_ack) = (r.nxt, r.nxt, r.nxt);
         r.last_at = now;
         if let Some((value, _)) = options.timestamps {
-            (r.ts_recent, r.ts_known, r.ts_recent_at) = (value, true, now);
+            (r.ts_recent, r.ts_known) = (value, true);
         }
         self.send.wnd = u32::from(syn.window);
         self.send.max_wnd = self.send.wnd;
@@ -89,7 +89,7 @@ impl Connection {
         self.agree(segment, now);
         self.agreed.ecn = self.config.ecn && segment.flags.contains(Flags::ECE) && !segment.flags.contains(Flags::CWR);
         self.acknowledge_syn(segment, now);
-        self.receive.ack_now = true;
+        self.due |= Due::ACK;
         received.events = Events::ESTABLISHED;
         received
     }
@@ -136,12 +136,12 @@ impl Connection {
             self.rearm_send_timer(now);
         } else {
             let lost = self.scoreboard.next_lost().is_some();
-            if !lost && !core::mem::take(&mut self.receive.ack_now) {
+            if !lost && !self.due.take(Due::ACK) {
                 return None;
             }
             self.scoreboard.retransmit(isn, now);
         }
-        self.receive.ack_now = false;
+        self.due.remove(Due::ACK);
         Some(self.emit_syn(isn, now))
     }
 

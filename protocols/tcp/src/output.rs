@@ -1,12 +1,12 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
-use crate::connection::{Connection, State};
+use crate::connection::{Connection, Due, State};
 use crate::scoreboard::EVER;
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
 use crate::time::Instant;
 use crate::timers::SendTimer;
-use baton_wire::{Flags, SackBlocks, TcpOptions};
+use baton_wire::{Acknowledgement, Flags, SackBlocks, TcpOptions};
 
 impl Connection {
     /// The next segment to send, if any. `most` is how many payload bytes the device takes at once (it cuts them into segments);
@@ -16,22 +16,51 @@ impl Connection {
         if self.nothing_to_send() {
             return None;
         }
+        if let Some(Acknowledgement { seq, ack, window, timestamps }) = self.poll_acknowledgement(now) {
+            let options = TcpOptions { timestamps, ..TcpOptions::default() };
+            return Some(Transmit { seq, ack, flags: Flags::ACK, window, options, ..Transmit::default() });
+        }
         self.next_transmit(now, most)
+    }
+
+    /// The acknowledgement that is due, if it is all that there is to send and has nothing else to say.
+    #[inline]
+    fn poll_acknowledgement(&mut self, now: Instant) -> Option<Acknowledgement> {
+        let plain = self.state == State::Established && self.reassembly.is_empty() && self.nothing_but_acknowledgement();
+        plain.then(|| self.acknowledge_now(now))
+    }
+
+    /// Whether an acknowledgement is due, and no data nor anything to be said with it. SACK blocks are not looked at.
+    #[inline(always)]
+    pub(crate) fn nothing_but_acknowledgement(&self) -> bool {
+        self.due == Due::ACK && !self.has_unsent() && self.scoreboard.lost == 0
+    }
+
+    #[inline(always)]
+    pub(crate) fn acknowledge_now(&mut self, now: Instant) -> Acknowledgement {
+        let window = self.select_window();
+        self.acknowledged();
+        let timestamps = self.agreed.timestamps.then(|| (self.ts_now(now), self.receive.ts_recent));
+        Acknowledgement { seq: self.send.nxt, ack: self.receive.nxt, window, timestamps }
+    }
+
+    /// A segment goes out, and with it all that was to be acknowledged.
+    #[inline(always)]
+    fn acknowledged(&mut self) {
+        self.due.remove(Due::ACK);
+        self.receive.unacked = 0;
+        self.receive.last_ack = self.receive.nxt;
+        self.timers.ack_at = Instant::NEVER;
     }
 
     /// The common case after a segment that needs no answer.
     #[inline]
     fn nothing_to_send(&self) -> bool {
-        !self.receive.ack_now
-            && !self.has_unsent()
-            && self.scoreboard.lost == 0
-            && !self.timers.probe_pending
-            && !self.timers.force
-            && !self.reset_pending
+        !self.due.intersects(Due::ACK | Due::PROBE | Due::FORCE | Due::RESET) && !self.has_unsent() && self.scoreboard.lost == 0
     }
 
     fn next_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
-        if self.reset_pending {
+        if self.due.contains(Due::RESET) {
             return Some(self.emit_reset(now));
         }
         match self.state {
@@ -45,11 +74,11 @@ impl Connection {
         if let Some(transmit) = self.poll_new(now, most) {
             return Some(transmit);
         }
-        if core::mem::take(&mut self.timers.probe_pending) {
+        if self.due.take(Due::PROBE) {
             return Some(self.emit_probe(now));
         }
-        self.timers.force = false;
-        if core::mem::take(&mut self.receive.ack_now) {
+        self.due.remove(Due::FORCE);
+        if self.due.take(Due::ACK) {
             return Some(self.emit_ack(now));
         }
         None
@@ -58,7 +87,7 @@ impl Connection {
     fn poll_retransmission(&mut self, now: Instant) -> Option<Transmit> {
         let in_flight = self.scoreboard.in_flight();
         let sent = if core::mem::take(&mut self.recovery.tail_probe_pending) {
-            self.timers.force = false;
+            self.due.remove(Due::FORCE);
             *self.scoreboard.back()?
         } else if in_flight < self.congestion.cwnd {
             self.scoreboard.next_lost()?
@@ -83,7 +112,7 @@ impl Connection {
         }
         self.restart_after_idle(now);
         let in_flight = self.scoreboard.in_flight();
-        let forced = self.timers.force;
+        let forced = self.due.contains(Due::FORCE);
         let slots = self.congestion.cwnd.saturating_sub(in_flight).max(u32::from(forced));
         if slots == 0 {
             self.recovery.limited_until = Some(self.send.nxt);
@@ -154,7 +183,7 @@ impl Connection {
         {
             self.rearm_send_timer(now);
         }
-        self.timers.force = false;
+        self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
         if push {
             flags = flags | Flags::PSH;
@@ -202,7 +231,7 @@ impl Connection {
     }
 
     pub(crate) fn emit_reset(&mut self, now: Instant) -> Transmit {
-        self.reset_pending = false;
+        self.due.remove(Due::RESET);
         let mut transmit = self.data(self.send.nxt, 0, Flags::RST | Flags::ACK, now);
         transmit.window = 0;
         transmit
@@ -214,14 +243,11 @@ impl Connection {
         let window = self.select_window();
         let timestamps = self.agreed.timestamps.then(|| (self.ts_now(now), self.receive.ts_recent));
         let mut options = TcpOptions { timestamps, ..TcpOptions::default() };
-        if self.receive.duplicate.is_some() || !self.reassembly.is_empty() {
+        if self.due.contains(Due::DUPLICATE) || !self.reassembly.is_empty() {
             options.sack = self.sack_blocks(length);
         }
-        self.receive.ack_now = false;
-        self.receive.unacked = 0;
-        self.receive.last_ack = self.receive.nxt;
-        self.timers.ack_at = Instant::NEVER;
-        let flags = if self.receive.ece { flags | Flags::ECE } else { flags };
+        self.acknowledged();
+        let flags = if self.due.contains(Due::ECHO) { flags | Flags::ECE } else { flags };
         Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
     }
 
@@ -232,7 +258,8 @@ impl Connection {
             return blocks;
         }
         let room = if self.agreed.timestamps { 3 } else { 4 };
-        if let Some((left, right)) = self.receive.duplicate.take() {
+        self.due.remove(Due::DUPLICATE);
+        if let Some((left, right)) = self.reassembly.duplicate.take() {
             blocks.push(left, right);
         }
         for (left, right) in self.reassembly.sack_blocks(room).as_slice() {

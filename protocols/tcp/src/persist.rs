@@ -1,6 +1,6 @@
 //! From an image and back to one.
 
-use crate::connection::{Agreed, Config, Connection, Receive, Send, State};
+use crate::connection::{Agreed, Config, Connection, Due, Receive, Send, State};
 use crate::time::Instant;
 use baton_abi::Record;
 use baton_image::{Image, State as ImageState};
@@ -47,7 +47,6 @@ impl Connection {
             mtu: image.mtu,
             ip_header: if image.flow.is_v4() { 20 } else { 40 },
             nodelay: image.nodelay,
-            quick_ack_always: false,
             keepalive: image.keepalive,
             keepalive_idle: image.keepalive_idle,
             keepalive_interval: image.keepalive_interval,
@@ -78,15 +77,14 @@ impl Connection {
             capacity: receive_buffer.saturating_sub(1 << image.rcv_wscale).min(65535 << image.rcv_wscale),
             wscale: image.rcv_wscale,
             fin: image.state.fin_received(),
-            ack_now: true,
             ts_recent: image.ts_recent,
             // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last.
             ts_known: false,
-            ts_recent_at: now,
             last_at: now,
             last_ack: image.rcv_nxt,
             ..Receive::default()
         };
+        connection.due = Due::ACK;
         connection.ts_offset = image.ts_clock.wrapping_sub(now.millis());
         connection.rtt.smoothed = image.srtt;
         connection.rtt.variation = image.rttvar;
@@ -162,11 +160,29 @@ impl Connection {
             rcv_read: self.receive.read,
             ts_recent: self.receive.ts_recent,
             ts_clock: self.ts_now(now),
-            state: self.state.to_image().map_or(0, |state| state as u8),
+            state: self.state as u8,
             ranges_table: 0,
             ranges: 0,
-            cwnd: self.congestion.cwnd.min(65535) as u16,
+            cwnd: self.congestion.cwnd,
             srtt: self.rtt.smoothed,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A record holds the state by its number, which recovery reads as an image's.
+    #[test]
+    fn states_are_numbered_as_in_an_image() {
+        for number in 0..=u8::MAX {
+            if let Some(image) = ImageState::from_number(number) {
+                assert_eq!(State::from(image) as u8, number);
+                assert_eq!(State::from(image).to_image(), Some(image));
+            }
+        }
+        assert_eq!(ImageState::from_number(State::SynSent as u8), None);
+        assert_eq!(ImageState::from_number(State::SynReceived as u8), None);
     }
 }

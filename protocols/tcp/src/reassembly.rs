@@ -13,6 +13,10 @@ pub struct Reassembly {
     ranges: Vec<(u32, u32)>,
     /// Left edges of the ranges that grew last, newest first (RFC 2018 section 4).
     recent: [u32; 4],
+    /// A FIN came behind a hole: the sequence number it has.
+    pub(crate) fin_at: Option<u32>,
+    /// A duplicate to be reported (RFC 2883).
+    pub(crate) duplicate: Option<(u32, u32)>,
 }
 
 impl Reassembly {

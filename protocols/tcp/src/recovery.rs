@@ -1,7 +1,7 @@
 //! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing what was spurious
 //! (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
 
-use crate::connection::{Connection, State};
+use crate::connection::{Connection, Due, State};
 use crate::scoreboard::Sample;
 use crate::seq::{at_or_before, before};
 use crate::time::Instant;
@@ -35,6 +35,8 @@ pub(crate) struct Recovery {
     /// Retransmissions that no duplicate report has covered; undo when it reaches 0.
     undo_retransmits: u32,
     undo_counted: bool,
+    /// The peer's latest echo of our timestamp clock.
+    pub last_echo: Option<u32>,
     /// Our timestamp clock when the first retransmission left (Eifel, RFC 3522).
     first_retransmit: Option<u32>,
     prior_cwnd: u32,
@@ -293,7 +295,7 @@ impl Connection {
 
     /// The peer echoes a timestamp from before the first retransmission: it answers the original (RFC 3522).
     fn eifel_says_original(&self) -> bool {
-        match (self.recovery.first_retransmit, self.receive.last_echo) {
+        match (self.recovery.first_retransmit, self.recovery.last_echo) {
             (Some(first), Some(echo)) => before(echo, first),
             _ => false,
         }
@@ -341,7 +343,7 @@ impl Connection {
 
     pub(crate) fn send_tail_loss_probe(&mut self, now: Instant) {
         let unsent = self.has_unsent() && before(self.send.nxt, self.send.una.wrapping_add(self.send.wnd));
-        self.timers.force = true;
+        self.due |= Due::FORCE;
         self.recovery.probe = Some((self.send.nxt, !unsent));
         if !unsent {
             self.recovery.tail_probe_pending = true;

@@ -1,6 +1,6 @@
 //! What crosses the boundary of a connection: segments in, segments out, and what happened.
 
-use baton_wire::{Flags, TcpFrame, TcpOptions};
+use baton_wire::{Acknowledgement, Flags, Plain, TcpFrame, TcpOptions};
 use bitflags::bitflags;
 
 /// A received segment's header; its payload stays with the caller.
@@ -28,6 +28,20 @@ impl Segment {
     pub fn end(&self) -> u32 {
         let controls = u32::from(self.flags.contains(Flags::SYN)) + u32::from(self.flags.contains(Flags::FIN));
         self.seq.wrapping_add(self.length).wrapping_add(controls)
+    }
+}
+
+impl From<&Plain> for Segment {
+    fn from(plain: &Plain) -> Self {
+        Segment {
+            seq: plain.seq,
+            ack: plain.ack,
+            flags: Flags::ACK,
+            window: plain.window,
+            options: TcpOptions { timestamps: plain.timestamps, ..TcpOptions::default() },
+            congestion_experienced: false,
+            length: plain.length,
+        }
     }
 }
 
@@ -61,6 +75,17 @@ pub struct Received {
     pub acked: u32,
     /// What else happened.
     pub events: Events,
+}
+
+/// What came of a segment that was the expected one: all of its payload became readable.
+#[derive(Clone, Copy, Debug)]
+pub struct Predicted {
+    /// Bytes of send memory that the peer has acknowledged.
+    pub acked: u32,
+    /// What else happened.
+    pub events: Events,
+    /// What there is to send, if it is an acknowledgement and nothing else; else [`crate::Connection::poll_transmit`] is to be asked.
+    pub acknowledgement: Option<Acknowledgement>,
 }
 
 bitflags! {

@@ -1,6 +1,6 @@
 //! The timers of a connection, and what happens when they expire.
 
-use crate::connection::{Connection, EndReason, State};
+use crate::connection::{Connection, Due, EndReason, State};
 use crate::segment::Events;
 use crate::time::Instant;
 
@@ -31,19 +31,17 @@ pub(crate) enum SendTimer {
 }
 
 #[derive(Clone, Debug)]
+#[repr(C)]
 pub(crate) struct Timers {
-    pub send: SendTimer,
     pub send_at: Instant,
     pub ack_at: Instant,
     pub keepalive_at: Instant,
     pub time_wait_at: Instant,
-    /// Keep-alive or window probes without an answer.
-    pub probes: u8,
     /// When the oldest unanswered probe or retransmission was sent.
     pub silent_since: Instant,
-    pub probe_pending: bool,
-    /// A tail loss probe, or a corked or probing byte, may leave although nothing else allows it.
-    pub force: bool,
+    pub send: SendTimer,
+    /// Keep-alive or window probes without an answer.
+    pub probes: u8,
 }
 
 impl Default for Timers {
@@ -56,8 +54,6 @@ impl Default for Timers {
             time_wait_at: Instant::NEVER,
             probes: 0,
             silent_since: Instant::NEVER,
-            probe_pending: false,
-            force: false,
         }
     }
 }
@@ -70,6 +66,19 @@ impl Connection {
         t.send_at.min(t.ack_at).min(t.keepalive_at.min(t.time_wait_at))
     }
 
+    /// Whether no timer runs, asked with less work than [`Connection::next_timeout`] is.
+    #[inline(always)]
+    pub fn no_timer(&self) -> bool {
+        let t = &self.timers;
+        t.send_at.0 & t.ack_at.0 & t.keepalive_at.0 & t.time_wait_at.0 == Instant::NEVER.0
+    }
+
+    /// Replaces all timers, and forgets what they wanted to send.
+    pub(crate) fn stop_timers(&mut self, timers: Timers) {
+        self.timers = timers;
+        self.due.remove(Due::PROBE | Due::FORCE);
+    }
+
     pub(crate) fn arm(&mut self, timer: SendTimer, at: Instant) {
         self.timers.send = timer;
         self.timers.send_at = if timer == SendTimer::Off { Instant::NEVER } else { at };
@@ -80,10 +89,10 @@ impl Connection {
         let mut events = Events::empty();
         if self.timers.ack_at <= now {
             self.timers.ack_at = Instant::NEVER;
-            self.receive.ack_now |= self.receive.unacked > 0;
+            self.due.set(Due::ACK, self.due.contains(Due::ACK) || self.receive.unacked > 0);
         }
         if self.timers.time_wait_at <= now {
-            self.timers = Timers::default();
+            self.stop_timers(Timers::default());
             self.state = State::Closed;
             return Events::CLOSED;
         }
@@ -138,13 +147,13 @@ impl Connection {
             return Events::empty();
         }
         if self.cork && self.send.wnd >= self.send.mss {
-            self.timers.force = true;
+            self.due |= Due::FORCE;
             return Events::empty();
         }
         if self.gave_up(now, MAX_RETRIES) {
             return self.end(EndReason::TimedOut);
         }
-        self.timers.probe_pending = true;
+        self.due |= Due::PROBE;
         self.rtt.backoff = self.rtt.backoff.saturating_add(1);
         self.arm(SendTimer::Persist, now.after(self.rtt.timeout()));
         Events::empty()

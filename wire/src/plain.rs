@@ -1,0 +1,231 @@
+//! The shape that nearly every segment of an open connection has, read and written with few instructions: no IP options, no flags
+//! but ACK and PSH, no TCP options but timestamps, no ECN mark. Whatever else comes is [`crate::TcpFrame`]'s.
+
+use crate::checksum::Sum;
+use crate::flow::Name;
+use crate::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP};
+
+/// The timestamps option (RFC 7323 appendix A) as one word: NOP, NOP, kind 8, length 10.
+const TIMESTAMPS_WORD: u32 = 0x0101_080a;
+/// Bytes of the timestamps option with its padding.
+pub(crate) const TIMESTAMPS: usize = 12;
+
+/// A plain segment's fields in host order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plain {
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Window field, unscaled.
+    pub window: u16,
+    /// Timestamp value and echo reply (RFC 7323 section 3).
+    pub timestamps: Option<(u32, u32)>,
+    /// Bytes of payload.
+    pub length: u32,
+}
+
+/// `N` bytes at `at`, loaded at once: put together byte by byte, the compiler loads them one by one where only some are looked at.
+#[inline(always)]
+fn load<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    *bytes[at..].first_chunk().expect("the caller has checked the length")
+}
+
+#[inline(always)]
+fn be16(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes(load(bytes, at))
+}
+
+#[inline(always)]
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(load(bytes, at))
+}
+
+#[inline(always)]
+fn le64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(load(bytes, at))
+}
+
+impl Plain {
+    /// Reads a frame: the flow, the destination's end as local, the segment, and its payload. None if it is anything but plain, or damaged. `verified`
+    /// says that a device has checked the headers' sums.
+    #[inline(always)]
+    pub fn parse(frame: &[u8], verified: bool) -> Option<(Name, Plain, &[u8])> {
+        let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;
+        // Type of the frame, and the version and header length of IP behind it.
+        match be32(link, 12) & 0xffff_ff00 {
+            0x0800_4500 => Self::parse_v4(frame, link, verified),
+            kind if kind & 0xffff_f000 == 0x86dd_6000 => Self::parse_v6(frame),
+            _ => None,
+        }
+    }
+
+    #[inline(always)]
+    fn parse_v4<'a>(frame: &'a [u8], head: &[u8; ETHERNET + IPV4 + TCP], verified: bool) -> Option<(Name, Plain, &'a [u8])> {
+        // Neither a fragment nor anything but TCP; a CE mark is for the whole TCP to see.
+        let ordinary = be32(head, 20) & 0x3fff_00ff == u32::from(PROTOCOL_TCP) && head[15] & 3 != 3;
+        let end = ETHERNET + usize::from(be16(head, 16));
+        if !ordinary || !verified && Sum::new().bytes(&head[ETHERNET..ETHERNET + IPV4]).finish() != 0 {
+            return None;
+        }
+        let name = Name::v4(le64(head, 26), be32(head, 34));
+        let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV4)?;
+        Some((name, plain, payload))
+    }
+
+    #[inline(always)]
+    fn parse_v6(frame: &[u8]) -> Option<(Name, Plain, &[u8])> {
+        let head: &[u8; ETHERNET + IPV6 + TCP] = frame.first_chunk()?;
+        if head[20] != PROTOCOL_TCP || head[15] >> 4 & 3 == 3 {
+            return None;
+        }
+        let end = ETHERNET + IPV6 + usize::from(be16(head, 18));
+        let local = [le64(head, 38), le64(head, 46)];
+        let remote = [le64(head, 22), le64(head, 30)];
+        let name = Name::v6(local, remote, be32(head, 54));
+        let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV6)?;
+        Some((name, plain, payload))
+    }
+
+    /// `frame` ends where IP says that the packet ends.
+    #[inline(always)]
+    fn parse_tcp(frame: &[u8], tcp: usize) -> Option<(Plain, &[u8])> {
+        let head = frame.get(tcp..tcp + TCP)?;
+        // Data offset, then the flags without PSH.
+        let (headers, timestamps) = match be16(head, 12) & 0xfff7 {
+            0x8010 => {
+                let options = frame.get(tcp + TCP..tcp + TCP + TIMESTAMPS)?;
+                if be32(options, 0) != TIMESTAMPS_WORD {
+                    return None;
+                }
+                (TCP + TIMESTAMPS, Some((be32(options, 4), be32(options, 8))))
+            }
+            0x5010 => (TCP, None),
+            _ => return None,
+        };
+        let payload = &frame[tcp + headers..];
+        let (seq, ack, window) = (be32(head, 4), be32(head, 8), be16(head, 14));
+        Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32 }, payload))
+    }
+
+    /// Whether the TCP checksum holds; needed only where no device has vouched for it.
+    #[cold]
+    pub fn checksum_holds(self, name: Name, frame: &[u8]) -> bool {
+        let tcp = if name.is_v4() { ETHERNET + IPV4 } else { ETHERNET + IPV6 };
+        let headers = if self.timestamps.is_some() { TCP + TIMESTAMPS } else { TCP };
+        let segment = &frame[tcp..tcp + headers + self.length as usize];
+        name.pseudo_header(segment.len()).bytes(segment).finish() == 0
+    }
+}
+
+/// An acknowledgement and nothing else: what [`crate::frame::Template::acknowledge`] writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Acknowledgement {
+    /// Sequence number.
+    pub seq: u32,
+    /// Acknowledgement number.
+    pub ack: u32,
+    /// Window field, already scaled down.
+    pub window: u16,
+    /// Timestamp value and echo reply.
+    pub timestamps: Option<(u32, u32)>,
+}
+
+impl Name {
+    /// The sum over the pseudo-header of a segment of `length` bytes. It is the same whichever end's address comes first.
+    fn pseudo_header(&self, length: usize) -> Sum {
+        let sum = Sum::new().word(u16::from(PROTOCOL_TCP)).word((length >> 16) as u16).word(length as u16);
+        self.address_words().iter().fold(sum, |sum, word| sum.bytes(&word.to_le_bytes()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
+    use crate::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+
+    fn flows() -> [Flow; 2] {
+        [
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 200, 3, 2], 40000) },
+            Flow { local: Endpoint::v6(core::array::from_fn(|n| n as u8), 443), remote: Endpoint::v6([0xfe; 16], 1) },
+        ]
+    }
+
+    fn segment(flow: &Flow, flags: Flags, timestamps: Option<(u32, u32)>, ecn: u8, ident: u16, out: &mut [u8]) -> usize {
+        let template = Template::new(flow, &Link { ttl: 64, tos: 0x20, ..Link::default() }, true);
+        let options = TcpOptions { timestamps, ..TcpOptions::default() };
+        let header = Header { seq: 0xfedc_ba98, ack: 6, flags, window: 7, options: &options, ecn, ident };
+        let length = template.emit(&header, 5, out);
+        out[length..length + 5].copy_from_slice(b"hello");
+        assert!(finish_checksum(&mut out[..length + 5], template.tcp_offset(), 16));
+        length + 5
+    }
+
+    /// What is plain reads as the whole parser reads it, whatever its checksum happens to be.
+    #[test]
+    fn plain_segments_read_alike_in_both_parsers() {
+        for flow in flows() {
+            for ident in (0..=u16::MAX).step_by(7) {
+                let timestamps = (ident % 2 == 0).then_some((9, 10));
+                let mut frame = [0u8; MAX_HEADER + 5];
+                let length = segment(&flow, Flags::ACK | Flags::PSH, timestamps, 2, ident, &mut frame);
+                let frame = &mut frame[..length];
+                let whole = TcpFrame::parse(frame).unwrap();
+                let (name, plain, payload) = Plain::parse(frame, false).unwrap();
+                assert_eq!(name, Name::from(&whole.flow));
+                assert_eq!((plain.seq, plain.ack, plain.window), (whole.seq, whole.ack, whole.window));
+                assert_eq!(plain.timestamps, whole.options.timestamps);
+                assert_eq!(payload, b"hello");
+                assert!(plain.checksum_holds(name, frame));
+                frame[length - 1] ^= 4;
+                assert!(!plain.checksum_holds(name, frame));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_plain_is_left_to_the_whole_parser() {
+        for flow in flows() {
+            let mut frame = [0u8; MAX_HEADER + 5];
+            for flags in [Flags::SYN, Flags::ACK | Flags::FIN, Flags::ACK | Flags::RST, Flags::ACK | Flags::ECE, Flags::PSH] {
+                let length = segment(&flow, flags, Some((1, 2)), 0, 0, &mut frame);
+                assert!(Plain::parse(&frame[..length], false).is_none(), "{flags:?}");
+            }
+            let length = segment(&flow, Flags::ACK, None, 3, 0, &mut frame);
+            assert!(Plain::parse(&frame[..length], false).is_none(), "marked");
+            let length = segment(&flow, Flags::ACK, Some((1, 2)), 0, 0, &mut frame);
+            for cut in 0..length {
+                assert!(Plain::parse(&frame[..cut], true).is_none(), "cut at {cut}");
+            }
+            // Every single-byte change is read as the whole parser reads it, or left to it.
+            for at in 0..length {
+                for value in 0..=255u8 {
+                    let mut bad = frame;
+                    bad[at] = value;
+                    if let Some((name, plain, payload)) = Plain::parse(&bad[..length], false) {
+                        let whole = TcpFrame::parse(&bad[..length]).unwrap();
+                        assert_eq!((name, plain.seq), (Name::from(&whole.flow), whole.seq), "byte {at} = {value}");
+                        assert_eq!(payload, whole.payload(&bad[..length]));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_plain_acknowledgement_is_the_frame_that_the_general_writer_makes() {
+        for flow in flows() {
+            for timestamps in [None, Some((11, 12))] {
+                let template = Template::new(&flow, &Link { ttl: 64, tos: 0x20, ..Link::default() }, timestamps.is_some());
+                let options = TcpOptions { timestamps, ..TcpOptions::default() };
+                let header = Header { seq: 5, ack: 6, flags: Flags::ACK, window: 7, options: &options, ecn: 0, ident: 0 };
+                let (mut general, mut plain) = ([0u8; MAX_HEADER], [0xffu8; MAX_HEADER]);
+                let length = template.emit(&header, 0, &mut general);
+                let ack = Acknowledgement { seq: 5, ack: 6, window: 7, timestamps };
+                assert_eq!(template.acknowledge(&ack, &mut plain), length);
+                assert_eq!(plain[..length], general[..length]);
+            }
+        }
+    }
+}
