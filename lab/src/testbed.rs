@@ -9,7 +9,7 @@
 //! descriptor for a name, so that nothing is left behind however this process ends.
 
 use anyhow::{Context, Result, bail};
-use baton_agent::AgentSettings;
+use baton_agent::{AgentSettings, Step};
 use baton_client::protocol::{Answer, Ask, Reply, Request, Statistics};
 use baton_control::{LinkSettings, NicSettings};
 use baton_kernel::control::Channel;
@@ -55,6 +55,8 @@ pub struct TestbedSettings {
     pub program: Option<PathBuf>,
     /// Settings below /proc/sys/net of host B, by path.
     pub peer_sysctls: Vec<(&'static str, &'static str)>,
+    /// The step of a move after which the NIC is killed.
+    pub crash_after: Option<Step>,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
 }
@@ -75,6 +77,7 @@ impl Default for TestbedSettings {
             seed: 1,
             program: None,
             peer_sysctls: Vec::new(),
+            crash_after: None,
             firewall: None,
         }
     }
@@ -195,6 +198,7 @@ impl Testbed {
         let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
         std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
         let agent = AgentSettings {
+            crash_after: settings.crash_after,
             socket: directory.join("agent.sock"),
             interface: a.name.into(),
             session_bytes: 2 << 30,

@@ -2,9 +2,11 @@
 
 mod common;
 
+use baton_agent::Step;
 use baton_client::Session;
 use baton_client::protocol::Place;
 use baton_control::LinkSettings;
+use baton_kernel::namespace::Namespace;
 use baton_kernel::socket;
 use baton_lab::testbed::{TestbedSettings, address_b};
 use common::{Scene, connect, hosts, scene, scene_at};
@@ -102,6 +104,22 @@ fn moves_during_fast_recovery_and_with_data_out_of_order() {
     }
 }
 
+/// Segments came out of order once, and the program has not read since: the kernel does not say that the hole is filled until it is
+/// asked.
+#[test]
+fn a_quiet_connection_that_saw_reordering_moves() {
+    let mut scene = scene(TestbedSettings { link: LinkSettings { reorder: 300_000, ..lossy() }, ..TestbedSettings::default() });
+    scene.peer_sends(100_000);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while socket::queue_bytes(scene.peer.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ") > 0 {
+        assert!(Instant::now() < deadline, "the peer's data never arrived");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    scene.move_to(Place::Nic);
+    scene.drain();
+    scene.exchange(10_000, Place::Kernel);
+}
+
 /// A FIN sent, received, or both, before the move or after it, both ways.
 #[test]
 fn fins_move() {
@@ -175,6 +193,64 @@ fn close_on_the_nic_is_close() {
             other => panic!("not a reset but {other:?}"),
         }
     }
+}
+
+/// The NIC dies after every step of a move, there and back, with data in flight and out of order.
+#[test]
+fn a_nic_may_die_after_any_step() {
+    for step in Step::ALL {
+        for link in [LinkSettings::default(), lossy()] {
+            eprintln!("after {step:?}, loss {}", link.loss);
+            let mut scene = scene(TestbedSettings { crash_after: Some(step), link, ..TestbedSettings::default() });
+            for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(6) {
+                scene.fill(60_000);
+                // It may be in the kernel again by the time it is looked at: that is what recovery is for.
+                scene.try_to_move(to);
+                scene.fill(60_000);
+                scene.drain();
+            }
+            let statistics = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+            assert!(statistics.nic_starts >= 2, "the NIC never died after {step:?}");
+            assert_eq!((statistics.lost, statistics.failed_moves), (0, 0), "after {step:?}");
+        }
+    }
+}
+
+/// RSTs that a host's kernel has sent.
+fn resets_sent(host: &Namespace) -> u64 {
+    let text = host.run(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).expect("/proc/net/snmp");
+    let mut rows = text.lines().filter(|line| line.starts_with("Tcp:")).map(|line| line.split_whitespace());
+    let (Some(mut names), Some(mut values)) = (rows.next(), rows.next()) else { panic!("no Tcp rows") };
+    let at = names.position(|name| name == "OutRsts").expect("OutRsts");
+    values.nth(at).and_then(|value| value.parse().ok()).expect("a number")
+}
+
+/// A connection that both sides have closed ends on the NIC, at whatever moment its program closes the descriptor: no refusal, and
+/// its shell says nothing that the peer would have to answer with a RST.
+#[test]
+fn what_ended_on_the_nic_closes_in_silence() {
+    let bed = hosts(TestbedSettings::default());
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let before = resets_sent(&bed.host_b);
+    for round in 0..30 {
+        let (server, peer) = connect(&bed, false, 8000 + round);
+        let id = session.adopt(server.into()).expect("adoption");
+        session.move_to(id, Place::Nic).expect("a move");
+        // The peer's FIN first, so that ours is the last word and nothing waits in TIME-WAIT.
+        peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while session.receive(id, &mut [0; 16]).is_err() {
+            assert!(Instant::now() < deadline, "the end of the stream never came");
+        }
+        session.shutdown(id).expect("shutdown");
+        if round % 2 == 0 {
+            while socket::receive(peer.as_fd(), &mut [0; 16]).is_err() {
+                assert!(Instant::now() < deadline, "the peer never saw the end of the stream");
+            }
+        }
+        session.close(id).expect("close");
+    }
+    assert_eq!(resets_sent(&bed.host_b), before, "the peer had to answer something with a RST");
 }
 
 /// The peer resets while the NIC has the connection.

@@ -6,6 +6,7 @@ use crate::forth::{self, Ground};
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::{AgentSettings, Descriptor};
+use crate::step::Chaos;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
 use baton_abi::{Cid, Control, Operation};
@@ -14,7 +15,7 @@ use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
-use baton_kernel::{netlink, process, rtnetlink, socket};
+use baton_kernel::{netlink, process, rtnetlink, shell, socket};
 use baton_ring::Region;
 use baton_wire::Flow;
 use std::io;
@@ -36,6 +37,7 @@ pub(crate) struct Agent {
     /// Connections whose move waits for coverage.
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
+    chaos: Chaos,
     routes: Netlink,
     diagnosis: Netlink,
     interface: rtnetlink::LinkInfo,
@@ -77,8 +79,9 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
     let sessions = Vec::new();
-    let mut agent =
-        Agent { settings, hardware, nic, sessions, mirroring: Vec::new(), statistics, routes, diagnosis, interface, poller };
+    let chaos = Chaos::new(settings.crash_after);
+    let mirroring = Vec::new();
+    let mut agent = Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, routes, diagnosis, interface, poller };
     // The keeper hears that programs may come.
     keeper.send(&true, &[])?;
     let result = agent.main_loop(&listener);
@@ -241,6 +244,8 @@ impl Agent {
         let ground = Ground {
             nic: &mut self.nic,
             nic_memory: &self.hardware.memory,
+            host: &self.hardware.host,
+            chaos: &mut self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,
             interface: self.interface,
@@ -329,6 +334,9 @@ impl Agent {
     /// Brings a connection back if need be, and forgets it.
     fn forget(&mut self, session: u32, number: u32) -> Reply {
         self.bring_back(session, number);
+        // The NIC refuses a connection that has just ended; its end is among what it has said since.
+        self.hear_nic();
+        self.bring_back(session, number);
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
         let Some(connection) = entry.connections.get_mut(number as usize).and_then(Option::take) else {
             return Reply::Failed { reason: format!("session {session} has no connection {number}") };
@@ -391,6 +399,7 @@ impl Agent {
         let cid = on_nic.cid;
         let _ = ground.nic.control(Control::Cancel, cid, 0);
         ground.nic.give_slot(cid);
+        let _ = shell::end(connection.fd.as_fd());
         let ended = std::mem::replace(&mut connection.stage, Stage::Ended(cid));
         if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
             open.ended.push((number, on_nic.memory));

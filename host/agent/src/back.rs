@@ -2,13 +2,18 @@
 
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{Ground, give_memory, queues};
+use crate::recovery::{read_ranges, read_record};
 use crate::session::OpenSession;
+use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Control, Message, Operation};
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
 use baton_kernel::import::{ImportError, Importer};
+use baton_backends::VnetDevice;
+use baton_datapath::LastWords;
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
 
 /// How a move back ended, if not well.
 pub(crate) enum Failure {
@@ -42,6 +47,7 @@ pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, conne
         connection.block.set_owner(Owner::Nic);
         return Err(Failure::Stays(stay));
     }
+    ground.passed(Step::Rested);
     let mut bytes = [0u8; MAX_ENCODED];
     let _ = ground.nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
     let image = match Image::decode(&bytes) {
@@ -69,10 +75,29 @@ fn import(
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
     let fd = connection.fd.as_fd();
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
+    ground.passed(Step::Imported);
     // Even when the import failed the NIC lets go: no filter outlives its connection.
-    let release = || ground.nic.control(Control::Release, on_nic.cid, 0);
+    let release = || {
+        if matches!(ground.nic.control(Control::Release, on_nic.cid, 0), Err(Stay::NicGone)) {
+            say_last_words(ground, session, on_nic, image);
+        }
+        ground.passed(Step::Released);
+    };
     speak(image, imported, release)?;
     Ok(())
+}
+
+/// What a NIC that died in the middle of a restore can no longer say to the kernel: data that it held out of order, and a FIN.
+fn say_last_words(ground: &Ground<'_>, session: &OpenSession, on_nic: &OnNic, image: &Image) {
+    let base = nic::slot(on_nic.cid.slot());
+    let ranges = read_record(ground.nic_memory, base).map(|record| read_ranges(ground.nic_memory, base, &record)).unwrap_or_default();
+    ground.nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
+    let (Ok(host), Some(receive)) = (ground.host.try_clone(), session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1))
+    else {
+        return;
+    };
+    let words = LastWords { image, ranges: &ranges, fin_behind_hole: None };
+    words.say(&mut VnetDevice::new(host, false), |seq, out| receive.read(seq, out));
 }
 
 /// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been

@@ -24,8 +24,8 @@ pub(crate) type Asker = (u32, u32);
 pub(crate) enum Stage {
     /// In the kernel.
     Kernel,
-    /// In the kernel, the NIC is copying; since when, and who asked.
-    Mirroring { since: u64, cid: Cid, askers: Vec<Asker> },
+    /// In the kernel, the NIC is copying; since when, who asked, and whether the kernel has been asked for its SACK blocks.
+    Mirroring { since: u64, cid: Cid, askers: Vec<Asker>, asked: bool },
     /// On the NIC.
     Nic(Box<OnNic>),
     /// It ended while it was on the NIC; only the shell is left.

@@ -2,9 +2,11 @@
 //! read, purge, hand off. Each step that fails is undone by those before it.
 
 use crate::agent::Agent;
+use crate::back::hand_to_kernel;
 use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
+use crate::step::{Chaos, Step};
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_image::{Image, MAX_ENCODED};
@@ -13,15 +15,17 @@ use baton_kernel::examine::{self, Stay};
 use baton_kernel::export::{self, Exporter};
 use baton_kernel::import::Importer;
 use baton_kernel::netlink::Netlink;
-use baton_kernel::shell::Saved;
+use baton_kernel::shell::{self, Saved};
 use baton_kernel::socket::{self, Pieces};
 use baton_kernel::tcp_info::{OPTION_SACK, TcpInfo};
 use baton_kernel::{conntrack, diagnosis, rtnetlink};
 use baton_ring::Region;
 use baton_wire::frame::Link;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
+/// Microseconds of mirroring after which the kernel is asked what it holds out of order.
+const QUIET: u64 = 5_000;
 /// Smallest send and receive memory of a connection.
 const MIN_BUFFER: u32 = 1 << 18;
 /// Largest.
@@ -33,12 +37,22 @@ const SO_MEMINFO: i32 = 55;
 pub(crate) struct Ground<'a> {
     pub nic: &'a mut NicProcess,
     pub nic_memory: &'a Region,
+    /// The kernel's interface, for what the agent has to say to it itself.
+    pub host: &'a OwnedFd,
+    pub chaos: &'a mut Chaos,
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
     pub interface: rtnetlink::LinkInfo,
 }
 
 impl Ground<'_> {
+    /// A step of a move has been made.
+    pub fn passed(&mut self, step: Step) {
+        if self.chaos.strikes(step) {
+            self.nic.end();
+        }
+    }
+
     /// The link header of a connection's frames, if its route leads through the NIC.
     pub fn link_of(&self, connection: &Connection) -> Result<Link, Stay> {
         let (local, peer) = (connection.local.ip().to_canonical(), connection.peer.ip().to_canonical());
@@ -77,9 +91,10 @@ pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers
         ground.nic.give_slot(cid);
         return Err(stay);
     }
+    ground.passed(Step::Mirrored);
     // Its segments will bypass the host's connection tracker.
     let _ = conntrack::be_liberal(&connection.flow);
-    connection.stage = Stage::Mirroring { since: monotonic_micros(), cid, askers };
+    connection.stage = Stage::Mirroring { since: monotonic_micros(), cid, askers, asked: false };
     Ok(())
 }
 
@@ -126,6 +141,7 @@ pub(crate) fn complete(
         call_off(ground, connection, cid);
         return Err(Stay::Busy);
     }
+    ground.passed(Step::Quiesced);
     connection.moves += 1;
     let moved = steal_and_hand_off(ground, session, session_number, connection, cid, link);
     let result = match moved {
@@ -154,6 +170,7 @@ fn steal_and_hand_off(
     link: Link,
 ) -> Result<OnNic, Stay> {
     ground.nic.control(Control::Steal, cid, 0)?;
+    ground.passed(Step::Stolen);
     let fd = connection.fd.as_fd();
     let exporter = match Exporter::begin(fd, connection.flow, link) {
         Ok(exporter) => exporter,
@@ -180,12 +197,17 @@ fn steal_and_hand_off(
         give_memory(session, memory);
         return Err(stay);
     }
+    ground.passed(Step::Read);
     let (saved, result) = match exporter.purge() {
         Ok(saved) => {
+            ground.passed(Step::Purged);
             let handed_off_at = monotonic_micros();
             let result = hand_off(ground, session_number, connection, cid, &image, memory, &saved);
             match result {
-                Ok(()) => return Ok(OnNic { cid, image, saved, memory, handed_off_at }),
+                Ok(()) => {
+                    ground.passed(Step::HandedOff);
+                    return Ok(OnNic { cid, image, saved, memory, handed_off_at });
+                }
                 Err(stay) => (saved, stay),
             }
         }
@@ -299,7 +321,7 @@ impl Agent {
         let nic_memory = self.hardware.memory.clone();
         let Some((mut ground, entry)) = self.split(session) else { return true };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return true };
-        let Stage::Mirroring { since, cid, .. } = connection.stage else { return true };
+        let Stage::Mirroring { since, cid, asked, .. } = connection.stage else { return true };
         let result = if covered(&nic_memory, connection, cid) {
             let askers = take_askers(connection);
             let Some(open) = entry.open.as_mut() else { return true };
@@ -310,10 +332,27 @@ impl Agent {
             call_off(&mut ground, connection, cid);
             (Err(Stay::OutOfOrder), askers)
         } else {
+            if !asked
+                && monotonic_micros() - since > QUIET
+                && let Some(open) = &entry.open
+            {
+                ask_for_sack_blocks(open, connection);
+            }
             return false;
         };
         self.conclude(session, number, result.0, result.1);
         true
+    }
+}
+
+/// A connection without traffic sends no acknowledgement that would tell what the kernel holds out of order: it is made to send one.
+fn ask_for_sack_blocks(session: &OpenSession, connection: &mut Connection) {
+    if let Stage::Mirroring { asked, .. } = &mut connection.stage {
+        *asked = true;
+    }
+    if connection.block.quiesce(Owner::Kernel) {
+        let _ = shell::acknowledge(connection.fd.as_fd());
+        hand_to_kernel(session, connection);
     }
 }
 

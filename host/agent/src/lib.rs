@@ -11,6 +11,8 @@ mod nic;
 mod recovery;
 mod session;
 mod settings;
+mod step;
 
 pub use agent::run;
 pub use settings::{AgentSettings, Descriptor};
+pub use step::Step;

@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 /// The record that counts, if the NIC ever published one.
-fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
+pub(crate) fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
     let published = nic_memory.words(base + slot::PUBLISHED, 1)[0].load(Ordering::Acquire);
     if published == 0 {
         return None;
@@ -28,7 +28,7 @@ fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
     Some(Record::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed))))
 }
 
-fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
+pub(crate) fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
     let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
     let count = usize::from(record.ranges).min(slot::RANGES_BYTES / 8);
     let words = nic_memory.words(table, count);
@@ -182,15 +182,9 @@ fn import(
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
     let fd = connection.fd.as_fd();
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
-    let (base, mask) = (on_nic.memory.receive.0 as usize, on_nic.memory.receive.1 - 1);
-    let fetch = |seq: u32, out: &mut [u8]| {
-        for (at, byte) in out.iter_mut().enumerate() {
-            let offset = (seq.wrapping_add(at as u32) & mask) as usize;
-            let _ = session.memory.read(base + offset, std::slice::from_mut(byte));
-        }
-    };
+    let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;
     speak(image, imported, || {
-        LastWords { image, ranges, fin_behind_hole: None }.say(kernel, fetch);
+        LastWords { image, ranges, fin_behind_hole: None }.say(kernel, |seq, out| receive.read(seq, out));
         // What was held since goes to the kernel, and nothing is held any more.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     })

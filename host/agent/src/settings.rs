@@ -1,5 +1,6 @@
 //! What an agent is told when it starts.
 
+use crate::step::Step;
 use baton_control::NicSettings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -17,6 +18,9 @@ pub struct AgentSettings {
     pub core: Option<usize>,
     /// Microseconds that a move may wait for out-of-order data to be covered.
     pub patience: u64,
+    /// For tests: the step of a move after which the NIC is killed.
+    #[serde(default)]
+    pub crash_after: Option<Step>,
     /// The NIC's settings.
     pub nic: NicSettings,
 }

@@ -69,6 +69,7 @@ impl<'a> Importer<'a> {
         refill(fd, Queue::Receive, unread).step("receive queue")?;
         let sent = image.snd_nxt.wrapping_sub(snd_start).min(unacknowledged.length() as u32) as usize;
         refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
+        count_as_sent(fd).step("send queue")?;
         shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
         write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
         if image.flow.is_v4() {
@@ -147,6 +148,22 @@ fn make_room(fd: BorrowedFd<'_>, bytes: usize, option: i32, force: i32, factor: 
     let lock = socket::get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
     socket::set(fd, libc::SOL_SOCKET, force, wanted as i32)?;
     socket::set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, lock)
+}
+
+/// Everything in the send queue was sent before, and must count so: an acknowledgement of more than the kernel knows to be sent would
+/// be ignored for ever. While frames of the socket still wait at its device, autocorking leaves the end of the queue uncounted;
+/// TCP_NODELAY pushes it.
+fn count_as_sent(fd: BorrowedFd<'_>) -> io::Result<()> {
+    if socket::queue_bytes(fd, socket::SIOCOUTQNSD)? == 0 {
+        return Ok(());
+    }
+    let nodelay = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY)?;
+    socket::set(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)?;
+    socket::set(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, nodelay)?;
+    match socket::queue_bytes(fd, socket::SIOCOUTQNSD)? {
+        0 => Ok(()),
+        left => Err(io::Error::other(format!("{left} bytes in flight count as unsent"))),
+    }
 }
 
 fn refill(fd: BorrowedFd<'_>, queue: Queue, pieces: &Pieces<'_>) -> io::Result<()> {

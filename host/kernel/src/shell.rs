@@ -206,6 +206,28 @@ pub(crate) fn reassociate(
     select(fd, Queue::None)
 }
 
+/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves repair mode. While
+/// this lasts the program must be kept out of the connection: in repair mode its calls would fail.
+///
+/// # Errors
+/// The system's.
+pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let reuse = socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
+    repair(fd, true)?;
+    repair(fd, false)?;
+    socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
+}
+
+/// The connection has ended on the NIC: closes its shell in silence, so that nothing is sent when the descriptor is closed.
+///
+/// # Errors
+/// The system's.
+pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
+    repair(fd, true)?;
+    socket::disconnect(fd)?;
+    repair(fd, false)
+}
+
 fn dissolve(fd: BorrowedFd<'_>, snd: u32, rcv: u32) -> io::Result<()> {
     socket::disconnect(fd)?;
     set_queue_seq(fd, Queue::Send, snd)?;

@@ -4,6 +4,7 @@
 use baton_client::protocol::Place;
 use baton_client::{ConnectionId, Session};
 use baton_kernel::socket;
+use baton_kernel::tcp_info::TcpInfo;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_sim::stream;
 use std::io;
@@ -66,6 +67,12 @@ fn later(result: io::Result<usize>) -> usize {
 
 impl Scene {
     pub fn move_to(&mut self, to: Place) {
+        self.try_to_move(to);
+        assert_eq!(self.session.place(self.id), Some(to));
+    }
+
+    /// Moves it, however often that is put off; where it is a moment later is not looked at.
+    pub fn try_to_move(&mut self, to: Place) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             match self.session.move_to(self.id, to) {
@@ -74,7 +81,6 @@ impl Scene {
                 Err(error) => panic!("it could not be moved to {to:?}: {error}"),
             }
         }
-        assert_eq!(self.session.place(self.id), Some(to));
     }
 
     /// The program sends what fits now. Bytes sent.
@@ -118,7 +124,14 @@ impl Scene {
         let deadline = Instant::now() + Duration::from_secs(60);
         let mut ready = Vec::new();
         while self.received[0] < self.sent[1] || self.received[1] < self.sent[0] {
-            assert!(Instant::now() < deadline, "stuck: sent {:?}, received {:?}", self.sent, self.received);
+            assert!(
+                Instant::now() < deadline,
+                "stuck with the connection at {:?}: sent {:?}, received {:?}; the peer: {:?}",
+                self.session.place(self.id),
+                self.sent,
+                self.received,
+                TcpInfo::read(self.peer.as_fd()),
+            );
             if self.receive() + self.peer_receives() == 0 {
                 self.session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
             }

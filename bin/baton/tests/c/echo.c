@@ -1,0 +1,70 @@
+/* Accepts one connection, echoes what comes until the peer closes, and moves the
+ * connection to the NIC or back after every kilobyte. argv: agent's socket.
+ * The listener is descriptor 3. Prints how often the connection moved. */
+#define _GNU_SOURCE
+#include <baton.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define CHECK(call) do { if ((call) < 0) { fprintf(stderr, "%s: %s (%s)\n", #call, baton_error(), strerror(errno)); return 1; } } while (0)
+
+static int echo(baton_session *s, int c)
+{
+    static char bytes[65536];
+    size_t held = 0, done = 0, since = 0, moves = 0;
+    int ended = 0, place = BATON_KERNEL;
+    while (!ended || done < held) {
+        ssize_t n;
+        if (done == held && !ended) {
+            n = baton_receive(s, c, bytes, sizeof bytes);
+            if (n > 0) { held = n; done = 0; since += n; }
+            else if (n == 0) ended = 1;
+            else if (errno != EAGAIN) CHECK(n);
+        }
+        while (done < held && (n = baton_send(s, c, bytes + done, held - done)) >= 0) done += n;
+        if (done < held && errno != EAGAIN) CHECK(-1);
+        if (since >= 1024) {
+            place = place == BATON_KERNEL ? BATON_NIC : BATON_KERNEL;
+            int moved = baton_move(s, c, place);
+            if (moved == 0) { moves++; since = 0; }
+            else if (errno == EAGAIN) place = place == BATON_KERNEL ? BATON_NIC : BATON_KERNEL;
+            else CHECK(moved);
+        } else {
+            uint32_t ready[4];
+            CHECK(baton_poll(s, 5, ready, 4));
+        }
+    }
+    int value = 0;
+    CHECK(baton_set_option(s, c, 6, 1, 1));
+    CHECK(baton_get_option(s, c, 6, 1, &value));
+    if (value != 1) return fprintf(stderr, "TCP_NODELAY is %d\n", value), 1;
+    CHECK(baton_shutdown(s, c));
+    CHECK(baton_close(s, c));
+    printf("%zu\n", moves);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (baton_open("/nowhere/agent.sock") != NULL || strstr(baton_error(), "no agent at") == NULL) {
+        fprintf(stderr, "an agent that is not there was found: %s\n", baton_error());
+        return 1;
+    }
+    baton_session *s = baton_open(argc > 1 ? argv[1] : NULL);
+    if (s == NULL) return fprintf(stderr, "%s\n", baton_error()), 1;
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) < 0) return 1;
+    if (baton_adopt(s, pair[0]) != -1) return fprintf(stderr, "a Unix socket was adopted\n"), 1;
+    if (baton_send(s, 99, "x", 1) != -1 || errno != EBADF) return fprintf(stderr, "connection 99 exists\n"), 1;
+    int fd = accept4(3, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return perror("accept"), 1;
+    int c = baton_adopt(s, fd);
+    CHECK(c);
+    int result = echo(s, c);
+    baton_end(s);
+    return result;
+}

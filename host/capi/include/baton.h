@@ -1,0 +1,92 @@
+/* libbaton: a program's side of Baton, for C.
+ *
+ * A session belongs to one thread. It adopts TCP connections that the program
+ * accepted or connected; from then on they are used through these calls, which
+ * work the same wherever a connection is: in the kernel or on the NIC. The
+ * program needs no privilege.
+ *
+ * Calls that fail return -1 (or NULL) and set errno; baton_error() then says
+ * in words what happened and what to do. EAGAIN means: not now, wait with
+ * baton_poll() and try again, as with a socket that does not block.
+ *
+ *     baton_session *s = baton_open(NULL);
+ *     int c = baton_adopt(s, accept4(listener, NULL, NULL, SOCK_NONBLOCK));
+ *     baton_move(s, c, BATON_NIC);
+ *     for (uint32_t ready[16]; (n = baton_poll(s, -1, ready, 16)) >= 0; ) ...
+ *
+ * Link with -lbaton. Licence: MIT OR Apache-2.0.
+ */
+#ifndef BATON_H
+#define BATON_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct baton_session baton_session;
+
+/* Where a connection is, or shall go. */
+enum baton_place { BATON_KERNEL = 0, BATON_NIC = 1, BATON_MOVING = 2 };
+
+/* Opens a session with the agent that listens at PATH; NULL for the default,
+ * /run/baton/agent.sock. NULL if nobody listens there. */
+baton_session *baton_open(const char *path);
+
+/* Ends a session: its connections return to the kernel, their descriptors are
+ * closed. */
+void baton_end(baton_session *session);
+
+/* Takes charge of a connected, non-blocking TCP socket, which stays in the
+ * kernel until it is moved. Returns the connection's number. The descriptor is
+ * Baton's from here on, and is closed if this fails: EOPNOTSUPP says that this
+ * connection could never be moved (not TCP, MPTCP, signed, ...). */
+int baton_adopt(baton_session *session, int fd);
+
+/* Moves a connection and waits until it is there. EAGAIN: trying again may
+ * help. EOPNOTSUPP: it will not. The connection stays where it was. */
+int baton_move(baton_session *session, int connection, enum baton_place to);
+
+/* Where a connection is: a value of enum baton_place. */
+int baton_place(baton_session *session, int connection);
+
+/* Like send(2) and recv(2) on a non-blocking socket, without flags.
+ * baton_receive() returns 0 at the end of the stream. */
+ssize_t baton_send(baton_session *session, int connection, const void *bytes, size_t length);
+ssize_t baton_receive(baton_session *session, int connection, void *bytes, size_t length);
+
+/* Like shutdown(2) with SHUT_WR. */
+int baton_shutdown(baton_session *session, int connection);
+
+/* Integer socket options. They take effect wherever the connection is. */
+int baton_set_option(baton_session *session, int connection, int level, int option, int value);
+int baton_get_option(baton_session *session, int connection, int level, int option, int *value);
+
+/* baton_poll() also ends when this descriptor, such as a listener, becomes
+ * readable. */
+int baton_watch(baton_session *session, int fd);
+
+/* Waits up to TIMEOUT milliseconds (-1: for ever) for connections that may have
+ * become readable or writable, and writes up to COUNT of their numbers. Returns
+ * how many. Use each until it gives EAGAIN, as with edge-triggered epoll. */
+int baton_poll(baton_session *session, int timeout, uint32_t *ready, size_t count);
+
+/* Gives the descriptor back to the program: the connection is in the kernel and
+ * no longer Baton's. */
+int baton_release(baton_session *session, int connection);
+
+/* Closes a connection as close(2) would. */
+int baton_close(baton_session *session, int connection);
+
+/* What the last call on this thread that failed has to say. Never NULL; valid
+ * until the next failing call on this thread. */
+const char *baton_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,285 @@
+//! libbaton: the client library for C. `include/baton.h` is its documentation; here is only what turns C's pointers and errno into
+//! the calls of [`baton_client::Session`].
+//!
+//! Every function must be given what the header promises: a session from `baton_open` that has not ended and is used by one thread
+//! at a time, and buffers of the lengths named.
+
+use baton_client::protocol::Place;
+use baton_client::{DEFAULT_SOCKET, Session};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::io;
+use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// A session, and connections that were ready when the caller had no more room for them.
+pub struct CSession {
+    session: Session,
+    ready: Vec<u32>,
+}
+
+fn fail(error: &io::Error) -> c_int {
+    let number = error.raw_os_error().unwrap_or(match error.kind() {
+        io::ErrorKind::WouldBlock => libc::EAGAIN,
+        io::ErrorKind::NotFound => libc::EBADF,
+        io::ErrorKind::InvalidInput => libc::EINVAL,
+        io::ErrorKind::InvalidData => libc::EPROTO,
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => libc::ECONNRESET,
+        _ => libc::EOPNOTSUPP,
+    });
+    LAST_ERROR.with(|last| *last.borrow_mut() = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default());
+    // SAFETY: the C library's own variable of this thread.
+    unsafe { *libc::__errno_location() = number };
+    -1
+}
+
+fn answer<T>(result: io::Result<T>, value: impl FnOnce(T) -> c_int) -> c_int {
+    match result {
+        Ok(found) => value(found),
+        Err(error) => fail(&error),
+    }
+}
+
+fn count(result: io::Result<usize>) -> isize {
+    match result {
+        Ok(count) => count as isize,
+        Err(error) => fail(&error) as isize,
+    }
+}
+
+/// The session behind a pointer.
+///
+/// # Safety
+/// It must be null, or from [`baton_open`] and not ended, and nobody else may use it meanwhile.
+unsafe fn session<'a>(pointer: *mut CSession) -> io::Result<&'a mut CSession> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_mut() }.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the session is NULL"))
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// `path` must be null or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_open(path: *const c_char) -> *mut CSession {
+    let path = if path.is_null() {
+        Path::new(DEFAULT_SOCKET)
+    } else {
+        // SAFETY: the caller's promise.
+        Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
+    };
+    match Session::connect(path) {
+        Ok(session) => Box::into_raw(Box::new(CSession { session, ready: Vec::new() })),
+        Err(error) => {
+            fail(&error);
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; the session must not be used afterwards.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_end(pointer: *mut CSession) {
+    if !pointer.is_null() {
+        // SAFETY: it came from `baton_open`, and the caller gives it up.
+        drop(unsafe { Box::from_raw(pointer) });
+    }
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `fd` must be a descriptor of the caller's, who gives it up.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_adopt(pointer: *mut CSession, fd: c_int) -> c_int {
+    if fd < 0 {
+        return fail(&io::Error::from_raw_os_error(libc::EBADF));
+    }
+    // SAFETY: the caller's promises.
+    let (session, fd) = unsafe { (session(pointer), OwnedFd::from_raw_fd(fd)) };
+    answer(session.and_then(|s| s.session.adopt(fd)), |id| id as c_int)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_move(pointer: *mut CSession, connection: c_int, to: c_int) -> c_int {
+    let to = match to {
+        0 => Place::Kernel,
+        1 => Place::Nic,
+        _ => return fail(&io::Error::new(io::ErrorKind::InvalidInput, "a connection moves to BATON_KERNEL or to BATON_NIC")),
+    };
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.move_to(connection as u32, to)), |()| 0)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_place(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.map(|s| s.session.place(connection as u32)), |place| match place {
+        Some(Place::Kernel) => 0,
+        Some(Place::Nic) => 1,
+        None => 2,
+    })
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `bytes` must point at `length` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_send(pointer: *mut CSession, connection: c_int, bytes: *const c_void, length: usize) -> isize {
+    if bytes.is_null() && length > 0 {
+        return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize;
+    }
+    // SAFETY: the caller's promises; a null pointer goes with no bytes and is not looked at.
+    let (session, bytes) = unsafe {
+        let bytes: &[u8] = if length == 0 { &[] } else { std::slice::from_raw_parts(bytes.cast(), length) };
+        (session(pointer), bytes)
+    };
+    count(session.and_then(|s| s.session.send(connection as u32, bytes)))
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `bytes` must point at room for `length` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_receive(pointer: *mut CSession, connection: c_int, bytes: *mut c_void, length: usize) -> isize {
+    if bytes.is_null() && length > 0 {
+        return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize;
+    }
+    // SAFETY: the caller's promises; whatever the room holds are valid bytes.
+    let (session, bytes) = unsafe {
+        let bytes: &mut [u8] = if length == 0 { &mut [] } else { std::slice::from_raw_parts_mut(bytes.cast(), length) };
+        (session(pointer), bytes)
+    };
+    count(session.and_then(|s| s.session.receive(connection as u32, bytes)))
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_shutdown(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.shutdown(connection as u32)), |()| 0)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_set_option(
+    pointer: *mut CSession,
+    connection: c_int,
+    level: c_int,
+    option: c_int,
+    value: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.set_option(connection as u32, level, option, value)), |()| 0)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `value` must point at an int.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_get_option(
+    pointer: *mut CSession,
+    connection: c_int,
+    level: c_int,
+    option: c_int,
+    value: *mut c_int,
+) -> c_int {
+    // SAFETY: the caller's promises.
+    let (session, value) = unsafe { (session(pointer), value.as_mut()) };
+    let Some(value) = value else { return fail(&io::Error::from_raw_os_error(libc::EFAULT)) };
+    answer(session.and_then(|s| s.session.option(connection as u32, level, option)), |found| {
+        *value = found;
+        0
+    })
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `fd` must be open while the session lasts.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_watch(pointer: *mut CSession, fd: c_int) -> c_int {
+    if fd < 0 {
+        return fail(&io::Error::from_raw_os_error(libc::EBADF));
+    }
+    // SAFETY: the caller's promises.
+    let (session, fd) = unsafe { (session(pointer), BorrowedFd::borrow_raw(fd)) };
+    answer(session.and_then(|s| s.session.watch(fd)), |()| 0)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `ready` must point at room for `count` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_poll(pointer: *mut CSession, timeout: c_int, ready: *mut u32, count: usize) -> c_int {
+    if ready.is_null() || count == 0 {
+        return fail(&io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: the caller's promises; numbers have no invalid values.
+    let (session, out) = unsafe { (session(pointer), std::slice::from_raw_parts_mut(ready, count)) };
+    let waited = session.and_then(|s| {
+        let timeout = u64::try_from(timeout).ok().map(Duration::from_millis);
+        // Some are left over from last time: only look what has come since.
+        let timeout = if s.ready.is_empty() { timeout } else { Some(Duration::ZERO) };
+        s.session.poll(timeout, &mut s.ready)?;
+        let taken = s.ready.len().min(out.len());
+        for (place, id) in out.iter_mut().zip(s.ready.drain(..taken)) {
+            *place = id;
+        }
+        Ok(taken)
+    });
+    answer(waited, |taken| taken as c_int)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_release(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.release(connection as u32)), IntoRawFd::into_raw_fd)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_close(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.close(connection as u32)), |()| 0)
+}
+
+/// See `baton.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn baton_error() -> *const c_char {
+    LAST_ERROR.with(|last| last.borrow().as_ptr())
+}
