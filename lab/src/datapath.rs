@@ -141,7 +141,8 @@ impl Bench {
         let heap = session::HEAP + slots * 2 * BUFFER as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);
-        let settings = Settings { slots, hash_key: [1, 2, 3, 4], batch: 32, frame_bytes: FRAME, quick_ack: true };
+        let settings =
+            Settings { slots, hash_key: [1, 2, 3, 4], batch: 32, frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start();
         worker.attach(0, memory.clone());

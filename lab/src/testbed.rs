@@ -57,6 +57,8 @@ pub struct TestbedSettings {
     pub peer_sysctls: Vec<(&'static str, &'static str)>,
     /// The step of a move after which the NIC is killed.
     pub crash_after: Option<Step>,
+    /// Frames that come during a move are dropped.
+    pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
 }
@@ -78,6 +80,7 @@ impl Default for TestbedSettings {
             program: None,
             peer_sysctls: Vec::new(),
             crash_after: None,
+            drop_during_moves: false,
             firewall: None,
         }
     }
@@ -209,6 +212,7 @@ impl Testbed {
                 core: settings.nic_core,
                 spin: settings.spin,
                 segmentation,
+                drop_during_moves: settings.drop_during_moves,
                 link: settings.link,
                 hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             },

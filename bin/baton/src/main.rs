@@ -158,6 +158,9 @@ struct SoakArguments {
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
+    /// Frames that come during a move are dropped instead of kept for the connection's next owner.
+    #[arg(long)]
+    drop_during_moves: bool,
     /// Host A's firewall drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
@@ -200,6 +203,7 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
         mtu: arguments.mtu,
         link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
         seed: arguments.seed,
+        drop_during_moves: arguments.drop_during_moves,
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };

@@ -18,7 +18,10 @@ const BYTES: usize = 4 << 20;
 /// Compiles the program against the header and the library that lie beside the `baton` program.
 fn compile(into: &Path) -> std::path::PathBuf {
     let built = Path::new(env!("CARGO_BIN_EXE_baton")).parent().expect("the directory of programs");
-    assert!(built.join("libbaton.so").exists(), "libbaton.so is not built: run `cargo build --release` first, as `make test` does");
+    assert!(
+        built.join("libbaton.so").exists(),
+        "libbaton.so is not built: run `cargo build --release` first, as `make test` does"
+    );
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = into.join("echo");
     let status = Command::new("cc")

@@ -8,6 +8,7 @@ use baton_client::protocol::Place;
 use baton_control::LinkSettings;
 use baton_kernel::namespace::Namespace;
 use baton_kernel::socket;
+use baton_kernel::tcp_info::TcpInfo;
 use baton_lab::testbed::{TestbedSettings, address_b};
 use common::{Scene, connect, hosts, scene, scene_at};
 use std::io;
@@ -120,6 +121,101 @@ fn a_quiet_connection_that_saw_reordering_moves() {
     scene.exchange(10_000, Place::Kernel);
 }
 
+/// Frames that come during a move may also be dropped: the peer sends them again.
+#[test]
+fn bytes_are_equal_when_frames_are_dropped_during_moves() {
+    let mut scene = scene(TestbedSettings { drop_during_moves: true, ..TestbedSettings::default() });
+    for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(10) {
+        scene.exchange(200_000, to);
+    }
+}
+
+/// Three programs, two connections each, all moving.
+#[test]
+fn several_sessions_move_side_by_side() {
+    let bed = hosts(TestbedSettings::default());
+    let mut programs: Vec<(Session, Vec<(u32, std::net::TcpStream)>)> = (0..3)
+        .map(|program| {
+            let mut session = Session::connect(&bed.socket()).expect("a session");
+            let connections = (0..2).map(|at| connect(&bed, at == 1, 8000 + program * 2 + at as u16));
+            let adopted = connections.map(|(server, peer)| (session.adopt(server.into()).expect("adoption"), peer)).collect();
+            (session, adopted)
+        })
+        .collect();
+    let mut ready = Vec::new();
+    for round in 0..20u64 {
+        for (number, (session, connections)) in programs.iter_mut().enumerate() {
+            for (at, (id, peer)) in connections.iter().enumerate() {
+                let to = if (round + number as u64 + at as u64).is_multiple_of(2) { Place::Nic } else { Place::Kernel };
+                let mut piece = vec![0; 3000];
+                baton_sim::stream::fill(number as u64 * 7 + at as u64, round * 3000, &mut piece);
+                assert_eq!(socket::send(peer.as_fd(), &piece).expect("sending"), piece.len());
+                session.move_to(*id, to).expect("a move");
+                let mut got = Vec::new();
+                let deadline = Instant::now() + Duration::from_secs(10);
+                while got.len() < piece.len() {
+                    assert!(Instant::now() < deadline, "program {number}, connection {at}: {} of 3000 bytes", got.len());
+                    let mut buffer = [0; 4096];
+                    match session.receive(*id, &mut buffer) {
+                        Ok(length) => got.extend_from_slice(&buffer[..length]),
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                            session.poll(Some(Duration::from_millis(5)), &mut ready).expect("poll");
+                        }
+                        Err(error) => panic!("program {number}, connection {at}: {error}"),
+                    }
+                }
+                assert_eq!(got, piece, "program {number}, connection {at}, round {round}");
+            }
+        }
+    }
+}
+
+/// A number of /proc/net/netstat or /proc/net/snmp.
+fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
+    let text = host.run(|| std::fs::read_to_string(format!("/proc/thread-self/net/{table}"))).expect("a table of counters");
+    let mut rows = text.lines().filter(|line| line.starts_with(row)).map(str::split_whitespace);
+    let (Some(mut names), Some(mut values)) = (rows.next(), rows.next()) else { panic!("no {row} rows") };
+    let at = names.position(|found| found == name).unwrap_or_else(|| panic!("no counter {name}"));
+    values.nth(at).and_then(|value| value.parse().ok()).expect("a number")
+}
+
+/// Host B marks every packet both ways as having met congestion: the NIC says so to the peer, and slows down when it is told.
+#[test]
+fn congestion_marks_are_echoed_and_obeyed() {
+    let mut scene = scene(TestbedSettings { peer_sysctls: vec![("ipv4/tcp_ecn", "1")], ..TestbedSettings::default() });
+    let ecn = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").options & baton_kernel::tcp_info::OPTION_ECN;
+    assert_ne!(ecn, 0, "the kernels did not agree on ECN");
+    scene.exchange(50_000, Place::Nic);
+    let rules = "table inet marks { counter cwr { }; \
+        chain in { type filter hook prerouting priority -300; tcp flags & cwr == cwr counter name cwr; ip ecn ect0 ip ecn set ce; }; \
+        chain out { type filter hook output priority -300; ip ecn ect0 ip ecn set ce; }; }";
+    nft(&scene.bed.host_b, &[rules]);
+    let (capable, echoed) = (counter(&scene.bed.host_b, "netstat", "IpExt:", "InECT0Pkts"), delivered_marked(&scene));
+    scene.exchange(300_000, Place::Nic);
+    assert!(
+        counter(&scene.bed.host_b, "netstat", "IpExt:", "InECT0Pkts") > capable + 10,
+        "the NIC's packets were not ECN-capable"
+    );
+    assert!(delivered_marked(&scene) > echoed + 10, "the NIC did not echo the marks");
+    let reduced = nft(&scene.bed.host_b, &["list", "counter", "inet", "marks", "cwr"]);
+    assert!(!reduced.contains("packets 0 "), "the NIC did not say that it reduced its window: {reduced}");
+    scene.exchange(100_000, Place::Kernel);
+}
+
+fn nft(host: &Namespace, arguments: &[&str]) -> String {
+    let output = host.run(|| std::process::Command::new("nft").args(arguments).output()).expect("nft");
+    assert!(output.status.success(), "nft: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Packets of the peer's that it knows to have been marked (tcpi_delivered_ce).
+fn delivered_marked(scene: &Scene) -> u32 {
+    let mut raw = [0u8; 256];
+    let length = socket::get_bytes(scene.peer.as_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, &mut raw).expect("TCP_INFO");
+    assert!(length >= 196);
+    u32::from_ne_bytes([raw[192], raw[193], raw[194], raw[195]])
+}
+
 /// A FIN sent, received, or both, before the move or after it, both ways.
 #[test]
 fn fins_move() {
@@ -218,11 +314,7 @@ fn a_nic_may_die_after_any_step() {
 
 /// RSTs that a host's kernel has sent.
 fn resets_sent(host: &Namespace) -> u64 {
-    let text = host.run(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).expect("/proc/net/snmp");
-    let mut rows = text.lines().filter(|line| line.starts_with("Tcp:")).map(|line| line.split_whitespace());
-    let (Some(mut names), Some(mut values)) = (rows.next(), rows.next()) else { panic!("no Tcp rows") };
-    let at = names.position(|name| name == "OutRsts").expect("OutRsts");
-    values.nth(at).and_then(|value| value.parse().ok()).expect("a number")
+    counter(host, "snmp", "Tcp:", "OutRsts")
 }
 
 /// A connection that both sides have closed ends on the NIC, at whatever moment its program closes the descriptor: no refusal, and

@@ -81,7 +81,8 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let sessions = Vec::new();
     let chaos = Chaos::new(settings.crash_after);
     let mirroring = Vec::new();
-    let mut agent = Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, routes, diagnosis, interface, poller };
+    let mut agent =
+        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, routes, diagnosis, interface, poller };
     // The keeper hears that programs may come.
     keeper.send(&true, &[])?;
     let result = agent.main_loop(&listener);

@@ -7,11 +7,11 @@ use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Control, Message, Operation};
+use baton_backends::VnetDevice;
+use baton_datapath::LastWords;
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
 use baton_kernel::import::{ImportError, Importer};
-use baton_backends::VnetDevice;
-use baton_datapath::LastWords;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
@@ -90,9 +90,11 @@ fn import(
 /// What a NIC that died in the middle of a restore can no longer say to the kernel: data that it held out of order, and a FIN.
 fn say_last_words(ground: &Ground<'_>, session: &OpenSession, on_nic: &OnNic, image: &Image) {
     let base = nic::slot(on_nic.cid.slot());
-    let ranges = read_record(ground.nic_memory, base).map(|record| read_ranges(ground.nic_memory, base, &record)).unwrap_or_default();
+    let ranges =
+        read_record(ground.nic_memory, base).map(|record| read_ranges(ground.nic_memory, base, &record)).unwrap_or_default();
     ground.nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
-    let (Ok(host), Some(receive)) = (ground.host.try_clone(), session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1))
+    let (Ok(host), Some(receive)) =
+        (ground.host.try_clone(), session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1))
     else {
         return;
     };

@@ -232,7 +232,7 @@ fn put_back(
     let fd = connection.fd.as_fd();
     let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved)
         .map_err(|failed| Stay::System(failed.step, failed.error))?;
-    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    let _ = ground.nic.control(Control::Cancel, cid, 1);
     importer.finish().map_err(|failed| Stay::System(failed.step, failed.error))
 }
 

@@ -78,7 +78,8 @@ pub enum Control {
     Steal = 2,
     /// The kernel owns the connection again: what was held goes to it.
     Release = 3,
-    /// Undo a mirror or a steal; what was held goes to the kernel.
+    /// Undo a mirror or a steal; what was held goes to the kernel. Nonzero in the address field: the kernel's copies are gone, so
+    /// those that were mirrored go to it, too.
     Cancel = 4,
     /// The program has closed its sending side.
     Shutdown = 5,

@@ -62,6 +62,9 @@ pub struct NicSettings {
     pub spin: u64,
     /// The wire takes frames of up to 64 KB.
     pub segmentation: bool,
+    /// Frames that come during a move are dropped, not kept for the connection's next owner.
+    #[serde(default)]
+    pub drop_during_moves: bool,
     /// The emulated link.
     pub link: LinkSettings,
     /// Key of the lookup table.
@@ -151,7 +154,9 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     let back =
         if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
     let wire = EmulatedWire::new(wire, out, back, settings.link.seed);
-    let worker_settings = Settings { slots: settings.slots, hash_key: settings.hash_key, ..Settings::default() };
+    let drop_during_moves = settings.drop_during_moves;
+    let worker_settings =
+        Settings { slots: settings.slots, hash_key: settings.hash_key, drop_during_moves, ..Settings::default() };
     let now = Instant(monotonic_micros());
     let worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);

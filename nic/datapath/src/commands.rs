@@ -55,7 +55,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid),
             (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
-            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid),
+            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0),
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
@@ -222,15 +222,19 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// A move to the NIC is called off, or a dead connection is cleared away.
-    fn cancel(&mut self, cid: Cid) -> Result<u32, Refusal> {
+    /// A move to the NIC is called off, or a dead connection is cleared away. `forgotten` says that the kernel no longer has what it
+    /// held out of order: then it gets the copies of that, too.
+    fn cancel(&mut self, cid: Cid, forgotten: bool) -> Result<u32, Refusal> {
         self.tenant(cid)?;
         let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
             Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
             Custody::Mirrored => {}
             Custody::Held => {
-                for mut frame in slot.held.take_stolen() {
+                if !forgotten {
+                    slot.held.forget_mirrored();
+                }
+                for mut frame in slot.held.take() {
                     self.host.transmit(&mut frame);
                 }
             }

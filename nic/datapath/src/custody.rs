@@ -111,10 +111,10 @@ impl Held {
         self.mirrored = self.frames.len();
     }
 
-    /// Takes the frames that the kernel has not got.
-    pub fn take_stolen(&mut self) -> impl Iterator<Item = Frame> + use<> {
+    /// Drops the frames that the kernel has got.
+    pub fn forget_mirrored(&mut self) {
         let mirrored = std::mem::take(&mut self.mirrored);
-        self.take().skip(mirrored)
+        self.frames.drain(..mirrored);
     }
 
     /// Takes all frames.

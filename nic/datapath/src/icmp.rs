@@ -1,6 +1,7 @@
 //! ICMP messages that concern an offloaded connection's path MTU (RFC 1191, RFC 8201, RFC 4443). They still go to the kernel,
 //! which keeps the route's MTU.
 
+use baton_wire::checksum::{self, Sum};
 use baton_wire::{Endpoint, Flow};
 
 fn be16(bytes: &[u8], at: usize) -> Option<u16> {
@@ -11,8 +12,9 @@ fn be16(bytes: &[u8], at: usize) -> Option<u16> {
 pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
     match be16(frame, 12)? {
         0x0800 if *frame.get(23)? == 1 => {
-            let icmp = frame.get(14 + usize::from(frame[14] & 15) * 4..)?;
-            if icmp.first()? != &3 || icmp.get(1)? != &4 {
+            let end = 14 + usize::from(be16(frame, 16)?);
+            let icmp = frame.get(14 + usize::from(frame[14] & 15) * 4..end)?;
+            if icmp.first()? != &3 || icmp.get(1)? != &4 || Sum::new().bytes(icmp).finish() != 0 {
                 return None;
             }
             let inner = icmp.get(8..)?;
@@ -27,8 +29,9 @@ pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
             Some((flow, sequence(inner, header)?, u32::from(be16(icmp, 6)?)))
         }
         0x86dd if *frame.get(20)? == 58 => {
-            let icmp = frame.get(54..)?;
-            if icmp.first()? != &2 {
+            let icmp = frame.get(54..54 + usize::from(be16(frame, 18)?))?;
+            let pseudo = checksum::pseudo_header(frame.get(22..38)?, frame.get(38..54)?, 58, icmp.len());
+            if icmp.first()? != &2 || pseudo.bytes(icmp).finish() != 0 {
                 return None;
             }
             let mtu = u32::from(be16(icmp, 4)?) << 16 | u32::from(be16(icmp, 6)?);

@@ -28,11 +28,13 @@ pub struct Settings {
     pub frame_bytes: usize,
     /// Acknowledge every segment at once.
     pub quick_ack: bool,
+    /// Frames that come while their connection is between two owners are dropped instead of kept for the next one.
+    pub drop_during_moves: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { slots: 1024, hash_key: [0; 4], batch: 32, frame_bytes: MAX_FRAME, quick_ack: false }
+        Settings { slots: 1024, hash_key: [0; 4], batch: 32, frame_bytes: MAX_FRAME, quick_ack: false, drop_during_moves: false }
     }
 }
 
@@ -264,7 +266,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.pass_to_host();
             }
             Custody::Held | Custody::Leaving(_) => {
-                if !slot.held.push(parsed, &self.frame) {
+                if self.settings.drop_during_moves || !slot.held.push(parsed, &self.frame) {
                     self.counters.add(Counter::Dropped, 1);
                 }
             }

@@ -1,0 +1,384 @@
+//! One worker on memory wires. A hostile program and hostile frames: nothing panics, and another session's connection goes on, byte
+//! for byte. Forwarded frames, and ICMP.
+
+use baton_abi::layout::{nic, session, slot};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_backends::{MemoryDevice, memory_pair};
+use baton_datapath::{Settings, Worker};
+use baton_device::{Capabilities, Checksum, Device, Frame};
+use baton_image::{Image, MAX_ENCODED, State};
+use baton_ring::{Consumer, Producer, Region, RingWords};
+use baton_tcp::Instant;
+use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+const FRAME: usize = 2048;
+const BUFFER: u32 = 1 << 16;
+const SLOTS: usize = 8;
+
+fn image(flow: Flow) -> Image {
+    Image {
+        flow,
+        snd_wscale: 7,
+        rcv_wscale: 0,
+        sack: true,
+        timestamps: true,
+        ecn: false,
+        mss: 1460,
+        link: Link { ttl: 64, ..Link::default() },
+        mtu: 1500,
+        nodelay: true,
+        cork: false,
+        keepalive: false,
+        keepalive_idle: 7200,
+        keepalive_interval: 75,
+        keepalive_count: 9,
+        user_timeout: 0,
+        state: State::Established,
+        snd_una: 1,
+        snd_nxt: 1,
+        snd_end: 1,
+        snd_wnd: 65535,
+        snd_wl1: 1,
+        max_window: 65535,
+        rcv_nxt: 1,
+        rcv_adv: 1 + 60_000,
+        unread: 0,
+        ts_recent: 1,
+        ts_clock: 1,
+        cwnd: 10,
+        ssthresh: u32::MAX,
+        srtt: 100,
+        rttvar: 10,
+        min_rtt: 100,
+        reordering_seen: false,
+    }
+}
+
+/// A program's end of a session.
+struct Program {
+    memory: Arc<Region>,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
+}
+
+struct Stage {
+    worker: Worker<MemoryDevice, MemoryDevice>,
+    far: MemoryDevice,
+    kernel: MemoryDevice,
+    nic_memory: Arc<Region>,
+    agent: Producer<RingWords>,
+    told: Consumer<RingWords>,
+    programs: Vec<Program>,
+    frame: Frame,
+    now: Instant,
+    /// The victim's peer: next sequence number, and how far the victim's program was told.
+    seq: u32,
+    heard: u32,
+}
+
+fn flow(of: u32) -> Flow {
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2 + of as u8], 40_000) }
+}
+
+impl Stage {
+    /// Connection and session 0 are the victim's, connection and session 1 the attacker's.
+    fn new() -> Stage {
+        let capabilities = Capabilities { checksum: true, segmentation: 0 };
+        let (wire, far) = memory_pair(256, FRAME, capabilities);
+        let (host, kernel) = memory_pair(256, FRAME, capabilities);
+        let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
+        let now = Instant(1_000_000);
+        let settings =
+            Settings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
+        let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
+        worker.start();
+        let programs = (0..2)
+            .map(|id| {
+                let memory = Arc::new(Region::private(session::HEAP + 4 * BUFFER as usize).unwrap());
+                worker.attach(id, memory.clone());
+                let (commands, events) =
+                    (Producer::new(memory.ring(session::COMMANDS)), Consumer::new(memory.ring(session::EVENTS)));
+                Program { memory, commands, events }
+            })
+            .collect();
+        let (agent, told) = (Producer::new(nic_memory.ring(nic::COMMANDS)), Consumer::new(nic_memory.ring(nic::EVENTS)));
+        let frame = Frame::with_capacity(FRAME);
+        let mut stage = Stage { worker, far, kernel, nic_memory, agent, told, programs, frame, now, seq: 1, heard: 0 };
+        for of in 0..2 {
+            stage.offload(of);
+        }
+        stage
+    }
+
+    fn command(&mut self, message: Message) {
+        self.agent.push(message.to_words()).unwrap();
+        self.agent.publish();
+        self.worker.poll(self.now);
+        while self.told.pop().is_some() {}
+        self.told.release();
+    }
+
+    fn offload(&mut self, of: u32) {
+        let (cid, base, flow) = (Cid::new(of, 1), nic::slot(of), flow(of));
+        let mut name = [0u8; 36];
+        name[..16].copy_from_slice(&flow.local.address);
+        name[16..32].copy_from_slice(&flow.remote.address);
+        name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
+        name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
+        let heap = session::HEAP as u32;
+        for (word, value) in [of, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
+            self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        image(flow).encode(&mut bytes).unwrap();
+        self.nic_memory.write(base + slot::FLOW, &name).unwrap();
+        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        for control in [Control::Mirror, Control::Steal] {
+            self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
+        }
+        self.command(Message::new(Operation::NicHandoff, cid, 0, 0));
+        while self.far.receive(&mut self.frame) {}
+    }
+
+    /// The victim's peer sends a segment; it must be acknowledged, told, and lie in the victim's memory.
+    fn victim_goes_on(&mut self, length: usize) {
+        let payload: Vec<u8> = (0..length).map(|at| (self.seq as usize + at) as u8).collect();
+        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        let flags = Flags::ACK | Flags::PSH;
+        let header = Header { seq: self.seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        self.frame.set_length(MAX_HEADER + length);
+        let headers = template.emit(&header, length, self.frame.bytes_mut());
+        self.frame.set_length(headers + length);
+        self.frame.bytes_mut()[headers..].copy_from_slice(&payload);
+        self.frame.checksum = Checksum::Verified;
+        self.far.transmit(&mut self.frame);
+        let mut acknowledged = false;
+        // What an attacker has queued before is done first, a bounded number of rounds long.
+        for _ in 0..200 {
+            self.now = self.now.after(10);
+            self.worker.poll(self.now);
+            while self.far.receive(&mut self.frame) {
+                if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+                    && parsed.flow.local == flow(0).remote
+                {
+                    acknowledged |= parsed.ack == self.seq.wrapping_add(length as u32);
+                }
+            }
+            while self.kernel.receive(&mut self.frame) {}
+            if acknowledged {
+                break;
+            }
+        }
+        assert!(acknowledged, "the victim's segment was not acknowledged");
+        let victim = &mut self.programs[0];
+        while let Some(words) = victim.events.pop() {
+            let message = Message::from_words(words).expect("the NIC speaks its own language");
+            assert_eq!((message.operation, message.cid), (Operation::OsRecv, Cid::new(0, 1)), "the victim was told {message:?}");
+            self.heard += message.length;
+        }
+        victim.events.release();
+        self.seq = self.seq.wrapping_add(length as u32);
+        assert_eq!(self.heard, self.seq - 1);
+        for (at, byte) in payload.iter().enumerate() {
+            let place = (self.seq as usize - length + at) % BUFFER as usize;
+            let mut found = [0u8];
+            victim.memory.read(session::HEAP + place, &mut found).unwrap();
+            assert_eq!(found[0], *byte);
+        }
+        victim.commands.push(Message::new(Operation::NicRecvd, Cid::new(0, 1), 0, length as u32).to_words()).unwrap();
+        victim.commands.publish();
+    }
+}
+
+/// What an attacker does in one round.
+#[derive(Clone, Debug)]
+enum Attack {
+    /// Any words in its own ring.
+    Words(u64, u64),
+    /// A well-formed message with any fields, for any connection.
+    Message { operation: u8, kind: u16, cid: u32, address: u32, length: u32 },
+    /// Its indices, sleep flags, blocks and heap overwritten.
+    Scribble { at: u32, value: u64 },
+    /// Any bytes from the wire, perhaps with a plausible start.
+    Frame { plausible: bool, from_kernel: bool, bytes: Vec<u8> },
+    /// A good frame of its own connection with one byte changed.
+    Damaged { at: usize, value: u8, seq: u32, length: usize, flags: u8 },
+    /// Time passes.
+    Pause(u32),
+}
+
+fn attacks() -> impl Strategy<Value = Attack> {
+    let numbers =
+        prop_oneof![Just(0u32), Just(1), Just(u32::MAX), Just(1 << 18), Just((1 << 18) | 1), any::<u32>(), 0..1u32 << 20];
+    prop_oneof![
+        (any::<u64>(), any::<u64>()).prop_map(|(a, b)| Attack::Words(a, b)),
+        (0u8..25, 0u16..40, numbers.clone(), numbers.clone(), numbers)
+            .prop_map(|(operation, kind, cid, address, length)| Attack::Message { operation, kind, cid, address, length }),
+        (0..(session::HEAP as u32 + 4 * BUFFER) / 8, any::<u64>()).prop_map(|(at, value)| Attack::Scribble { at: at * 8, value }),
+        (any::<bool>(), any::<bool>(), proptest::collection::vec(any::<u8>(), 0..200))
+            .prop_map(|(plausible, from_kernel, bytes)| Attack::Frame { plausible, from_kernel, bytes }),
+        (0usize..120, any::<u8>(), 0u32..70_000, 0usize..1400, any::<u8>())
+            .prop_map(|(at, value, seq, length, flags)| Attack::Damaged { at, value, seq, length, flags }),
+        (0u32..2_000_000).prop_map(Attack::Pause),
+    ]
+}
+
+impl Stage {
+    fn attack(&mut self, attack: &Attack) {
+        match attack {
+            Attack::Words(first, second) => {
+                let _ = self.programs[1].commands.push([*first, *second]);
+                self.programs[1].commands.publish();
+            }
+            Attack::Message { operation, kind, cid, address, length } => {
+                let first = u64::from(*operation) | u64::from(*kind) << 16 | u64::from(*cid) << 32;
+                let _ = self.programs[1].commands.push([first, u64::from(*address) | u64::from(*length) << 32]);
+                self.programs[1].commands.publish();
+            }
+            Attack::Scribble { at, value } => {
+                self.programs[1].memory.words(*at as usize, 1)[0].store(*value, Ordering::Relaxed);
+            }
+            Attack::Frame { plausible, from_kernel, bytes } => {
+                let mut all = bytes.clone();
+                if *plausible && all.len() > 40 {
+                    all[12..15].copy_from_slice(&[8, 0, 0x45]);
+                    all[23] = 6;
+                }
+                self.frame.fill(&all);
+                let device = if *from_kernel { &mut self.kernel } else { &mut self.far };
+                device.transmit(&mut self.frame);
+            }
+            Attack::Damaged { at, value, seq, length, flags } => {
+                let template = Template::new(&flow(1).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+                let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+                let header = Header { seq: *seq, ack: 1, flags: Flags(*flags), window: 512, options: &options, ecn: 0, ident: 0 };
+                self.frame.set_length(MAX_HEADER + length);
+                let headers = template.emit(&header, *length, self.frame.bytes_mut());
+                self.frame.set_length(headers + length);
+                // Addresses and ports stay, so that it cannot pass for the victim's.
+                if !(26..38).contains(at) && *at < headers + length {
+                    self.frame.bytes_mut()[*at] = *value;
+                }
+                self.frame.checksum = Checksum::Verified;
+                self.far.transmit(&mut self.frame);
+            }
+            Attack::Pause(micros) => self.now = self.now.after(u64::from(*micros)),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(300)))]
+
+    #[test]
+    fn an_attacker_harms_itself_only(attacks in proptest::collection::vec(attacks(), 1..60)) {
+        let mut stage = Stage::new();
+        for (round, attack) in attacks.iter().enumerate() {
+            stage.attack(attack);
+            if round % 4 == 0 {
+                stage.victim_goes_on(1 + round * 37 % 1400);
+            }
+        }
+        stage.victim_goes_on(1000);
+        // The attacker's session ends: nothing of it stays behind.
+        stage.command(Message::control(Operation::NicControl, Control::Cancel, Cid::new(1, 1), 0, 0));
+        stage.command(Message::control(Operation::NicControl, Control::Detach, Cid(0), 1, 0));
+        stage.victim_goes_on(1000);
+    }
+}
+
+/// A frame that reached the host during the handoff and is forwarded is processed as if the wire had brought it.
+#[test]
+fn a_forwarded_frame_is_processed_after_the_handoff() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(2, 1);
+    let (base, flow) = (nic::slot(2), flow(2));
+    let mut name = [0u8; 36];
+    name[..16].copy_from_slice(&flow.local.address);
+    name[16..32].copy_from_slice(&flow.remote.address);
+    name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
+    name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
+    let heap = session::HEAP as u32 + 2 * BUFFER;
+    for (word, value) in [1, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
+        stage.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
+    }
+    let mut bytes = [0u8; MAX_ENCODED];
+    image(flow).encode(&mut bytes).unwrap();
+    stage.nic_memory.write(base + slot::FLOW, &name).unwrap();
+    stage.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+    for control in [Control::Mirror, Control::Steal] {
+        stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
+    }
+    let template = Template::new(&flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
+    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+    let header = Header { seq: 1, ack: 1, flags: Flags::ACK, window: 512, options: &options, ecn: 0, ident: 0 };
+    let mut forwarded = vec![0u8; MAX_HEADER + 5];
+    let headers = template.emit(&header, 5, &mut forwarded);
+    forwarded[headers..headers + 5].copy_from_slice(b"early");
+    stage.nic_memory.write(base + slot::FORWARD, &forwarded[..headers + 5]).unwrap();
+    stage.command(Message::new(Operation::NicForward, cid, 0, (headers + 5) as u32));
+    stage.command(Message::new(Operation::NicHandoff, cid, 0, 0));
+    let mut told = 0;
+    while let Some(words) = stage.programs[1].events.pop() {
+        let message = Message::from_words(words).unwrap();
+        told += if message.operation == Operation::OsRecv && message.cid == cid { message.length } else { 0 };
+    }
+    assert_eq!(told, 5);
+    let mut found = [0u8; 5];
+    stage.programs[1].memory.read(heap as usize + 1, &mut found).unwrap();
+    assert_eq!(&found, b"early");
+}
+
+/// "Fragmentation needed" about a segment in flight: it is cut and sent again. One about what was never sent, or with a wrong
+/// checksum, changes nothing.
+#[test]
+fn the_path_mtu_follows_icmp() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(0, 1);
+    let heap = session::HEAP as u32 + BUFFER;
+    // Full-sized segments leave.
+    let victim = &mut stage.programs[0];
+    victim.commands.push(Message::new(Operation::NicSend, cid, heap + 1, 4000).to_words()).unwrap();
+    victim.commands.publish();
+    stage.worker.poll(stage.now);
+    let mut sent = Vec::new();
+    while stage.far.receive(&mut stage.frame) {
+        sent.push(stage.frame.bytes().to_vec());
+    }
+    assert_eq!(sent.iter().map(|frame| TcpFrame::parse(frame).unwrap().payload_length).collect::<Vec<_>>(), [1448, 1448, 1104]);
+    let icmp = |inner: &[u8], damage: u8| {
+        let mut message = vec![3, 4, 0, 0, 0, 0, 2, 0x58];
+        message.extend_from_slice(&inner[14..14 + 28]);
+        let sum = baton_wire::checksum::Sum::new().bytes(&message).finish();
+        message[2..4].copy_from_slice(&sum.to_be_bytes());
+        message[3] ^= damage;
+        let mut frame = vec![0; 14];
+        frame[12] = 8;
+        let total = (20 + message.len()) as u16;
+        frame.extend_from_slice(&[0x45, 0, (total >> 8) as u8, total as u8, 0, 0, 0, 0, 64, 1, 0, 0, 10, 0, 0, 9, 10, 0, 0, 1]);
+        frame.extend_from_slice(&message);
+        frame
+    };
+    let mut never_sent = sent[0].clone();
+    never_sent[38] ^= 0x40;
+    let lengths = |stage: &mut Stage, frame: &[u8]| {
+        stage.frame.fill(frame);
+        stage.far.transmit(&mut stage.frame);
+        stage.worker.poll(stage.now);
+        let mut lengths = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            lengths.push(TcpFrame::parse(stage.frame.bytes()).unwrap().payload_length);
+        }
+        lengths
+    };
+    assert_eq!(lengths(&mut stage, &icmp(&sent[0], 1)), [0usize; 0]);
+    assert_eq!(lengths(&mut stage, &icmp(&never_sent, 0)), [0usize; 0]);
+    let again = lengths(&mut stage, &icmp(&sent[0], 0));
+    // MTU 600: 20 bytes of IP, 20 of TCP, 12 of timestamps.
+    assert!(!again.is_empty() && again.iter().all(|length| (1..=548).contains(length)), "{again:?}");
+}
