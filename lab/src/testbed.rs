@@ -286,7 +286,9 @@ impl Tool {
     /// # Errors
     /// If nobody listens there.
     pub fn connect(path: &Path) -> Result<Tool> {
-        let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
+        let channel = Channel::connect(path).with_context(|| {
+            format!("no agent at {}; is Baton running, and is that the path that it listens at (BATON_SOCKET)?", path.display())
+        })?;
         Ok(Tool { channel, tag: 0 })
     }
 

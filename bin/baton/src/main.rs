@@ -1,6 +1,9 @@
 //! `baton`: moves established TCP connections between the kernel and an offload engine.
 #![forbid(unsafe_code)]
 
+mod hosts;
+mod tools;
+
 use anyhow::{Context, Result};
 use baton_control::LinkSettings;
 use baton_lab::soak::{self, SoakSettings};
@@ -35,6 +38,17 @@ enum Command {
         #[arg(long)]
         agent: std::path::PathBuf,
     },
+    /// Makes two hosts with a link between them and Baton on the first, and runs a program there.
+    #[command(
+        after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
+    )]
+    Hosts(hosts::HostsArguments),
+    /// Lists the connections of a running Baton: where each is, how often it moved, and why it is there.
+    #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
+    Ls(tools::ListArguments),
+    /// Moves connections of a running Baton: yours, or as root anybody's.
+    #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
+    Move(tools::MoveArguments),
     /// Measures one part against its bars.
     #[command(subcommand)]
     Bench(Bench),
@@ -238,6 +252,16 @@ fn run(command: Command) -> Result<bool> {
             print!("{}", baton_lab::demo::table(&report));
             println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
             Ok(report.failures.is_empty())
+        }
+        Command::Ls(arguments) => tools::list(&arguments),
+        Command::Move(arguments) => tools::relocate(&arguments),
+        Command::Hosts(arguments) => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let status = hosts::run(&arguments)?;
+            if status > 1 {
+                std::process::exit(i32::from(status));
+            }
+            Ok(status == 0)
         }
         Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
         Command::Bench(what) => bench(&what),

@@ -32,8 +32,9 @@ typedef struct baton_session baton_session;
 /* Where a connection is, or shall go. */
 enum baton_place { BATON_KERNEL = 0, BATON_NIC = 1, BATON_MOVING = 2 };
 
-/* Opens a session with the agent that listens at PATH; NULL for the default,
- * /run/baton/agent.sock. NULL if nobody listens there. */
+/* Opens a session with the agent that listens at PATH; NULL for what the
+ * environment's BATON_SOCKET says, or else /run/baton/agent.sock. Returns NULL if
+ * nobody listens there. */
 baton_session *baton_open(const char *path);
 
 /* Ends a session: its connections return to the kernel, their descriptors are

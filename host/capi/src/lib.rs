@@ -5,13 +5,13 @@
 //! at a time, and buffers of the lengths named.
 
 use baton_client::protocol::Place;
-use baton_client::{DEFAULT_SOCKET, Session};
+use baton_client::{Session, agent_socket};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::Duration;
 
 thread_local! {
@@ -69,12 +69,12 @@ unsafe fn session<'a>(pointer: *mut CSession) -> io::Result<&'a mut CSession> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_open(path: *const c_char) -> *mut CSession {
     let path = if path.is_null() {
-        Path::new(DEFAULT_SOCKET)
+        agent_socket()
     } else {
         // SAFETY: the caller's promise.
-        Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
+        PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
     };
-    match Session::connect(path) {
+    match Session::connect(&path) {
         Ok(session) => Box::into_raw(Box::new(CSession { session, ready: Vec::new() })),
         Err(error) => {
             fail(&error);

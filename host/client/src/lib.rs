@@ -12,3 +12,8 @@ pub use session::{ConnectionId, Session};
 
 /// Where a session looks for the agent when nobody says otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";
+
+/// Where the agent is: what BATON_SOCKET says, or [`DEFAULT_SOCKET`].
+pub fn agent_socket() -> std::path::PathBuf {
+    std::env::var_os("BATON_SOCKET").unwrap_or_else(|| DEFAULT_SOCKET.into()).into()
+}

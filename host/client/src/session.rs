@@ -55,7 +55,13 @@ impl Session {
     /// If nobody listens there, or the agent is of another version.
     pub fn connect(path: &Path) -> io::Result<Session> {
         let channel = Channel::connect(path).map_err(|error| {
-            io::Error::new(error.kind(), format!("no agent at {} ({error}); start one with `baton agent`", path.display()))
+            io::Error::new(
+                error.kind(),
+                format!(
+                    "no agent at {} ({error}); is Baton running, and is that the path that it listens at (BATON_SOCKET)?",
+                    path.display()
+                ),
+            )
         })?;
         channel.send(&Request { tag: 0, body: Ask::Open { version: VERSION } }, &[])?;
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;

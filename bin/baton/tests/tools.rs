@@ -1,0 +1,58 @@
+//! The tools as a person uses them.
+
+mod common;
+
+use baton_client::protocol::Place;
+use baton_lab::testbed::TestbedSettings;
+use common::scene;
+use std::process::{Command, Output};
+
+fn baton(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_baton")).args(arguments).env_remove("BATON_SOCKET").output().expect("baton")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn connections_are_listed_and_moved() {
+    let mut scene = scene(TestbedSettings::default());
+    let socket = scene.bed.socket();
+    let socket = ["--socket", socket.to_str().expect("a path")];
+    let listed = text(&baton(&[&["ls"][..], &socket].concat()).stdout);
+    assert!(listed.contains("kernel") && listed.contains("10.77.0.1:8080"), "{listed}");
+    let moved = baton(&[&["move", "nic", ":8080"][..], &socket].concat());
+    assert_eq!((moved.status.code(), text(&moved.stdout).trim()), (Some(0), "1 moved, 0 stayed"), "{}", text(&moved.stderr));
+    assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+    let listed: serde_json::Value =
+        serde_json::from_slice(&baton(&[&["ls", "--json"][..], &socket].concat()).stdout).expect("JSON");
+    assert_eq!((&listed[0]["place"], &listed[0]["moves"]), (&"nic".into(), &1.into()), "{listed}");
+    scene.exchange(10_000, Place::Nic);
+    assert_eq!(baton(&[&["move", "kernel", "all"][..], &socket].concat()).status.code(), Some(0));
+    assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
+    scene.exchange(10_000, Place::Kernel);
+    let nobody = baton(&[&["move", "nic", ":1"][..], &socket].concat());
+    assert_eq!(nobody.status.code(), Some(2));
+    assert!(text(&nobody.stderr).contains("none of the 1 connections is meant"), "{}", text(&nobody.stderr));
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    let absent = baton(&["ls", "--socket", "/nowhere/agent.sock"]);
+    assert_eq!(absent.status.code(), Some(2));
+    assert!(text(&absent.stderr).contains("no agent at /nowhere/agent.sock; is Baton running"), "{}", text(&absent.stderr));
+    let filter = baton(&["move", "nic", "nginx"]);
+    assert_eq!(filter.status.code(), Some(2));
+    assert!(text(&filter.stderr).contains("a local port as `:80`"), "{}", text(&filter.stderr));
+}
+
+/// The program's exit status and output are its own, the peer's command reaches it, and nothing is left behind.
+#[test]
+fn a_program_runs_on_one_of_two_hosts() {
+    let script = "test -S $BATON_SOCKET || exit 9; echo $BATON_SOCKET; timeout 10 ping -c 1 -W 5 $BATON_B >&2 || exit 8; exit 7";
+    let ran = baton(&["hosts", "--peer", "ping -c 1 $BATON_A >&2; sleep 1000", "--", "sh", "-c", script]);
+    assert_eq!(ran.status.code(), Some(7), "{}", text(&ran.stderr));
+    let socket = text(&ran.stdout).trim().to_string();
+    assert!(socket.ends_with("agent.sock") && !std::path::Path::new(&socket).exists(), "left behind: {socket:?}");
+}
