@@ -19,7 +19,7 @@ test: build lint
 	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
 	$(BATON) soak --connections 64 --moves 2000 --json
 	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
-	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --firewall --json
+	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
 
 lint:
 	$(CARGO) fmt --check
@@ -31,7 +31,9 @@ soak: build
 	for family in "" --ipv6; do for wall in "" --firewall; do \
 	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --json && \
 	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json && \
-	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json || exit 1; done; done
+	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json && \
+	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
+	BATON_FUZZ_CASES=200000 $(CARGO) test --release -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --release --locked -p baton --test moves keep_alive
 
 bench: build

@@ -4,7 +4,7 @@ use crate::probe;
 use crate::statistics::Percentiles;
 use crate::testbed::{self, Testbed, TestbedSettings, Tool};
 use anyhow::{Context, Result, bail};
-use baton_client::protocol::{Ask, Place, Reply};
+use baton_client::protocol::{Ask, Place, Reply, Statistics};
 use baton_client::{ConnectionId, Session};
 use baton_kernel::events::monotonic_micros;
 use baton_kernel::socket;
@@ -32,6 +32,8 @@ pub struct SoakSettings {
     pub ipv6: bool,
     /// Kill the NIC so many times.
     pub kill_nic: u32,
+    /// Kill the agent, and with it the NIC, so many times.
+    pub kill_agent: u32,
     /// The test bed, with its link.
     pub bed: TestbedSettings,
     /// Print progress to standard error.
@@ -317,10 +319,7 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         let pipe = server.join().map_err(|_| anyhow::anyhow!("the server's thread panicked"))?;
         client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
         moved?;
-        let statistics = tool.statistics()?;
-        report.failed_moves = statistics.failed_moves;
-        report.connections_lost = statistics.lost;
-        report.connections_recovered = statistics.recovered;
+        report.count(&tool.statistics()?);
         for peer in &peers {
             report.spurious_retransmits_by_peer += TcpInfo::read(peer.as_fd()).map_or(0, |info| u64::from(info.dsack_dups));
         }
@@ -390,7 +389,7 @@ impl<'a> Mover<'a> {
         // Let the streams fill.
         std::thread::sleep(Duration::from_millis(200));
         let target = self.settings.moves;
-        let kills = u64::from(self.settings.kill_nic);
+        let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
         let in_parallel = self.ids.len().min(8);
         let mut shown = monotonic_micros();
         let mut next_kill = if kills > 0 { 1 + self.rng.below((target / (kills + 1)).max(1) * 2) } else { u64::MAX };
@@ -400,11 +399,11 @@ impl<'a> Mover<'a> {
                 self.ask_one(tool)?;
             }
             done += u64::from(self.take_answer(tool, report)?);
-            if done >= next_kill && report.kills < self.settings.kill_nic {
+            if done >= next_kill && u64::from(report.kills) < kills {
                 while !self.asked.is_empty() {
                     done += u64::from(self.take_answer(tool, report)?);
                 }
-                self.kill(tool)?;
+                self.kill(tool, report)?;
                 report.kills += 1;
                 let left = kills - u64::from(report.kills);
                 next_kill = done
@@ -457,15 +456,32 @@ impl<'a> Mover<'a> {
         Ok(false)
     }
 
-    /// Kills the NIC at a random moment, and waits until the agent has another.
-    fn kill(&mut self, tool: &mut Tool) -> Result<()> {
+    /// Kills the NIC or the agent at a random moment, and waits until there is another.
+    fn kill(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
         std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
         let before = tool.statistics()?;
-        baton_kernel::process::signal(before.nic_process, 9)?;
-        while tool.statistics()?.nic_starts == before.nic_starts {
-            std::thread::sleep(Duration::from_millis(1));
+        if report.kills < self.settings.kill_nic {
+            baton_kernel::process::signal(before.nic_process, 9)?;
+            while tool.statistics()?.nic_starts == before.nic_starts {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        } else {
+            // What it has counted dies with it.
+            report.count(&before);
+            baton_kernel::process::signal(before.agent_process, 9)?;
+            while tool.statistics()?.agent_process == before.agent_process {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         self.places.fill(Place::Kernel);
         Ok(())
+    }
+}
+
+impl SoakReport {
+    fn count(&mut self, statistics: &Statistics) {
+        self.failed_moves += statistics.failed_moves;
+        self.connections_lost += statistics.lost;
+        self.connections_recovered += statistics.recovered;
     }
 }

@@ -9,7 +9,7 @@
 //! descriptor for a name, so that nothing is left behind however this process ends.
 
 use anyhow::{Context, Result, bail};
-use baton_agent::{AgentSettings, Step};
+use baton_agent::{AgentSettings, Crash};
 use baton_client::protocol::{Answer, Ask, Reply, Request, Statistics};
 use baton_control::{LinkSettings, NicSettings};
 use baton_kernel::control::Channel;
@@ -55,8 +55,8 @@ pub struct TestbedSettings {
     pub program: Option<PathBuf>,
     /// Settings below /proc/sys/net of host B, by path.
     pub peer_sysctls: Vec<(&'static str, &'static str)>,
-    /// The step of a move after which the NIC is killed.
-    pub crash_after: Option<Step>,
+    /// Who is killed after which step of a move.
+    pub crash: Option<Crash>,
     /// Frames that come during a move are dropped.
     pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
@@ -79,7 +79,7 @@ impl Default for TestbedSettings {
             seed: 1,
             program: None,
             peer_sysctls: Vec::new(),
-            crash_after: None,
+            crash: None,
             drop_during_moves: false,
             firewall: None,
         }
@@ -201,7 +201,7 @@ impl Testbed {
         let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
         std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
         let agent = AgentSettings {
-            crash_after: settings.crash_after,
+            crash: settings.crash,
             socket: directory.join("agent.sock"),
             interface: a.name.into(),
             session_bytes: 2 << 30,
@@ -307,7 +307,12 @@ impl Tool {
     /// # Errors
     /// If the agent is gone.
     pub fn receive(&mut self) -> Result<Answer> {
-        Ok(self.channel.receive::<Answer>()?.0)
+        loop {
+            let answer = self.channel.receive::<Answer>()?.0;
+            if !matches!(answer.body, Reply::Restarted { .. }) {
+                return Ok(answer);
+            }
+        }
     }
 
     /// Asks and waits.
@@ -315,12 +320,16 @@ impl Tool {
     /// # Errors
     /// If the agent is gone.
     pub fn ask(&mut self, body: Ask) -> Result<Reply> {
-        let tag = self.send(body)?;
-        let answer = self.receive()?;
-        if answer.tag != tag {
-            bail!("an answer to another question");
+        let mut tag = self.send(body.clone())?;
+        loop {
+            let answer = self.channel.receive::<Answer>()?.0;
+            match answer.body {
+                // The question may have died with the agent; an answer that comes all the same is not waited for.
+                Reply::Restarted { .. } => tag = self.send(body.clone())?,
+                body if answer.tag == tag => return Ok(body),
+                _ => {}
+            }
         }
-        Ok(answer.body)
     }
 
     /// The agent's and the NIC's counters.

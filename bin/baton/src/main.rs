@@ -169,6 +169,9 @@ struct SoakArguments {
     /// Kill the NIC this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_nic: u32,
+    /// Kill the agent, and with it the NIC, so many times.
+    #[arg(long, default_value_t = 0)]
+    kill_agent: u32,
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
@@ -227,6 +230,7 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
         seed: arguments.seed,
         ipv6: arguments.ipv6,
         kill_nic: arguments.kill_nic,
+        kill_agent: arguments.kill_agent,
         bed,
         progress: !arguments.json,
     };

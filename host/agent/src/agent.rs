@@ -1,8 +1,11 @@
 //! The agent's loop: programs and tools ask, the NIC tells, moves go on.
 
+use crate::adoption::Legacy;
 use crate::back::{self, Failure};
 use crate::connection::{Asker, Block, Connection, Stage};
 use crate::forth::{self, Ground};
+use crate::journal;
+use crate::kept::Kept;
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::{AgentSettings, Descriptor};
@@ -38,6 +41,7 @@ pub(crate) struct Agent {
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
     chaos: Chaos,
+    keeper: Channel,
     routes: Netlink,
     diagnosis: Netlink,
     interface: rtnetlink::LinkInfo,
@@ -69,8 +73,8 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let interface =
         rtnetlink::link(&routes, &settings.interface).with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
-    let mut nic = NicProcess::start(&hardware, &settings)?;
-    nic.let_frames_flow()?;
+    let legacy = Legacy::receive(&keeper)?;
+    let nic = NicProcess::start(&hardware, &settings)?;
     let listener = Listener::bind(&settings.socket)?;
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -79,12 +83,13 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
     let sessions = Vec::new();
-    let chaos = Chaos::new(settings.crash_after);
+    let chaos = Chaos::new(settings.crash, hardware.memory.clone());
     let mirroring = Vec::new();
     let mut agent =
-        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, routes, diagnosis, interface, poller };
+        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, keeper, routes, diagnosis, interface, poller };
+    agent.take_over(legacy)?;
     // The keeper hears that programs may come.
-    keeper.send(&true, &[])?;
+    agent.keep(&Kept::Ready, &[]);
     let result = agent.main_loop(&listener);
     agent.give_everything_back();
     result
@@ -119,15 +124,30 @@ impl Agent {
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
         let number = self.sessions.iter().position(Option::is_none).unwrap_or(self.sessions.len());
-        self.poller.add(channel.as_fd(), number as u64, Trigger::Readable)?;
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
         let session = Session { channel, process, user, open: None, connections: Vec::new() };
+        self.watch(number as u32, &session)?;
+        self.keep(&Kept::Session(number as u32), &[session.channel.as_fd()]);
         if number == self.sessions.len() {
             self.sessions.push(Some(session));
         } else {
             self.sessions[number] = Some(session);
         }
         Ok(())
+    }
+
+    /// Listens to a session.
+    pub(crate) fn watch(&self, number: u32, session: &Session) -> Result<()> {
+        Ok(self.poller.add(session.channel.as_fd(), u64::from(number), Trigger::Readable)?)
+    }
+
+    /// Gives the keeper something to hold for the next agent, or to drop.
+    pub(crate) fn keep(&self, kept: &Kept, descriptors: &[BorrowedFd<'_>]) {
+        if let Err(error) = self.keeper.send(kept, descriptors)
+            && error.kind() != io::ErrorKind::BrokenPipe
+        {
+            eprintln!("baton agent: the keeper does not hear {kept:?} ({error}); it would be lost with this agent");
+        }
     }
 
     /// One request of a session; its end, if the program is gone.
@@ -199,6 +219,7 @@ impl Agent {
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
         let given = vec![memory, self.hardware.nic_bell.try_clone()?.into(), open.bell.try_clone()?.into()];
         session.open = Some(open);
+        self.keep(&Kept::Memory(number), &[given[0].as_fd(), given[2].as_fd()]);
         Ok(given)
     }
 
@@ -212,6 +233,11 @@ impl Agent {
         };
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Stay::NoRoom) };
         let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        // Asked again, since the agent that was asked first has died: one connection has one entry.
+        if let Some(known) = session.connections.iter().flatten().find(|known| known.flow == flow) {
+            return Reply::Registered { connection: known.number };
+        }
         let place = session.connections.iter().position(Option::is_none).unwrap_or(session.connections.len());
         if place >= baton_abi::layout::session::MAX_CONNECTIONS {
             return stays(Stay::NoRoom);
@@ -220,7 +246,6 @@ impl Agent {
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
         block.set_owner(Owner::Kernel);
-        let flow = Flow { local: local.into(), remote: peer.into() };
         let connection = Connection {
             number: place as u32,
             fd,
@@ -237,6 +262,9 @@ impl Agent {
         } else {
             session.connections[place] = Some(connection);
         }
+        if let Some(Some(connection)) = self.sessions[number as usize].as_ref().map(|session| &session.connections[place]) {
+            self.keep(&Kept::Connection(number, place as u32), &[connection.fd.as_fd()]);
+        }
         Reply::Registered { connection: place as u32 }
     }
 
@@ -246,7 +274,7 @@ impl Agent {
             nic: &mut self.nic,
             nic_memory: &self.hardware.memory,
             host: &self.hardware.host,
-            chaos: &mut self.chaos,
+            chaos: &self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,
             interface: self.interface,
@@ -340,9 +368,11 @@ impl Agent {
         self.bring_back(session, number);
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
         let Some(connection) = entry.connections.get_mut(number as usize).and_then(Option::take) else {
-            return Reply::Failed { reason: format!("session {session} has no connection {number}") };
+            // Forgotten already, at the request of somebody whose answer was lost.
+            return Reply::Done;
         };
         connection.block.set_owner(Owner::Nobody);
+        self.keep(&Kept::Forgotten(session, number), &[]);
         if connection.place() == Place::Nic {
             return Reply::Failed { reason: connection.reason };
         }
@@ -399,6 +429,7 @@ impl Agent {
         let Stage::Nic(on_nic) = &connection.stage else { return };
         let cid = on_nic.cid;
         let _ = ground.nic.control(Control::Cancel, cid, 0);
+        journal::clear(ground.nic_memory, cid);
         ground.nic.give_slot(cid);
         let _ = shell::end(connection.fd.as_fd());
         let ended = std::mem::replace(&mut connection.stage, Stage::Ended(cid));
@@ -423,6 +454,7 @@ impl Agent {
         }
         if let Some(session) = self.sessions[number as usize].take() {
             let _ = self.poller.remove(session.channel.as_fd());
+            self.keep(&Kept::Ended(number), &[]);
             if session.open.is_some() {
                 let _ = self.nic.control(Control::Detach, Cid(0), number);
             }

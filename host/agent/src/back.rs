@@ -2,17 +2,19 @@
 
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{Ground, give_memory, queues};
+use crate::journal;
 use crate::recovery::{read_ranges, read_record};
 use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::VnetDevice;
 use baton_datapath::LastWords;
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
 use baton_kernel::import::{ImportError, Importer};
-use std::os::fd::AsFd;
+use baton_ring::{Circle, Region};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 /// How a move back ended, if not well.
@@ -77,43 +79,44 @@ fn import(
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     ground.passed(Step::Imported);
     // Even when the import failed the NIC lets go: no filter outlives its connection.
+    let (nic_memory, cid) = (ground.nic_memory, on_nic.cid);
     let release = || {
         if matches!(ground.nic.control(Control::Release, on_nic.cid, 0), Err(Stay::NicGone)) {
-            say_last_words(ground, session, on_nic, image);
+            let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1);
+            say_last_words(ground.nic_memory, ground.host, on_nic.cid, receive, image);
         }
         ground.passed(Step::Released);
     };
-    speak(image, imported, release)?;
+    speak(image, imported, release, || journal::speaking(nic_memory, cid, image))?;
     Ok(())
 }
 
 /// What a NIC that died in the middle of a restore can no longer say to the kernel: data that it held out of order, and a FIN.
-fn say_last_words(ground: &Ground<'_>, session: &OpenSession, on_nic: &OnNic, image: &Image) {
-    let base = nic::slot(on_nic.cid.slot());
-    let ranges =
-        read_record(ground.nic_memory, base).map(|record| read_ranges(ground.nic_memory, base, &record)).unwrap_or_default();
-    ground.nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
-    let (Ok(host), Some(receive)) =
-        (ground.host.try_clone(), session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1))
-    else {
-        return;
-    };
+pub(crate) fn say_last_words(nic_memory: &Region, host: &OwnedFd, cid: Cid, receive: Option<Circle>, image: &Image) {
+    let base = nic::slot(cid.slot());
+    let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
+    nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
+    let (Ok(host), Some(receive)) = (host.try_clone(), receive) else { return };
     let words = LastWords { image, ranges: &ranges, fin_behind_hole: None };
     words.say(&mut VnetDevice::new(host, false), |seq, out| receive.read(seq, out));
 }
 
 /// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been
-/// acknowledged the kernel sends its own first, which the NIC still silences, and then hears that it is acknowledged.
+/// acknowledged the kernel sends its own first, which the NIC still silences, and then hears that it is acknowledged. From the NIC's
+/// last words on the kernel may acknowledge what it hears: an agent that takes over must not start from the image again.
 pub(crate) fn speak<T>(
     image: &Image,
     imported: Result<Importer<'_>, ImportError>,
     release: impl FnOnce() -> T,
+    speaks: impl FnOnce(),
 ) -> Result<(), ImportError> {
     if image.state.fin_acknowledged() {
+        speaks();
         let finished = imported.and_then(Importer::finish);
         release();
         return finished;
     }
+    speaks();
     release();
     imported.and_then(Importer::finish)
 }
@@ -122,6 +125,7 @@ pub(crate) fn speak<T>(
 fn finish(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) {
     let stage = std::mem::replace(&mut connection.stage, Stage::Kernel);
     if let Stage::Nic(on_nic) = stage {
+        journal::clear(ground.nic_memory, on_nic.cid);
         give_memory(session, on_nic.memory);
         ground.nic.give_slot(on_nic.cid);
     }

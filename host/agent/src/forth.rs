@@ -4,6 +4,7 @@
 use crate::agent::Agent;
 use crate::back::hand_to_kernel;
 use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
+use crate::journal::{self, Entry, Phase};
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
 use crate::step::{Chaos, Step};
@@ -39,7 +40,7 @@ pub(crate) struct Ground<'a> {
     pub nic_memory: &'a Region,
     /// The kernel's interface, for what the agent has to say to it itself.
     pub host: &'a OwnedFd,
-    pub chaos: &'a mut Chaos,
+    pub chaos: &'a Chaos,
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
     pub interface: rtnetlink::LinkInfo,
@@ -172,11 +173,17 @@ fn steal_and_hand_off(
     ground.nic.control(Control::Steal, cid, 0)?;
     ground.passed(Step::Stolen);
     let fd = connection.fd.as_fd();
-    let exporter = match Exporter::begin(fd, connection.flow, link) {
-        Ok(exporter) => exporter,
-        Err(stay) => {
+    let entry = Saved::read(fd).map(|saved| Entry::new(session_number, connection.number, cid, saved));
+    let begun = match &entry {
+        Ok(entry) if journal::write(ground.nic_memory, Phase::Reading, entry) => Exporter::begin(fd, connection.flow, link),
+        _ => Err(Stay::Filter),
+    };
+    let (exporter, entry) = match (begun, entry) {
+        (Ok(exporter), Ok(entry)) => (exporter, entry),
+        (begun, _) => {
+            journal::clear(ground.nic_memory, cid);
             let _ = ground.nic.control(Control::Cancel, cid, 0);
-            return Err(stay);
+            return Err(begun.err().unwrap_or(Stay::Filter));
         }
     };
     let image = *exporter.image();
@@ -184,6 +191,7 @@ fn steal_and_hand_off(
         Ok(memory) => memory,
         Err(stay) => {
             let _ = exporter.abandon();
+            journal::clear(ground.nic_memory, cid);
             let _ = ground.nic.control(Control::Cancel, cid, 0);
             return Err(stay);
         }
@@ -191,8 +199,12 @@ fn steal_and_hand_off(
     let region = session.memory.clone();
     let queues = queues(&region, memory, &image).ok_or(Stay::NoRoom);
     let copied = queues.and_then(|(unread, unacknowledged)| exporter.copy_queues(&unread, &unacknowledged));
-    if let Err(stay) = copied {
+    let handed_off_at = monotonic_micros();
+    let entry = entry.copied(&image, memory, handed_off_at);
+    let noted = copied.and_then(|()| journal::write(ground.nic_memory, Phase::Copied, &entry).then_some(()).ok_or(Stay::Filter));
+    if let Err(stay) = noted {
         let _ = exporter.abandon();
+        journal::clear(ground.nic_memory, cid);
         let _ = ground.nic.control(Control::Cancel, cid, 0);
         give_memory(session, memory);
         return Err(stay);
@@ -201,7 +213,6 @@ fn steal_and_hand_off(
     let (saved, result) = match exporter.purge() {
         Ok(saved) => {
             ground.passed(Step::Purged);
-            let handed_off_at = monotonic_micros();
             let result = hand_off(ground, session_number, connection, cid, &image, memory, &saved);
             match result {
                 Ok(()) => {
@@ -233,7 +244,10 @@ fn put_back(
     let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved)
         .map_err(|failed| Stay::System(failed.step, failed.error))?;
     let _ = ground.nic.control(Control::Cancel, cid, 1);
-    importer.finish().map_err(|failed| Stay::System(failed.step, failed.error))
+    journal::speaking(ground.nic_memory, cid, image);
+    let finished = importer.finish();
+    journal::clear(ground.nic_memory, cid);
+    finished.map_err(|failed| Stay::System(failed.step, failed.error))
 }
 
 /// Memory for the queues: room for what is there, for the window that was advertised, and no less than the minimum.

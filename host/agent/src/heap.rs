@@ -39,6 +39,22 @@ impl Heap {
         Some(((self.start + at) as u32, 1 << order))
     }
 
+    /// Takes a certain block, which is free. Nothing happens if it is not.
+    pub fn reserve(&mut self, offset: u32, size: u32) {
+        let Some(wanted) = u64::from(offset).checked_sub(self.start) else { return };
+        let within = |order: u32, block: u64| block <= wanted && wanted + u64::from(size) <= block + (1 << order);
+        let found =
+            self.free.iter().find_map(|(order, blocks)| Some((*order, blocks.iter().position(|at| within(*order, *at))?)));
+        let Some((mut order, index)) = found else { return };
+        let Some(mut block) = self.free.get_mut(&order).map(|blocks| blocks.swap_remove(index)) else { return };
+        while 1u64 << order > u64::from(size) {
+            order -= 1;
+            let upper = block + (1 << order);
+            let other = if wanted >= upper { std::mem::replace(&mut block, upper) } else { upper };
+            self.free.entry(order).or_default().push(other);
+        }
+    }
+
     /// Gives a block back.
     pub fn give(&mut self, offset: u32, size: u32) {
         let mut at = u64::from(offset) - self.start;
@@ -60,6 +76,20 @@ impl Heap {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_certain_block_can_be_taken() {
+        let mut heap = Heap::new(4096, 4096 + (1 << 20));
+        heap.reserve(4096 + (3 << 16), 1 << 16);
+        let mut taken: Vec<_> = std::iter::from_fn(|| heap.take(1 << 16)).collect();
+        assert_eq!(taken.len(), 15);
+        assert!(!taken.contains(&(4096 + (3 << 16), 1 << 16)));
+        taken.push((4096 + (3 << 16), 1 << 16));
+        for (offset, size) in taken {
+            heap.give(offset, size);
+        }
+        assert_eq!(heap.take(1 << 20), Some((4096, 1 << 20)));
+    }
 
     #[test]
     fn blocks_split_and_join() {

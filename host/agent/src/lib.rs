@@ -2,11 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+mod adoption;
 mod agent;
 mod back;
 mod connection;
 mod forth;
 mod heap;
+mod journal;
+mod kept;
 mod nic;
 mod recovery;
 mod session;
@@ -14,5 +17,6 @@ mod settings;
 mod step;
 
 pub use agent::run;
+pub use kept::Kept;
 pub use settings::{AgentSettings, Descriptor};
-pub use step::Step;
+pub use step::{Crash, Step};

@@ -1,5 +1,6 @@
 //! The NIC process as the agent sees it: started, asked, watched.
 
+use crate::journal;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic;
@@ -80,7 +81,7 @@ impl NicProcess {
             bell: hardware.nic_bell.try_clone()?,
             inbox: VecDeque::new(),
             room: slots,
-            free: (0..slots).rev().map(|slot| Cid::new(slot, 1)).collect(),
+            free: (0..slots).rev().map(|slot| journal::next_name(&hardware.memory, slot)).collect(),
         })
     }
 
@@ -111,7 +112,13 @@ impl NicProcess {
 
     /// A slot that is free again.
     pub fn give_slot(&mut self, cid: Cid) {
+        journal::note_next_name(&self.memory, cid.next_generation());
         self.free.push(cid.next_generation());
+    }
+
+    /// A slot is another connection's already.
+    pub fn withhold(&mut self, cid: Cid) {
+        self.free.retain(|free| free.slot() != cid.slot());
     }
 
     /// Takes over the free slots of the last NIC, with their names, so that no name is used twice.

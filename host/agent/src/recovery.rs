@@ -4,18 +4,25 @@ use crate::agent::Agent;
 use crate::back::{hand_to_kernel, speak};
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{give_memory, queues};
+use crate::journal;
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
 use baton_abi::layout::{Owner, block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
 use baton_backends::VnetDevice;
 use baton_datapath::LastWords;
+use baton_device::{Device, Frame, MAX_FRAME};
 use baton_image::{Image, State};
 use baton_kernel::events::monotonic_micros;
 use baton_kernel::import::{ImportError, Importer};
 use baton_ring::Region;
+use baton_wire::{Flow, TcpFrame};
+use std::collections::HashSet;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
+
+/// More frames than a TAP's queue holds.
+const MOST_STALE_FRAMES: usize = 8192;
 
 /// The record that counts, if the NIC ever published one.
 pub(crate) fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
@@ -89,6 +96,7 @@ impl Agent {
         self.keep_programs_out();
         self.start_next_nic()?;
         self.hold_frames();
+        self.drop_stale_frames()?;
         self.nic.let_frames_flow()?;
         let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
         for at in 0..self.sessions.len() {
@@ -119,6 +127,26 @@ impl Agent {
                 let _ = self.nic.control(Control::Steal, on_nic.cid, 0);
             }
         }
+    }
+
+    /// Frames that the kernel sent while no NIC was there. Those of connections that may have been between two owners just then are
+    /// dropped: they can lie beyond the numbers that were read, and the kernel, restored from those, would never believe their
+    /// acknowledgement. All others go out.
+    fn drop_stale_frames(&mut self) -> anyhow::Result<()> {
+        let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
+        let mut wire = VnetDevice::new(self.hardware.wire.try_clone()?, false);
+        let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
+        let ours: HashSet<Flow> = connections.map(|connection| connection.flow).collect();
+        let mut frame = Frame::with_capacity(MAX_FRAME);
+        for _ in 0..MOST_STALE_FRAMES {
+            if !kernel.receive(&mut frame) {
+                break;
+            }
+            if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
+                wire.transmit(&mut frame);
+            }
+        }
+        Ok(())
     }
 
     fn keep_programs_out(&mut self) {
@@ -152,7 +180,7 @@ fn recover_one(
     let result = match image {
         Some(image) => {
             let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
-            import(nic, kernel, session, connection, &on_nic, &image, &ranges)
+            import(nic, nic_memory, kernel, session, connection, &on_nic, &image, &ranges)
         }
         None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
     };
@@ -160,6 +188,7 @@ fn recover_one(
         // Nothing is held for a connection that is lost.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     }
+    journal::clear(nic_memory, on_nic.cid);
     nic.give_slot(on_nic.cid);
     give_memory(session, on_nic.memory);
     connection.reason = "the NIC died".into();
@@ -167,8 +196,10 @@ fn recover_one(
     result.map(|()| true)
 }
 
+#[allow(clippy::too_many_arguments, reason = "what a restore needs")]
 fn import(
     nic: &mut NicProcess,
+    nic_memory: &Region,
     kernel: &mut VnetDevice,
     session: &OpenSession,
     connection: &Connection,
@@ -183,9 +214,10 @@ fn import(
     let fd = connection.fd.as_fd();
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;
-    speak(image, imported, || {
+    let release = || {
         LastWords { image, ranges, fin_behind_hole: None }.say(kernel, |seq, out| receive.read(seq, out));
         // What was held since goes to the kernel, and nothing is held any more.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
-    })
+    };
+    speak(image, imported, release, || journal::speaking(nic_memory, on_nic.cid, image))
 }

@@ -29,8 +29,12 @@ pub(crate) struct OpenSession {
 
 impl OpenSession {
     pub fn new(bytes: usize) -> io::Result<OpenSession> {
-        let memory = Arc::new(Region::create("baton-session", bytes)?);
-        Ok(OpenSession { heap: Heap::new(at::HEAP, memory.len()), memory, bell: Doorbell::new()?, ended: Vec::new() })
+        Ok(Self::with_memory(Arc::new(Region::create("baton-session", bytes)?), Doorbell::new()?))
+    }
+
+    /// Memory that a session has already.
+    pub fn with_memory(memory: Arc<Region>, bell: Doorbell) -> OpenSession {
+        OpenSession { heap: Heap::new(at::HEAP, memory.len()), memory, bell, ended: Vec::new() }
     }
 
     /// Tells the program that something has moved.

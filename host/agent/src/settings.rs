@@ -1,6 +1,6 @@
 //! What an agent is told when it starts.
 
-use crate::step::Step;
+use crate::step::Crash;
 use baton_control::NicSettings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -18,9 +18,9 @@ pub struct AgentSettings {
     pub core: Option<usize>,
     /// Microseconds that a move may wait for out-of-order data to be covered.
     pub patience: u64,
-    /// For tests: the step of a move after which the NIC is killed.
+    /// For tests: who is killed after which step of a move.
     #[serde(default)]
-    pub crash_after: Option<Step>,
+    pub crash: Option<Crash>,
     /// The NIC's settings.
     pub nic: NicSettings,
 }

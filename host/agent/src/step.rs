@@ -1,6 +1,10 @@
 //! The steps of a move. After each one a crash has one defined outcome; tests let the NIC die after every one of them.
 
+use baton_abi::layout::nic;
+use baton_ring::Region;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// A step that has been made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -41,24 +45,35 @@ impl Step {
     ];
 }
 
-/// Lets the NIC die after a step, every second time that it is made, so that what follows can go on.
-#[derive(Clone, Copy, Debug, Default)]
+/// For tests: who dies, and after which step of a move.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Crash {
+    /// The step.
+    pub after: Step,
+    /// The agent dies (and with it the NIC), not the NIC alone.
+    pub agent: bool,
+}
+
+/// Lets the NIC or the agent die after a step, every second time that it is made, so that what follows can go on. The count is where
+/// the next agent finds it.
+#[derive(Clone, Debug)]
 pub(crate) struct Chaos {
-    pub after: Option<Step>,
-    passed: u32,
+    crash: Option<Crash>,
+    nic_memory: Arc<Region>,
 }
 
 impl Chaos {
-    pub fn new(after: Option<Step>) -> Chaos {
-        Chaos { after, passed: 0 }
+    pub fn new(crash: Option<Crash>, nic_memory: Arc<Region>) -> Chaos {
+        Chaos { crash, nic_memory }
     }
 
-    /// Whether the NIC is to die now.
-    pub fn strikes(&mut self, step: Step) -> bool {
-        if self.after != Some(step) {
-            return false;
+    /// Whether the NIC is to die now. The agent does so here.
+    pub fn strikes(&self, step: Step) -> bool {
+        let Some(crash) = self.crash.filter(|crash| crash.after == step) else { return false };
+        let strikes = self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2);
+        if strikes && crash.agent {
+            let _ = baton_kernel::process::signal(std::process::id(), 9);
         }
-        self.passed += 1;
-        self.passed % 2 == 1
+        strikes && !crash.agent
     }
 }

@@ -97,6 +97,11 @@ pub enum Reply {
         /// Why.
         reason: String,
     },
+    /// Sent unasked by an agent that has taken over from one that died: what was asked before is to be asked again.
+    Restarted {
+        /// How often that has happened to this session.
+        starts: u32,
+    },
     /// Connections.
     Connections(Vec<ConnectionInfo>),
     /// Statistics.

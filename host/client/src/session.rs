@@ -101,15 +101,30 @@ impl Session {
     }
 
     fn ask(&mut self, body: Ask, descriptor: Option<&OwnedFd>) -> io::Result<Reply> {
-        let tag = self.next_tag;
-        self.next_tag = self.next_tag.wrapping_add(1);
         let descriptors: Vec<_> = descriptor.map(AsFd::as_fd).into_iter().collect();
-        self.channel.send(&Request { tag, body }, &descriptors)?;
-        let (answer, _): (Answer, _) = self.channel.receive()?;
-        if answer.tag != tag {
-            return Err(protocol_error("it belongs to another question"));
+        loop {
+            let tag = self.next_tag;
+            self.next_tag = self.next_tag.wrapping_add(1).max(1);
+            let known = self.memory.word32(at::AGENT_STARTS).load(std::sync::atomic::Ordering::Acquire);
+            self.channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            if let Some(reply) = self.await_answer(tag, known)? {
+                return Ok(reply);
+            }
         }
-        Ok(answer.body)
+    }
+
+    /// The answer, or None if the agent has died with the question.
+    fn await_answer(&self, tag: u32, known: u32) -> io::Result<Option<Reply>> {
+        loop {
+            let (answer, _): (Answer, _) = self.channel.receive()?;
+            match answer.body {
+                Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
+                // News of an earlier death, or the answer to a question that was asked again since.
+                Reply::Restarted { .. } => {}
+                body if answer.tag == tag => return Ok(Some(body)),
+                _ => {}
+            }
+        }
     }
 
     /// Takes charge of a connected TCP socket, which stays in the kernel until it is moved. The descriptor must not block.

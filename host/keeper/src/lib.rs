@@ -4,12 +4,13 @@
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic;
-use baton_agent::AgentSettings;
+use baton_agent::{AgentSettings, Kept};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_kernel::process;
 use baton_ring::Region;
-use std::os::fd::AsFd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
 
 /// Descriptors that a keeper inherits from whoever made the devices, in this order from 3 on.
@@ -24,8 +25,7 @@ pub enum Descriptor {
     Parent = 5,
 }
 
-/// Agents that die sooner than this many seconds after their start are not replaced more than [`HASTY_DEATHS`] times in a row.
-const HASTY: u64 = 5;
+/// Agents that die before they are ready are not replaced more than so many times in a row.
 const HASTY_DEATHS: u32 = 3;
 
 /// Runs a keeper until its parent is gone.
@@ -41,9 +41,9 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
     let memory = Region::create("baton-nic", nic::bytes(settings.nic.slots)).context("NIC memory")?;
     let (nic_bell, agent_bell) = (Doorbell::new()?, Doorbell::new()?);
     let mut announced = false;
+    let mut held = Vec::new();
     let mut deaths = 0;
     loop {
-        let started = baton_kernel::events::monotonic_micros();
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("agent-process").arg("--settings").arg(serde_json::to_string(settings)?);
@@ -52,45 +52,69 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
         process::inherit(&mut command, &descriptors, false);
         let mut agent = command.spawn().context("starting the agent")?;
         drop(theirs);
-        if let Ok((true, _)) = ours.receive::<bool>()
-            && !announced
-        {
-            parent.send(&true, &[])?;
-            announced = true;
-        }
-        if watch(&mut agent, ours, &parent)? {
+        let mut ready = false;
+        // An agent that has died already is found out below.
+        let _ = hand_over(&ours, &held);
+        if watch(&mut agent, ours, &parent, &mut held, &mut ready, &mut announced)? {
             // A directory that was made for the agent's socket alone is empty now; any other stays.
             if let Some(directory) = settings.socket.parent() {
                 let _ = std::fs::remove_dir(directory);
             }
             return Ok(());
         }
-        let lived = (baton_kernel::events::monotonic_micros() - started) / 1_000_000;
-        deaths = if lived < HASTY { deaths + 1 } else { 0 };
+        deaths = if ready { 0 } else { deaths + 1 };
         if deaths >= HASTY_DEATHS {
-            bail!("the agent died {deaths} times within {HASTY} s of its start; see its messages above");
+            bail!("{deaths} agents in a row died before they were ready; see their messages above");
         }
     }
 }
 
-/// Waits for the end of the agent or of the parent. True if the parent is gone: the agent then gives everything back and ends.
-fn watch(agent: &mut Child, channel: Channel, parent: &Channel) -> Result<bool> {
+/// What is held for the next agent: what it is, and its descriptors.
+type Held = Vec<(Kept, Vec<OwnedFd>)>;
+
+/// Gives an agent what its predecessor has left.
+fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
+    for (kept, descriptors) in held {
+        let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+        agent.send(kept, &descriptors)?;
+    }
+    Ok(agent.send(&Kept::Ready, &[])?)
+}
+
+/// Holds what the agent gives, until its end or the parent's. True if the parent is gone: the agent then gives everything back and ends.
+fn watch(
+    agent: &mut Child,
+    channel: Channel,
+    parent: &Channel,
+    held: &mut Held,
+    ready: &mut bool,
+    announced: &mut bool,
+) -> Result<bool> {
     let poller = baton_kernel::events::Poller::new()?;
     poller.add(channel.as_fd(), 0, baton_kernel::events::Trigger::Readable)?;
     poller.add(parent.as_fd(), 1, baton_kernel::events::Trigger::Readable)?;
     let mut tokens = Vec::new();
     loop {
         poller.wait(None, &mut tokens)?;
-        if let Some(token) = tokens.drain(..).next() {
-            match token {
-                0 => {
+        for token in tokens.drain(..) {
+            if token == 1 {
+                drop(channel);
+                agent.wait()?;
+                return Ok(true);
+            }
+            match channel.try_receive::<Kept>() {
+                Ok((Kept::Ready, _)) => {
+                    *ready = true;
+                    if !std::mem::replace(announced, true) {
+                        parent.send(&true, &[])?;
+                    }
+                }
+                Ok((kept, descriptors)) if kept.holds() => held.push((kept, descriptors)),
+                Ok((kept, _)) => held.retain(|(other, _)| !kept.drops(other)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => {
                     agent.wait()?;
                     return Ok(false);
-                }
-                _ => {
-                    drop(channel);
-                    agent.wait()?;
-                    return Ok(true);
                 }
             }
         }

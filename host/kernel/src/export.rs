@@ -170,7 +170,10 @@ impl<'a> Exporter<'a> {
 }
 
 /// The connection hears and speaks again, in the kernel.
-fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+///
+/// # Errors
+/// The system's.
+pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     shell::hear(fd, saved)?;
     shell::repair(fd, false)?;
     saved.write(fd)

@@ -105,6 +105,19 @@ impl<'a> Importer<'a> {
     }
 }
 
+/// Does what [`Importer::finish`] had not done when its process died, as far as the socket itself shows.
+///
+/// # Errors
+/// The step that the kernel refused.
+pub fn speak_on(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
+    shell::repair(fd, true).step("TCP_REPAIR")?;
+    shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
+    let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+    shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
+    let done = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
+    Importer { fd, image: *image, unsent: unacknowledged.skip(done), saved: saved.clone() }.finish()
+}
+
 fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
     let mut raw = Vec::with_capacity(32);
     let mut option = |code: u32, value: u32| {

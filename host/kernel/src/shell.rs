@@ -150,7 +150,11 @@ pub fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// The system's.
 pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     if saved.filter.is_empty() {
-        return socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0);
+        return match socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0) {
+            // It hears already.
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+            other => other,
+        };
     }
     let mut instructions: Vec<libc::sock_filter> = saved
         .filter

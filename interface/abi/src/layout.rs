@@ -21,6 +21,8 @@ pub mod nic {
     pub const CHANNEL: usize = 32;
     /// 8-byte word: the NIC's heartbeat, microseconds of its clock.
     pub const HEARTBEAT: usize = 64;
+    /// 4-byte word for tests: how often a step after which somebody is to die has been made.
+    pub const CHAOS: usize = 96;
     /// 8-byte words of counters, see [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Ring of commands from the agent.
@@ -53,10 +55,16 @@ pub mod slot {
     pub const PARAMETERS: usize = 192;
     /// 4-byte word that a mirroring NIC sets to 1 once its copy covers what the kernel holds out of order, else 0.
     pub const COVERED: usize = PARAMETERS + 28;
+    /// 4-byte word of the agent's: the [`crate::Cid`] of the slot's next tenant, 0 for the first.
+    pub const NEXT_NAME: usize = PARAMETERS + 24;
     /// The encoded flow: local address, remote address, local port, remote port (36 bytes, ports little-endian).
     pub const FLOW: usize = 256;
     /// The image.
     pub const IMAGE: usize = 512;
+    /// The agent's journal of a move: phase, length, entry.
+    pub const JOURNAL: usize = 2048;
+    /// Bytes of the journal.
+    pub const JOURNAL_BYTES: usize = FORWARD - JOURNAL;
     /// A frame to be forwarded (`nic_forward`).
     pub const FORWARD: usize = 3072;
     /// Two tables of out-of-order ranges, 64 × 8 bytes each.
@@ -78,6 +86,8 @@ pub mod session {
     pub const PROGRAM_SLEEPING: usize = 64;
     /// 4-byte word: counts the moves that the agent has finished, so that the program looks at its connections again.
     pub const MOVES: usize = 128;
+    /// 4-byte word: how often an agent has taken the session over from one that died.
+    pub const AGENT_STARTS: usize = 192;
     /// Ring of commands from the program.
     pub const COMMANDS: usize = 4096;
     /// Ring of messages to the program.
@@ -193,7 +203,8 @@ pub const COUNTERS: usize = 14;
 const _: () = {
     assert!(COUNTERS * 8 + nic::COUNTERS <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
-    assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::FORWARD);
+    assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
+    assert!(slot::NEXT_NAME + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
     assert!(block::FLAGS + 4 <= session::BLOCK_BYTES);

@@ -1,0 +1,188 @@
+//! A new agent after one that died: it takes over sessions and connections from the keeper, what was under way from the journal, and
+//! gives every connection to the kernel. The NIC has died with its agent.
+
+use crate::agent::Agent;
+use crate::back::{hand_to_kernel, say_last_words};
+use crate::connection::{Block, Connection, Stage};
+use crate::forth::queues;
+use crate::journal::{self, Entry, Phase};
+use crate::kept::Kept;
+use crate::session::{OpenSession, Session};
+use anyhow::{Context, Result};
+use baton_abi::Cid;
+use baton_abi::layout::{Owner, block, nic, session, slot};
+use baton_client::protocol::{Answer, Reply, Request};
+use baton_image::{Image, MAX_ENCODED};
+use baton_kernel::control::Channel;
+use baton_kernel::events::Doorbell;
+use baton_kernel::import;
+use baton_kernel::{export, socket};
+use baton_ring::Region;
+use baton_wire::Flow;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What the keeper hands over.
+#[derive(Default)]
+pub(crate) struct Legacy(Vec<(Kept, Vec<OwnedFd>)>);
+
+impl Legacy {
+    /// Takes everything that the keeper has.
+    pub fn receive(keeper: &Channel) -> Result<Legacy> {
+        let mut legacy = Legacy::default();
+        loop {
+            let (kept, descriptors) = keeper.receive::<Kept>().context("hearing from the keeper")?;
+            if kept == Kept::Ready {
+                return Ok(legacy);
+            }
+            legacy.0.push((kept, descriptors));
+        }
+    }
+
+    /// Sessions by number, with their connections in the kernel.
+    fn sessions(self) -> Result<BTreeMap<u32, Session>> {
+        let mut sessions = BTreeMap::new();
+        for (kept, mut descriptors) in self.0 {
+            let mut next = || (!descriptors.is_empty()).then(|| descriptors.remove(0)).context("the keeper lost a descriptor");
+            match kept {
+                Kept::Session(number) => {
+                    let channel = Channel::from_fd(next()?);
+                    let (process, user) = (channel.peer_process()?, channel.peer_user()?);
+                    sessions.insert(number, Session { channel, process, user, open: None, connections: Vec::new() });
+                }
+                Kept::Memory(number) => {
+                    let memory = Arc::new(Region::map(next()?)?);
+                    let bell = Doorbell::from_fd(next()?);
+                    if let Some(session) = sessions.get_mut(&number) {
+                        session.open = Some(OpenSession::with_memory(memory, bell));
+                    }
+                }
+                Kept::Connection(of, number) => {
+                    let fd = next()?;
+                    let Some(Session { open: Some(open), connections, .. }) = sessions.get_mut(&of) else { continue };
+                    let Some(connection) = adopt(open, number, fd) else { continue };
+                    let at = number as usize;
+                    if connections.len() <= at {
+                        connections.resize_with(at + 1, || None);
+                    }
+                    connections[at] = Some(connection);
+                }
+                _ => {}
+            }
+        }
+        Ok(sessions)
+    }
+}
+
+fn adopt(open: &OpenSession, number: u32, fd: OwnedFd) -> Option<Connection> {
+    let (local, peer) = (socket::local_address(fd.as_fd()).ok()?, socket::peer_address(fd.as_fd()).ok()?);
+    let block = Block::new(open.memory.clone(), number);
+    let moves = block.load(block::MOVES);
+    let flow = Flow { local: local.into(), remote: peer.into() };
+    let reason = "the agent died".into();
+    Some(Connection { number, fd, flow, local, peer, stage: Stage::Kernel, moves, reason, block })
+}
+
+impl Agent {
+    /// Takes a dead agent's legacy over: afterwards every connection is in the kernel, and every program can ask again.
+    pub(crate) fn take_over(&mut self, legacy: Legacy) -> Result<()> {
+        for (number, session) in legacy.sessions()? {
+            let at = number as usize;
+            if self.sessions.len() <= at {
+                self.sessions.resize_with(at + 1, || None);
+            }
+            self.watch(number, &session)?;
+            self.sessions[at] = Some(session);
+        }
+        for at in 0..self.settings.nic.slots as u32 {
+            match journal::read(&self.hardware.memory, at) {
+                Some((phase, entry)) => self.resume(phase, &entry),
+                // Whatever record is there is of an earlier tenant.
+                None => self.hardware.memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release),
+            }
+        }
+        let any = self.sessions.iter().flatten().any(|session| session.open.is_some());
+        if any {
+            self.recover()?;
+        } else {
+            self.nic.let_frames_flow()?;
+        }
+        self.let_programs_in();
+        Ok(())
+    }
+
+    /// Goes on with a move from where the journal says that it was.
+    fn resume(&mut self, phase: Phase, entry: &Entry) {
+        let nic_memory = self.hardware.memory.clone();
+        let Some(Some(session)) = self.sessions.get_mut(entry.session as usize) else { return };
+        let Some(open) = session.open.as_mut() else { return };
+        let Some(Some(connection)) = session.connections.get_mut(entry.connection as usize) else { return };
+        let cid = Cid(entry.cid);
+        match phase {
+            Phase::Reading => {
+                let _ = export::undo(connection.fd.as_fd(), &entry.saved);
+                journal::clear(&nic_memory, cid);
+            }
+            Phase::Copied => match entry.on_nic() {
+                Some(on_nic) => {
+                    for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
+                        open.heap.reserve(offset, size);
+                    }
+                    connection.stage = Stage::Nic(Box::new(on_nic));
+                    // Its slot is taken until it has been restored.
+                    self.nic.withhold(cid);
+                }
+                None => journal::clear(&nic_memory, cid),
+            },
+            Phase::Speaking => {
+                if let Err(error) = speak_on(&nic_memory, &self.hardware.host, open, connection, entry) {
+                    eprintln!("baton agent: {} is lost: {error:#}", connection.flow);
+                    self.statistics.lost += 1;
+                }
+                journal::clear(&nic_memory, cid);
+            }
+        }
+    }
+
+    /// Connections that a dead agent had closed to their programs are open again, and programs learn that their requests were lost.
+    fn let_programs_in(&mut self) {
+        for session in self.sessions.iter_mut().flatten() {
+            // What was asked before is asked again.
+            while session.channel.try_receive::<Request>().is_ok() {}
+            let mut starts = 1;
+            if let Some(open) = &session.open {
+                for connection in session.connections.iter_mut().flatten() {
+                    if connection.block.load(block::OWNER) != Owner::Kernel as u32 {
+                        hand_to_kernel(open, connection);
+                    }
+                }
+                starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
+                open.announce_move();
+            }
+            let _ = session.channel.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[]);
+        }
+    }
+}
+
+/// The dead agent had restored the connection; what was unsent, and what the peer had said last, may be missing in the kernel. It does
+/// not mind hearing the same twice.
+fn speak_on(nic_memory: &Region, host: &OwnedFd, open: &OpenSession, connection: &Connection, entry: &Entry) -> Result<()> {
+    let cid = Cid(entry.cid);
+    let mut bytes = [0u8; MAX_ENCODED];
+    let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
+    let image = Image::decode(&bytes).map_err(|error| anyhow::anyhow!("the image cannot be read: {error}"))?;
+    let (_, unacknowledged) = queues(&open.memory, entry.memory(), &image).context("its memory lies outside its session")?;
+    let (receive, size) = entry.memory().receive;
+    let words = || say_last_words(nic_memory, host, cid, open.memory.circle(receive, size), &image);
+    let speak = || import::speak_on(connection.fd.as_fd(), &image, &unacknowledged, &entry.saved);
+    if image.state.fin_acknowledged() {
+        speak()?;
+        words();
+    } else {
+        words();
+        speak()?;
+    }
+    Ok(())
+}

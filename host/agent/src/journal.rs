@@ -1,0 +1,128 @@
+//! What an agent writes down before each step of a move that the next agent could not find out by itself. It lies in the slot of the
+//! connection, which programs do not see; its first word is written last.
+
+use crate::connection::{Memory, OnNic};
+use baton_abi::Cid;
+use baton_abi::layout::{nic, slot};
+use baton_image::{Image, MAX_ENCODED};
+use baton_kernel::shell::Saved;
+use baton_ring::Region;
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
+
+/// How far a move has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub(crate) enum Phase {
+    /// The socket is being read: deaf and in repair mode perhaps, but whole.
+    Reading = 1,
+    /// The queues' bytes are in session memory: whatever the socket has become, the connection can be made anew from them.
+    Copied = 2,
+    /// The connection is in the kernel again; what was not sent is being sent.
+    Speaking = 3,
+}
+
+/// An entry.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    pub session: u32,
+    pub connection: u32,
+    pub cid: u32,
+    pub saved: Saved,
+    /// Send and receive memory: offset and size each.
+    pub memory: [u32; 4],
+    /// The image that was handed off, encoded.
+    image: Vec<u8>,
+    pub handed_off_at: u64,
+}
+
+impl Entry {
+    pub fn new(session: u32, connection: u32, cid: Cid, saved: Saved) -> Entry {
+        Entry { session, connection, cid: cid.0, saved, memory: [0; 4], image: Vec::new(), handed_off_at: 0 }
+    }
+
+    /// The entry of a connection whose bytes have been copied.
+    pub fn copied(mut self, image: &Image, memory: Memory, at: u64) -> Entry {
+        let mut bytes = [0u8; MAX_ENCODED];
+        let length = image.encode(&mut bytes).unwrap_or(0);
+        self.image = bytes[..length].to_vec();
+        self.memory = [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
+        self.handed_off_at = at;
+        self
+    }
+
+    pub fn memory(&self) -> Memory {
+        let [receive, receive_size, send, send_size] = self.memory;
+        Memory { receive: (receive, receive_size), send: (send, send_size) }
+    }
+
+    /// What an agent remembers of a connection on the NIC. None if the entry is damaged.
+    pub fn on_nic(&self) -> Option<OnNic> {
+        let mut bytes = [0u8; MAX_ENCODED];
+        bytes.get_mut(..self.image.len())?.copy_from_slice(&self.image);
+        let image = Image::decode(&bytes).ok()?;
+        let (saved, memory) = (self.saved.clone(), self.memory());
+        Some(OnNic { cid: Cid(self.cid), image, saved, memory, handed_off_at: self.handed_off_at })
+    }
+}
+
+fn place(at: u32) -> usize {
+    nic::slot(at) + slot::JOURNAL
+}
+
+/// Writes an entry. False if it is too long, which only a huge filter of the program's can bring about.
+#[must_use]
+pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
+    let base = place(Cid(entry.cid).slot());
+    let Ok(bytes) = postcard::to_stdvec(entry) else { return false };
+    if bytes.len() > slot::JOURNAL_BYTES - 8 {
+        return false;
+    }
+    // A half-written entry must not be taken for one.
+    nic_memory.word32(base).store(0, Ordering::Release);
+    nic_memory.word32(base + 4).store(bytes.len() as u32, Ordering::Release);
+    let written = nic_memory.write(base + 8, &bytes).is_ok();
+    nic_memory.word32(base).store(phase as u32, Ordering::Release);
+    written
+}
+
+/// The entry stands, the move has come further. `image` is what the kernel is to go on from.
+pub(crate) fn speaking(nic_memory: &Region, cid: Cid, image: &Image) {
+    let mut bytes = [0u8; MAX_ENCODED];
+    if image.encode(&mut bytes).is_ok() {
+        let _ = nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
+        nic_memory.word32(place(cid.slot())).store(Phase::Speaking as u32, Ordering::Release);
+    }
+}
+
+/// The move is over.
+pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
+    nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
+}
+
+/// The entry of a slot.
+pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
+    let base = place(at);
+    let phase = match nic_memory.word32(base).load(Ordering::Acquire) {
+        1 => Phase::Reading,
+        2 => Phase::Copied,
+        3 => Phase::Speaking,
+        _ => return None,
+    };
+    let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
+    let mut bytes = vec![0u8; length.min(slot::JOURNAL_BYTES - 8)];
+    nic_memory.read(base + 8, &mut bytes).ok()?;
+    let entry: Entry = postcard::from_bytes(&bytes).ok()?;
+    (Cid(entry.cid).slot() == at).then_some((phase, entry))
+}
+
+/// The name that the next tenant of a slot gets, kept so that no agent uses a name that another has used.
+pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
+    let word = nic_memory.word32(nic::slot(at) + slot::NEXT_NAME).load(Ordering::Acquire);
+    if word == 0 { Cid::new(at, 1) } else { Cid(word) }
+}
+
+/// Notes the name of a slot's next tenant.
+pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
+    nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_NAME).store(name.0, Ordering::Release);
+}
