@@ -10,7 +10,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
-use baton_image::{Image, MAX_ENCODED, State};
+use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::events::monotonic_nanos;
 use baton_ring::{Consumer, Producer, Region, RingWords};
 use baton_tcp::Instant;
@@ -92,45 +92,6 @@ struct Peer {
     seq: u32,
 }
 
-fn image(flow: Flow) -> Image {
-    Image {
-        flow,
-        snd_wscale: 7,
-        rcv_wscale: 0,
-        sack: true,
-        timestamps: true,
-        ecn: false,
-        mss: 1460,
-        link: Link { ttl: 64, ..Link::default() },
-        mtu: 1500,
-        nodelay: true,
-        cork: false,
-        keepalive: false,
-        keepalive_idle: 7200,
-        keepalive_interval: 75,
-        keepalive_count: 9,
-        user_timeout: 0,
-        state: State::Established,
-        snd_una: 1,
-        snd_nxt: 1,
-        snd_end: 1,
-        snd_wnd: 65535,
-        snd_wl1: 1,
-        max_window: 65535,
-        rcv_nxt: 1,
-        rcv_adv: 1 + 60_000,
-        unread: 0,
-        ts_recent: 1,
-        ts_clock: 1,
-        cwnd: 10,
-        ssthresh: u32::MAX,
-        srtt: 100,
-        rttvar: 10,
-        min_rtt: 100,
-        reordering_seen: false,
-    }
-}
-
 impl Bench {
     fn new(connections: u32) -> Result<Bench> {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
@@ -169,18 +130,14 @@ impl Bench {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
         let cid = Cid::new(at, 1);
         let base = nic::slot(at);
-        let mut name = [0u8; 36];
-        name[..16].copy_from_slice(&flow.local.address);
-        name[16..32].copy_from_slice(&flow.remote.address);
-        name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
-        name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
         let memory = session::HEAP as u32 + at * 2 * BUFFER;
         for (word, value) in [0, memory, BUFFER, memory + BUFFER, BUFFER].into_iter().enumerate() {
             nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, std::sync::atomic::Ordering::Relaxed);
         }
         let mut bytes = [0u8; MAX_ENCODED];
-        image(flow).encode(&mut bytes).context("encoding an image")?;
-        if nic_memory.write(base + slot::FLOW, &name).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err() {
+        Image::open(flow).encode(&mut bytes).context("encoding an image")?;
+        if nic_memory.write(base + slot::FLOW, &flow.to_bytes()).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err()
+        {
             bail!("the slot lies outside NIC memory");
         }
         for message in [

@@ -5,7 +5,6 @@ use crate::stream;
 use baton_image::Image;
 use baton_tcp::segment::{Segment, Transmit};
 use baton_tcp::{Config, Connection, Events, Instant, State};
-use baton_wire::frame::Link as Addresses;
 use baton_wire::{Endpoint, Flow};
 
 /// A segment on the simulated link, with its payload.
@@ -154,42 +153,7 @@ impl End {
     }
 
     fn template(&self) -> Image {
-        Image {
-            flow: self.flow,
-            snd_wscale: 0,
-            rcv_wscale: 0,
-            sack: false,
-            timestamps: false,
-            ecn: false,
-            mss: 536,
-            link: Addresses::default(),
-            mtu: 1500,
-            nodelay: false,
-            cork: false,
-            keepalive: false,
-            keepalive_idle: 0,
-            keepalive_interval: 0,
-            keepalive_count: 0,
-            user_timeout: 0,
-            state: Default::default(),
-            snd_una: 0,
-            snd_nxt: 0,
-            snd_end: 0,
-            snd_wnd: 0,
-            snd_wl1: 0,
-            max_window: 0,
-            rcv_nxt: 0,
-            rcv_adv: 0,
-            unread: 0,
-            ts_recent: 0,
-            ts_clock: 0,
-            cwnd: 0,
-            ssthresh: 0,
-            srtt: 0,
-            rttvar: 0,
-            min_rtt: 0,
-            reordering_seen: false,
-        }
+        Image::open(self.flow)
     }
 }
 

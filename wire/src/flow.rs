@@ -96,6 +96,23 @@ impl Flow {
     pub fn is_v4(&self) -> bool {
         self.remote.is_v4()
     }
+
+    /// As it lies in shared memory: both addresses, then both ports, little-endian.
+    pub fn to_bytes(&self) -> [u8; 36] {
+        let mut bytes = [0; 36];
+        bytes[..16].copy_from_slice(&self.local.address);
+        bytes[16..32].copy_from_slice(&self.remote.address);
+        bytes[32..34].copy_from_slice(&self.local.port.to_le_bytes());
+        bytes[34..].copy_from_slice(&self.remote.port.to_le_bytes());
+        bytes
+    }
+
+    /// From shared memory; whatever the bytes are, they name some flow.
+    pub fn from_bytes(bytes: &[u8; 36]) -> Flow {
+        let address = |at: usize| core::array::from_fn(|n| bytes[at + n]);
+        let port = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        Flow { local: Endpoint::v6(address(0), port(32)), remote: Endpoint::v6(address(16), port(34)) }
+    }
 }
 
 /// A flow in the form in which it is hashed and compared.
@@ -176,5 +193,17 @@ impl From<&Flow> for Name {
 impl fmt::Display for Flow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} -> {}", self.local, self.remote)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flow_survives_its_bytes() {
+        let flow =
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v6(core::array::from_fn(|n| n as u8), 0xfedc) };
+        assert_eq!(Flow::from_bytes(&flow.to_bytes()), flow);
     }
 }

@@ -28,7 +28,7 @@ fn compile(into: &Path) -> std::path::PathBuf {
         .args(["-Wall", "-Wextra", "-Werror", "-std=gnu11", "-o"])
         .arg(&program)
         .arg(root.join("tests/c/echo.c"))
-        .arg(format!("-I{}", root.join("../../host/capi/include").display()))
+        .arg(format!("-I{}", root.join("../../host/client/capi/include").display()))
         .arg(format!("-L{}", built.display()))
         .args(["-lbaton", &format!("-Wl,-rpath,{}", built.display())])
         .status()

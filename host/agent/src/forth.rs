@@ -81,12 +81,7 @@ pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers
     ground.link_of(connection)?;
     let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
     let base = nic::slot(cid.slot());
-    let mut flow = [0u8; 36];
-    flow[..16].copy_from_slice(&connection.flow.local.address);
-    flow[16..32].copy_from_slice(&connection.flow.remote.address);
-    flow[32..34].copy_from_slice(&connection.flow.local.port.to_le_bytes());
-    flow[34..36].copy_from_slice(&connection.flow.remote.port.to_le_bytes());
-    let _ = ground.nic_memory.write(base + slot::FLOW, &flow);
+    let _ = ground.nic_memory.write(base + slot::FLOW, &connection.flow.to_bytes());
     ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
     if let Err(stay) = ground.nic.control(Control::Mirror, cid, 0) {
         ground.nic.give_slot(cid);
@@ -241,11 +236,11 @@ fn put_back(
 ) -> Result<(), Stay> {
     let (unread, unacknowledged) = queues(region, memory, image).ok_or(Stay::NoRoom)?;
     let fd = connection.fd.as_fd();
-    let importer = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved)
-        .map_err(|failed| Stay::System(failed.step, failed.error))?;
-    let _ = ground.nic.control(Control::Cancel, cid, 1);
+    let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved);
     journal::speaking(ground.nic_memory, cid, image);
-    let finished = importer.finish();
+    // Even when the import failed: nothing is held for a connection that is lost.
+    let _ = ground.nic.control(Control::Cancel, cid, 1);
+    let finished = imported.and_then(Importer::finish);
     journal::clear(ground.nic_memory, cid);
     finished.map_err(|failed| Stay::System(failed.step, failed.error))
 }

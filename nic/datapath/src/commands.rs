@@ -10,7 +10,7 @@ use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
-use baton_wire::{Endpoint, Flags, Flow, Name, TcpFrame};
+use baton_wire::{Flags, Flow, Name, TcpFrame};
 use core::sync::atomic::Ordering;
 
 impl<H: Device, W: Device> Worker<H, W> {
@@ -88,9 +88,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let mut bytes = [0u8; 36];
         // The layout lies inside the region: the worker was made with as many slots as it has.
         let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
-        let address = |at: usize| <[u8; 16]>::try_from(&bytes[at..at + 16]).unwrap_or_default();
-        let port = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        Flow { local: Endpoint::v6(address(0), port(32)), remote: Endpoint::v6(address(16), port(34)) }
+        Flow::from_bytes(&bytes)
     }
 
     fn steal(&mut self, cid: Cid) -> Result<u32, Refusal> {

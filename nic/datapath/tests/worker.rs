@@ -6,7 +6,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
-use baton_image::{Image, MAX_ENCODED, State};
+use baton_image::{Image, MAX_ENCODED};
 use baton_ring::{Consumer, Producer, Region, RingWords};
 use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
@@ -18,45 +18,6 @@ use std::sync::atomic::Ordering;
 const FRAME: usize = 2048;
 const BUFFER: u32 = 1 << 16;
 const SLOTS: usize = 8;
-
-fn image(flow: Flow) -> Image {
-    Image {
-        flow,
-        snd_wscale: 7,
-        rcv_wscale: 0,
-        sack: true,
-        timestamps: true,
-        ecn: false,
-        mss: 1460,
-        link: Link { ttl: 64, ..Link::default() },
-        mtu: 1500,
-        nodelay: true,
-        cork: false,
-        keepalive: false,
-        keepalive_idle: 7200,
-        keepalive_interval: 75,
-        keepalive_count: 9,
-        user_timeout: 0,
-        state: State::Established,
-        snd_una: 1,
-        snd_nxt: 1,
-        snd_end: 1,
-        snd_wnd: 65535,
-        snd_wl1: 1,
-        max_window: 65535,
-        rcv_nxt: 1,
-        rcv_adv: 1 + 60_000,
-        unread: 0,
-        ts_recent: 1,
-        ts_clock: 1,
-        cwnd: 10,
-        ssthresh: u32::MAX,
-        srtt: 100,
-        rttvar: 10,
-        min_rtt: 100,
-        reordering_seen: false,
-    }
-}
 
 /// A program's end of a session.
 struct Program {
@@ -124,18 +85,13 @@ impl Stage {
 
     fn offload(&mut self, of: u32) {
         let (cid, base, flow) = (Cid::new(of, 1), nic::slot(of), flow(of));
-        let mut name = [0u8; 36];
-        name[..16].copy_from_slice(&flow.local.address);
-        name[16..32].copy_from_slice(&flow.remote.address);
-        name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
-        name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
         let heap = session::HEAP as u32;
         for (word, value) in [of, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
             self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
         }
         let mut bytes = [0u8; MAX_ENCODED];
-        image(flow).encode(&mut bytes).unwrap();
-        self.nic_memory.write(base + slot::FLOW, &name).unwrap();
+        Image::open(flow).encode(&mut bytes).unwrap();
+        self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
         self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
         for control in [Control::Mirror, Control::Steal] {
             self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
@@ -298,18 +254,13 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut stage = Stage::new();
     let cid = Cid::new(2, 1);
     let (base, flow) = (nic::slot(2), flow(2));
-    let mut name = [0u8; 36];
-    name[..16].copy_from_slice(&flow.local.address);
-    name[16..32].copy_from_slice(&flow.remote.address);
-    name[32..34].copy_from_slice(&flow.local.port.to_le_bytes());
-    name[34..36].copy_from_slice(&flow.remote.port.to_le_bytes());
     let heap = session::HEAP as u32 + 2 * BUFFER;
     for (word, value) in [1, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
         stage.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
     }
     let mut bytes = [0u8; MAX_ENCODED];
-    image(flow).encode(&mut bytes).unwrap();
-    stage.nic_memory.write(base + slot::FLOW, &name).unwrap();
+    Image::open(flow).encode(&mut bytes).unwrap();
+    stage.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
     stage.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
     for control in [Control::Mirror, Control::Steal] {
         stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
