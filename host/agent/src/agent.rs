@@ -8,12 +8,13 @@ use crate::journal;
 use crate::kept::Kept;
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
-use crate::settings::{AgentSettings, Descriptor};
+use crate::settings::AgentSettings;
 use crate::step::Chaos;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
 use baton_abi::{Cid, Control, Operation};
 use baton_client::protocol::{Answer, Ask, ConnectionInfo, Place, Reply, Request, Statistics, VERSION};
+use baton_control::Descriptor;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger};
 use baton_kernel::examine::{self, Stay};
@@ -68,7 +69,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
         nic_bell: Doorbell::from_fd(take(Descriptor::NicBell)?),
         agent_bell: Doorbell::from_fd(take(Descriptor::AgentBell)?),
     };
-    let keeper = Channel::from_fd(take(Descriptor::Keeper)?);
+    let keeper = Channel::from_fd(take(Descriptor::Channel)?);
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let interface =

@@ -18,5 +18,5 @@ mod step;
 
 pub use agent::run;
 pub use kept::Kept;
-pub use settings::{AgentSettings, Descriptor};
+pub use settings::AgentSettings;
 pub use step::{Crash, Step};

@@ -24,21 +24,3 @@ pub struct AgentSettings {
     /// The NIC's settings.
     pub nic: NicSettings,
 }
-
-/// Descriptors that an agent inherits from the keeper, in this order from 3 on.
-#[derive(Clone, Copy, Debug)]
-#[repr(i32)]
-pub enum Descriptor {
-    /// The TAP that is the kernel's interface.
-    Host = 3,
-    /// The wire.
-    Wire = 4,
-    /// NIC memory.
-    Memory = 5,
-    /// The NIC's doorbell.
-    NicBell = 6,
-    /// The agent's doorbell.
-    AgentBell = 7,
-    /// The connection to the keeper.
-    Keeper = 8,
-}

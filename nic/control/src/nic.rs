@@ -71,7 +71,7 @@ pub struct NicSettings {
     pub hash_key: [u64; 4],
 }
 
-/// Descriptors that a NIC process inherits, in this order from 3 on.
+/// Descriptors that a NIC process inherits from its agent, and an agent from its keeper, in this order from 3 on.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub enum Descriptor {
@@ -85,7 +85,7 @@ pub enum Descriptor {
     NicBell = 6,
     /// The agent's doorbell.
     AgentBell = 7,
-    /// The control connection.
+    /// The control connection to whoever started the process.
     Channel = 8,
 }
 
