@@ -145,7 +145,8 @@ impl Agent {
     /// Gives the keeper something to hold for the next agent, or to drop.
     pub(crate) fn keep(&self, kept: &Kept, descriptors: &[BorrowedFd<'_>]) {
         if let Err(error) = self.keeper.send(kept, descriptors)
-            && error.kind() != io::ErrorKind::BrokenPipe
+            // Without a keeper there is no next agent.
+            && !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
         {
             eprintln!("baton agent: the keeper does not hear {kept:?} ({error}); it would be lost with this agent");
         }
