@@ -47,8 +47,8 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Plain {
-    /// Reads a frame: the flow, the destination's end as local, the segment, and its payload. None if it is anything but plain, or damaged. `verified`
-    /// says that a device has checked the headers' sums.
+    /// Reads a frame: the flow, the destination's end as local, the segment, and its payload. None if it is anything but plain, or
+    /// damaged. `verified` says that a device has checked the headers' sums.
     #[inline(always)]
     pub fn parse(frame: &[u8], verified: bool) -> Option<(Name, Plain, &[u8])> {
         let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;
