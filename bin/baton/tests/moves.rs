@@ -170,6 +170,24 @@ fn several_sessions_move_side_by_side() {
     }
 }
 
+/// The NIC dies, and then the agent in the middle of bringing its connection back: the next agent brings it back all the same.
+#[test]
+fn an_agent_may_die_while_it_recovers() {
+    let crash = Some(Crash { after: Step::Restored, agent: true });
+    let mut scene = scene(TestbedSettings { crash, ..TestbedSettings::default() });
+    scene.exchange(300_000, Place::Nic);
+    scene.fill(100_000);
+    let mut tool = scene.bed.tool().expect("a tool");
+    let before = tool.statistics().expect("statistics");
+    baton_kernel::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");
+    scene.fill(100_000);
+    scene.drain();
+    let after = tool.statistics().expect("statistics");
+    assert_ne!(after.agent_process, before.agent_process, "the agent did not die");
+    assert_eq!((after.recovered, after.lost), (1, 0));
+    scene.exchange(100_000, Place::Nic);
+}
+
 /// A number of /proc/net/netstat or /proc/net/snmp.
 fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
     let text = host.run(|| std::fs::read_to_string(format!("/proc/thread-self/net/{table}"))).expect("a table of counters");
@@ -316,13 +334,13 @@ fn die_after(step: Step, agent: bool) {
 
 #[test]
 fn a_nic_may_die_after_any_step() {
-    Step::ALL.into_iter().for_each(|step| die_after(step, false));
+    Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, false));
 }
 
 /// The keeper starts the next agent, and the program's session goes on with that.
 #[test]
 fn an_agent_may_die_after_any_step() {
-    Step::ALL.into_iter().for_each(|step| die_after(step, true));
+    Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, true));
 }
 
 /// RSTs that a host's kernel has sent.

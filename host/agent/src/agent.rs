@@ -41,7 +41,7 @@ pub(crate) struct Agent {
     /// Connections whose move waits for coverage.
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
-    chaos: Chaos,
+    pub(crate) chaos: Chaos,
     keeper: Channel,
     routes: Netlink,
     diagnosis: Netlink,

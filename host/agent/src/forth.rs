@@ -168,41 +168,29 @@ fn steal_and_hand_off(
     ground.nic.control(Control::Steal, cid, 0)?;
     ground.passed(Step::Stolen);
     let fd = connection.fd.as_fd();
-    let entry = Saved::read(fd).map(|saved| Entry::new(session_number, connection.number, cid, saved));
-    let begun = match &entry {
-        Ok(entry) if journal::write(ground.nic_memory, Phase::Reading, entry) => Exporter::begin(fd, connection.flow, link),
-        _ => Err(Stay::Filter),
-    };
-    let (exporter, entry) = match (begun, entry) {
-        (Ok(exporter), Ok(entry)) => (exporter, entry),
-        (begun, _) => {
-            journal::clear(ground.nic_memory, cid);
-            let _ = ground.nic.control(Control::Cancel, cid, 0);
-            return Err(begun.err().unwrap_or(Stay::Filter));
-        }
+    let begun = Saved::read(fd).map_err(|_| Stay::Filter).and_then(|saved| {
+        let entry = Entry::new(session_number, connection.number, cid, saved);
+        note(ground, Phase::Reading, &entry)?;
+        Ok((Exporter::begin(fd, connection.flow, link, &entry.saved)?, entry))
+    });
+    let (exporter, entry) = match begun {
+        Ok(begun) => begun,
+        Err(stay) => return Err(never_left(ground, cid, stay)),
     };
     let image = *exporter.image();
-    let memory = match take_memory(session, &image).ok_or(Stay::NoRoom) {
-        Ok(memory) => memory,
-        Err(stay) => {
-            let _ = exporter.abandon();
-            journal::clear(ground.nic_memory, cid);
-            let _ = ground.nic.control(Control::Cancel, cid, 0);
-            return Err(stay);
-        }
+    let Some(memory) = take_memory(session, &image) else {
+        let _ = exporter.abandon();
+        return Err(never_left(ground, cid, Stay::NoRoom));
     };
     let region = session.memory.clone();
     let queues = queues(&region, memory, &image).ok_or(Stay::NoRoom);
     let copied = queues.and_then(|(unread, unacknowledged)| exporter.copy_queues(&unread, &unacknowledged));
     let handed_off_at = monotonic_micros();
     let entry = entry.copied(&image, memory, handed_off_at);
-    let noted = copied.and_then(|()| journal::write(ground.nic_memory, Phase::Copied, &entry).then_some(()).ok_or(Stay::Filter));
-    if let Err(stay) = noted {
+    if let Err(stay) = copied.and_then(|()| note(ground, Phase::Copied, &entry)) {
         let _ = exporter.abandon();
-        journal::clear(ground.nic_memory, cid);
-        let _ = ground.nic.control(Control::Cancel, cid, 0);
         give_memory(session, memory);
-        return Err(stay);
+        return Err(never_left(ground, cid, stay));
     }
     ground.passed(Step::Read);
     let (saved, result) = match exporter.purge() {
@@ -223,6 +211,18 @@ fn steal_and_hand_off(
     put_back(ground, connection, cid, &image, &region, memory, &saved)?;
     give_memory(session, memory);
     Err(result)
+}
+
+/// Writes the journal; an entry that is too long has a filter too long to be kept.
+fn note(ground: &Ground<'_>, phase: Phase, entry: &Entry) -> Result<(), Stay> {
+    journal::write(ground.nic_memory, phase, entry).then_some(()).ok_or(Stay::Filter)
+}
+
+/// The connection is whole in the kernel: the NIC gives up what it holds of it.
+fn never_left(ground: &mut Ground<'_>, cid: Cid, stay: Stay) -> Stay {
+    journal::clear(ground.nic_memory, cid);
+    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    stay
 }
 
 fn put_back(

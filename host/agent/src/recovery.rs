@@ -7,6 +7,7 @@ use crate::forth::{give_memory, queues};
 use crate::journal;
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
+use crate::step::{Chaos, Step};
 use baton_abi::layout::{Owner, block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
 use baton_backends::VnetDevice;
@@ -103,7 +104,7 @@ impl Agent {
             let Some(session) = self.sessions[at].as_mut() else { continue };
             let Some(open) = session.open.as_mut() else { continue };
             for connection in session.connections.iter_mut().flatten() {
-                match recover_one(&mut self.nic, &self.hardware.memory, &mut kernel, open, connection) {
+                match recover_one(&mut self.nic, &self.hardware.memory, &mut kernel, &self.chaos, open, connection) {
                     Ok(true) => self.statistics.recovered += 1,
                     Ok(false) => {}
                     Err(error) => {
@@ -169,6 +170,7 @@ fn recover_one(
     nic: &mut NicProcess,
     nic_memory: &Region,
     kernel: &mut VnetDevice,
+    chaos: &Chaos,
     session: &mut OpenSession,
     connection: &mut Connection,
 ) -> Result<bool, ImportError> {
@@ -176,11 +178,10 @@ fn recover_one(
     let base = layout::slot(on_nic.cid.slot());
     let record = read_record(nic_memory, base);
     let image = record.as_ref().map_or(Some(on_nic.image), |record| image_at_death(&on_nic, record, connection));
-    nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
     let result = match image {
         Some(image) => {
             let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
-            import(nic, nic_memory, kernel, session, connection, &on_nic, &image, &ranges)
+            import(nic, nic_memory, kernel, chaos, session, connection, &on_nic, &image, &ranges)
         }
         None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
     };
@@ -188,7 +189,9 @@ fn recover_one(
         // Nothing is held for a connection that is lost.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     }
+    // Only now: should this agent die, too, the next one starts from the record again.
     journal::clear(nic_memory, on_nic.cid);
+    nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
     nic.give_slot(on_nic.cid);
     give_memory(session, on_nic.memory);
     connection.reason = "the NIC died".into();
@@ -201,6 +204,7 @@ fn import(
     nic: &mut NicProcess,
     nic_memory: &Region,
     kernel: &mut VnetDevice,
+    chaos: &Chaos,
     session: &OpenSession,
     connection: &Connection,
     on_nic: &OnNic,
@@ -213,6 +217,7 @@ fn import(
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
     let fd = connection.fd.as_fd();
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
+    chaos.strikes(Step::Restored);
     let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;
     let release = || {
         LastWords { image, ranges, fin_behind_hole: None }.say(kernel, |seq, out| receive.read(seq, out));

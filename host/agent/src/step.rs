@@ -28,11 +28,13 @@ pub enum Step {
     Imported,
     /// The NIC has let go. A crash: nothing is lost that the peer will not send again.
     Released,
+    /// Not of a move but of a recovery: the kernel has numbers and queues again. A crash: the next agent starts from the record.
+    Restored,
 }
 
 impl Step {
-    /// All of them, in order.
-    pub const ALL: [Step; 9] = [
+    /// Those of a move there and back, in order.
+    pub const OF_A_MOVE: [Step; 9] = [
         Step::Mirrored,
         Step::Quiesced,
         Step::Stolen,

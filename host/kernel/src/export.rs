@@ -71,16 +71,15 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
 }
 
 impl<'a> Exporter<'a> {
-    /// Makes the socket deaf, enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen. On an error the
-    /// socket is as it was.
+    /// Makes the socket deaf, enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen.
+    /// `saved` was read from the socket before. On an error the socket is as it was.
     ///
     /// # Errors
     /// Why the connection stays.
-    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link) -> Result<Exporter<'a>, Stay> {
-        let saved = Saved::read(fd).map_err(|_| Stay::Filter)?;
-        let exporter = Self::read(fd, flow, link, &saved);
+    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+        let exporter = Self::read(fd, flow, link, saved);
         if exporter.is_err() {
-            let _ = undo(fd, &saved);
+            let _ = undo(fd, saved);
         }
         exporter
     }

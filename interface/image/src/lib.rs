@@ -99,47 +99,6 @@ macro_rules! image {
         pub const FIELDS: &[(&str, Class)] = &[$((stringify!($name), Class::$class),)*];
 
         impl Image {
-    /// A connection that has just been opened, with the options that are usual and its numbers starting at 1: where tests and benches
-    /// begin.
-    pub fn open(flow: Flow) -> Image {
-        Image {
-            flow,
-            snd_wscale: 7,
-            rcv_wscale: 0,
-            sack: true,
-            timestamps: true,
-            ecn: false,
-            mss: 1460,
-            link: Link { ttl: 64, ..Link::default() },
-            mtu: 1500,
-            nodelay: true,
-            cork: false,
-            keepalive: false,
-            keepalive_idle: 7200,
-            keepalive_interval: 75,
-            keepalive_count: 9,
-            user_timeout: 0,
-            state: State::Established,
-            snd_una: 1,
-            snd_nxt: 1,
-            snd_end: 1,
-            snd_wnd: 65535,
-            snd_wl1: 1,
-            max_window: 65535,
-            rcv_nxt: 1,
-            rcv_adv: 1 + 60_000,
-            unread: 0,
-            ts_recent: 1,
-            ts_clock: 1,
-            cwnd: 10,
-            ssthresh: u32::MAX,
-            srtt: 100,
-            rttvar: 10,
-            min_rtt: 100,
-            reordering_seen: false,
-        }
-    }
-
             fn write_fields(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
                 // No `..`: a new field breaks this line until it is encoded.
                 let Image { $($name,)* } = self;
@@ -226,6 +185,47 @@ image! {
 }
 
 impl Image {
+    /// A connection that has just been opened, with the options that are usual and its numbers starting at 1: where tests and benches
+    /// begin.
+    pub fn open(flow: Flow) -> Image {
+        Image {
+            flow,
+            snd_wscale: 7,
+            rcv_wscale: 0,
+            sack: true,
+            timestamps: true,
+            ecn: false,
+            mss: 1460,
+            link: Link { ttl: 64, ..Link::default() },
+            mtu: 1500,
+            nodelay: true,
+            cork: false,
+            keepalive: false,
+            keepalive_idle: 7200,
+            keepalive_interval: 75,
+            keepalive_count: 9,
+            user_timeout: 0,
+            state: State::Established,
+            snd_una: 1,
+            snd_nxt: 1,
+            snd_end: 1,
+            snd_wnd: 65535,
+            snd_wl1: 1,
+            max_window: 65535,
+            rcv_nxt: 1,
+            rcv_adv: 1 + 60_000,
+            unread: 0,
+            ts_recent: 1,
+            ts_clock: 1,
+            cwnd: 10,
+            ssthresh: u32::MAX,
+            srtt: 100,
+            rttvar: 10,
+            min_rtt: 100,
+            reordering_seen: false,
+        }
+    }
+
     /// Encodes the image with its header, and returns its length.
     ///
     /// # Errors
@@ -325,41 +325,20 @@ mod tests {
     use baton_wire::Endpoint;
 
     pub(crate) fn sample() -> Image {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
         Image {
-            flow: Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) },
-            snd_wscale: 7,
             rcv_wscale: 8,
-            sack: true,
-            timestamps: true,
-            ecn: false,
-            mss: 1460,
-            link: Link { ttl: 64, ..Link::default() },
-            mtu: 1500,
-            nodelay: true,
-            cork: false,
             keepalive: true,
-            keepalive_idle: 7200,
-            keepalive_interval: 75,
-            keepalive_count: 9,
-            user_timeout: 0,
-            state: State::Established,
             snd_una: u32::MAX - 5,
             snd_nxt: 10,
             snd_end: 200,
-            snd_wnd: 65535,
-            snd_wl1: 1,
-            max_window: 65535,
             rcv_nxt: 77,
             rcv_adv: 7777,
             unread: 12,
-            ts_recent: 1,
             ts_clock: 2,
-            cwnd: 10,
-            ssthresh: u32::MAX,
             srtt: 1000,
-            rttvar: 10,
             min_rtt: 900,
-            reordering_seen: false,
+            ..Image::open(flow)
         }
     }
 

@@ -167,7 +167,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             events |= received.events;
         }
         self.output.send_all(offloaded, &self.counters, now);
-        self.after(index, events, now);
+        self.after(index, events);
     }
 
     /// `nic_restore`: all that the program has asked so far is done, then the connection rests in its image.
@@ -281,7 +281,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Custody::Active(offloaded) = &mut slot.custody {
             self.output.send_all(offloaded, &self.counters, now);
         }
-        self.after(index, Events::empty(), now);
+        self.after(index, Events::empty());
         Ok(0)
     }
 

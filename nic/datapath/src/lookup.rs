@@ -12,7 +12,6 @@ pub(crate) struct Lookup {
     entries: Box<[(u32, u32)]>,
     mask: usize,
     hasher: RandomState,
-    used: usize,
 }
 
 impl Lookup {
@@ -22,7 +21,6 @@ impl Lookup {
             entries: vec![(0, EMPTY); size].into(),
             mask: size - 1,
             hasher: RandomState::with_seeds(key[0], key[1], key[2], key[3]),
-            used: 0,
         }
     }
 
@@ -39,35 +37,18 @@ impl Lookup {
         hasher.finish()
     }
 
-    /// The slot of a flow; `is` says whether a slot really is the flow's.
+    /// The slot of a flow; `is` says whether a slot, which may be none at all, really is the flow's.
     #[inline(always)]
     pub fn find(&self, name: &Name, is: impl Fn(u32) -> bool) -> Option<u32> {
-        if self.used == 0 {
-            return None;
-        }
-        let hash = self.hash(name);
-        let (tag, mut at) = ((hash >> 32) as u32, hash as usize & self.mask);
-        loop {
-            let (entry_tag, slot) = self.entries[at];
-            if slot == EMPTY {
-                return None;
-            }
-            if entry_tag == tag && is(slot) {
-                return Some(slot);
-            }
-            at = (at + 1) & self.mask;
-        }
-    }
-
-    /// The first slot that may be a flow's, nearly always the right one: the caller compares names.
-    #[inline(always)]
-    pub fn candidate(&self, name: &Name) -> Option<u32> {
         let hash = self.hash(name);
         let (tag, mut at) = ((hash >> 32) as u32, hash as usize & self.mask);
         loop {
             let (entry_tag, slot) = *self.entries.get(at)?;
-            if entry_tag == tag || slot == EMPTY {
+            if entry_tag == tag && is(slot) {
                 return Some(slot);
+            }
+            if slot == EMPTY {
+                return None;
             }
             at = (at + 1) & self.mask;
         }
@@ -81,7 +62,6 @@ impl Lookup {
             at = (at + 1) & self.mask;
         }
         self.entries[at] = ((hash >> 32) as u32, slot);
-        self.used += 1;
     }
 
     /// Removes a flow's slot, and closes the gap so that no tombstones are needed. `name_of` names the flow of another slot.
@@ -93,7 +73,6 @@ impl Lookup {
             }
             at = (at + 1) & self.mask;
         }
-        self.used -= 1;
         let mut gap = at;
         loop {
             at = (at + 1) & self.mask;
@@ -137,7 +116,7 @@ mod tests {
             table.remove(&name(n), n, name);
         }
         for n in 0..256 {
-            let found = table.find(&name(n), |slot| name(slot) == name(n));
+            let found = table.find(&name(n), |slot| slot != EMPTY && name(slot) == name(n));
             assert_eq!(found, (!n.is_multiple_of(3)).then_some(n));
         }
     }

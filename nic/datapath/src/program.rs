@@ -92,7 +92,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         };
         offloaded.note_events(events);
         self.output.send_all(offloaded, &self.counters, now);
-        self.after(index, events, now);
+        self.after(index, events);
         understood
     }
 

@@ -171,7 +171,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     #[inline(always)]
     pub(crate) fn find(&self, name: &Name) -> Option<u32> {
-        self.lookup.find(name, |slot| self.slots[slot as usize].as_ref().is_some_and(|found| found.name == *name))
+        self.lookup.find(name, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.name == *name))
     }
 
     /// The lookup layer: a frame from the wire goes to its connection, or to the kernel.
@@ -190,7 +190,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
         let Some((name, plain, payload)) = Plain::parse(bytes, verified) else { return false };
-        let Some(index) = self.lookup.candidate(&name) else { return false };
+        // The first slot with the name's hash is nearly always the right one; names are compared below.
+        let Some(index) = self.lookup.find(&name, |_| true) else { return false };
         let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return false };
         if slot.name != name || !verified && !plain.checksum_holds(name, bytes) {
             return false;
@@ -216,7 +217,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.dirty.push(index);
         }
         if !offloaded.tcp.no_timer() || predicted.events != Events::empty() {
-            self.after(index, predicted.events, now);
+            self.after(index, predicted.events);
         }
         true
     }
@@ -259,7 +260,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 }
                 offloaded.note(&received);
                 self.output.send_all(offloaded, &self.counters, now);
-                self.after(index, received.events, now);
+                self.after(index, received.events);
             }
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
@@ -275,7 +276,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// What follows every change of a connection: timers, and what its program and the agent must know.
     #[inline]
-    pub(crate) fn after(&mut self, index: u32, events: Events, _now: Instant) {
+    pub(crate) fn after(&mut self, index: u32, events: Events) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let wanted = offloaded.tcp.next_timeout();
@@ -327,7 +328,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 offloaded.image.mtu = mtu;
                 tcp.on_mtu_change(mtu, now);
                 self.output.send_all(offloaded, &self.counters, now);
-                self.after(index, Events::empty(), now);
+                self.after(index, Events::empty());
             }
         }
     }
@@ -359,7 +360,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             offloaded.note_events(events);
             self.output.send_all(offloaded, &self.counters, now);
         }
-        self.after(index, events, now);
+        self.after(index, events);
     }
 
     pub(crate) fn tell_agent(&mut self, message: Message) {
