@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
 use baton_client::protocol::{Answer, Ask, Reply, Request, Statistics};
 use baton_control::{LinkSettings, NicSettings};
+use baton_keeper::Devices;
 use baton_kernel::control::Channel;
 use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
@@ -19,7 +20,6 @@ use baton_kernel::{process, rtnetlink};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -35,6 +35,8 @@ pub struct TestbedSettings {
     pub mtu: u32,
     /// The wire is a veth pair, and the NIC drives its end through a packet socket, instead of a TAP in host B.
     pub packet_socket: bool,
+    /// The NIC is beside the kernel: host A's interface is its own, a veth, and there is no emulated link.
+    pub beside: bool,
     /// The emulated link.
     pub link: LinkSettings,
     /// Let the kernels hand over frames of 64 KB.
@@ -69,6 +71,7 @@ impl Default for TestbedSettings {
         TestbedSettings {
             mtu: 1500,
             packet_socket: false,
+            beside: false,
             link: LinkSettings::default(),
             segmentation: true,
             threaded_napi: false,
@@ -115,12 +118,12 @@ struct Host {
     peers: [IpAddr; 2],
 }
 
-fn make_interface(
+fn make_interface<T: Send>(
     namespace: &Namespace,
     host: &Host,
     settings: &TestbedSettings,
-    open: impl FnOnce() -> io::Result<OwnedFd> + Send,
-) -> Result<OwnedFd> {
+    open: impl FnOnce() -> io::Result<T> + Send,
+) -> Result<T> {
     let made = namespace.run(|| {
         // The settings of interfaces are in /proc and /sys of this namespace.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
@@ -183,11 +186,18 @@ impl Testbed {
         let a =
             Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
         let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
-        let host_tap = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, options))?;
-        let wire = if settings.packet_socket {
-            make_interface(&host_b, &b, settings, || open_veth(b.name, &host_b, settings.mtu))?
+        let devices = if settings.beside {
+            let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
+            make_interface(&host_b, &b, settings, veth)?;
+            make_interface(&host_a, &a, settings, || Devices::beside(settings.slots).map_err(io::Error::other))?
         } else {
-            make_interface(&host_b, &b, settings, || interface::open_tap(b.name, options))?
+            let host = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, options))?;
+            let wire = if settings.packet_socket {
+                make_interface(&host_b, &b, settings, || open_veth(b.name, &host_b, settings.mtu))?
+            } else {
+                make_interface(&host_b, &b, settings, || interface::open_tap(b.name, options))?
+            };
+            Devices { host, wire, beside: None }
         };
         host_b.run(|| {
             for (path, value) in &settings.peer_sysctls {
@@ -203,8 +213,9 @@ impl Testbed {
         let agent = AgentSettings {
             crash: settings.crash,
             socket: directory.join("agent.sock"),
-            interface: a.name.into(),
+            interface: (!settings.beside).then(|| a.name.into()),
             session_bytes: 2 << 30,
+            lingers: false,
             core: settings.agent_core,
             patience: 500_000,
             nic: NicSettings {
@@ -213,24 +224,15 @@ impl Testbed {
                 spin: settings.spin,
                 segmentation,
                 drop_during_moves: settings.drop_during_moves,
+                beside: settings.beside,
                 link: settings.link,
                 hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             },
         };
-        let (parent, theirs) = Channel::pair()?;
-        let mut command = Command::new(settings.program.clone().map_or_else(std::env::current_exe, Ok)?);
-        command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(&agent)?);
-        process::inherit(&mut command, &[host_tap.as_fd(), wire.as_fd(), theirs.as_fd()], false);
-        // Out of the terminal's reach: when this process is interrupted the keeper still gives everything back.
-        command.process_group(0);
-        let keeper = host_a.spawn(&mut command).context("starting the keeper")?;
-        drop(theirs);
-        let mut bed = Testbed { host_a, host_b, keeper, parent: None, directory };
-        match parent.receive::<bool>() {
-            Ok(_) => bed.parent = Some(parent),
-            Err(error) => bail!("Baton did not start on host A ({error})"),
-        }
-        Ok(bed)
+        let program = settings.program.clone().map_or_else(std::env::current_exe, Ok)?;
+        let launch = || baton_keeper::launch(Command::new(program), &agent, &devices, None).map_err(io::Error::other);
+        let (keeper, parent) = host_a.run(launch).context("starting Baton on host A")?;
+        Ok(Testbed { host_a, host_b, keeper, parent: Some(parent), directory })
     }
 
     /// Where programs on host A find the agent.

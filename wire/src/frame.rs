@@ -198,6 +198,8 @@ pub struct Link {
     pub tos: u8,
     /// IPv6 flow label, 20 bits.
     pub flow_label: u32,
+    /// Index of the host's interface, where the NIC's wire is several of them; else 0.
+    pub interface: u32,
 }
 
 /// The varying fields of one segment to be written.

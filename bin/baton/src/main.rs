@@ -178,6 +178,9 @@ struct SoakArguments {
     /// Frames that come during a move are dropped instead of kept for the connection's next owner.
     #[arg(long)]
     drop_during_moves: bool,
+    /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
+    #[arg(long, conflicts_with_all = ["loss", "reorder", "duplicate", "corrupt", "delay"])]
+    beside: bool,
     /// Host A's firewall drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
@@ -221,6 +224,7 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
         link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
         seed: arguments.seed,
         drop_during_moves: arguments.drop_during_moves,
+        beside: arguments.beside,
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };

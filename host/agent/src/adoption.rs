@@ -5,6 +5,7 @@ use crate::agent::Agent;
 use crate::back::{hand_to_kernel, say_last_words};
 use crate::connection::{Block, Connection, Stage};
 use crate::forth::queues;
+use crate::ground::Shape;
 use crate::journal::{self, Entry, Phase};
 use crate::kept::Kept;
 use crate::session::{OpenSession, Session};
@@ -19,7 +20,7 @@ use baton_kernel::import;
 use baton_kernel::{export, socket};
 use baton_ring::Region;
 use baton_wire::Flow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -39,6 +40,11 @@ impl Legacy {
             }
             legacy.0.push((kept, descriptors));
         }
+    }
+
+    /// Devices at which the programs beside the kernel are.
+    pub fn devices(&self) -> HashSet<u32> {
+        self.0.iter().filter_map(|(kept, _)| if let Kept::Device(index) = kept { Some(*index) } else { None }).collect()
     }
 
     /// Sessions by number, with their connections in the kernel.
@@ -109,6 +115,9 @@ impl Agent {
         } else {
             self.nic.let_frames_flow()?;
         }
+        // A move that had come no further than the mirror leaves no entry.
+        let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
+        connections.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.let_programs_in();
         Ok(())
     }
@@ -122,6 +131,7 @@ impl Agent {
         let cid = Cid(entry.cid);
         match phase {
             Phase::Reading => {
+                self.shape.unsteer(&connection.flow);
                 let _ = export::undo(connection.fd.as_fd(), &entry.saved);
                 journal::clear(&nic_memory, cid);
             }
@@ -137,7 +147,7 @@ impl Agent {
                 None => journal::clear(&nic_memory, cid),
             },
             Phase::Speaking => {
-                if let Err(error) = speak_on(&nic_memory, &self.hardware.host, open, connection, entry) {
+                if let Err(error) = speak_on(&nic_memory, &self.shape, &self.hardware.host, open, connection, entry) {
                     eprintln!("baton agent: {} is lost: {error:#}", connection.flow);
                     self.statistics.lost += 1;
                 }
@@ -168,14 +178,25 @@ impl Agent {
 
 /// The dead agent had restored the connection; what was unsent, and what the peer had said last, may be missing in the kernel. It does
 /// not mind hearing the same twice.
-fn speak_on(nic_memory: &Region, host: &OwnedFd, open: &OpenSession, connection: &Connection, entry: &Entry) -> Result<()> {
+fn speak_on(
+    nic_memory: &Region,
+    shape: &Shape,
+    host: &OwnedFd,
+    open: &OpenSession,
+    connection: &Connection,
+    entry: &Entry,
+) -> Result<()> {
     let cid = Cid(entry.cid);
     let mut bytes = [0u8; MAX_ENCODED];
     let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
     let image = Image::decode(&bytes).map_err(|error| anyhow::anyhow!("the image cannot be read: {error}"))?;
     let (_, unacknowledged) = queues(&open.memory, entry.memory(), &image).context("its memory lies outside its session")?;
     let (receive, size) = entry.memory().receive;
-    let words = || say_last_words(nic_memory, host, cid, open.memory.circle(receive, size), &image);
+    // Its own FIN is silenced until it knows that the peer has acknowledged it.
+    let words = || {
+        shape.unsteer(&connection.flow);
+        say_last_words(nic_memory, shape, host, cid, open.memory.circle(receive, size), &image)
+    };
     let speak = || import::speak_on(connection.fd.as_fd(), &image, &unacknowledged, &entry.saved);
     if image.state.fin_acknowledged() {
         speak()?;

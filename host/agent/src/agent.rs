@@ -3,7 +3,8 @@
 use crate::adoption::Legacy;
 use crate::back::{self, Failure};
 use crate::connection::{Asker, Block, Connection, Stage};
-use crate::forth::{self, Ground};
+use crate::forth;
+use crate::ground::{Ground, Shape};
 use crate::journal;
 use crate::kept::Kept;
 use crate::nic::{Hardware, NicProcess};
@@ -21,6 +22,7 @@ use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
 use baton_kernel::{netlink, process, rtnetlink, shell, socket};
 use baton_ring::Region;
+use baton_steering::Steering;
 use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -33,6 +35,9 @@ const NIC_BELL: u64 = u64::MAX - 1;
 const NIC_CHANNEL: u64 = u64::MAX - 2;
 const KEEPER: u64 = u64::MAX - 3;
 
+/// The first of the steering's descriptors that an agent beside the kernel inherits, behind those of [`Descriptor`].
+pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
+
 pub(crate) struct Agent {
     pub settings: AgentSettings,
     pub hardware: Hardware,
@@ -42,10 +47,10 @@ pub(crate) struct Agent {
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
     pub(crate) chaos: Chaos,
+    pub shape: Shape,
     keeper: Channel,
     routes: Netlink,
     diagnosis: Netlink,
-    interface: rtnetlink::LinkInfo,
     poller: Poller,
 }
 
@@ -72,10 +77,20 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let keeper = Channel::from_fd(take(Descriptor::Channel)?);
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
-    let interface =
-        rtnetlink::link(&routes, &settings.interface).with_context(|| format!("the NIC's interface {:?}", settings.interface))?;
     let legacy = Legacy::receive(&keeper)?;
-    let nic = NicProcess::start(&hardware, &settings)?;
+    let shape = match &settings.interface {
+        Some(name) => {
+            let interface = rtnetlink::link(&routes, name).with_context(|| format!("the NIC's interface {name:?}"))?;
+            Shape::Inline { interface }
+        }
+        None => {
+            let inherited = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
+            let injector = take(Descriptor::Injector)?;
+            let steering = Steering::from_fds([inherited(0)?, inherited(1)?, inherited(2)?]);
+            Shape::Beside { steering, devices: legacy.devices(), injector }
+        }
+    };
+    let nic = NicProcess::start(&hardware, &shape, &settings)?;
     let listener = Listener::bind(&settings.socket)?;
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -87,7 +102,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let chaos = Chaos::new(settings.crash, hardware.memory.clone());
     let mirroring = Vec::new();
     let mut agent =
-        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, keeper, routes, diagnosis, interface, poller };
+        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, shape, keeper, routes, diagnosis, poller };
     agent.take_over(legacy)?;
     // The keeper hears that programs may come.
     agent.keep(&Kept::Ready, &[]);
@@ -276,10 +291,11 @@ impl Agent {
             nic: &mut self.nic,
             nic_memory: &self.hardware.memory,
             host: &self.hardware.host,
+            shape: &mut self.shape,
+            keeper: &self.keeper,
             chaos: &self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,
-            interface: self.interface,
         };
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         Some((ground, session))
@@ -426,11 +442,11 @@ impl Agent {
 
     /// A connection has ended on the NIC: its slot is free, its memory stays until the program has read what is in it.
     fn end_connection(&mut self, session: u32, number: u32) {
-        let Some((ground, entry)) = self.split(session) else { return };
+        let Some((mut ground, entry)) = self.split(session) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let Stage::Nic(on_nic) = &connection.stage else { return };
         let cid = on_nic.cid;
-        let _ = ground.nic.control(Control::Cancel, cid, 0);
+        ground.cancel(cid, &connection.flow, false);
         journal::clear(ground.nic_memory, cid);
         ground.nic.give_slot(cid);
         let _ = shell::end(connection.fd.as_fd());
@@ -472,7 +488,7 @@ impl Agent {
 
     /// After a NIC's death: the next one, with the sessions attached. Frames do not flow yet.
     pub(crate) fn start_next_nic(&mut self) -> Result<()> {
-        let mut next = NicProcess::start(&self.hardware, &self.settings)?;
+        let mut next = NicProcess::start(&self.hardware, &self.shape, &self.settings)?;
         next.inherit_slots(&mut self.nic);
         for (number, session) in self.sessions.iter().enumerate() {
             if let Some(Session { open: Some(open), .. }) = session {

@@ -1,14 +1,14 @@
 //! A move back to the kernel: quiesce, rest, import, release, speak.
 
 use crate::connection::{Connection, OnNic, Stage};
-use crate::forth::{Ground, give_memory, queues};
+use crate::forth::{give_memory, queues};
+use crate::ground::{Ground, Shape};
 use crate::journal;
 use crate::recovery::{read_ranges, read_record};
 use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Cid, Control, Message, Operation};
-use baton_backends::VnetDevice;
+use baton_abi::{Cid, Message, Operation};
 use baton_datapath::LastWords;
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
@@ -81,9 +81,9 @@ fn import(
     // Even when the import failed the NIC lets go: no filter outlives its connection.
     let (nic_memory, cid) = (ground.nic_memory, on_nic.cid);
     let release = || {
-        if matches!(ground.nic.control(Control::Release, on_nic.cid, 0), Err(Stay::NicGone)) {
+        if matches!(ground.release(on_nic.cid, &connection.flow), Err(Stay::NicGone)) {
             let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1);
-            say_last_words(ground.nic_memory, ground.host, on_nic.cid, receive, image);
+            say_last_words(ground.nic_memory, ground.shape, ground.host, on_nic.cid, receive, image);
         }
         ground.passed(Step::Released);
     };
@@ -92,13 +92,20 @@ fn import(
 }
 
 /// What a NIC that died in the middle of a restore can no longer say to the kernel: data that it held out of order, and a FIN.
-pub(crate) fn say_last_words(nic_memory: &Region, host: &OwnedFd, cid: Cid, receive: Option<Circle>, image: &Image) {
+pub(crate) fn say_last_words(
+    nic_memory: &Region,
+    shape: &Shape,
+    host: &OwnedFd,
+    cid: Cid,
+    receive: Option<Circle>,
+    image: &Image,
+) {
     let base = nic::slot(cid.slot());
     let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
     nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
-    let (Ok(host), Some(receive)) = (host.try_clone(), receive) else { return };
+    let (Ok(mut kernel), Some(receive)) = (shape.kernel(host), receive) else { return };
     let words = LastWords { image, ranges: &ranges, fin_behind_hole: None };
-    words.say(&mut VnetDevice::new(host, false), |seq, out| receive.read(seq, out));
+    words.say(&mut kernel, |seq, out| receive.read(seq, out));
 }
 
 /// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been

@@ -4,25 +4,25 @@
 use crate::agent::Agent;
 use crate::back::hand_to_kernel;
 use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
+use crate::ground::Ground;
 use crate::journal::{self, Entry, Phase};
-use crate::nic::NicProcess;
 use crate::session::OpenSession;
-use crate::step::{Chaos, Step};
+use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Message, Operation};
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::events::monotonic_micros;
 use baton_kernel::examine::{self, Stay};
-use baton_kernel::export::{self, Exporter};
+use baton_kernel::export::Exporter;
 use baton_kernel::import::Importer;
-use baton_kernel::netlink::Netlink;
 use baton_kernel::shell::{self, Saved};
 use baton_kernel::socket::{self, Pieces};
 use baton_kernel::tcp_info::{OPTION_SACK, TcpInfo};
-use baton_kernel::{conntrack, diagnosis, rtnetlink};
+use baton_kernel::{conntrack, diagnosis};
 use baton_ring::Region;
+use baton_wire::Flow;
 use baton_wire::frame::Link;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 /// Microseconds of mirroring after which the kernel is asked what it holds out of order.
@@ -34,56 +34,18 @@ const MAX_BUFFER: u32 = 1 << 26;
 const SOL_SOCKET: i32 = 1;
 const SO_MEMINFO: i32 = 55;
 
-/// What a move needs of the host besides the connection.
-pub(crate) struct Ground<'a> {
-    pub nic: &'a mut NicProcess,
-    pub nic_memory: &'a Region,
-    /// The kernel's interface, for what the agent has to say to it itself.
-    pub host: &'a OwnedFd,
-    pub chaos: &'a Chaos,
-    pub routes: &'a Netlink,
-    pub diagnosis: &'a Netlink,
-    pub interface: rtnetlink::LinkInfo,
-}
-
-impl Ground<'_> {
-    /// A step of a move has been made.
-    pub fn passed(&mut self, step: Step) {
-        if self.chaos.strikes(step) {
-            self.nic.end();
-        }
-    }
-
-    /// The link header of a connection's frames, if its route leads through the NIC.
-    pub fn link_of(&self, connection: &Connection) -> Result<Link, Stay> {
-        let (local, peer) = (connection.local.ip().to_canonical(), connection.peer.ip().to_canonical());
-        if !rtnetlink::is_local(self.routes, local).map_err(|error| Stay::System("RTM_GETADDR", error))? {
-            return Err(Stay::SourceGone(local));
-        }
-        let route = rtnetlink::route_to(self.routes, peer, Some(local)).map_err(|_| Stay::NoRoute)?;
-        if route.interface != self.interface.index {
-            return Err(Stay::OtherInterface(route.interface));
-        }
-        let hop = route.gateway.unwrap_or(peer);
-        let neighbour = rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?;
-        let (ttl, tos) = export::link_settings(connection.fd.as_fd(), connection.flow.is_v4())
-            .map_err(|error| Stay::System("getsockopt", error))?;
-        Ok(Link { source: self.interface.address, destination: neighbour, ttl, tos, flow_label: 0 })
-    }
-}
-
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
     examine::examine(connection.fd.as_fd())?;
     if diagnosis::has_md5_key(ground.diagnosis, &connection.flow).unwrap_or(false) {
         return Err(Stay::Signed);
     }
-    ground.link_of(connection)?;
+    let link = ground.link_of(connection)?;
     let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
     let base = nic::slot(cid.slot());
     let _ = ground.nic_memory.write(base + slot::FLOW, &connection.flow.to_bytes());
     ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
-    if let Err(stay) = ground.nic.control(Control::Mirror, cid, 0) {
+    if let Err(stay) = ground.mirror(cid, &connection.flow, link.interface) {
         ground.nic.give_slot(cid);
         return Err(stay);
     }
@@ -113,7 +75,7 @@ pub(crate) fn covered(nic_memory: &Region, connection: &Connection, cid: Cid) ->
 
 /// Calls a move off before the steal.
 pub(crate) fn call_off(ground: &mut Ground<'_>, connection: &mut Connection, cid: Cid) {
-    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    ground.cancel(cid, &connection.flow, false);
     ground.nic.give_slot(cid);
     connection.stage = Stage::Kernel;
 }
@@ -165,7 +127,7 @@ fn steal_and_hand_off(
     cid: Cid,
     link: Link,
 ) -> Result<OnNic, Stay> {
-    ground.nic.control(Control::Steal, cid, 0)?;
+    ground.steal(cid, &connection.flow, link.interface)?;
     ground.passed(Step::Stolen);
     let fd = connection.fd.as_fd();
     let begun = Saved::read(fd).map_err(|_| Stay::Filter).and_then(|saved| {
@@ -175,12 +137,12 @@ fn steal_and_hand_off(
     });
     let (exporter, entry) = match begun {
         Ok(begun) => begun,
-        Err(stay) => return Err(never_left(ground, cid, stay)),
+        Err(stay) => return Err(never_left(ground, cid, &connection.flow, stay)),
     };
     let image = *exporter.image();
     let Some(memory) = take_memory(session, &image) else {
         let _ = exporter.abandon();
-        return Err(never_left(ground, cid, Stay::NoRoom));
+        return Err(never_left(ground, cid, &connection.flow, Stay::NoRoom));
     };
     let region = session.memory.clone();
     let queues = queues(&region, memory, &image).ok_or(Stay::NoRoom);
@@ -190,7 +152,7 @@ fn steal_and_hand_off(
     if let Err(stay) = copied.and_then(|()| note(ground, Phase::Copied, &entry)) {
         let _ = exporter.abandon();
         give_memory(session, memory);
-        return Err(never_left(ground, cid, stay));
+        return Err(never_left(ground, cid, &connection.flow, stay));
     }
     ground.passed(Step::Read);
     let (saved, result) = match exporter.purge() {
@@ -219,9 +181,9 @@ fn note(ground: &Ground<'_>, phase: Phase, entry: &Entry) -> Result<(), Stay> {
 }
 
 /// The connection is whole in the kernel: the NIC gives up what it holds of it.
-fn never_left(ground: &mut Ground<'_>, cid: Cid, stay: Stay) -> Stay {
+fn never_left(ground: &mut Ground<'_>, cid: Cid, flow: &Flow, stay: Stay) -> Stay {
     journal::clear(ground.nic_memory, cid);
-    let _ = ground.nic.control(Control::Cancel, cid, 0);
+    ground.cancel(cid, flow, false);
     stay
 }
 
@@ -239,7 +201,7 @@ fn put_back(
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved);
     journal::speaking(ground.nic_memory, cid, image);
     // Even when the import failed: nothing is held for a connection that is lost.
-    let _ = ground.nic.control(Control::Cancel, cid, 1);
+    ground.cancel(cid, &connection.flow, true);
     let finished = imported.and_then(Importer::finish);
     journal::clear(ground.nic_memory, cid);
     finished.map_err(|failed| Stay::System(failed.step, failed.error))

@@ -13,6 +13,8 @@ pub enum Kept {
     Memory(u32),
     /// A connection of a session: session, number; its descriptor.
     Connection(u32, u32),
+    /// The programs beside the kernel are at a device, by its index: their two links.
+    Device(u32),
     /// The connection is the program's alone again.
     Forgotten(u32, u32),
     /// The session has ended, with all that is its.
@@ -31,7 +33,7 @@ impl Kept {
 
     /// Whether it comes with something to hold.
     pub fn holds(&self) -> bool {
-        matches!(self, Kept::Session(_) | Kept::Memory(_) | Kept::Connection(..))
+        matches!(self, Kept::Session(_) | Kept::Memory(_) | Kept::Connection(..) | Kept::Device(_))
     }
 }
 

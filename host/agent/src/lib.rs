@@ -7,6 +7,7 @@ mod agent;
 mod back;
 mod connection;
 mod forth;
+mod ground;
 mod heap;
 mod journal;
 mod kept;
@@ -16,7 +17,7 @@ mod session;
 mod settings;
 mod step;
 
-pub use agent::run;
+pub use agent::{STEERING, run};
 pub use kept::Kept;
 pub use settings::AgentSettings;
 pub use step::{Crash, Step};

@@ -1,5 +1,6 @@
 //! The NIC process as the agent sees it: started, asked, watched.
 
+use crate::ground::Shape;
 use crate::journal;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
@@ -46,12 +47,12 @@ pub(crate) struct NicProcess {
 
 impl NicProcess {
     /// Starts a NIC on the hardware and waits until it is ready.
-    pub fn start(hardware: &Hardware, settings: &AgentSettings) -> Result<NicProcess> {
+    pub fn start(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<NicProcess> {
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("nic-process").arg("--settings").arg(serde_json::to_string(&settings.nic)?);
         let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
-        let descriptors = [
+        let mut descriptors = vec![
             hardware.host.as_fd(),
             hardware.wire.as_fd(),
             memory_fd,
@@ -59,6 +60,9 @@ impl NicProcess {
             hardware.agent_bell.as_fd(),
             theirs.as_fd(),
         ];
+        if let Shape::Beside { injector, .. } = shape {
+            descriptors.push(injector.as_fd());
+        }
         process::inherit(&mut command, &descriptors, true);
         // What the last NIC left unread was for the last NIC.
         let mut leftovers = Consumer::new(hardware.memory.ring(nic::COMMANDS));

@@ -4,13 +4,14 @@ use crate::agent::Agent;
 use crate::back::{hand_to_kernel, speak};
 use crate::connection::{Connection, OnNic, Stage};
 use crate::forth::{give_memory, queues};
+use crate::ground::Shape;
 use crate::journal;
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
 use crate::step::{Chaos, Step};
 use baton_abi::layout::{Owner, block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
-use baton_backends::VnetDevice;
+use baton_backends::{Kernel, VnetDevice};
 use baton_datapath::LastWords;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_image::{Image, State};
@@ -99,12 +100,12 @@ impl Agent {
         self.hold_frames();
         self.drop_stale_frames()?;
         self.nic.let_frames_flow()?;
-        let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
+        let mut kernel = self.shape.kernel(&self.hardware.host)?;
         for at in 0..self.sessions.len() {
             let Some(session) = self.sessions[at].as_mut() else { continue };
             let Some(open) = session.open.as_mut() else { continue };
             for connection in session.connections.iter_mut().flatten() {
-                match recover_one(&mut self.nic, &self.hardware.memory, &mut kernel, &self.chaos, open, connection) {
+                match recover_one(&mut self.nic, &self.hardware.memory, &self.shape, &mut kernel, &self.chaos, open, connection) {
                     Ok(true) => self.statistics.recovered += 1,
                     Ok(false) => {}
                     Err(error) => {
@@ -123,6 +124,7 @@ impl Agent {
         for connection in self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten()) {
             if let Stage::Nic(on_nic) = &mut connection.stage {
                 on_nic.cid = on_nic.cid.next_generation();
+                self.shape.steal_again(&connection.flow, on_nic.image.link.interface);
                 // The flow is in the slot since the handoff. Should this NIC die, too, the next round goes on from here.
                 let _ = self.nic.control(Control::Mirror, on_nic.cid, 0);
                 let _ = self.nic.control(Control::Steal, on_nic.cid, 0);
@@ -134,6 +136,10 @@ impl Agent {
     /// dropped: they can lie beyond the numbers that were read, and the kernel, restored from those, would never believe their
     /// acknowledgement. All others go out.
     fn drop_stale_frames(&mut self) -> anyhow::Result<()> {
+        if matches!(self.shape, Shape::Beside { .. }) {
+            // They never left the kernel.
+            return Ok(());
+        }
         let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
         let mut wire = VnetDevice::new(self.hardware.wire.try_clone()?, false);
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
@@ -166,10 +172,12 @@ impl Agent {
 }
 
 /// Whether the connection was on the NIC and is in the kernel again.
+#[allow(clippy::too_many_arguments, reason = "what a restore needs")]
 fn recover_one(
     nic: &mut NicProcess,
     nic_memory: &Region,
-    kernel: &mut VnetDevice,
+    shape: &Shape,
+    kernel: &mut Kernel,
     chaos: &Chaos,
     session: &mut OpenSession,
     connection: &mut Connection,
@@ -181,12 +189,13 @@ fn recover_one(
     let result = match image {
         Some(image) => {
             let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
-            import(nic, nic_memory, kernel, chaos, session, connection, &on_nic, &image, &ranges)
+            import(nic, nic_memory, shape, kernel, chaos, session, connection, &on_nic, &image, &ranges)
         }
         None => Err(ImportError { step: "record", error: std::io::ErrorKind::InvalidData.into() }),
     };
     if result.is_err() {
         // Nothing is held for a connection that is lost.
+        shape.unsteer(&connection.flow);
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     }
     // Only now: should this agent die, too, the next one starts from the record again.
@@ -203,7 +212,8 @@ fn recover_one(
 fn import(
     nic: &mut NicProcess,
     nic_memory: &Region,
-    kernel: &mut VnetDevice,
+    shape: &Shape,
+    kernel: &mut Kernel,
     chaos: &Chaos,
     session: &OpenSession,
     connection: &Connection,
@@ -220,6 +230,7 @@ fn import(
     chaos.strikes(Step::Restored);
     let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;
     let release = || {
+        shape.unsteer(&connection.flow);
         LastWords { image, ranges, fin_behind_hole: None }.say(kernel, |seq, out| receive.read(seq, out));
         // What was held since goes to the kernel, and nothing is held any more.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);

@@ -10,10 +10,13 @@ use std::path::PathBuf;
 pub struct AgentSettings {
     /// Where programs find it.
     pub socket: PathBuf,
-    /// Name of the kernel's interface behind the NIC.
-    pub interface: String,
+    /// Name of the kernel's interface behind the NIC; none if the NIC is beside the kernel.
+    pub interface: Option<String>,
     /// Bytes of memory that a session may use.
     pub session_bytes: usize,
+    /// The keeper ends with a process that was named to it and the last session, not with whoever started it.
+    #[serde(default)]
+    pub lingers: bool,
     /// Core that the agent runs on, if it is bound to one.
     pub core: Option<usize>,
     /// Microseconds that a move may wait for out-of-order data to be covered.

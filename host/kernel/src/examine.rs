@@ -40,6 +40,9 @@ pub enum Stay {
     /// Its route does not lead through the NIC.
     #[error("its route leads through interface {0}, which is not the NIC's")]
     OtherInterface(u32),
+    /// Its device has no Ethernet headers.
+    #[error("its route leads through interface {0}, which is neither Ethernet nor loopback")]
+    NotEthernet(u32),
     /// Its source address is not the host's any more.
     #[error("its source address {0} is not one of this host's any more")]
     SourceGone(std::net::IpAddr),

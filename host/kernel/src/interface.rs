@@ -1,9 +1,9 @@
 //! TAP interfaces and packet sockets: the descriptors that backends drive.
 
-use crate::socket::check;
+use crate::socket::{self, check};
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
@@ -79,6 +79,18 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
+/// The name of the interface that a TAP's descriptor stands for.
+///
+/// # Errors
+/// The system's.
+pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
+    const TUNGETIFF: libc::c_ulong = 0x8004_54d2;
+    let mut request = interface_request("")?;
+    // SAFETY: TUNGETIFF writes one ifreq.
+    check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNGETIFF as _, &mut request) })?;
+    Ok(request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8 as char).collect())
+}
+
 /// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's namespace
 /// if /sys is mounted for it). Whether it worked.
 pub fn set_threaded_napi(name: &str) -> bool {
@@ -90,30 +102,37 @@ pub fn set_threaded_napi(name: &str) -> bool {
 /// # Errors
 /// The system's.
 pub fn open_packet_socket(interface: u32) -> io::Result<OwnedFd> {
+    open_filtered_packet_socket(interface, true, |_| Ok(()))
+}
+
+/// The same, on all interfaces if the index is 0, with a filter that `attach` puts on it before it hears anything.
+///
+/// # Errors
+/// The system's.
+pub fn open_filtered_packet_socket(
+    interface: u32,
+    ignore_outgoing: bool,
+    attach: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
+) -> io::Result<OwnedFd> {
     const PACKET_VNET_HDR: i32 = 15;
     const PACKET_IGNORE_OUTGOING: i32 = 23;
-    let everything = (libc::ETH_P_ALL as u16).to_be();
+    // Protocol 0: deaf until it is bound.
     // SAFETY: no pointers are involved.
-    let raw = check(unsafe {
-        libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, i32::from(everything))
-    })?;
+    let raw = check(unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) })?;
     // SAFETY: the descriptor is new and ours.
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-    let set = |option| crate::socket::set(as_borrowed(&fd), libc::SOL_PACKET, option, 1);
-    set(PACKET_VNET_HDR)?;
-    set(PACKET_IGNORE_OUTGOING)?;
-    crate::socket::set(as_borrowed(&fd), libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
+    let set = |option, value| socket::set(fd.as_fd(), libc::SOL_PACKET, option, value);
+    set(PACKET_VNET_HDR, 1)?;
+    set(PACKET_IGNORE_OUTGOING, i32::from(ignore_outgoing))?;
+    socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
+    socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, 8 << 20)?;
+    attach(fd.as_fd())?;
     // SAFETY: sockaddr_ll is plain data, for which zero is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = libc::AF_PACKET as u16;
-    address.sll_protocol = everything;
+    address.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
     address.sll_ifindex = interface as i32;
     // SAFETY: the pointer and length describe `address`.
     check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t) })?;
     Ok(fd)
-}
-
-fn as_borrowed(fd: &OwnedFd) -> BorrowedFd<'_> {
-    use std::os::fd::AsFd;
-    fd.as_fd()
 }

@@ -118,7 +118,14 @@ pub struct LinkInfo {
     pub address: [u8; 6],
     /// MTU in bytes of IP packet.
     pub mtu: u32,
+    /// Kind of link layer: [`ETHERNET`], [`LOOPBACK`] or another.
+    pub kind: u16,
 }
+
+/// A link with Ethernet headers.
+pub const ETHERNET: u16 = 1;
+/// The loopback device, whose Ethernet headers hold zeros.
+pub const LOOPBACK: u16 = 772;
 
 /// Looks a link up by name.
 ///
@@ -127,8 +134,23 @@ pub struct LinkInfo {
 pub fn link(netlink: &Netlink, name: &str) -> io::Result<LinkInfo> {
     let mut terminated = name.as_bytes().to_vec();
     terminated.push(0);
-    let mut info = LinkInfo { index: 0, address: [0; 6], mtu: 1500 };
-    netlink.ask(Request::new(RTM_GETLINK, 0, &[0; 16]).attribute(3, &terminated), |body| {
+    ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &[0; 16]).attribute(3, &terminated))
+}
+
+/// Looks a link up by index.
+///
+/// # Errors
+/// `ENODEV` if there is none.
+pub fn link_at(netlink: &Netlink, index: u32) -> io::Result<LinkInfo> {
+    let mut header = [0u8; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &header))
+}
+
+fn ask_for_link(netlink: &Netlink, request: Request) -> io::Result<LinkInfo> {
+    let mut info = LinkInfo { index: 0, address: [0; 6], mtu: 1500, kind: 0 };
+    netlink.ask(request, |body| {
+        info.kind = u16::from_ne_bytes([body[2], body[3]]);
         info.index = word(&body[4..8]).unwrap_or(0);
         for (kind, value) in attributes(body, 16) {
             match kind {

@@ -165,4 +165,4 @@ macro_rules! fields {
 }
 fields!(Endpoint { address, port });
 fields!(Flow { local, remote });
-fields!(Link { source, destination, ttl, tos, flow_label });
+fields!(Link { source, destination, ttl, tos, flow_label, interface });

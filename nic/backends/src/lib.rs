@@ -1,7 +1,9 @@
 //! Wires: memory, TAP and AF_PACKET.
 
 pub mod memory;
+pub mod packet;
 pub mod vnet;
 
 pub use memory::{MemoryDevice, memory_pair};
+pub use packet::{BesideKernel, Kernel, PacketDevice, Wire};
 pub use vnet::VnetDevice;

@@ -4,7 +4,7 @@
 use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, Segmentation};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-const HEADER: usize = 10;
+pub(crate) const HEADER: usize = 10;
 const NEEDS_CSUM: u8 = 1;
 const DATA_VALID: u8 = 2;
 const GSO_TCPV4: u8 = 1;
@@ -35,7 +35,7 @@ fn le16(bytes: &[u8], at: usize) -> u16 {
 }
 
 /// Reads the header into the frame's fields. An unknown kind of segmentation is left to whoever looks at the packet's length.
-fn decode(header: &[u8; HEADER], frame: &mut Frame) {
+pub(crate) fn decode(header: &[u8; HEADER], frame: &mut Frame) {
     frame.checksum = if header[0] & NEEDS_CSUM != 0 {
         Checksum::Partial { start: le16(header, 6), offset: le16(header, 8) }
     } else if header[0] & DATA_VALID != 0 {
@@ -52,7 +52,7 @@ fn decode(header: &[u8; HEADER], frame: &mut Frame) {
     });
 }
 
-fn encode(frame: &Frame) -> [u8; HEADER] {
+pub(crate) fn encode(frame: &Frame) -> [u8; HEADER] {
     let mut header = [0u8; HEADER];
     match frame.checksum {
         Checksum::Partial { start, offset } => {

@@ -3,7 +3,7 @@
 use crate::emulated::EmulatedWire;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
-use baton_backends::VnetDevice;
+use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datapath::{Settings, Worker};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
@@ -65,6 +65,9 @@ pub struct NicSettings {
     /// Frames that come during a move are dropped, not kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
+    /// The NIC hears and speaks on the kernel's own devices, instead of sitting between the kernel and the wire.
+    #[serde(default)]
+    pub beside: bool,
     /// The emulated link.
     pub link: LinkSettings,
     /// Key of the lookup table.
@@ -75,9 +78,9 @@ pub struct NicSettings {
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub enum Descriptor {
-    /// The TAP that is the kernel's interface.
+    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that hears what it sends.
     Host = 3,
-    /// The wire.
+    /// The wire; beside the kernel, the packet socket on all devices.
     Wire = 4,
     /// NIC memory.
     Memory = 5,
@@ -87,7 +90,12 @@ pub enum Descriptor {
     AgentBell = 7,
     /// The control connection to whoever started the process.
     Channel = 8,
+    /// Beside the kernel: the TAP through which it is given frames.
+    Injector = 9,
 }
+
+/// How the source address of a frame for the injector begins: the interface's index follows. As in baton_steering.
+pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// What the agent sends over the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -112,7 +120,7 @@ pub enum ToAgent {
     Failed(String),
 }
 
-type NicWorker = Worker<VnetDevice, EmulatedWire<VnetDevice>>;
+type NicWorker = Worker<Kernel, EmulatedWire<Wire>>;
 
 struct Nic {
     worker: NicWorker,
@@ -138,8 +146,14 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
-    let host = VnetDevice::new(take(Descriptor::Host)?, settings.segmentation);
-    let wire = VnetDevice::new(take(Descriptor::Wire)?, settings.segmentation);
+    let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
+    let (host, wire) = if settings.beside {
+        let host = BesideKernel::new(host, take(Descriptor::Injector)?, INJECT);
+        (Kernel::Beside(host), Wire::Beside(PacketDevice::new(wire, settings.segmentation)))
+    } else {
+        let host = VnetDevice::new(host, settings.segmentation);
+        (Kernel::Inline(host), Wire::Inline(VnetDevice::new(wire, settings.segmentation)))
+    };
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
     let bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
@@ -155,8 +169,13 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
     let wire = EmulatedWire::new(wire, out, back, settings.link.seed);
     let drop_during_moves = settings.drop_during_moves;
-    let worker_settings =
-        Settings { slots: settings.slots, hash_key: settings.hash_key, drop_during_moves, ..Settings::default() };
+    let worker_settings = Settings {
+        slots: settings.slots,
+        hash_key: settings.hash_key,
+        drop_during_moves,
+        beside: settings.beside,
+        ..Settings::default()
+    };
     let now = Instant(monotonic_micros());
     let worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);

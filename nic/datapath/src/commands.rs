@@ -13,6 +13,9 @@ use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, Name, TcpFrame};
 use core::sync::atomic::Ordering;
 
+/// Batches of frames that are taken in before a connection is given up.
+const REST: usize = 256;
+
 impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(crate) fn poll_commands(&mut self, now: Instant) -> bool {
@@ -55,7 +58,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid),
             (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
-            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0),
+            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0, now),
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
@@ -197,6 +200,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The kernel has the connection: what the image could not carry, and what came meanwhile, goes to it.
     fn release(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        self.hear_the_rest(now);
         let slot = self.tenant(cid)?;
         let Custody::Leaving(_) = slot.custody else { return Err(Refusal::WrongState) };
         let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
@@ -222,7 +226,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// A move to the NIC is called off, or a dead connection is cleared away. `forgotten` says that the kernel no longer has what it
     /// held out of order: then it gets the copies of that, too.
-    fn cancel(&mut self, cid: Cid, forgotten: bool) -> Result<u32, Refusal> {
+    fn cancel(&mut self, cid: Cid, forgotten: bool, now: Instant) -> Result<u32, Refusal> {
+        self.hear_the_rest(now);
         self.tenant(cid)?;
         let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
@@ -238,6 +243,15 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
         }
         Ok(0)
+    }
+
+    /// Beside the kernel: what this NIC alone has heard of a connection that it is about to give up may still wait at its socket.
+    fn hear_the_rest(&mut self, now: Instant) {
+        for _ in 0..REST {
+            if !self.settings.beside || !self.poll_wire(now) {
+                return;
+            }
+        }
     }
 
     fn evict(&mut self, cid: Cid) -> Option<Slot> {

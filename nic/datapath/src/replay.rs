@@ -39,6 +39,7 @@ impl LastWords<'_> {
             fetch(seq, &mut frame.bytes_mut()[headers..]);
             frame.checksum = Checksum::Partial { start: template.tcp_offset() as u16, offset: 16 };
             frame.segmentation = None;
+            frame.interface = image.link.interface;
             if host.transmit(&mut frame) { sent += 1 } else { dropped += 1 }
         };
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));

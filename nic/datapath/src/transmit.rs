@@ -52,12 +52,14 @@ impl<W: Device> Output<W> {
         let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
         self.frame.set_length(length);
         self.frame.segmentation = None;
-        self.finish(offloaded.template.tcp_offset(), counters);
+        self.finish(offloaded, counters);
     }
 
     /// Completes the checksum, or leaves it to the device, and sends the frame.
     #[inline(always)]
-    fn finish(&mut self, start: usize, counters: &Counters) {
+    fn finish(&mut self, offloaded: &Offloaded, counters: &Counters) {
+        let start = offloaded.template.tcp_offset();
+        self.frame.interface = offloaded.image.link.interface;
         if self.capabilities.checksum {
             self.frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
         } else {
@@ -87,14 +89,13 @@ impl<W: Device> Output<W> {
             counters.add(Counter::BadMessages, 1);
             return;
         }
-        let start = offloaded.template.tcp_offset();
         self.frame.segmentation = (transmit.segment_size > 0).then(|| Segmentation {
             size: transmit.segment_size,
             headers: headers as u16,
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        self.finish(start, counters);
+        self.finish(offloaded, counters);
     }
 }
 

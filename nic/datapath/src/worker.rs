@@ -30,11 +30,21 @@ pub struct Settings {
     pub quick_ack: bool,
     /// Frames that come while their connection is between two owners are dropped instead of kept for the next one.
     pub drop_during_moves: bool,
+    /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
+    pub beside: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { slots: 1024, hash_key: [0; 4], batch: 32, frame_bytes: MAX_FRAME, quick_ack: false, drop_during_moves: false }
+        Settings {
+            slots: 1024,
+            hash_key: [0; 4],
+            batch: 32,
+            frame_bytes: MAX_FRAME,
+            quick_ack: false,
+            drop_during_moves: false,
+            beside: false,
+        }
     }
 }
 
@@ -148,7 +158,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     #[inline]
-    fn poll_wire(&mut self, now: Instant) -> bool {
+    pub(crate) fn poll_wire(&mut self, now: Instant) -> bool {
         for count in 0..self.settings.batch {
             if !self.output.wire.receive(&mut self.frame) {
                 return count > 0;
@@ -243,6 +253,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     fn pass_to_host(&mut self) {
+        if self.settings.beside {
+            return;
+        }
         let sent = self.host.transmit(&mut self.frame);
         self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
     }
@@ -314,7 +327,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             let word = self.nic_memory.word32(nic::slot(index) + baton_abi::layout::slot::COVERED);
             word.store(u32::from(covered), core::sync::atomic::Ordering::Release);
         }
-        self.output.forward(&mut self.frame, &self.counters);
+        if !self.settings.beside {
+            self.output.forward(&mut self.frame, &self.counters);
+        }
     }
 
     fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {

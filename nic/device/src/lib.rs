@@ -56,6 +56,8 @@ pub struct Parts {
     pub checksum: Checksum,
     /// Present on a frame that has to be, or was not yet, cut.
     pub segmentation: Option<Segmentation>,
+    /// Index of the interface that it came from or goes to, for a wire that has several; 0 elsewhere.
+    pub interface: u32,
 }
 
 impl Deref for Frame {
@@ -77,7 +79,7 @@ impl Frame {
     /// An empty frame with room for `capacity` bytes.
     pub fn with_capacity(capacity: usize) -> Frame {
         let buffer = vec![0; HEADROOM + capacity].into();
-        Frame(Box::new(Parts { buffer, length: 0, checksum: Checksum::Unknown, segmentation: None }))
+        Frame(Box::new(Parts { buffer, length: 0, checksum: Checksum::Unknown, segmentation: None, interface: 0 }))
     }
 }
 
@@ -144,6 +146,7 @@ impl Clone for Frame {
         copy.fill(self.bytes());
         copy.checksum = self.checksum;
         copy.segmentation = self.segmentation;
+        copy.interface = self.interface;
         copy
     }
 }

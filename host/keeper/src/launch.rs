@@ -1,0 +1,90 @@
+//! Starting a Baton: the devices that it needs, and its keeper.
+
+use anyhow::{Context, Result, bail};
+use baton_agent::AgentSettings;
+use baton_kernel::control::Channel;
+use baton_kernel::interface::{self, TapOptions};
+use baton_kernel::{process, rtnetlink};
+use baton_steering::Steering;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+
+/// What stands between a NIC and its host's network.
+#[derive(Debug)]
+pub struct Devices {
+    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that hears what it sends.
+    pub host: OwnedFd,
+    /// The wire; beside the kernel, the packet socket on all devices.
+    pub wire: OwnedFd,
+    /// What a NIC beside the kernel needs besides.
+    pub beside: Option<BesideDevices>,
+}
+
+/// What a NIC beside the kernel needs.
+#[derive(Debug)]
+pub struct BesideDevices {
+    injector: OwnedFd,
+    injector_link: OwnedFd,
+    steering: Steering,
+}
+
+impl Devices {
+    /// Those of a NIC beside the kernel, for so many connections, in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// With what is missing and what to do about it.
+    pub fn beside(connections: usize) -> Result<Devices> {
+        let steering = Steering::new(connections as u32)?;
+        let host = interface::open_filtered_packet_socket(0, false, |fd| steering.hear_outgoing(fd)).context("packet socket")?;
+        let wire = interface::open_filtered_packet_socket(0, true, |fd| {
+            baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            steering.hear_incoming(fd)
+        });
+        let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
+        let name = interface::tap_name(injector.as_fd())?;
+        // Nothing of the host's own is sent through it.
+        let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+        let routes = rtnetlink::open()?;
+        let index = rtnetlink::link(&routes, &name)?.index;
+        let injector_link = Steering::make_injector(index)?;
+        rtnetlink::set_up(&routes, index, None, None)?;
+        let beside = BesideDevices { injector, injector_link, steering };
+        Ok(Devices { host, wire: wire.context("packet socket")?, beside: Some(beside) })
+    }
+}
+
+const SO_MARK: i32 = 36;
+
+/// Starts a keeper in the calling thread's network namespace, and waits until programs may come. It ends when the returned channel is
+/// closed; or, if `process` (a pidfd) is given, with that and the last session.
+///
+/// # Errors
+/// If it does not start; what is wrong it has said itself.
+pub fn launch(
+    mut command: Command,
+    settings: &AgentSettings,
+    devices: &Devices,
+    process: Option<BorrowedFd<'_>>,
+) -> Result<(Child, Channel)> {
+    let (parent, theirs) = Channel::pair()?;
+    command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(settings)?);
+    let mut descriptors = vec![devices.host.as_fd(), devices.wire.as_fd(), theirs.as_fd()];
+    if let Some(beside) = &devices.beside {
+        descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);
+        descriptors.extend(beside.steering.fds());
+    }
+    descriptors.extend(process);
+    process::inherit(&mut command, &descriptors, false);
+    // Out of the terminal's reach: when the starter is interrupted the keeper still gives everything back.
+    command.process_group(0);
+    let mut keeper = command.spawn().context("starting the keeper")?;
+    drop(theirs);
+    match parent.receive::<bool>() {
+        Ok(_) => Ok((keeper, parent)),
+        Err(error) => {
+            let _ = keeper.wait();
+            bail!("Baton did not start ({error})")
+        }
+    }
+}

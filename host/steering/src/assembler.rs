@@ -1,0 +1,156 @@
+//! A BPF assembler: as much of the instruction set as the programs here need (RFC 9669). It stands in for a compiler, so that the
+//! build needs none for BPF.
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// A register.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub(crate) enum R {
+    /// Return value.
+    R0,
+    /// First argument; the context on entry.
+    R1,
+    R2,
+    R3,
+    R4,
+    /// Kept across calls.
+    R6,
+    /// Kept across calls.
+    R7,
+    /// The stack's top.
+    R10,
+}
+
+impl R {
+    fn number(self) -> u8 {
+        match self {
+            R::R6 => 6,
+            R::R7 => 7,
+            R::R10 => 10,
+            low => low as u8,
+        }
+    }
+}
+
+/// Sizes of memory accesses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Size {
+    Word = 0x00,
+    Half = 0x08,
+    Byte = 0x10,
+    Double = 0x18,
+}
+
+/// Helper functions of the kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Helper {
+    MapLookup = 1,
+    Redirect = 23,
+    LoadBytes = 26,
+}
+
+/// A program under construction. Jumps go forward to labels.
+#[derive(Default)]
+pub(crate) struct Assembler {
+    code: Vec<[u8; 8]>,
+    labels: HashMap<&'static str, usize>,
+    jumps: Vec<(usize, &'static str)>,
+}
+
+impl Assembler {
+    fn push(&mut self, opcode: u8, destination: R, source: R, offset: i16, immediate: i32) -> &mut Self {
+        let mut raw = [0u8; 8];
+        raw[0] = opcode;
+        raw[1] = destination.number() | source.number() << 4;
+        raw[2..4].copy_from_slice(&offset.to_le_bytes());
+        raw[4..].copy_from_slice(&immediate.to_le_bytes());
+        self.code.push(raw);
+        self
+    }
+
+    pub fn mov(&mut self, to: R, from: R) -> &mut Self {
+        self.push(0xbf, to, from, 0, 0)
+    }
+
+    pub fn set(&mut self, to: R, value: i32) -> &mut Self {
+        self.push(0xb7, to, R::R0, 0, value)
+    }
+
+    pub fn add(&mut self, to: R, value: i32) -> &mut Self {
+        self.push(0x07, to, R::R0, 0, value)
+    }
+
+    pub fn and(&mut self, to: R, value: i32) -> &mut Self {
+        self.push(0x57, to, R::R0, 0, value)
+    }
+
+    pub fn shift_left(&mut self, to: R, bits: i32) -> &mut Self {
+        self.push(0x67, to, R::R0, 0, bits)
+    }
+
+    pub fn load(&mut self, size: Size, to: R, base: R, offset: i16) -> &mut Self {
+        self.push(0x61 | size as u8, to, base, offset, 0)
+    }
+
+    pub fn store(&mut self, size: Size, base: R, offset: i16, from: R) -> &mut Self {
+        self.push(0x63 | size as u8, base, from, offset, 0)
+    }
+
+    pub fn store_word(&mut self, base: R, offset: i16, value: i32) -> &mut Self {
+        self.push(0x62, base, R::R0, offset, value)
+    }
+
+    /// Loads the address of a map.
+    pub fn map(&mut self, to: R, map: BorrowedFd<'_>) -> &mut Self {
+        // The source register says that the immediate is a map's descriptor.
+        self.push(0x18, to, R::R1, 0, map.as_raw_fd());
+        self.push(0, R::R0, R::R0, 0, 0)
+    }
+
+    pub fn call(&mut self, helper: Helper) -> &mut Self {
+        self.push(0x85, R::R0, R::R0, 0, helper as i32)
+    }
+
+    pub fn exit(&mut self) -> &mut Self {
+        self.push(0x95, R::R0, R::R0, 0, 0)
+    }
+
+    pub fn jump(&mut self, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x05, R::R0, R::R0, 0, 0)
+    }
+
+    pub fn jump_if(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x15, register, R::R0, 0, value)
+    }
+
+    pub fn jump_unless(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x55, register, R::R0, 0, value)
+    }
+
+    pub fn jump_unless_equal(&mut self, register: R, other: R, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x5d, register, other, 0, 0)
+    }
+
+    pub fn label(&mut self, label: &'static str) -> &mut Self {
+        self.labels.insert(label, self.code.len());
+        self
+    }
+
+    /// The program's bytes.
+    ///
+    /// # Panics
+    /// If a label is missing.
+    pub fn finish(mut self) -> Vec<u8> {
+        for (at, label) in self.jumps {
+            let offset = self.labels[label] - at - 1;
+            self.code[at][2..4].copy_from_slice(&(offset as i16).to_le_bytes());
+        }
+        self.code.concat()
+    }
+}

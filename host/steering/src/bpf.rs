@@ -1,0 +1,166 @@
+//! The bpf system call, as far as it is needed here.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+const MAP_CREATE: i32 = 0;
+const MAP_UPDATE: i32 = 2;
+const MAP_DELETE: i32 = 3;
+const MAP_NEXT_KEY: i32 = 4;
+const PROGRAM_LOAD: i32 = 5;
+const LINK_CREATE: i32 = 28;
+const HASH_MAP: u32 = 1;
+
+/// What a program is for.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub(crate) enum ProgramKind {
+    /// A socket's filter.
+    Socket = 1,
+    /// A device's tc hook.
+    Device = 3,
+}
+
+/// Where at a device.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub(crate) enum Hook {
+    /// BPF_TCX_INGRESS.
+    Ingress = 46,
+    /// BPF_TCX_EGRESS.
+    Egress = 47,
+}
+
+/// Calls bpf(2) with attributes that were written as words of 4 bytes.
+fn bpf(command: i32, attributes: &mut [u32; 32]) -> io::Result<i32> {
+    // SAFETY: the attributes are 128 bytes; every pointer in them was made from a borrow that outlives this call.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, attributes.as_mut_ptr(), size_of_val(attributes)) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+}
+
+fn owned(raw: i32) -> OwnedFd {
+    // SAFETY: the kernel has just made this descriptor for us.
+    unsafe { OwnedFd::from_raw_fd(raw) }
+}
+
+/// Writes a pointer into the attributes as two words.
+fn point(attributes: &mut [u32; 32], at: usize, bytes: &[u8]) {
+    let address = bytes.as_ptr() as u64;
+    attributes[at] = address as u32;
+    attributes[at + 1] = (address >> 32) as u32;
+}
+
+fn explain(error: io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "no right to load BPF programs: run as root (CAP_BPF and CAP_NET_ADMIN)",
+        ),
+        Some(libc::ENOSYS) => io::Error::new(io::ErrorKind::Unsupported, "this kernel has no BPF (CONFIG_BPF_SYSCALL)"),
+        _ => error,
+    }
+}
+
+pub(crate) fn create_map(key: u32, value: u32, entries: u32) -> io::Result<OwnedFd> {
+    let mut attributes = [0; 32];
+    attributes[..4].copy_from_slice(&[HASH_MAP, key, value, entries]);
+    bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
+}
+
+pub(crate) fn update(map: BorrowedFd<'_>, key: &[u8], value: &[u8]) -> io::Result<()> {
+    let mut attributes = [0; 32];
+    attributes[0] = map.as_raw_fd() as u32;
+    point(&mut attributes, 2, key);
+    point(&mut attributes, 4, value);
+    bpf(MAP_UPDATE, &mut attributes).map(|_| ())
+}
+
+pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {
+    let mut attributes = [0; 32];
+    attributes[0] = map.as_raw_fd() as u32;
+    point(&mut attributes, 2, key);
+    match bpf(MAP_DELETE, &mut attributes) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        other => other.map(|_| ()),
+    }
+}
+
+pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
+    let mut key = vec![0u8; key_bytes];
+    let mut count = 0;
+    loop {
+        let mut attributes = [0; 32];
+        attributes[0] = map.as_raw_fd() as u32;
+        let next = vec![0u8; key_bytes];
+        if count > 0 {
+            point(&mut attributes, 2, &key);
+        }
+        point(&mut attributes, 4, &next);
+        if bpf(MAP_NEXT_KEY, &mut attributes).is_err() {
+            return count;
+        }
+        key = next;
+        count += 1;
+    }
+}
+
+/// Loads a program. What the verifier has to say goes into the error.
+pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
+    let attempt = |log: &mut [u8]| {
+        let mut attributes = [0; 32];
+        attributes[0] = kind as u32;
+        attributes[1] = (instructions.len() / 8) as u32;
+        point(&mut attributes, 2, instructions);
+        point(&mut attributes, 4, b"GPL\0");
+        if !log.is_empty() {
+            attributes[6] = 1;
+            attributes[7] = log.len() as u32;
+            point(&mut attributes, 8, log);
+        }
+        bpf(PROGRAM_LOAD, &mut attributes).map(owned)
+    };
+    attempt(&mut []).map_err(|error| {
+        if error.raw_os_error() == Some(libc::EPERM) {
+            return explain(error);
+        }
+        let mut log = vec![0u8; 65536];
+        let _ = attempt(&mut log);
+        let text = String::from_utf8_lossy(&log);
+        io::Error::new(error.kind(), format!("the kernel refuses a BPF program ({error}): {}", text.trim_end_matches('\0')))
+    })
+}
+
+/// Attaches a program to a device; detached when the returned descriptor is closed everywhere.
+pub(crate) fn attach_to_device(program: BorrowedFd<'_>, interface: u32, hook: Hook) -> io::Result<OwnedFd> {
+    let mut attributes = [0; 32];
+    attributes[..3].copy_from_slice(&[program.as_raw_fd() as u32, interface, hook as u32]);
+    bpf(LINK_CREATE, &mut attributes).map(owned).map_err(|error| match error.raw_os_error() {
+        Some(libc::EINVAL) => {
+            io::Error::new(io::ErrorKind::Unsupported, "this kernel has no tcx links (Linux 6.6 or later is needed for them)")
+        }
+        _ => error,
+    })
+}
+
+pub(crate) fn attach_to_socket(program: &OwnedFd, socket: BorrowedFd<'_>) -> io::Result<()> {
+    let raw = program.as_raw_fd();
+    // SAFETY: the option takes one int, which lives through the call.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_BPF,
+            (&raw const raw).cast(),
+            size_of::<i32>() as libc::socklen_t,
+        )
+    };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Whether this process may use BPF here, and this kernel has it; else why not.
+///
+/// # Errors
+/// Why not, and what to do.
+pub fn supported() -> io::Result<()> {
+    create_map(4, 4, 1).map(|_| ())
+}

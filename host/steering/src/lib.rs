@@ -1,0 +1,170 @@
+//! Steering, for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
+//!
+//! One map says which 4-tuples are the NIC's. Four small programs look into it: two at the devices (tc) keep the kernel from hearing
+//! and from speaking for those, two at packet sockets let the NIC hear exactly those. A fifth gives frames to the kernel as if a
+//! device had received them. Everything lives as long as somebody holds its descriptor, and no longer.
+
+mod assembler;
+mod bpf;
+mod programs;
+
+use baton_wire::Flow;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+pub use bpf::supported;
+
+/// What is done with a connection's frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Steer {
+    /// The NIC gets copies of what comes and of what the kernel sends.
+    Mirror = 1,
+    /// The NIC gets what comes, the kernel gets nothing, and nothing of the kernel's leaves.
+    Steal = 2,
+}
+
+/// The mark on frames that the NIC sends, by which they are told from the kernel's.
+pub const MARK: u32 = 0x4e49_4301;
+
+/// The first two bytes of the source address of a frame that is to be injected; the device's index follows.
+pub const INJECT: [u8; 2] = [0x02, 0xba];
+
+/// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
+pub const DESCRIPTORS: usize = 3;
+
+/// The map, and the two programs that are attached to devices.
+#[derive(Debug)]
+pub struct Steering {
+    flows: OwnedFd,
+    ingress: OwnedFd,
+    egress: OwnedFd,
+}
+
+/// The two programs at one device. They are detached when this is dropped everywhere.
+#[derive(Debug)]
+pub struct Attached {
+    /// Descriptors of the two links, ingress first.
+    pub links: [OwnedFd; 2],
+}
+
+impl Steering {
+    /// Makes a map for so many connections, and loads the programs.
+    ///
+    /// # Errors
+    /// With what to do about it, if this process may not load BPF programs; else the system's.
+    pub fn new(connections: u32) -> io::Result<Steering> {
+        let flows = bpf::create_map(programs::KEY_BYTES as u32, 8, connections.max(1))?;
+        let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(flows.as_fd()))?;
+        let egress = bpf::load(bpf::ProgramKind::Device, &programs::egress(flows.as_fd()))?;
+        Ok(Steering { flows, ingress, egress })
+    }
+
+    /// One that another process made.
+    pub fn from_fds([flows, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
+        Steering { flows, ingress, egress }
+    }
+
+    /// Its descriptors, for another process.
+    pub fn fds(&self) -> [BorrowedFd<'_>; DESCRIPTORS] {
+        [self.flows.as_fd(), self.ingress.as_fd(), self.egress.as_fd()]
+    }
+
+    /// Puts the programs at a device of the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// The system's; `EINVAL` from kernels before 6.6, which have no tcx links.
+    pub fn attach(&self, interface: u32) -> io::Result<Attached> {
+        let ingress = bpf::attach_to_device(self.ingress.as_fd(), interface, bpf::Hook::Ingress)?;
+        let egress = bpf::attach_to_device(self.egress.as_fd(), interface, bpf::Hook::Egress)?;
+        Ok(Attached { links: [ingress, egress] })
+    }
+
+    /// Puts the program that injects at a device: what that receives counts as received by the device that the frame names.
+    ///
+    /// # Errors
+    /// See [`Steering::attach`].
+    pub fn make_injector(interface: u32) -> io::Result<OwnedFd> {
+        let program = bpf::load(bpf::ProgramKind::Device, &programs::inject())?;
+        bpf::attach_to_device(program.as_fd(), interface, bpf::Hook::Ingress)
+    }
+
+    /// Lets a packet socket hear what comes for the NIC's connections, and all of ICMP.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn hear_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::incoming(self.flows.as_fd()))?, socket)
+    }
+
+    /// Lets a packet socket hear what the kernel sends of connections that are being mirrored.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn hear_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
+    }
+
+    /// Says what is done with a connection's frames at a device.
+    ///
+    /// # Errors
+    /// The system's; `E2BIG` if the map is full.
+    pub fn set(&self, flow: &Flow, interface: u32, steer: Steer) -> io::Result<()> {
+        let mut value = [0u8; 8];
+        value[..4].copy_from_slice(&(steer as u32).to_ne_bytes());
+        value[4..].copy_from_slice(&interface.to_ne_bytes());
+        bpf::update(self.flows.as_fd(), &key(flow), &value)
+    }
+
+    /// The kernel has the connection alone.
+    ///
+    /// # Errors
+    /// The system's; a flow that is not there is none.
+    pub fn remove(&self, flow: &Flow) -> io::Result<()> {
+        bpf::delete(self.flows.as_fd(), &key(flow))
+    }
+
+    /// How many flows are steered.
+    pub fn count(&self) -> usize {
+        bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
+    }
+}
+
+/// A flow as the programs read it off a frame: addresses, then ports in network order.
+fn key(flow: &Flow) -> [u8; programs::KEY_BYTES] {
+    let mut key = [0; programs::KEY_BYTES];
+    key[..16].copy_from_slice(&flow.local.address);
+    key[16..32].copy_from_slice(&flow.remote.address);
+    key[32..34].copy_from_slice(&flow.local.port.to_be_bytes());
+    key[34..].copy_from_slice(&flow.remote.port.to_be_bytes());
+    key
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::Endpoint;
+
+    /// Needs the right to load BPF programs.
+    #[test]
+    fn the_kernel_takes_the_programs() {
+        if let Err(error) = supported() {
+            eprintln!("skipped: {error}");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return;
+        }
+        let steering = Steering::new(8).unwrap();
+        for way in [programs::incoming(steering.flows.as_fd()), programs::outgoing(steering.flows.as_fd())] {
+            bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
+        }
+        bpf::load(bpf::ProgramKind::Device, &programs::inject()).unwrap();
+        let flow = Flow { local: Endpoint::v4([127, 0, 0, 1], 1), remote: Endpoint::v4([127, 0, 0, 1], 2) };
+        steering.set(&flow, 1, Steer::Mirror).unwrap();
+        steering.set(&flow, 1, Steer::Steal).unwrap();
+        steering.set(&flow.reversed(), 1, Steer::Steal).unwrap();
+        assert_eq!(steering.count(), 2);
+        steering.remove(&flow).unwrap();
+        steering.remove(&flow).unwrap();
+        assert_eq!(steering.count(), 1);
+    }
+}

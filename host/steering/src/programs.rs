@@ -1,0 +1,157 @@
+//! The programs.
+//!
+//! All but the injector begin alike: they read the frame's headers through a helper (so that it does not matter how the frame lies in
+//! memory), build the flow's key as this host sees it, and look it up.
+
+use crate::assembler::{Assembler, Helper, R, Size};
+use crate::{MARK, Steer};
+use std::os::fd::BorrowedFd;
+
+/// Bytes of the map's key.
+pub(crate) const KEY_BYTES: usize = 36;
+
+/// Where things lie on the stack.
+const KEY: i16 = -40;
+const LOCAL: i16 = KEY;
+const REMOTE: i16 = KEY + 16;
+const LOCAL_PORT: i16 = KEY + 32;
+const REMOTE_PORT: i16 = KEY + 34;
+const SMALL: i16 = -48;
+const HEADER: i16 = -88;
+
+/// Offsets in `__sk_buff`.
+const PACKET_TYPE: i16 = 4;
+const SKB_MARK: i16 = 8;
+const INTERFACE: i16 = 40;
+
+/// `TCX_NEXT`, `TC_ACT_SHOT`, `PACKET_OUTGOING`, `BPF_F_INGRESS`.
+const NEXT: i32 = -1;
+const SHOT: i32 = 2;
+const OUTGOING: i32 = 4;
+const TO_INGRESS: i32 = 1;
+
+const ETHERNET: i32 = 14;
+const TCP: i32 = 6;
+const ICMP: i32 = 1;
+const ICMPV6: i32 = 58;
+
+/// Which way the frame goes: its source is the peer, or this host.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Incoming,
+    Outgoing,
+}
+
+impl Way {
+    /// Where the source's and the destination's halves of the key go.
+    fn places(self) -> [i16; 2] {
+        match self {
+            Way::Incoming => [REMOTE, LOCAL],
+            Way::Outgoing => [LOCAL, REMOTE],
+        }
+    }
+}
+
+fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
+    a.mov(R::R1, R::R6).mov(R::R3, R::R10).add(R::R3, i32::from(at)).set(R::R4, length).call(Helper::LoadBytes);
+    a.jump_unless(R::R0, 0, "other");
+}
+
+/// Looks the frame's flow up. Goes to `other` if it is no TCP segment, with its IP protocol in R7 (0 if it is not even that), to
+/// `unknown` if the map does not have it at this device; else on, with the state in R7.
+fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
+    let [source, destination] = way.places();
+    a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
+    load_bytes(a, SMALL, 2);
+    a.load(Size::Half, R::R1, R::R10, SMALL);
+    a.jump_if(R::R1, i32::from(0x0800u16.to_be()), "v4").jump_if(R::R1, i32::from(0x86ddu16.to_be()), "v6").jump("other");
+
+    a.label("v4").set(R::R2, ETHERNET);
+    load_bytes(a, HEADER, 20);
+    a.load(Size::Byte, R::R7, R::R10, HEADER + 9).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
+    // A later fragment has no ports.
+    a.load(Size::Half, R::R1, R::R10, HEADER + 6).and(R::R1, i32::from(0x1fffu16.to_be())).jump_unless(R::R1, 0, "other");
+    a.set(R::R1, 0);
+    for half in [LOCAL, REMOTE] {
+        a.store(Size::Double, R::R10, half, R::R1);
+        // IPv4-mapped.
+        a.store_word(R::R10, half + 8, i32::from_ne_bytes([0, 0, 0xff, 0xff]));
+    }
+    for (from, to) in [(12, source), (16, destination)] {
+        a.load(Size::Word, R::R1, R::R10, HEADER + from).store(Size::Word, R::R10, to + 12, R::R1);
+    }
+    a.load(Size::Byte, R::R2, R::R10, HEADER).and(R::R2, 15).shift_left(R::R2, 2).add(R::R2, ETHERNET).jump("ports");
+
+    a.label("v6").set(R::R2, ETHERNET);
+    load_bytes(a, HEADER, 40);
+    a.load(Size::Byte, R::R7, R::R10, HEADER + 6).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
+    for (from, to) in [(8, source), (16, source + 8), (24, destination), (32, destination + 8)] {
+        a.load(Size::Double, R::R1, R::R10, HEADER + from).store(Size::Double, R::R10, to, R::R1);
+    }
+    a.set(R::R2, ETHERNET + 40);
+
+    a.label("ports");
+    load_bytes(a, SMALL, 4);
+    let [source_port, destination_port] =
+        if way == Way::Incoming { [REMOTE_PORT, LOCAL_PORT] } else { [LOCAL_PORT, REMOTE_PORT] };
+    for (from, to) in [(SMALL, source_port), (SMALL + 2, destination_port)] {
+        a.load(Size::Half, R::R1, R::R10, from).store(Size::Half, R::R10, to, R::R1);
+    }
+    a.map(R::R1, flows).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
+    a.load(Size::Word, R::R7, R::R0, 0).load(Size::Word, R::R1, R::R0, 4);
+    a.load(Size::Word, R::R2, R::R6, INTERFACE).jump_unless_equal(R::R1, R::R2, "unknown");
+}
+
+/// What becomes of frames in the kernel: dropped if the NIC has their connection.
+fn drop_if_stolen(mut a: Assembler) -> Vec<u8> {
+    a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
+    a.label("unknown").label("other").set(R::R0, NEXT).exit();
+    a.finish()
+}
+
+/// At a device's ingress: the kernel does not hear the NIC's connections.
+pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
+    let mut a = Assembler::default();
+    find(&mut a, Way::Incoming, flows);
+    drop_if_stolen(a)
+}
+
+/// At a device's egress: the kernel does not speak for the NIC's connections.
+pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
+    let mut a = Assembler::default();
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "other");
+    find(&mut a, Way::Outgoing, flows);
+    drop_if_stolen(a)
+}
+
+/// At the NIC's packet socket: what comes for its connections, and ICMP, which may be about them.
+pub(crate) fn incoming(flows: BorrowedFd<'_>) -> Vec<u8> {
+    let mut a = Assembler::default();
+    a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
+    find(&mut a, Way::Incoming, flows);
+    a.label("whole").set(R::R0, -1).exit();
+    a.label("other").jump_if(R::R7, ICMP, "icmp").jump_if(R::R7, ICMPV6, "icmp");
+    a.label("unknown").set(R::R0, 0).exit();
+    a.label("icmp").set(R::R0, -1).exit();
+    a.finish()
+}
+
+/// At the NIC's second packet socket: what the kernel sends of connections that are being mirrored.
+pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
+    let mut a = Assembler::default();
+    a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
+    find(&mut a, Way::Outgoing, flows);
+    a.jump_unless(R::R7, Steer::Mirror as i32, "unknown").set(R::R0, -1).exit();
+    a.label("unknown").label("other").set(R::R0, 0).exit();
+    a.finish()
+}
+
+/// At the injector's ingress: the frame counts as received by the device whose index its source address holds.
+pub(crate) fn inject() -> Vec<u8> {
+    let mut a = Assembler::default();
+    a.mov(R::R6, R::R1).set(R::R2, 8);
+    load_bytes(&mut a, SMALL, 4);
+    a.load(Size::Word, R::R1, R::R10, SMALL).set(R::R2, TO_INGRESS).call(Helper::Redirect).exit();
+    a.label("other").set(R::R0, SHOT).exit();
+    a.finish()
+}
