@@ -6,6 +6,7 @@ use crate::back::{hand_to_kernel, say_last_words};
 use crate::connection::{Block, Connection, Stage};
 use crate::forth::queues;
 use crate::ground::Shape;
+use crate::group::{Group, Groups};
 use crate::journal::{self, Entry, Phase};
 use crate::kept::Kept;
 use crate::session::{OpenSession, Session};
@@ -47,6 +48,15 @@ impl Legacy {
         self.0.iter().filter_map(|(kept, _)| if let Kept::Device(index) = kept { Some(*index) } else { None }).collect()
     }
 
+    /// Groups by name.
+    pub fn take_groups(&mut self, groups: &mut Groups) {
+        for (kept, descriptors) in &mut self.0 {
+            if let Kept::Group(name, flip) = kept {
+                groups.add(*name, Group::new(*flip, descriptors.pop()));
+            }
+        }
+    }
+
     /// Sessions by number, with their connections in the kernel.
     fn sessions(self) -> Result<BTreeMap<u32, Session>> {
         let mut sessions = BTreeMap::new();
@@ -55,14 +65,14 @@ impl Legacy {
             match kept {
                 Kept::Session(number) => {
                     let channel = Channel::from_fd(next()?);
-                    let (process, user) = (channel.peer_process()?, channel.peer_user()?);
-                    sessions.insert(number, Session { channel, process, user, open: None, connections: Vec::new() });
+                    sessions.insert(number, Session::new(channel)?);
                 }
-                Kept::Memory(number) => {
+                Kept::Memory(number, group, program) => {
                     let memory = Arc::new(Region::map(next()?)?);
                     let bell = Doorbell::from_fd(next()?);
                     if let Some(session) = sessions.get_mut(&number) {
                         session.open = Some(OpenSession::with_memory(memory, bell));
+                        (session.group, session.program) = (group, program);
                     }
                 }
                 Kept::Connection(of, number) => {
@@ -85,15 +95,15 @@ impl Legacy {
 fn adopt(open: &OpenSession, number: u32, fd: OwnedFd) -> Option<Connection> {
     let (local, peer) = (socket::local_address(fd.as_fd()).ok()?, socket::peer_address(fd.as_fd()).ok()?);
     let block = Block::new(open.memory.clone(), number);
-    let moves = block.load(block::MOVES);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
-    Some(Connection { number, fd, flow, local, peer, stage: Stage::Kernel, moves, reason, block })
+    Some(Connection { reason, ..Connection::new(number, fd, flow, local, peer, block) })
 }
 
 impl Agent {
     /// Takes a dead agent's legacy over: afterwards every connection is in the kernel, and every program can ask again.
-    pub(crate) fn take_over(&mut self, legacy: Legacy) -> Result<()> {
+    pub(crate) fn take_over(&mut self, mut legacy: Legacy) -> Result<()> {
+        legacy.take_groups(&mut self.groups);
         for (number, session) in legacy.sessions()? {
             let at = number as usize;
             if self.sessions.len() <= at {
@@ -119,7 +129,22 @@ impl Agent {
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         connections.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.let_programs_in();
+        self.schedule_again();
         Ok(())
+    }
+
+    /// Connections of groups that move at random go on moving.
+    fn schedule_again(&mut self) {
+        for (at, session) in self.sessions.iter_mut().enumerate() {
+            let Some(session) = session else { continue };
+            for connection in session.connections.iter_mut().flatten() {
+                self.serials += 1;
+                connection.serial = self.serials;
+                if let Some(after) = self.groups.get(session.group).and_then(Group::interval) {
+                    self.schedule.add(after, at as u32, connection.number, connection.serial);
+                }
+            }
+        }
     }
 
     /// Goes on with a move from where the journal says that it was.

@@ -3,8 +3,10 @@
 use crate::adoption::Legacy;
 use crate::back::{self, Failure};
 use crate::connection::{Asker, Block, Connection, Stage};
+use crate::flips::Schedule;
 use crate::forth;
 use crate::ground::{Ground, Shape};
+use crate::group::{Group, Groups};
 use crate::journal;
 use crate::kept::Kept;
 use crate::nic::{Hardware, NicProcess};
@@ -14,10 +16,10 @@ use crate::step::Chaos;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
 use baton_abi::{Cid, Control, Operation};
-use baton_client::protocol::{Answer, Ask, ConnectionInfo, Place, Reply, Request, Statistics, VERSION};
+use baton_client::protocol::{Answer, Ask, ConnectionInfo, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION};
 use baton_control::Descriptor;
 use baton_kernel::control::{Channel, Listener};
-use baton_kernel::events::{Doorbell, Poller, Trigger};
+use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
 use baton_kernel::{netlink, process, rtnetlink, shell, socket};
@@ -47,6 +49,9 @@ pub(crate) struct Agent {
     pub mirroring: Vec<(u32, u32)>,
     pub statistics: Statistics,
     pub(crate) chaos: Chaos,
+    pub groups: Groups,
+    pub schedule: Schedule,
+    pub serials: u64,
     pub shape: Shape,
     keeper: Channel,
     routes: Netlink,
@@ -101,8 +106,24 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let sessions = Vec::new();
     let chaos = Chaos::new(settings.crash, hardware.memory.clone());
     let mirroring = Vec::new();
-    let mut agent =
-        Agent { settings, hardware, nic, sessions, mirroring, statistics, chaos, shape, keeper, routes, diagnosis, poller };
+    let (groups, schedule) = (Groups::default(), Schedule::default());
+    let mut agent = Agent {
+        settings,
+        hardware,
+        nic,
+        sessions,
+        mirroring,
+        statistics,
+        chaos,
+        groups,
+        schedule,
+        serials: 0,
+        shape,
+        keeper,
+        routes,
+        diagnosis,
+        poller,
+    };
     agent.take_over(legacy)?;
     // The keeper hears that programs may come.
     agent.keep(&Kept::Ready, &[]);
@@ -115,7 +136,8 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let limit = if self.mirroring.is_empty() { None } else { Some(Duration::from_micros(200)) };
+            let soon = (!self.mirroring.is_empty()).then_some(Duration::from_micros(200));
+            let limit = [soon, self.schedule.wait()].into_iter().flatten().min();
             self.poller.wait(limit, &mut tokens)?;
             for token in std::mem::take(&mut tokens) {
                 match token {
@@ -132,6 +154,7 @@ impl Agent {
             }
             self.hear_nic();
             self.advance_moves();
+            self.flip();
             if self.nic_is_dead() {
                 self.recover()?;
             }
@@ -140,8 +163,7 @@ impl Agent {
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
         let number = self.sessions.iter().position(Option::is_none).unwrap_or(self.sessions.len());
-        let (process, user) = (channel.peer_process()?, channel.peer_user()?);
-        let session = Session { channel, process, user, open: None, connections: Vec::new() };
+        let session = Session::new(channel)?;
         self.watch(number as u32, &session)?;
         self.keep(&Kept::Session(number as u32), &[session.channel.as_fd()]);
         if number == self.sessions.len() {
@@ -188,9 +210,13 @@ impl Agent {
     }
 
     pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
+        if tag == 0 {
+            return;
+        }
         if let Some(Some(session)) = self.sessions.get(number as usize) {
             // A program that is gone is found out by its channel.
-            let _ = session.channel.send(&Answer { tag, body }, descriptors);
+            // One that does not read its answers does not keep others waiting.
+            let _ = session.channel.try_send(&Answer { tag, body }, descriptors);
         }
     }
 
@@ -198,15 +224,19 @@ impl Agent {
     fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
         let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
         match ask {
-            Ask::Open { version } if version != VERSION => {
+            Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open { .. } => match self.open(number) {
+            Ask::Open(Opening { group, .. }) if group != 0 && !self.groups.has(group) => {
+                failed("there is no such group; it was made with another agent".into())
+            }
+            Ask::Open(opening) => match self.open(number, &opening) {
                 Ok(given) => Some((Reply::Opened { session: number }, given)),
                 Err(error) => failed(format!("{error:#}")),
             },
-            Ask::Register => match descriptors.pop() {
-                Some(fd) => Some((self.register(number, fd), Vec::new())),
+            Ask::Group { flip } => Some((self.make_group(flip, descriptors.pop()), Vec::new())),
+            Ask::Register { inherited } => match descriptors.pop() {
+                Some(fd) => Some((self.register(number, fd, inherited), Vec::new())),
                 None => failed("a registration needs a descriptor".into()),
             },
             Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
@@ -219,13 +249,34 @@ impl Agent {
                     None => failed(format!("there is no session {session}")),
                 }
             }
+            Ask::GiveBack { connection, reason, until } => Some((self.give_back(number, connection, reason, until), Vec::new())),
+            Ask::Goodbye => {
+                self.end_connections(number);
+                Some((Reply::Done, Vec::new()))
+            }
             Ask::Forget { connection } => Some((self.forget(number, connection), Vec::new())),
             Ask::List => Some((Reply::Connections(self.list()), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
         }
     }
 
-    fn open(&mut self, number: u32) -> Result<Vec<OwnedFd>> {
+    fn make_group(&mut self, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
+        let mut name = [0u8; 8];
+        if let Err(error) = process::random(&mut name) {
+            return Reply::Failed { reason: format!("no random numbers: {error}") };
+        }
+        let name = u64::from_ne_bytes(name).max(1);
+        let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
+        self.keep(&Kept::Group(name, flip), &kept);
+        let mut group = Group::new(flip, file);
+        if let Err(error) = group.write() {
+            return Reply::Failed { reason: format!("the report's file cannot be written: {error}") };
+        }
+        self.groups.add(name, group);
+        Reply::Grouped { group: name }
+    }
+
+    fn open(&mut self, number: u32, opening: &Opening) -> Result<Vec<OwnedFd>> {
         let bytes = self.settings.session_bytes;
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
         if session.open.is_some() {
@@ -236,11 +287,13 @@ impl Agent {
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
         let given = vec![memory, self.hardware.nic_bell.try_clone()?.into(), open.bell.try_clone()?.into()];
         session.open = Some(open);
-        self.keep(&Kept::Memory(number), &[given[0].as_fd(), given[2].as_fd()]);
+        session.group = opening.group;
+        session.program.clone_from(&opening.program);
+        self.keep(&Kept::Memory(number, opening.group, opening.program.clone()), &[given[0].as_fd(), given[2].as_fd()]);
         Ok(given)
     }
 
-    fn register(&mut self, number: u32, fd: OwnedFd) -> Reply {
+    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool) -> Reply {
         let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
         if let Err(stay) = examine::examine(fd.as_fd()) {
             return stays(stay);
@@ -263,17 +316,10 @@ impl Agent {
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
         block.set_owner(Owner::Kernel);
-        let connection = Connection {
-            number: place as u32,
-            fd,
-            flow,
-            local,
-            peer,
-            stage: Stage::Kernel,
-            moves: 0,
-            reason: String::new(),
-            block,
-        };
+        self.serials += 1;
+        let serial = self.serials;
+        let group = session.group;
+        let connection = Connection { serial, inherited, ..Connection::new(place as u32, fd, flow, local, peer, block) };
         if place == session.connections.len() {
             session.connections.push(Some(connection));
         } else {
@@ -282,11 +328,44 @@ impl Agent {
         if let Some(Some(connection)) = self.sessions[number as usize].as_ref().map(|session| &session.connections[place]) {
             self.keep(&Kept::Connection(number, place as u32), &[connection.fd.as_fd()]);
         }
+        if let Some(group) = self.groups.get(group) {
+            group.report.connections += 1;
+            if let Some(after) = group.interval() {
+                self.schedule.add(after, number, place as u32, serial);
+            }
+        }
         Reply::Registered { connection: place as u32 }
+    }
+
+    /// The program wants of a connection what only the kernel can do.
+    fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
+        let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.group);
+        if let Some(group) = self.groups.get(group) {
+            *group.report.given_back.entry(reason.clone()).or_default() += 1;
+        }
+        self.bring_back(session, number);
+        self.hear_nic();
+        self.bring_back(session, number);
+        let Some(Some(connection)) =
+            self.sessions.get_mut(session as usize).and_then(Option::as_mut).and_then(|s| s.connections.get_mut(number as usize))
+        else {
+            return Reply::Done;
+        };
+        match until {
+            Until::Again => {}
+            Until::Alone => connection.inherited = true,
+            Until::Never => connection.stays = true,
+        }
+        if matches!(connection.stage, Stage::Nic(_)) {
+            return Reply::Failed { reason: connection.reason.clone() };
+        }
+        connection.reason = reason;
+        Reply::Done
     }
 
     /// What a move needs, and the session it is in.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
+        let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         let ground = Ground {
             nic: &mut self.nic,
             nic_memory: &self.hardware.memory,
@@ -296,8 +375,8 @@ impl Agent {
             chaos: &self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,
+            process: session.process,
         };
-        let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         Some((ground, session))
     }
 
@@ -319,6 +398,10 @@ impl Agent {
                 forth::call_off(&mut ground, connection, cid);
                 return Some((Reply::Done, Vec::new()));
             }
+            (Stage::Kernel, Place::Nic) if connection.stays => {
+                let reason = format!("it stays in the kernel: {}", connection.reason);
+                return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
+            }
             (Stage::Kernel, Place::Nic) => match forth::begin(&mut ground, connection, vec![asker]) {
                 Ok(()) => {
                     self.mirroring.push((session, number));
@@ -332,7 +415,7 @@ impl Agent {
     }
 
     /// Moves a connection back to the kernel and answers those who asked for it.
-    fn move_back(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
+    pub(crate) fn move_back(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         let Some((mut ground, entry)) = self.split(session) else { return };
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
             return;
@@ -371,7 +454,23 @@ impl Agent {
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
             && let Some(Some(connection)) = session.connections.get_mut(number as usize)
         {
-            connection.reason = result.err().map_or_else(|| "asked to".into(), |stay| stay.to_string());
+            let group = self.groups.get(session.group);
+            match &result {
+                Ok(()) => {
+                    connection.made += 1;
+                    connection.since = monotonic_micros();
+                    connection.reason = if askers.is_empty() { "at random".into() } else { "asked to".into() };
+                    group.into_iter().for_each(|group| group.report.moves += 1);
+                }
+                Err(stay) => {
+                    connection.reason = stay.to_string();
+                    let lost = matches!((stay, &connection.stage), (Stay::System(..), Stage::Kernel)) && connection.must_return;
+                    group.into_iter().for_each(|group| {
+                        *group.report.stayed.entry(stay.to_string()).or_default() += 1;
+                        group.report.errors += u64::from(lost);
+                    });
+                }
+            }
         }
         for (asker, tag) in askers {
             self.answer(asker, tag, reply.clone(), &[]);
@@ -390,6 +489,9 @@ impl Agent {
             return Reply::Done;
         };
         connection.block.set_owner(Owner::Nobody);
+        if let Some(group) = self.groups.get(entry.group) {
+            group.forgotten(connection.made);
+        }
         self.keep(&Kept::Forgotten(session, number), &[]);
         if connection.place() == Place::Nic {
             return Reply::Failed { reason: connection.reason };
@@ -426,7 +528,7 @@ impl Agent {
         while let Some(message) = self.nic.inbox.pop_front() {
             let Some((session, number)) = self.find(message.cid) else { continue };
             match (message.operation, Control::from_number(message.kind)) {
-                (Operation::OsRestore, _) => self.move_back(session, number, Vec::new()),
+                (Operation::OsRestore, _) => self.must_return(session, number),
                 (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
                 _ => {}
             }
@@ -458,17 +560,9 @@ impl Agent {
 
     /// A program is gone: its connections are the kernel's, which closes them as it would have.
     fn end_session(&mut self, number: u32) {
-        let connections = match self.sessions.get(number as usize) {
-            Some(Some(session)) => session.connections.len() as u32,
-            _ => return,
-        };
-        for connection in 0..connections {
-            if let Some(Some(session)) = self.sessions.get(number as usize)
-                && let Some(Some(entry)) = session.connections.get(connection as usize)
-            {
-                entry.block.store(block::BUSY, 0);
-            }
-            self.bring_back(number, connection);
+        self.end_connections(number);
+        if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
+            return;
         }
         if let Some(session) = self.sessions[number as usize].take() {
             let _ = self.poller.remove(session.channel.as_fd());
@@ -477,6 +571,21 @@ impl Agent {
                 let _ = self.nic.control(Control::Detach, Cid(0), number);
             }
         }
+    }
+
+    /// All of a session's connections are forgotten, and its group's report says so.
+    fn end_connections(&mut self, number: u32) {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        let group = session.group;
+        for connection in 0..session.connections.len() as u32 {
+            let entry =
+                self.sessions[number as usize].as_ref().and_then(|session| session.connections[connection as usize].as_ref());
+            if let Some(entry) = entry {
+                entry.block.store(block::BUSY, 0);
+                self.forget(number, connection);
+            }
+        }
+        self.groups.write(group);
     }
 
     fn give_everything_back(&mut self) {
@@ -522,10 +631,11 @@ impl Agent {
                     session: at as u32,
                     connection: connection.number,
                     process: session.process,
+                    program: session.program.clone(),
                     local: connection.local.to_string(),
                     peer: connection.peer.to_string(),
                     place: connection.place(),
-                    moves: connection.moves,
+                    moves: connection.made,
                     reason: connection.reason.clone(),
                 });
             }

@@ -1,7 +1,7 @@
 //! A connection as the agent holds it, and what both directions of a move share.
 
 use baton_abi::Cid;
-use baton_abi::layout::{Owner, block, session};
+use baton_abi::layout::{Owner, block as layout, session};
 use baton_client::protocol::Place;
 use baton_image::Image;
 use baton_kernel::events;
@@ -57,13 +57,47 @@ pub(crate) struct Connection {
     pub local: SocketAddr,
     pub peer: SocketAddr,
     pub stage: Stage,
+    /// Counts changes of what its block says; the program looks again when it does.
     pub moves: u32,
+    /// Moves made.
+    pub made: u32,
+    /// When it came to where it is, microseconds of the monotonic clock.
+    pub since: u64,
+    /// Which connection this is, of all that were ever registered with this agent.
+    pub serial: u64,
     /// Why it stayed or went back last.
     pub reason: String,
+    /// Other processes may hold its socket: it may go to the NIC only if none does.
+    pub inherited: bool,
+    /// It stays in the kernel for good.
+    pub stays: bool,
+    /// It has to leave the NIC as soon as it can.
+    pub must_return: bool,
     pub block: Block,
 }
 
 impl Connection {
+    /// One that is in the kernel.
+    pub fn new(number: u32, fd: OwnedFd, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
+        Connection {
+            number,
+            fd,
+            flow,
+            local,
+            peer,
+            stage: Stage::Kernel,
+            moves: block.load(layout::MOVES),
+            made: 0,
+            since: events::monotonic_micros(),
+            serial: 0,
+            reason: String::new(),
+            inherited: false,
+            stays: false,
+            must_return: false,
+            block,
+        }
+    }
+
     pub fn place(&self) -> Place {
         match self.stage {
             Stage::Nic(_) | Stage::Ended(_) => Place::Nic,
@@ -100,22 +134,30 @@ impl Block {
         self.memory.word32(self.base + field).store(value, Ordering::Release);
     }
 
+    /// Whoever waits for the end of a move goes on.
     pub fn set_owner(&self, owner: Owner) {
-        self.store(block::OWNER, owner as u32);
+        self.store(layout::OWNER, owner as u32);
+        if owner != Owner::Moving {
+            events::wake_all(self.memory.word32(self.base + layout::OWNER));
+        }
     }
 
     /// Keeps the program out of the connection. False if it does not leave an operation in time; it then keeps the connection.
     pub fn quiesce(&self, owner: Owner) -> bool {
         self.set_owner(Owner::Moving);
         fence(Ordering::SeqCst);
-        let busy = self.memory.word32(self.base + block::BUSY);
+        let busy = self.memory.word32(self.base + layout::BUSY);
         let deadline = events::monotonic_micros() + QUIESCE_LIMIT;
-        while busy.load(Ordering::Acquire) != 0 {
+        loop {
+            let holder = busy.load(Ordering::Acquire);
+            if holder == 0 {
+                break;
+            }
             if events::monotonic_micros() > deadline {
                 self.set_owner(owner);
                 return false;
             }
-            events::wait_while(busy, 1, Duration::from_millis(1));
+            events::wait_while(busy, holder, Duration::from_millis(1));
         }
         true
     }

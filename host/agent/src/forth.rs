@@ -37,6 +37,9 @@ const SO_MEMINFO: i32 = 55;
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
     examine::examine(connection.fd.as_fd())?;
+    if connection.inherited && ground.others_hold(connection) {
+        return Err(Stay::Shared);
+    }
     if diagnosis::has_md5_key(ground.diagnosis, &connection.flow).unwrap_or(false) {
         return Err(Stay::Signed);
     }

@@ -9,7 +9,7 @@ use baton_backends::{BesideKernel, Kernel, VnetDevice};
 use baton_kernel::control::Channel;
 use baton_kernel::examine::Stay;
 use baton_kernel::netlink::Netlink;
-use baton_kernel::{export, rtnetlink};
+use baton_kernel::{export, process, rtnetlink, socket};
 use baton_ring::Region;
 use baton_steering::{Steer, Steering};
 use baton_wire::Flow;
@@ -84,6 +84,8 @@ pub(crate) struct Ground<'a> {
     pub chaos: &'a Chaos,
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
+    /// The process whose connection is moved.
+    pub process: u32,
 }
 
 impl Ground<'_> {
@@ -92,6 +94,12 @@ impl Ground<'_> {
         if self.chaos.strikes(step) {
             self.nic.end();
         }
+    }
+
+    /// Whether a process holds the connection's socket that is not its program, nor one of Baton's.
+    pub fn others_hold(&self, connection: &Connection) -> bool {
+        let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
+        socket::inode(connection.fd.as_fd()).is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
     /// The link header of a connection's frames, if the NIC is on their way.

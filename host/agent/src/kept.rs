@@ -1,5 +1,6 @@
 //! What the keeper holds for the next agent: descriptors, under names.
 
+use baton_client::protocol::Flip;
 use serde::{Deserialize, Serialize};
 
 /// What an agent tells the keeper, and the keeper the next agent. Descriptors come along.
@@ -9,8 +10,10 @@ pub enum Kept {
     Ready,
     /// A session: the control connection.
     Session(u32),
-    /// Its memory, and the program's doorbell.
-    Memory(u32),
+    /// Its memory, and the program's doorbell; its group and the program's name.
+    Memory(u32, u64, String),
+    /// A group of sessions; the file for its report, if there is one.
+    Group(u64, Option<Flip>),
     /// A connection of a session: session, number; its descriptor.
     Connection(u32, u32),
     /// The programs beside the kernel are at a device, by its index: their two links.
@@ -26,14 +29,14 @@ impl Kept {
     pub fn drops(&self, held: &Kept) -> bool {
         match (self, held) {
             (Kept::Forgotten(session, number), Kept::Connection(of, held)) => (session, number) == (of, held),
-            (Kept::Ended(session), Kept::Session(of) | Kept::Memory(of) | Kept::Connection(of, _)) => session == of,
+            (Kept::Ended(session), Kept::Session(of) | Kept::Memory(of, ..) | Kept::Connection(of, _)) => session == of,
             _ => false,
         }
     }
 
     /// Whether it comes with something to hold.
     pub fn holds(&self) -> bool {
-        matches!(self, Kept::Session(_) | Kept::Memory(_) | Kept::Connection(..) | Kept::Device(_))
+        matches!(self, Kept::Session(_) | Kept::Memory(..) | Kept::Group(..) | Kept::Connection(..) | Kept::Device(_))
     }
 }
 
@@ -43,7 +46,13 @@ mod tests {
 
     #[test]
     fn what_ends_is_dropped_and_nothing_else() {
-        let held = [Kept::Session(1), Kept::Memory(1), Kept::Connection(1, 2), Kept::Connection(2, 2), Kept::Session(2)];
+        let held = [
+            Kept::Session(1),
+            Kept::Memory(1, 0, String::new()),
+            Kept::Connection(1, 2),
+            Kept::Connection(2, 2),
+            Kept::Session(2),
+        ];
         let dropped = |by: Kept| held.iter().map(|held| by.drops(held)).collect::<Vec<_>>();
         assert_eq!(dropped(Kept::Forgotten(1, 2)), [false, false, true, false, false]);
         assert_eq!(dropped(Kept::Ended(2)), [false, false, false, true, true]);

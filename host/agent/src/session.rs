@@ -14,9 +14,21 @@ pub(crate) struct Session {
     pub channel: Channel,
     pub process: u32,
     pub user: u32,
+    /// Its group, or 0.
+    pub group: u64,
+    /// The program's name.
+    pub program: String,
     /// None until the program has opened its session (a tool never does).
     pub open: Option<OpenSession>,
     pub connections: Vec<Option<Connection>>,
+}
+
+impl Session {
+    /// One whose program has not opened it yet.
+    pub fn new(channel: Channel) -> io::Result<Session> {
+        let (process, user) = (channel.peer_process()?, channel.peer_user()?);
+        Ok(Session { channel, process, user, group: 0, program: String::new(), open: None, connections: Vec::new() })
+    }
 }
 
 pub(crate) struct OpenSession {

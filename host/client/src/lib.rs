@@ -2,13 +2,17 @@
 //!
 //! A [`Session`] belongs to one thread. It adopts connections that the program accepted or connected, and the agent moves them, on
 //! request or by itself; sending, receiving and waiting work the same wherever they are. The program needs no privilege.
+//! Below it is [`Shared`], for any number of threads, which leaves the kernel's part of every operation to its caller.
 #![forbid(unsafe_code)]
 
 mod connection;
 pub mod protocol;
 mod session;
+mod shared;
 
+pub use connection::{Connection, Entered, Readiness};
 pub use session::{ConnectionId, Session};
+pub use shared::{Listener, Shared};
 
 /// Where a session looks for the agent when nobody says otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";

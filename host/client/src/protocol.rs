@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Where a connection is, or shall go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -28,12 +28,17 @@ pub struct Request {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Ask {
     /// Opens a session: the answer carries its memory, the NIC's doorbell and the program's.
-    Open {
-        /// Must be [`VERSION`].
-        version: u32,
+    Open(Opening),
+    /// Makes a group, which programs join when they open their sessions. A descriptor that comes along is the file for its report.
+    Group {
+        /// How its connections are to be moved to and fro, if at all.
+        flip: Option<Flip>,
     },
     /// Registers the connection whose descriptor comes along; it stays where it is.
-    Register,
+    Register {
+        /// Other processes may hold the same socket: it is moved only when none does.
+        inherited: bool,
+    },
     /// Moves one of this session's connections.
     Move {
         /// The connection.
@@ -41,6 +46,17 @@ pub enum Ask {
         /// Where to.
         to: Place,
     },
+    /// The connection goes to the kernel, since the program wants of it what only the kernel can do.
+    GiveBack {
+        /// The connection.
+        connection: u32,
+        /// Why.
+        reason: String,
+        /// When it may move again.
+        until: Until,
+    },
+    /// The program ends: what it did is in its group's report before the answer comes.
+    Goodbye,
     /// The program takes its connection back, to close or to keep: it is in the kernel afterwards, and forgotten.
     Forget {
         /// The connection.
@@ -61,6 +77,66 @@ pub enum Ask {
     Statistics,
 }
 
+/// When a connection that was given back may move again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Until {
+    /// At once.
+    Again,
+    /// When no other process holds its socket.
+    Alone,
+    /// Never.
+    Never,
+}
+
+/// How a session is opened.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Opening {
+    /// Must be [`VERSION`].
+    pub version: u32,
+    /// The group that it belongs to, as [`Reply::Grouped`] named it; 0 for none.
+    pub group: u64,
+    /// The program's name, for lists.
+    pub program: String,
+}
+
+impl Opening {
+    /// Of a program that belongs to no group.
+    pub fn alone() -> Opening {
+        let program = std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        Opening { version: VERSION, group: 0, program }
+    }
+}
+
+/// Connections that move to and fro for as long as they live, at random intervals.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Flip {
+    /// Shortest interval, microseconds.
+    pub min: u64,
+    /// Longest interval, microseconds.
+    pub max: u64,
+    /// Seed of the intervals.
+    pub seed: u64,
+}
+
+/// What became of the connections of a group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Connections that were registered.
+    pub connections: u64,
+    /// Moves made, either way.
+    pub moves: u64,
+    /// Connections by the number of moves that they made.
+    pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
+    /// Moves back that the program brought about, by cause.
+    pub given_back: std::collections::BTreeMap<String, u64>,
+    /// Moves that did not take place, by cause.
+    pub stayed: std::collections::BTreeMap<String, u64>,
+    /// Connections that were lost in a move.
+    pub resets: u64,
+    /// Other errors.
+    pub errors: u64,
+}
+
 /// An answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
@@ -77,6 +153,11 @@ pub enum Reply {
     Opened {
         /// Its number.
         session: u32,
+    },
+    /// The group is made.
+    Grouped {
+        /// Its name: hard to guess, for whoever knows it may join.
+        group: u64,
     },
     /// The connection is registered.
     Registered {
@@ -117,6 +198,8 @@ pub struct ConnectionInfo {
     pub connection: u32,
     /// The program's process number.
     pub process: u32,
+    /// The program's name.
+    pub program: String,
     /// Local address.
     pub local: String,
     /// Peer's address.

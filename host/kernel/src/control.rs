@@ -76,6 +76,18 @@ impl Channel {
     /// # Errors
     /// The system's; `InvalidInput` for a message that is too long.
     pub fn send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.send_with(message, descriptors, 0)
+    }
+
+    /// As [`Channel::send`], but `WouldBlock` if the other end does not read.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn try_send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.send_with(message, descriptors, libc::MSG_DONTWAIT)
+    }
+
+    fn send_with<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>], flags: i32) -> io::Result<()> {
         let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
         if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "control message too long"));
@@ -102,7 +114,7 @@ impl Channel {
             }
         }
         // SAFETY: header, vector, bytes and control live through the call.
-        check_size(unsafe { libc::sendmsg(self.fd.as_raw_fd(), &header, libc::MSG_NOSIGNAL) }).map(|_| ())
+        check_size(unsafe { libc::sendmsg(self.fd.as_raw_fd(), &header, flags | libc::MSG_NOSIGNAL) }).map(|_| ())
     }
 
     /// Receives a message and its descriptors, waiting for one.

@@ -55,6 +55,9 @@ pub enum Stay {
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
+    /// Another process holds the same socket.
+    #[error("another process holds the same socket")]
+    Shared,
     /// The NIC has no room.
     #[error("the NIC has no room for it")]
     NoRoom,

@@ -109,6 +109,27 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
         .collect()
 }
 
+/// Fills a buffer with random bytes.
+///
+/// # Errors
+/// The system's.
+pub fn random(out: &mut [u8]) -> io::Result<()> {
+    // SAFETY: the pointer and length describe `out`.
+    let got = unsafe { libc::getrandom(out.as_mut_ptr().cast(), out.len(), 0) };
+    if got == out.len() as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether a process other than these holds a socket, by its inode: as far as /proc shows, everything that this process may see.
+pub fn others_hold(inode: u64, except: &[u32]) -> bool {
+    let wanted = format!("socket:[{inode}]");
+    let Ok(processes) = std::fs::read_dir("/proc") else { return false };
+    let numbers = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    numbers.filter(|number| !except.contains(number)).any(|number| {
+        let Ok(descriptors) = std::fs::read_dir(format!("/proc/{number}/fd")) else { return false };
+        descriptors.flatten().any(|entry| std::fs::read_link(entry.path()).is_ok_and(|target| target.as_os_str() == &*wanted))
+    })
+}
+
 /// Sends a signal to a process that we started.
 ///
 /// # Errors

@@ -333,6 +333,18 @@ pub fn stream(protocol: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
+/// The inode of a descriptor's file, by which /proc names sockets.
+///
+/// # Errors
+/// The system's.
+pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut status = MaybeUninit::<libc::stat>::zeroed();
+    // SAFETY: room for one stat, which is plain data.
+    check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
+    // SAFETY: zeroed, then filled.
+    Ok(unsafe { status.assume_init() }.st_ino)
+}
+
 /// Sends one byte as urgent data.
 ///
 /// # Errors

@@ -4,10 +4,14 @@
 //! copied once and then checked.
 
 #[cfg(not(loom))]
+mod lock;
+#[cfg(not(loom))]
 mod region;
 mod ring;
 mod sync;
 
 #[cfg(not(loom))]
+pub use lock::{Held, Lock, Token};
+#[cfg(not(loom))]
 pub use region::{Circle, OutOfRegion, Region, RingWords, WordArray};
-pub use ring::{Consumer, Full, Producer, go_to_sleep, needs_doorbell, wake_up};
+pub use ring::{Consumer, Full, Producer, count_sleeper, go_to_sleep, needs_doorbell, uncount_sleeper, wake_up};

@@ -157,6 +157,17 @@ pub fn wake_up(flag: &AtomicU32) {
     flag.store(0, Ordering::Relaxed);
 }
 
+/// As [`go_to_sleep`], where several threads may sleep: each is counted.
+pub fn count_sleeper(flag: &AtomicU32) {
+    flag.fetch_add(1, Ordering::SeqCst);
+    fence(Ordering::SeqCst);
+}
+
+/// A counted sleeper is awake.
+pub fn uncount_sleeper(flag: &AtomicU32) {
+    flag.fetch_sub(1, Ordering::Relaxed);
+}
+
 /// Asked by the producer after publishing: whether the consumer sleeps and its doorbell must be rung.
 #[inline]
 pub fn needs_doorbell(flag: &AtomicU32) -> bool {

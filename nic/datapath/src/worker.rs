@@ -266,6 +266,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) => {
                 self.counters.add(Counter::Segments, 1);
                 let segment = Segment::from(parsed);
+                // What a reset means to the program and its socket the kernel knows best: it gets the connection, then the reset.
+                if segment.flags.contains(Flags::RST) && segment.seq == offloaded.tcp.rcv_nxt() {
+                    slot.held.push(parsed, &self.frame);
+                    let cid = slot.cid;
+                    self.tell_agent(Message::new(Operation::OsRestore, cid, 0, 0));
+                    return;
+                }
                 let received = offloaded.tcp.input(&segment, now);
                 if received.place > 0 {
                     let payload = &parsed.payload(self.frame.bytes())[received.skip as usize..][..received.place as usize];

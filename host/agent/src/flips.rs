@@ -1,0 +1,98 @@
+//! Moves that nobody asks for: connections that move to and fro at random, and those that have to go back and could not yet.
+
+use crate::agent::Agent;
+use crate::connection::Stage;
+use crate::forth;
+use baton_kernel::events::monotonic_micros;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Duration;
+
+/// Microseconds after which a move back that did not come about is tried again.
+const AGAIN: u64 = 1_000;
+
+/// When which connection is to move: microseconds, session, number, and the connection's serial number, since numbers are used again.
+#[derive(Default)]
+pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
+
+impl Schedule {
+    pub fn add(&mut self, after: u64, session: u32, number: u32, serial: u64) {
+        self.0.push(Reverse((monotonic_micros() + after, session, number, serial)));
+    }
+
+    fn due(&mut self, now: u64) -> Option<(u32, u32, u64)> {
+        let Reverse((at, session, number, serial)) = *self.0.peek()?;
+        (at <= now).then(|| {
+            self.0.pop();
+            (session, number, serial)
+        })
+    }
+
+    /// How long until the next is due.
+    pub fn wait(&self) -> Option<Duration> {
+        let Reverse((at, ..)) = self.0.peek()?;
+        Some(Duration::from_micros(at.saturating_sub(monotonic_micros())))
+    }
+}
+
+impl Agent {
+    /// Moves what is due.
+    pub(crate) fn flip(&mut self) {
+        let now = monotonic_micros();
+        while let Some((session, number, serial)) = self.schedule.due(now) {
+            self.flip_one(session, number, serial);
+        }
+    }
+
+    fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let group = entry.group;
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        if connection.serial != serial {
+            return;
+        }
+        match connection.stage {
+            Stage::Kernel if connection.stays => return,
+            Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
+                Ok(()) => {
+                    self.mirroring.push((session, number));
+                    self.advance_moves();
+                }
+                Err(stay) => self.conclude(session, number, Err(stay), Vec::new()),
+            },
+            Stage::Nic(_) => {
+                let wanted = connection.must_return;
+                self.move_back(session, number, Vec::new());
+                if wanted && self.try_again(session, number, serial) {
+                    return;
+                }
+            }
+            Stage::Mirroring { .. } => {}
+            Stage::Ended(_) => return,
+        }
+        if let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
+            self.schedule.add(after, session, number, serial);
+        }
+    }
+
+    /// Whether a connection that has to go back is still on the NIC; it is then tried again.
+    fn try_again(&mut self, session: u32, number: u32, serial: u64) -> bool {
+        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        let still = connection.is_some_and(|connection| matches!(connection.stage, Stage::Nic(_)));
+        if still {
+            self.schedule.add(AGAIN, session, number, serial);
+        }
+        still
+    }
+
+    /// A connection has to leave the NIC: now, or as soon as it can.
+    pub(crate) fn must_return(&mut self, session: u32, number: u32) {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        connection.must_return = true;
+        let serial = connection.serial;
+        self.move_back(session, number, Vec::new());
+        self.try_again(session, number, serial);
+    }
+}

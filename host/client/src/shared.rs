@@ -1,0 +1,554 @@
+//! A program's side of the interface, for any number of threads: the session with the agent, and what can be done with a connection
+//! while the NIC has it. Nothing here waits for the network.
+
+use crate::connection::{Connection, Entered};
+use crate::protocol::{Answer, Ask, Opening, Place, Reply, Request, Until};
+use baton_abi::layout::session as at;
+use baton_abi::layout::{Owner, block};
+use baton_abi::{Control, Message, Operation};
+use baton_kernel::control::Channel;
+use baton_kernel::events::Doorbell;
+use baton_ring::{Consumer, Lock, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+const RELAXED: Ordering = Ordering::Relaxed;
+
+/// Pieces of one send at most: the send memory's end may lie inside.
+const PIECES: u64 = 2;
+
+/// A session with the agent.
+#[derive(Debug)]
+pub struct Shared {
+    /// Its number, as tools show it.
+    pub number: u32,
+    memory: Arc<Region>,
+    channel: Mutex<Channel>,
+    commands: Lock<Producer<RingWords>>,
+    events: Lock<Events>,
+    connections: RwLock<Vec<Option<Arc<Connection>>>>,
+    nic_bell: Doorbell,
+    bell: Doorbell,
+    next_tag: AtomicU32,
+    moves_seen: AtomicU32,
+    listener: Listener,
+}
+
+/// Hears of each connection that may have become readable or writable. It is called with the session's events locked, so it must not
+/// call the session.
+pub struct Listener(pub Box<dyn Fn(u32) + Send + Sync>);
+
+impl std::fmt::Debug for Listener {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Listener")
+    }
+}
+
+#[derive(Debug)]
+struct Events {
+    ring: Consumer<RingWords>,
+    by_cid: HashMap<u32, u32, std::hash::BuildHasherDefault<std::hash::DefaultHasher>>,
+}
+
+fn protocol_error(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the agent's answer makes no sense: {what}"))
+}
+
+fn would_block() -> io::Error {
+    io::ErrorKind::WouldBlock.into()
+}
+
+fn broken_pipe() -> io::Error {
+    io::Error::from_raw_os_error(32)
+}
+
+impl Shared {
+    /// Opens a session with the agent that listens at `path`.
+    ///
+    /// # Errors
+    /// If nobody listens there, or the agent is of another version.
+    pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
+        let channel = Channel::connect(path).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!(
+                    "no agent at {} ({error}); is Baton running, and is that the path that it listens at (BATON_SOCKET)?",
+                    path.display()
+                ),
+            )
+        })?;
+        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
+        let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
+        let number = match answer.body {
+            Reply::Opened { session } => session,
+            Reply::Failed { reason } => return Err(io::Error::other(reason)),
+            _ => return Err(protocol_error("not an opened session")),
+        };
+        let Ok([memory, nic_bell, bell]) = <[OwnedFd; 3]>::try_from(descriptors) else {
+            return Err(protocol_error("descriptors are missing"));
+        };
+        let memory = Arc::new(Region::map(memory)?);
+        Ok(Shared {
+            number,
+            channel: Mutex::new(channel),
+            commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
+            events: Lock::new(Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_cid: HashMap::default() }),
+            memory,
+            connections: RwLock::default(),
+            nic_bell: Doorbell::from_fd(nic_bell),
+            bell: Doorbell::from_fd(bell),
+            next_tag: AtomicU32::new(2),
+            moves_seen: AtomicU32::new(0),
+            listener,
+        })
+    }
+
+    /// Every descriptor that the session has.
+    pub fn descriptors(&self) -> [i32; 4] {
+        use std::os::fd::AsRawFd;
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
+        let memory = self.memory.fd().map_or(-1, |fd| fd.as_raw_fd());
+        [channel, memory, self.nic_bell.as_fd().as_raw_fd(), self.bell.as_fd().as_raw_fd()]
+    }
+
+    fn tag(&self) -> u32 {
+        // Nobody waits for an answer with tag 0.
+        self.next_tag.fetch_add(1, RELAXED).max(1)
+    }
+
+    fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        let descriptors: Vec<_> = descriptor.into_iter().collect();
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let tag = self.tag();
+            let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
+            channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            if let Some(reply) = await_answer(&channel, tag, known)? {
+                return Ok(reply);
+            }
+        }
+    }
+
+    /// Takes charge of a connected TCP socket, which stays in the kernel until it is moved. `inherited`: other processes may hold the
+    /// same socket. From now on nobody may wait inside the kernel for that socket while the connection can be moved.
+    ///
+    /// # Errors
+    /// With the reason, if it is no connection that could ever be moved.
+    pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
+        let number = match self.ask(&Ask::Register { inherited }, Some(fd))? {
+            Reply::Registered { connection } => connection,
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
+            _ => return Err(protocol_error("not a registration")),
+        };
+        let connection = Arc::new(Connection::new(number, self.memory.clone()));
+        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
+        if connections.len() <= number as usize {
+            connections.resize_with(number as usize + 1, || None);
+        }
+        connections[number as usize] = Some(connection.clone());
+        Ok(connection)
+    }
+
+    /// Moves a connection and waits until it is there.
+    ///
+    /// # Errors
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; it stays where it was.
+    pub fn move_to(&self, connection: u32, to: Place) -> io::Result<()> {
+        match self.ask(&Ask::Move { connection, to }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("not a move")),
+        }
+    }
+
+    /// Asks for a move and does not wait for it.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
+    }
+
+    /// Brings a connection into the kernel, and says why, and when it may move again.
+    ///
+    /// # Errors
+    /// If the agent is gone, or the connection cannot be in the kernel now.
+    pub fn give_back(&self, connection: u32, reason: &str, until: Until) -> io::Result<()> {
+        match self.ask(&Ask::GiveBack { connection, reason: reason.into(), until }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("not a move")),
+        }
+    }
+
+    /// The connection is the program's alone again, in the kernel.
+    ///
+    /// # Errors
+    /// If the agent is gone, or the connection cannot be in the kernel now.
+    pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let reply = self.ask(&Ask::Forget { connection: connection.number }, None);
+        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(place) = connections.get_mut(connection.number as usize)
+            && place.as_ref().is_some_and(|known| std::ptr::eq(&**known, connection))
+        {
+            *place = None;
+        }
+        drop(connections);
+        if let Some(mut events) = self.events.lock(token) {
+            events.by_cid.remove(&connection.name().0);
+        }
+        match reply? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("not a release")),
+        }
+    }
+
+    /// Tells the agent that the program ends, and waits until it has taken note.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn say_goodbye(&self) -> io::Result<()> {
+        self.ask(&Ask::Goodbye, None).map(|_| ())
+    }
+
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or if this thread is
+    /// inside already.
+    #[inline(always)]
+    pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
+        let entered = connection.enter(token)?;
+        if connection.has_moved() {
+            self.note_move(connection, token);
+        }
+        Some(entered)
+    }
+
+    #[cold]
+    fn note_move(&self, connection: &Connection, token: Token) {
+        if let Some(mut events) = self.events.lock(token)
+            && connection.has_moved()
+        {
+            refresh(&mut events, connection);
+        }
+    }
+
+    /// Queues bytes for sending, as many as there is room for. The connection must be entered, and the NIC's.
+    ///
+    /// # Errors
+    /// `WouldBlock` if there is no room, else what the connection ended with.
+    #[inline]
+    pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
+        if connection.shut.load(RELAXED) || connection.ended().is_some() {
+            return Err(self.send_error(connection));
+        }
+        let mask = connection.send_mask.load(RELAXED);
+        let queued = connection.queued.load(RELAXED);
+        let room = |connection: &Connection| {
+            let used = queued.wrapping_sub(connection.acked.load(RELAXED));
+            (mask.wrapping_add(1)).saturating_sub(used) as usize
+        };
+        let mut length = bytes.len().min(room(connection));
+        if length < bytes.len() {
+            self.catch_up(token);
+            length = bytes.len().min(room(connection));
+            if length == 0 {
+                return Err(would_block());
+            }
+        }
+        let cid = connection.name();
+        let base = connection.send_base.load(RELAXED);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        if !commands.has_room(PIECES) {
+            return Err(would_block());
+        }
+        let offset = queued & mask;
+        let before_end = (mask - offset) as usize + 1;
+        let (first, second) = bytes[..length].split_at(length.min(before_end));
+        let mut put = |offset: u32, piece: &[u8]| {
+            let address = base.wrapping_add(offset);
+            self.memory.write(address as usize, piece).map_err(|_| protocol_error("send memory"))?;
+            let _ = commands.push(Message::new(Operation::NicSend, cid, address, piece.len() as u32).to_words());
+            Ok::<(), io::Error>(())
+        };
+        put(offset, first)?;
+        if !second.is_empty() {
+            put(0, second)?;
+        }
+        let queued = queued.wrapping_add(length as u32);
+        connection.queued.store(queued, RELAXED);
+        connection.store(block::QUEUED_SEQ, queued);
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(length)
+    }
+
+    #[cold]
+    fn send_error(&self, connection: &Connection) -> io::Error {
+        match connection.take_error() {
+            0 => broken_pipe(),
+            error => io::Error::from_raw_os_error(error as i32),
+        }
+    }
+
+    #[inline(always)]
+    fn ring_nic(&self) {
+        if needs_doorbell(self.memory.word32(at::NIC_SLEEPING)) {
+            self.nic_bell.ring();
+        }
+    }
+
+    /// Bytes that can be received now. The connection must be entered, and the NIC's.
+    #[inline(always)]
+    fn unread(&self, connection: &Connection, token: Token) -> u32 {
+        let unread = || connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED));
+        if unread() == 0 {
+            self.catch_up(token);
+        }
+        unread()
+    }
+
+    /// Receives bytes; 0 at the end of the stream. The connection must be entered, and the NIC's.
+    ///
+    /// # Errors
+    /// `WouldBlock` if nothing waits, else what the connection ended with.
+    #[inline]
+    pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
+        let length = out.len().min(self.unread(connection, token) as usize);
+        if length == 0 {
+            return self.nothing(connection, out.is_empty());
+        }
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        if !commands.has_room(1) {
+            return Err(would_block());
+        }
+        let read = connection.read.load(RELAXED);
+        self.copy_out(connection, read, &mut out[..length])?;
+        let read = read.wrapping_add(length as u32);
+        connection.read.store(read, RELAXED);
+        connection.store(block::READ_SEQ, read);
+        let message = Message::new(Operation::NicRecvd, connection.name(), 0, length as u32);
+        let _ = commands.push(message.to_words());
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(length)
+    }
+
+    /// As [`Shared::receive`], from `skip` bytes behind the first unread one, and the bytes stay unread.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn peek(&self, connection: &Connection, token: Token, skip: u32, out: &mut [u8]) -> io::Result<usize> {
+        let length = out.len().min(self.unread(connection, token).saturating_sub(skip) as usize);
+        if length == 0 {
+            return self.nothing(connection, out.is_empty());
+        }
+        let from = connection.read.load(RELAXED).wrapping_add(skip);
+        self.copy_out(connection, from, &mut out[..length])?;
+        Ok(length)
+    }
+
+    #[cold]
+    fn nothing(&self, connection: &Connection, asked_for_nothing: bool) -> io::Result<usize> {
+        if asked_for_nothing {
+            return Ok(0);
+        }
+        match connection.take_error() {
+            0 if connection.fin.load(RELAXED) || connection.ended().is_some() => Ok(0),
+            0 => Err(would_block()),
+            error => Err(io::Error::from_raw_os_error(error as i32)),
+        }
+    }
+
+    #[inline(always)]
+    fn copy_out(&self, connection: &Connection, seq: u32, out: &mut [u8]) -> io::Result<()> {
+        let mask = connection.receive_mask.load(RELAXED);
+        let base = connection.receive_base.load(RELAXED) as usize;
+        let offset = seq & mask;
+        let before_end = (mask - offset) as usize + 1;
+        let middle = out.len().min(before_end);
+        let (first, second) = out.split_at_mut(middle);
+        let damaged = |_| protocol_error("receive memory");
+        self.memory.read(base + offset as usize, first).map_err(damaged)?;
+        if !second.is_empty() {
+            self.memory.read(base, second).map_err(damaged)?;
+        }
+        Ok(())
+    }
+
+    /// Shuts the sending side down. The connection must be entered, and the NIC's.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        connection.shut.store(true, RELAXED);
+        connection.set_flag(2, true);
+        self.control(connection, token, Control::Shutdown, 0, 0)
+    }
+
+    fn control(&self, connection: &Connection, token: Token, control: Control, address: u32, length: u32) -> io::Result<()> {
+        let message = Message::control(Operation::NicControl, control, connection.name(), address, length);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// A socket option has been set on the descriptor of a connection that the NIC has: the NIC hears of it, as far as it acts on it.
+    /// SO_KEEPALIVE must not be set on the descriptor: it would make the shell speak; its value is `keepalive`.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full, else the system's.
+    pub fn option_was_set(
+        &self,
+        connection: &Connection,
+        token: Token,
+        fd: BorrowedFd<'_>,
+        (level, option): (i32, i32),
+        value: i32,
+    ) -> io::Result<()> {
+        let get = |option| baton_kernel::socket::get(fd, 6, option).map(|value| value as u32);
+        match (level, option) {
+            (6, 1) => self.control(connection, token, Control::NoDelay, value as u32, 0),
+            (6, 3) => self.control(connection, token, Control::Cork, value as u32, 0),
+            (6, 18) => self.control(connection, token, Control::UserTimeout, value as u32, 0),
+            (1, 9) | (6, 4..=6) => {
+                if (level, option) == (1, 9) {
+                    connection.set_flag(4, value != 0);
+                }
+                let on = connection.keepalive();
+                let (idle, interval, count) = (get(4)?, get(5)?, get(6)?);
+                let (first, second) = (idle | u32::from(on) << 31, interval | count << 16);
+                self.control(connection, token, Control::KeepAlive, first, second)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the NIC has told anything, or something has moved, that [`Shared::catch_up`] has not taken in.
+    #[inline(always)]
+    pub fn has_news(&self, token: Token) -> bool {
+        self.has_moved() || self.events.lock(token).is_some_and(|events| events.ring.has_message())
+    }
+
+    #[inline(always)]
+    fn has_moved(&self) -> bool {
+        self.memory.word32(at::MOVES).load(Ordering::Acquire) != self.moves_seen.load(RELAXED)
+    }
+
+    /// Takes in what the NIC has told; the listener hears of each connection that it was about.
+    #[inline]
+    pub fn catch_up(&self, token: Token) {
+        let Some(mut events) = self.events.lock(token) else { return };
+        if self.has_moved() {
+            self.look_at_moves(&mut events);
+        }
+        let mut any = false;
+        while let Some(words) = events.ring.pop() {
+            any = true;
+            if let Some(message) = Message::from_words(words)
+                && let Some(number) = self.on_event(&mut events, &message)
+            {
+                self.listener.0(number);
+            }
+        }
+        if any {
+            events.ring.release();
+        }
+    }
+
+    fn on_event(&self, events: &mut Events, message: &Message) -> Option<u32> {
+        let number = match events.by_cid.get(&message.cid.0) {
+            Some(number) => *number,
+            None => {
+                // The first news since a move: find out whose it is.
+                self.refresh_names(events);
+                *events.by_cid.get(&message.cid.0)?
+            }
+        };
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        let connection = connections.get(number as usize)?.as_ref()?;
+        if connection.name() != message.cid {
+            return None;
+        }
+        let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
+        match message.operation {
+            Operation::OsRecv => add(&connection.received),
+            Operation::OsAck => add(&connection.acked),
+            Operation::OsControl => match Control::from_number(message.kind) {
+                Some(Control::Fin) => connection.fin.store(true, RELAXED),
+                Some(Control::Closed) => connection.set_ended(message.address),
+                _ => return None,
+            },
+            _ => return None,
+        }
+        Some(number)
+    }
+
+    /// Learns the names that connections got by moving.
+    fn refresh_names(&self, events: &mut Events) {
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        for connection in connections.iter().flatten().filter(|connection| connection.has_moved()) {
+            refresh(events, connection);
+        }
+    }
+
+    /// Connections that have moved may be readable and writable: their old readiness says nothing.
+    #[cold]
+    fn look_at_moves(&self, events: &mut Events) {
+        let moves = self.memory.word32(at::MOVES).load(Ordering::Acquire);
+        self.moves_seen.store(moves, RELAXED);
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        for connection in connections.iter().flatten() {
+            // One that a thread is using refreshes when it is entered next.
+            if connection.has_moved() && connection.owner() != Owner::Moving {
+                refresh(events, connection);
+                self.listener.0(connection.number);
+            }
+        }
+    }
+
+    /// Rings when there is news while somebody sleeps.
+    pub fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
+    /// Somebody is going to sleep: whoever asks for [`Shared::has_news`] after this, and finds none, is woken by the bell.
+    pub fn count_sleeper(&self) {
+        count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
+    }
+
+    /// Somebody is awake again.
+    pub fn uncount_sleeper(&self) {
+        uncount_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
+    }
+}
+
+fn refresh(events: &mut Events, connection: &Connection) {
+    events.by_cid.remove(&connection.name().0);
+    connection.refresh();
+    events.by_cid.insert(connection.name().0, connection.number);
+}
+
+/// The answer, or None if the agent has died with the question.
+fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Reply>> {
+    loop {
+        let (answer, _): (Answer, _) = channel.receive()?;
+        match answer.body {
+            Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
+            // News of an earlier death, or the answer to a question that was asked again since.
+            Reply::Restarted { .. } => {}
+            body if answer.tag == tag => return Ok(Some(body)),
+            _ => {}
+        }
+    }
+}
