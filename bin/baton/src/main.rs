@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod hosts;
+mod run;
 mod tools;
 
 use anyhow::{Context, Result};
@@ -43,6 +44,9 @@ enum Command {
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
     )]
     Hosts(hosts::HostsArguments),
+    /// Runs a program whose connections go to the NIC when they are worth it.
+    #[command(after_help = run::EXAMPLES)]
+    Run(run::RunArguments),
     /// Lists the connections of a running Baton: where each is, how often it moved, and why it is there.
     #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
     Ls(tools::ListArguments),
@@ -261,6 +265,7 @@ fn run(command: Command) -> Result<bool> {
             println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
             Ok(report.failures.is_empty())
         }
+        Command::Run(arguments) => run::run(&arguments).map(|()| true),
         Command::Ls(arguments) => tools::list(&arguments),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Hosts(arguments) => {

@@ -10,13 +10,16 @@ use crate::group::{Group, Groups};
 use crate::journal;
 use crate::kept::Kept;
 use crate::nic::{Hardware, NicProcess};
+use crate::recovery::read_record;
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::step::Chaos;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
 use baton_abi::{Cid, Control, Operation};
-use baton_client::protocol::{Answer, Ask, ConnectionInfo, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION};
+use baton_client::protocol::{
+    Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION,
+};
 use baton_control::Descriptor;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
@@ -249,6 +252,7 @@ impl Agent {
                     None => failed(format!("there is no session {session}")),
                 }
             }
+            Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
             Ask::GiveBack { connection, reason, until } => Some((self.give_back(number, connection, reason, until), Vec::new())),
             Ask::Goodbye => {
                 self.end_connections(number);
@@ -337,11 +341,39 @@ impl Agent {
         Reply::Registered { connection: place as u32 }
     }
 
+    /// What a connection's record says.
+    fn detail(&self, session: u32, number: u32) -> Reply {
+        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        match connection.and_then(|connection| self.detail_of(connection)) {
+            Some(detail) => Reply::Detail(detail),
+            None => Reply::Failed { reason: "it is not on the NIC".into() },
+        }
+    }
+
+    fn detail_of(&self, connection: &Connection) -> Option<Detail> {
+        let Stage::Nic(on_nic) = &connection.stage else { return None };
+        let record = read_record(&self.hardware.memory, nic::slot(on_nic.cid.slot()))?;
+        Some(Detail {
+            state: record.state,
+            srtt: record.srtt,
+            cwnd: record.cwnd,
+            in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
+            unsent: record.snd_end.wrapping_sub(record.snd_nxt),
+            unread: record.rcv_nxt.wrapping_sub(record.rcv_read),
+            send_window: record.snd_wnd,
+            retransmitted: 0,
+            mss: u32::from(on_nic.image.mss),
+        })
+    }
+
     /// The program wants of a connection what only the kernel can do.
     fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
         let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.group);
         if let Some(group) = self.groups.get(group) {
-            *group.report.given_back.entry(reason.clone()).or_default() += 1;
+            if !reason.is_empty() {
+                *group.report.given_back.entry(reason.clone()).or_default() += 1;
+            }
         }
         self.bring_back(session, number);
         self.hear_nic();
@@ -353,13 +385,15 @@ impl Agent {
         };
         match until {
             Until::Again => {}
-            Until::Alone => connection.inherited = true,
+            Until::Alone => (connection.stays, connection.inherited) = (false, true),
             Until::Never => connection.stays = true,
         }
         if matches!(connection.stage, Stage::Nic(_)) {
             return Reply::Failed { reason: connection.reason.clone() };
         }
-        connection.reason = reason;
+        if !reason.is_empty() {
+            connection.reason = reason;
+        }
         Reply::Done
     }
 
@@ -589,6 +623,7 @@ impl Agent {
     }
 
     fn give_everything_back(&mut self) {
+        eprintln!("DEBUG {:?}", self.count());
         for number in 0..self.sessions.len() as u32 {
             self.end_session(number);
         }

@@ -1,6 +1,6 @@
 //! A move back to the kernel: quiesce, rest, import, release, speak.
 
-use crate::connection::{Connection, OnNic, Stage};
+use crate::connection::{Connection, OnNic, Path, Stage};
 use crate::forth::{give_memory, queues};
 use crate::ground::{Ground, Shape};
 use crate::journal;
@@ -61,6 +61,7 @@ pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, conne
         }
     };
     let result = import(ground, session, connection, on_nic, &image);
+    connection.path = Some(Path::of(&image));
     finish(ground, session, connection);
     result
 }

@@ -43,6 +43,31 @@ pub(crate) struct OnNic {
     pub handed_off_at: u64,
 }
 
+/// What is known of a connection's path.
+#[derive(Clone, Copy)]
+pub(crate) struct Path {
+    cwnd: u32,
+    ssthresh: u32,
+    srtt: u32,
+    rttvar: u32,
+    min_rtt: u32,
+}
+
+impl Path {
+    pub fn of(image: &Image) -> Path {
+        let Image { cwnd, ssthresh, srtt, rttvar, min_rtt, .. } = *image;
+        Path { cwnd, ssthresh, srtt, rttvar, min_rtt }
+    }
+
+    /// Puts it into the image of a connection whose kernel has measured nothing since it came back.
+    pub fn remember(self, image: &mut Image) {
+        if image.srtt == 0 && self.srtt != 0 {
+            let Path { cwnd, ssthresh, srtt, rttvar, min_rtt } = self;
+            (image.cwnd, image.ssthresh, image.srtt, image.rttvar, image.min_rtt) = (cwnd, ssthresh, srtt, rttvar, min_rtt);
+        }
+    }
+}
+
 /// Send and receive memory of a connection: (offset, size).
 #[derive(Clone, Copy)]
 pub(crate) struct Memory {
@@ -67,6 +92,8 @@ pub(crate) struct Connection {
     pub serial: u64,
     /// Why it stayed or went back last.
     pub reason: String,
+    /// What the NIC had learnt of the path when the connection went back: the kernel takes none of it.
+    pub path: Option<Path>,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
     pub inherited: bool,
     /// It stays in the kernel for good.
@@ -91,6 +118,7 @@ impl Connection {
             since: events::monotonic_micros(),
             serial: 0,
             reason: String::new(),
+            path: None,
             inherited: false,
             stays: false,
             must_return: false,

@@ -142,7 +142,10 @@ fn steal_and_hand_off(
         Ok(begun) => begun,
         Err(stay) => return Err(never_left(ground, cid, &connection.flow, stay)),
     };
-    let image = *exporter.image();
+    let mut image = *exporter.image();
+    if let Some(path) = connection.path {
+        path.remember(&mut image);
+    }
     let Some(memory) = take_memory(session, &image) else {
         let _ = exporter.abandon();
         return Err(never_left(ground, cid, &connection.flow, Stay::NoRoom));

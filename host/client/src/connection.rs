@@ -5,7 +5,7 @@ use baton_abi::layout::{Owner, block, session};
 use baton_kernel::events;
 use baton_ring::{Region, Token};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -15,9 +15,9 @@ const UNHURT: u32 = u32::MAX;
 #[derive(Debug)]
 pub struct Connection {
     /// Its number in the session.
-    pub number: u32,
+    number: AtomicU32,
     memory: Arc<Region>,
-    base: usize,
+    base: AtomicUsize,
     /// The block's move counter when the rest was read.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
@@ -70,15 +70,14 @@ impl Drop for Entered<'_> {
 }
 
 impl Connection {
-    pub(crate) fn new(number: u32, memory: Arc<Region>) -> Connection {
-        let base = session::block(number);
-        let moves = memory.word32(base + block::MOVES).load(Ordering::Acquire);
+    /// One without a number yet: see [`crate::Shared::register`].
+    pub(crate) fn unnamed(memory: Arc<Region>) -> Connection {
         let zero = AtomicU32::default;
         Connection {
-            number,
+            number: zero(),
             memory,
-            base,
-            moves: AtomicU32::new(moves),
+            base: AtomicUsize::new(session::block(0)),
+            moves: zero(),
             cid: zero(),
             receive_base: zero(),
             receive_mask: zero(),
@@ -94,9 +93,25 @@ impl Connection {
         }
     }
 
+    /// Stands for another connection from now on: whoever still holds a reference for the last one does no harm but to the program.
+    pub(crate) fn rename(&self, number: u32) {
+        self.number.store(number, RELAXED);
+        self.base.store(session::block(number), RELAXED);
+        self.cid.store(0, RELAXED);
+        self.fin.store(false, RELAXED);
+        self.shut.store(false, RELAXED);
+        self.error.store(UNHURT, RELAXED);
+        self.moves.store(self.moves(), Ordering::Release);
+    }
+
+    /// Its number in the session.
+    pub fn number(&self) -> u32 {
+        self.number.load(RELAXED)
+    }
+
     #[inline(always)]
     fn word(&self, field: usize) -> &AtomicU32 {
-        self.memory.word32(self.base + field)
+        self.memory.word32(self.base.load(RELAXED) + field)
     }
 
     #[inline(always)]

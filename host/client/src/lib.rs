@@ -7,6 +7,7 @@
 
 mod connection;
 pub mod protocol;
+pub mod rules;
 mod session;
 mod shared;
 

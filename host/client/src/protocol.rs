@@ -62,6 +62,11 @@ pub enum Ask {
         /// The connection.
         connection: u32,
     },
+    /// What is known of one of this session's connections on the NIC.
+    Detail {
+        /// The connection.
+        connection: u32,
+    },
     /// Moves any connection (a tool's request, same user or root).
     MoveAny {
         /// The session.
@@ -183,6 +188,8 @@ pub enum Reply {
         /// How often that has happened to this session.
         starts: u32,
     },
+    /// A connection on the NIC.
+    Detail(Detail),
     /// Connections.
     Connections(Vec<ConnectionInfo>),
     /// Statistics.
@@ -210,6 +217,53 @@ pub struct ConnectionInfo {
     pub moves: u32,
     /// Why it stayed or went back last.
     pub reason: String,
+}
+
+/// A connection, as its recovery record on the NIC describes it, or the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Detail {
+    /// State, numbered as Linux does.
+    pub state: u8,
+    /// Smoothed round-trip time, microseconds.
+    pub srtt: u32,
+    /// Congestion window, segments.
+    pub cwnd: u32,
+    /// Bytes sent and not acknowledged.
+    pub in_flight: u32,
+    /// Bytes not sent yet.
+    pub unsent: u32,
+    /// Bytes received and not read by the program, as far as the NIC knows.
+    pub unread: u32,
+    /// The peer's window, bytes.
+    pub send_window: u32,
+    /// Segments retransmitted, ever, as far as it is known.
+    pub retransmitted: u32,
+    /// Largest segment, bytes.
+    pub mss: u32,
+}
+
+impl Detail {
+    /// Writes what is known into a `struct tcp_info` (Linux, include/uapi/linux/tcp.h), as far as that is long enough.
+    pub fn overlay(&self, info: &mut [u8]) {
+        let mut put = |at: usize, bytes: &[u8]| {
+            if let Some(place) = info.get_mut(at..at + bytes.len()) {
+                place.copy_from_slice(bytes);
+            }
+        };
+        let mss = self.mss.max(1);
+        put(0, &[self.state]);
+        // tcpi_unacked, tcpi_rtt, tcpi_snd_cwnd, tcpi_total_retrans, tcpi_notsent_bytes, tcpi_snd_wnd.
+        for (at, value) in [
+            (24, self.in_flight.div_ceil(mss)),
+            (68, self.srtt),
+            (80, self.cwnd),
+            (100, self.retransmitted),
+            (144, self.unsent),
+            (228, self.send_window),
+        ] {
+            put(at, &value.to_ne_bytes());
+        }
+    }
 }
 
 /// What agent and NIC have counted.

@@ -71,7 +71,7 @@ impl Session {
     /// With the reason, if it is no connection that could ever be moved; the descriptor is closed then.
     pub fn adopt(&mut self, fd: OwnedFd) -> io::Result<ConnectionId> {
         let connection = self.shared.register(fd.as_fd(), false)?;
-        let id = connection.number;
+        let id = connection.number();
         self.poller.add(fd.as_fd(), u64::from(id), Trigger::Edge)?;
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);

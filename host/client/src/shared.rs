@@ -2,7 +2,7 @@
 //! while the NIC has it. Nothing here waits for the network.
 
 use crate::connection::{Connection, Entered};
-use crate::protocol::{Answer, Ask, Opening, Place, Reply, Request, Until};
+use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
 use baton_abi::layout::session as at;
 use baton_abi::layout::{Owner, block};
 use baton_abi::{Control, Message, Operation};
@@ -72,6 +72,14 @@ impl Shared {
     /// # Errors
     /// If nobody listens there, or the agent is of another version.
     pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
+        Self::connect_above(path, opening, listener, 0)
+    }
+
+    /// As [`Shared::connect`], with all descriptors of the session numbered from `lowest` on, out of the program's way.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn connect_above(path: &Path, opening: Opening, listener: Listener, lowest: i32) -> io::Result<Shared> {
         let channel = Channel::connect(path).map_err(|error| {
             io::Error::new(
                 error.kind(),
@@ -81,6 +89,8 @@ impl Shared {
                 ),
             )
         })?;
+        let lift = |fd: OwnedFd| if lowest > 0 { baton_kernel::process::lift(fd, lowest) } else { Ok(fd) };
+        let channel = Channel::from_fd(lift(channel.into())?);
         channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
         let number = match answer.body {
@@ -88,6 +98,7 @@ impl Shared {
             Reply::Failed { reason } => return Err(io::Error::other(reason)),
             _ => return Err(protocol_error("not an opened session")),
         };
+        let descriptors = descriptors.into_iter().map(lift).collect::<io::Result<Vec<_>>>()?;
         let Ok([memory, nic_bell, bell]) = <[OwnedFd; 3]>::try_from(descriptors) else {
             return Err(protocol_error("descriptors are missing"));
         };
@@ -139,18 +150,33 @@ impl Shared {
     /// # Errors
     /// With the reason, if it is no connection that could ever be moved.
     pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
+        let connection = self.unnamed();
+        self.register_as(&connection, fd, inherited)?;
+        Ok(connection)
+    }
+
+    /// What will stand for one connection after another: a program whose threads may be late with a closed connection keeps these.
+    pub fn unnamed(&self) -> Arc<Connection> {
+        Arc::new(Connection::unnamed(self.memory.clone()))
+    }
+
+    /// As [`Shared::register`], under what [`Shared::unnamed`] gave and stands for no other connection now.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<()> {
         let number = match self.ask(&Ask::Register { inherited }, Some(fd))? {
             Reply::Registered { connection } => connection,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
             _ => return Err(protocol_error("not a registration")),
         };
-        let connection = Arc::new(Connection::new(number, self.memory.clone()));
+        connection.rename(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
             connections.resize_with(number as usize + 1, || None);
         }
         connections[number as usize] = Some(connection.clone());
-        Ok(connection)
+        Ok(())
     }
 
     /// Moves a connection and waits until it is there.
@@ -192,9 +218,9 @@ impl Shared {
     /// # Errors
     /// If the agent is gone, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
-        let reply = self.ask(&Ask::Forget { connection: connection.number }, None);
+        let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(place) = connections.get_mut(connection.number as usize)
+        if let Some(place) = connections.get_mut(connection.number() as usize)
             && place.as_ref().is_some_and(|known| std::ptr::eq(&**known, connection))
         {
             *place = None;
@@ -207,6 +233,18 @@ impl Shared {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
             _ => Err(protocol_error("not a release")),
+        }
+    }
+
+    /// What agent and NIC know of a connection that is on the NIC.
+    ///
+    /// # Errors
+    /// If the agent is gone, or does not know it there.
+    pub fn detail(&self, connection: u32) -> io::Result<Detail> {
+        match self.ask(&Ask::Detail { connection }, None)? {
+            Reply::Detail(detail) => Ok(detail),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("not a connection's detail")),
         }
     }
 
@@ -339,6 +377,15 @@ impl Shared {
         drop(commands);
         self.ring_nic();
         Ok(length)
+    }
+
+    /// As [`Shared::receive`], but the bytes are thrown away.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn skip(&self, connection: &Connection, token: Token, most: usize) -> io::Result<usize> {
+        let mut nowhere = vec![0; most.min(self.unread(connection, token) as usize).max(1)];
+        self.receive(connection, token, &mut nowhere)
     }
 
     /// As [`Shared::receive`], from `skip` bytes behind the first unread one, and the bytes stay unread.
@@ -512,7 +559,7 @@ impl Shared {
             // One that a thread is using refreshes when it is entered next.
             if connection.has_moved() && connection.owner() != Owner::Moving {
                 refresh(events, connection);
-                self.listener.0(connection.number);
+                self.listener.0(connection.number());
             }
         }
     }
@@ -536,7 +583,7 @@ impl Shared {
 fn refresh(events: &mut Events, connection: &Connection) {
     events.by_cid.remove(&connection.name().0);
     connection.refresh();
-    events.by_cid.insert(connection.name().0, connection.number);
+    events.by_cid.insert(connection.name().0, connection.number());
 }
 
 /// The answer, or None if the agent has died with the question.

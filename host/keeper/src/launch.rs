@@ -36,7 +36,11 @@ impl Devices {
     /// With what is missing and what to do about it.
     pub fn beside(connections: usize) -> Result<Devices> {
         let steering = Steering::new(connections as u32)?;
-        let host = interface::open_filtered_packet_socket(0, false, |fd| steering.hear_outgoing(fd)).context("packet socket")?;
+        let host = interface::open_filtered_packet_socket(0, false, |fd| {
+            baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            steering.hear_outgoing(fd)
+        });
+        let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
             baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             steering.hear_incoming(fd)
@@ -77,7 +81,11 @@ pub fn launch(
     descriptors.extend(process);
     process::inherit(&mut command, &descriptors, false);
     // Out of the terminal's reach: when the starter is interrupted the keeper still gives everything back.
-    command.process_group(0);
+    if process.is_some() {
+        process::orphan(&mut command);
+    } else {
+        command.process_group(0);
+    }
     let mut keeper = command.spawn().context("starting the keeper")?;
     drop(theirs);
     match parent.receive::<bool>() {

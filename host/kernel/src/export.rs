@@ -196,6 +196,8 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     if timestamps && ts_clock & 1 != 0 {
         return Err(Stay::MicrosecondClock);
     }
+    // The kernel clears the lowest bit of what it tells: a segment may have carried one more.
+    let ts_clock = ts_clock.wrapping_add(1);
     let fin = u32::from(state.fin_queued());
     let image = Image {
         flow,

@@ -33,6 +33,35 @@ pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool
     unsafe { command.pre_exec(work) };
 }
 
+/// Makes a command's process nobody's child, in a session of its own: the process that is waited for ends at once.
+pub fn orphan(command: &mut Command) {
+    let work = || {
+        // SAFETY: plain system calls, allowed between fork and exec; what is forked here has one thread.
+        unsafe {
+            check(libc::setsid())?;
+            match libc::fork() {
+                -1 => Err(io::Error::last_os_error()),
+                0 => Ok(()),
+                _ => libc::_exit(0),
+            }
+        }
+    };
+    // SAFETY: the closure makes system calls only: no allocation, no locks.
+    unsafe { command.pre_exec(work) };
+}
+
+/// A descriptor of a process, readable when it has ended.
+///
+/// # Errors
+/// The system's; `ESRCH` if there is no such process.
+pub fn open_process(process: u32) -> io::Result<std::os::fd::OwnedFd> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: no pointers are involved.
+    let raw = check(unsafe { libc::syscall(libc::SYS_pidfd_open, process as libc::pid_t, 0) } as i32)?;
+    // SAFETY: the descriptor is new and ours.
+    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
+}
+
 /// Takes an inherited descriptor.
 ///
 /// # Errors
@@ -107,6 +136,18 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
                 .is_ok_and(|comm| wanted.starts_with(comm.trim()) || comm.starts_with(&wanted))
         })
         .collect()
+}
+
+/// Gives a descriptor the lowest free number that is not below `lowest`.
+///
+/// # Errors
+/// The system's; the descriptor is closed then.
+pub fn lift(fd: std::os::fd::OwnedFd, lowest: i32) -> io::Result<std::os::fd::OwnedFd> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: a call on our own descriptor.
+    let raw = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, lowest) })?;
+    // SAFETY: the descriptor is new and ours.
+    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
 }
 
 /// Fills a buffer with random bytes.

@@ -49,6 +49,7 @@ pub(crate) enum Helper {
     MapLookup = 1,
     Redirect = 23,
     LoadBytes = 26,
+    RedirectNeighbour = 152,
 }
 
 /// A program under construction. Jumps go forward to labels.
@@ -98,6 +99,7 @@ impl Assembler {
         self.push(0x63 | size as u8, base, from, offset, 0)
     }
 
+    /// Stores a number; into the context through a register, since the kernel wants that there.
     pub fn store_word(&mut self, base: R, offset: i16, value: i32) -> &mut Self {
         self.push(0x62, base, R::R0, offset, value)
     }

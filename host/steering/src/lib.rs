@@ -27,6 +27,12 @@ pub enum Steer {
 /// The mark on frames that the NIC sends, by which they are told from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
 
+/// The mark on them once they have a route, on the loopback device.
+const ROUTED: u32 = 0x4e49_4302;
+
+/// Index of the loopback device in every network namespace.
+pub const LOOPBACK: u32 = 1;
+
 /// The first two bytes of the source address of a frame that is to be injected; the device's index follows.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 

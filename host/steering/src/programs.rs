@@ -4,7 +4,7 @@
 //! memory), build the flow's key as this host sees it, and look it up.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{MARK, Steer};
+use crate::{LOOPBACK, MARK, ROUTED, Steer};
 use std::os::fd::BorrowedFd;
 
 /// Bytes of the map's key.
@@ -112,6 +112,9 @@ fn drop_if_stolen(mut a: Assembler) -> Vec<u8> {
 /// At a device's ingress: the kernel does not hear the NIC's connections.
 pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
+    // Nobody behind this point is to see the mark.
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_unless(R::R2, ROUTED as i32, "unmarked");
+    a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
     find(&mut a, Way::Incoming, flows);
     drop_if_stolen(a)
 }
@@ -119,8 +122,15 @@ pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
 /// At a device's egress: the kernel does not speak for the NIC's connections.
 pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
-    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "other");
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours").jump_if(R::R2, ROUTED as i32, "other");
     find(&mut a, Way::Outgoing, flows);
+    a.jump("theirs");
+    // What comes in at the loopback device without a route is a martian to the kernel: the NIC's frames get the route that the
+    // kernel's own have.
+    a.label("ours").load(Size::Word, R::R2, R::R1, INTERFACE).jump_unless(R::R2, LOOPBACK as i32, "other");
+    a.store_word(R::R1, SKB_MARK, ROUTED as i32);
+    a.set(R::R1, LOOPBACK as i32).set(R::R2, 0).set(R::R3, 0).set(R::R4, 0).call(Helper::RedirectNeighbour).exit();
+    a.label("theirs");
     drop_if_stolen(a)
 }
 

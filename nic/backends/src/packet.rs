@@ -23,6 +23,9 @@ impl PacketDevice {
     }
 }
 
+/// Index of the loopback device in every network namespace.
+const LOOPBACK: u32 = 1;
+
 fn address(interface: u32) -> libc::sockaddr_ll {
     // SAFETY: sockaddr_ll is plain data, for which zero is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
@@ -103,6 +106,10 @@ impl Device for BesideKernel {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let interface = frame.interface;
+        // What is sent on the loopback device is received there.
+        if interface == LOOPBACK {
+            return self.outgoing.transmit(frame);
+        }
         let Some(source) = frame.bytes_mut().get_mut(6..12) else { return false };
         source[..2].copy_from_slice(&self.mark);
         source[2..].copy_from_slice(&interface.to_ne_bytes());

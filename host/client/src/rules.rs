@@ -1,0 +1,299 @@
+//! When a program's connections go to the NIC: rules, of which the first that fits a connection counts.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
+
+/// When a connection that a rule fits goes to the NIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum When {
+    /// As soon as it is established.
+    Established,
+    /// As soon as the program has accepted it; never if it connected.
+    Accepted,
+    /// As soon as the program has connected it; never if it accepted.
+    Connected,
+    /// After so many bytes, either way.
+    Bytes(u64),
+    /// After so many requests: changes from receiving to sending.
+    Requests(u64),
+    /// Never.
+    Never,
+}
+
+impl fmt::Display for When {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            When::Established => f.write_str("established"),
+            When::Accepted => f.write_str("accepted"),
+            When::Connected => f.write_str("connected"),
+            When::Bytes(count) => write!(f, "bytes {count}"),
+            When::Requests(count) => write!(f, "requests {count}"),
+            When::Never => f.write_str("never"),
+        }
+    }
+}
+
+impl From<When> for String {
+    fn from(when: When) -> String {
+        when.to_string()
+    }
+}
+
+impl TryFrom<String> for When {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<When, String> {
+        text.parse()
+    }
+}
+
+impl FromStr for When {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<When, String> {
+        let number = |text: &str| text.trim().parse::<u64>().map_err(|_| format!("{:?} is no number", text.trim()));
+        match text {
+            "established" => Ok(When::Established),
+            "accepted" => Ok(When::Accepted),
+            "connected" => Ok(When::Connected),
+            "never" => Ok(When::Never),
+            _ => match text.split_once([' ', ':']) {
+                Some(("bytes", count)) => number(count).map(When::Bytes),
+                Some(("requests", count)) => number(count).map(When::Requests),
+                _ => {
+                    Err(format!("{text:?} is no moment; there are: established, accepted, connected, bytes N, requests N, never"))
+                }
+            },
+        }
+    }
+}
+
+/// Ports: `80`, `8000-8999`, or several of those with commas.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Ports(Vec<(u16, u16)>);
+
+impl Ports {
+    /// Whether a port is among them.
+    pub fn contains(&self, port: u16) -> bool {
+        self.0.iter().any(|(first, last)| (*first..=*last).contains(&port))
+    }
+}
+
+impl FromStr for Ports {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Ports, String> {
+        let port = |text: &str| match text.trim().parse::<u16>() {
+            Ok(port) if port > 0 => Ok(port),
+            _ => Err(format!("{:?} is no port (1 to 65535)", text.trim())),
+        };
+        let range = |part: &str| match part.split_once('-') {
+            Some((first, last)) => {
+                let (first, last) = (port(first)?, port(last)?);
+                if first > last { Err(format!("the range {part:?} is empty")) } else { Ok((first, last)) }
+            }
+            None => port(part).map(|port| (port, port)),
+        };
+        text.split(',').map(range).collect::<Result<_, _>>().map(Ports)
+    }
+}
+
+impl From<Ports> for String {
+    fn from(ports: Ports) -> String {
+        let one = |(first, last): (u16, u16)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+        ports.0.into_iter().map(one).collect::<Vec<_>>().join(",")
+    }
+}
+
+impl TryFrom<String> for Ports {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Ports, String> {
+        text.parse()
+    }
+}
+
+/// Addresses: `10.0.0.0/8`, or one address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Network {
+    address: IpAddr,
+    prefix: u8,
+}
+
+impl Network {
+    /// Whether an address is in it. IPv4-mapped ones count as IPv4.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let bits = |address: IpAddr| match address {
+            IpAddr::V4(v4) => u128::from(v4.to_bits()) << 96,
+            IpAddr::V6(v6) => v6.to_bits(),
+        };
+        let address = address.to_canonical();
+        let mask = u128::MAX.checked_shl(128 - u32::from(self.prefix)).unwrap_or(0);
+        address.is_ipv4() == self.address.is_ipv4() && (bits(address) ^ bits(self.address)) & mask == 0
+    }
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Network, String> {
+        let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
+        let address: IpAddr = address.parse().map_err(|_| format!("{address:?} is no IP address"))?;
+        let most = if address.is_ipv4() { 32 } else { 128 };
+        let prefix = match prefix {
+            None => most,
+            Some(prefix) => prefix
+                .parse()
+                .ok()
+                .filter(|prefix| *prefix <= most)
+                .ok_or_else(|| format!("{prefix:?} is no prefix length (0 to {most})"))?,
+        };
+        Ok(Network { address, prefix })
+    }
+}
+
+impl From<Network> for String {
+    fn from(network: Network) -> String {
+        format!("{}/{}", network.address, network.prefix)
+    }
+}
+
+impl TryFrom<String> for Network {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Network, String> {
+        text.parse()
+    }
+}
+
+/// One rule. What is not said fits everything.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Rule {
+    /// When a connection goes to the NIC.
+    pub when: When,
+    /// Its local port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local_port: Option<Ports>,
+    /// The peer's port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote_port: Option<Ports>,
+    /// Its local address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local: Option<Network>,
+    /// The peer's address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<Network>,
+    /// The program's name: the last part of its path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<String>,
+    /// The beginning of the path of its control group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+}
+
+impl Rule {
+    /// One that fits every connection.
+    pub fn all(when: When) -> Rule {
+        Rule { when, local_port: None, remote_port: None, local: None, remote: None, program: None, cgroup: None }
+    }
+
+    /// Whether the rule can fit a program's connections.
+    pub fn fits_program(&self, program: &str, cgroup: &str) -> bool {
+        self.program.as_ref().is_none_or(|wanted| wanted == program)
+            && self.cgroup.as_ref().is_none_or(|wanted| {
+                cgroup.strip_prefix(wanted.trim_end_matches('/')).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+            })
+    }
+
+    /// Whether it fits a connection of such a program.
+    pub fn fits(&self, local: SocketAddr, remote: SocketAddr) -> bool {
+        self.local_port.as_ref().is_none_or(|ports| ports.contains(local.port()))
+            && self.remote_port.as_ref().is_none_or(|ports| ports.contains(remote.port()))
+            && self.local.is_none_or(|network| network.contains(local.ip()))
+            && self.remote.is_none_or(|network| network.contains(remote.ip()))
+    }
+
+    /// Whether it asks for a connection's addresses at all.
+    pub fn needs_addresses(&self) -> bool {
+        self.local_port.is_some() || self.remote_port.is_some() || self.local.is_some() || self.remote.is_some()
+    }
+}
+
+impl FromStr for Rule {
+    type Err = String;
+
+    /// From `WHEN[,NAME=VALUE]…`; ports of one rule are separated by `+` here.
+    fn from_str(text: &str) -> Result<Rule, String> {
+        let mut parts = text.split(',');
+        let mut rule = Rule::all(parts.next().unwrap_or_default().trim().parse()?);
+        for part in parts {
+            let (name, value) =
+                part.split_once('=').ok_or_else(|| format!("{part:?} is no condition; one looks like local-port=80"))?;
+            let value = value.trim();
+            match name.trim() {
+                "local-port" => rule.local_port = Some(value.replace('+', ",").parse()?),
+                "remote-port" => rule.remote_port = Some(value.replace('+', ",").parse()?),
+                "local" => rule.local = Some(value.parse()?),
+                "remote" => rule.remote = Some(value.parse()?),
+                "program" => rule.program = Some(value.into()),
+                "cgroup" => rule.cgroup = Some(value.into()),
+                other => {
+                    return Err(format!(
+                        "{other:?} is no condition; there are: local-port, remote-port, local, remote, program, cgroup"
+                    ));
+                }
+            }
+        }
+        Ok(rule)
+    }
+}
+
+/// What a program that is run with Baton finds in [`RUN_VARIABLE`].
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Run {
+    /// Where the agent is.
+    pub socket: std::path::PathBuf,
+    /// The group that its sessions belong to.
+    pub group: u64,
+    /// When its connections go to the NIC.
+    pub rules: Vec<Rule>,
+    /// The agent moves them to and fro by itself.
+    #[serde(default)]
+    pub flips: bool,
+}
+
+/// The environment variable that holds a [`Run`], as JSON.
+pub const RUN_VARIABLE: &str = "BATON_RUN";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_are_read_and_fit() {
+        let rule: Rule = "bytes 100,local-port=80+8000-8999,remote=10.0.0.0/8,cgroup=/web/".parse().unwrap();
+        assert_eq!(rule.when, When::Bytes(100));
+        let fits = |local: &str, remote: &str| rule.fits(local.parse().unwrap(), remote.parse().unwrap());
+        assert!(fits("1.2.3.4:8080", "10.1.1.1:5") && fits("[::1]:80", "[::ffff:10.1.1.1]:5"));
+        assert!(!fits("1.2.3.4:81", "10.1.1.1:5") && !fits("1.2.3.4:80", "11.1.1.1:5"));
+        assert!(rule.fits_program("x", "/web/a") && rule.fits_program("x", "/web") && !rule.fits_program("x", "/website"));
+        for wrong in ["soon", "bytes", "bytes x", "accepted,port=80", "accepted,local-port=0", "accepted,local-port=9-8"] {
+            assert!(wrong.parse::<Rule>().is_err(), "{wrong}");
+        }
+        assert!("::/0".parse::<Network>().unwrap().contains("fe80::1".parse().unwrap()));
+        assert!("1.2.3.4/33".parse::<Network>().is_err());
+    }
+
+    #[test]
+    fn rules_survive_their_text() {
+        let rule: Rule = "requests 3,remote-port=1+2-3,local=::1,program=nginx".parse().unwrap();
+        let text = serde_json::to_string(&rule).unwrap();
+        assert_eq!(serde_json::from_str::<Rule>(&text).unwrap(), rule, "{text}");
+    }
+}

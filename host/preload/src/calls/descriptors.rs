@@ -1,0 +1,347 @@
+//! Making, naming, copying and closing descriptors; options.
+
+use crate::table::{self, File};
+use crate::tcp::{self, Origin};
+use crate::thread::fail;
+use crate::{options, process, real};
+use baton_client::protocol::Until;
+use libc::{c_char, c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+
+fn note_new(fd: c_int) {
+    if process::plan().is_some() {
+        table::put(fd, Some(File::Tcp(tcp::new(fd))));
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let fd = unsafe { real::socket(domain, kind, protocol) };
+    let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
+    if fd >= 0 {
+        forget_stale(fd);
+        if stream && (domain == libc::AF_INET || domain == libc::AF_INET6) {
+            note_new(fd);
+        }
+    }
+    fd
+}
+
+/// A number that the kernel gives out again was closed where nobody here saw it.
+fn forget_stale(fd: c_int) {
+    if table::get(fd).is_some() {
+        table::put(fd, None);
+    }
+}
+
+fn accepted(listener: c_int, fd: c_int) -> c_int {
+    if fd >= 0 {
+        forget_stale(fd);
+        if table::tcp(listener).is_some() || tcp::is_tcp(fd) {
+            note_new(fd);
+            if let Some(tcp) = table::tcp(fd) {
+                tcp.established(fd, Some(Origin::Accepted));
+            }
+        }
+    }
+    fd
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+    // SAFETY: the caller's promise.
+    accepted(fd, unsafe { real::accept(fd, address, length) })
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    accepted(fd, unsafe { real::accept4(fd, address, length, flags) })
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
+    let Some(tcp) = table::tcp(fd) else {
+        // SAFETY: the caller's promise.
+        return unsafe { real::connect(fd, address, length) };
+    };
+    // A connected socket that is connected anew, or disconnected.
+    tcp.give_back("connect", Until::Again);
+    let inside = tcp.inside_kernel();
+    // SAFETY: the caller's promise.
+    let done = unsafe { real::connect(fd, address, length) };
+    drop(inside);
+    if done == 0 {
+        tcp.established(fd, Some(Origin::Connected));
+    } else {
+        tcp.note_origin(Origin::Connected);
+    }
+    done
+}
+
+/// A descriptor is about to be closed.
+fn leave(fd: c_int) {
+    match table::get(fd) {
+        // A child of vfork closes its own copies.
+        Some(_) if process::session().is_some() && !process::is_mine() => {}
+        Some(File::Tcp(tcp)) => tcp.remove_fd(fd),
+        Some(File::Set(set)) => set.remove_fd(fd),
+        None => {}
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn close(fd: c_int) -> c_int {
+    if table::get(fd).is_some() {
+        leave(fd);
+    } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
+        return fail(libc::EBADF) as c_int;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::close(fd) }
+}
+
+/// Closes a range, but what is this library's.
+unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    const CLOSE_RANGE_CLOEXEC: c_int = 4;
+    if flags & CLOSE_RANGE_CLOEXEC == 0 {
+        for (fd, _) in table::known(first, last).collect::<Vec<_>>() {
+            leave(fd);
+        }
+    }
+    if process::session().is_none() {
+        // SAFETY: the caller's promise.
+        return unsafe { real::close_range(first, last, flags) };
+    }
+    let mut from = first;
+    let mine = process::is_mine();
+    for ours in (first..=last.min(1 << 20)).filter(|fd| mine && process::is_ours(*fd as c_int)) {
+        if ours > from {
+            // SAFETY: the caller's promise.
+            unsafe { real::close_range(from, ours - 1, flags) };
+        }
+        from = ours + 1;
+    }
+    // SAFETY: the caller's promise.
+    if from <= last { unsafe { real::close_range(from, last, flags) } } else { 0 }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    if first > last {
+        // SAFETY: the caller's promise; the kernel says what is wrong.
+        return unsafe { real::close_range(first, last, flags) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { close_all(first, last, flags) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn closefrom(first: c_int) {
+    // SAFETY: the caller's promise.
+    unsafe { close_all(first.max(0) as c_uint, c_uint::MAX, 0) };
+}
+
+/// Another descriptor for the same file.
+fn copied(fd: c_int, copy: c_int) -> c_int {
+    if copy < 0 || copy == fd {
+        return copy;
+    }
+    let foreign = process::session().is_some() && !process::is_mine();
+    match table::get(fd) {
+        // A child of vfork passes it on.
+        Some(File::Tcp(tcp)) if foreign => tcp.give_back("exec", Until::Alone),
+        Some(File::Tcp(tcp)) => {
+            tcp.add_fd(copy);
+            table::put(copy, Some(File::Tcp(tcp)));
+        }
+        Some(File::Set(set)) if !foreign => {
+            set.add_fd(copy);
+            table::put(copy, Some(File::Set(set)));
+        }
+        _ => {}
+    }
+    copy
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dup(fd: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    copied(fd, unsafe { real::dup(fd) })
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
+    if fd != to && is_open(fd) {
+        leave(to);
+    }
+    // SAFETY: the caller's promise.
+    copied(fd, unsafe { real::dup2(fd, to) })
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+    if fd != to && is_open(fd) && flags & !libc::O_CLOEXEC == 0 {
+        leave(to);
+    }
+    // SAFETY: the caller's promise.
+    copied(fd, unsafe { real::dup3(fd, to, flags) })
+}
+
+fn is_open(fd: c_int) -> bool {
+    // SAFETY: a query.
+    unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 }
+}
+
+unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+    if command == libc::F_SETFL
+        && argument as c_int & libc::O_ASYNC != 0
+        && let Some(tcp) = table::tcp(fd)
+    {
+        tcp.give_back("O_ASYNC", Until::Never);
+    }
+    // SAFETY: the caller's promise.
+    let result = unsafe { real::fcntl(fd, command, argument) };
+    if matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) { copied(fd, result) } else { result }
+}
+
+/// See the C library. In the calling conventions that this library is built for, a variable argument arrives where a named one would.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { control(fd, command, argument) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { control(fd, command, argument) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    match table::tcp(fd) {
+        // SAFETY: the caller's promise.
+        Some(tcp) if tcp.is_managed() => unsafe { options::ioctl(tcp, fd, request, argument) },
+        // SAFETY: the caller's promise.
+        _ => unsafe { real::ioctl(fd, request, argument) },
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int {
+    match table::tcp(fd) {
+        // SAFETY: the caller's promise.
+        Some(tcp) if tcp.is_managed() => unsafe { options::set(tcp, fd, level, option, value, length) },
+        // SAFETY: the caller's promise.
+        _ => unsafe { real::setsockopt(fd, level, option, value, length) },
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int {
+    match table::tcp(fd) {
+        // SAFETY: the caller's promise.
+        Some(tcp) if tcp.is_managed() => unsafe { options::get(tcp, fd, level, option, value, length) },
+        Some(tcp) => {
+            // SAFETY: the caller's promise.
+            let done = unsafe { real::getsockopt(fd, level, option, value, length) };
+            // SAFETY: the kernel has just written an int there.
+            let zero = || unsafe { value.cast::<c_int>().read_unaligned() } == 0;
+            // How a program asks whether a connect that went on has come to its end.
+            if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_ERROR) && zero() {
+                tcp.established(fd, None);
+            }
+            done
+        }
+        // SAFETY: the caller's promise.
+        None => unsafe { real::getsockopt(fd, level, option, value, length) },
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
+    match table::tcp(fd) {
+        Some(tcp) if tcp.is_managed() => options::shutdown(tcp, fd, how),
+        // SAFETY: the caller's promise.
+        _ => unsafe { real::shutdown(fd, how) },
+    }
+}
+
+/// See the C library: stdio reads and writes past this library, so the connection stays in the kernel.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
+    if let Some(tcp) = table::tcp(fd) {
+        tcp.give_back("stdio", Until::Never);
+        // fclose closes past this library, too.
+        tcp.forget_connection();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::fdopen(fd, mode) }
+}

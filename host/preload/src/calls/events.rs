@@ -1,0 +1,223 @@
+//! Waiting for events.
+
+use crate::thread::fail;
+use crate::{epoll, poll as polling, real, table};
+use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
+
+/// The program's descriptors to poll.
+///
+/// # Safety
+/// There must be so many.
+unsafe fn entries<'a>(fds: *mut pollfd, count: nfds_t) -> &'a mut [pollfd] {
+    if count == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(fds, count as usize) }
+}
+
+/// Whether a poll needs a look here.
+unsafe fn concerns(fds: *mut pollfd, count: nfds_t) -> bool {
+    // SAFETY: the caller's promise.
+    !fds.is_null() && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some())
+}
+
+fn micros(limit: &timespec) -> Option<u64> {
+    let valid = limit.tv_sec >= 0 && (0..1_000_000_000).contains(&limit.tv_nsec);
+    valid.then(|| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add((limit.tv_nsec as u64).div_ceil(1000)))
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !concerns(fds, count) {
+            return real::poll(fds, count, limit);
+        }
+        let limit = (limit >= 0).then_some(limit as u64 * 1000);
+        polling::poll(entries(fds, count), limit, std::ptr::null())
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_int, _room: size_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { poll(fds, count, limit) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !concerns(fds, count) {
+            return real::ppoll(fds, count, limit, mask);
+        }
+        match limit.as_ref().map(micros) {
+            Some(None) => fail(libc::EINVAL) as c_int,
+            limit => polling::poll(entries(fds, count), limit.flatten(), mask),
+        }
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __ppoll_chk(
+    fds: *mut pollfd,
+    count: nfds_t,
+    limit: *const timespec,
+    mask: *const sigset_t,
+    _room: size_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { ppoll(fds, count, limit, mask) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn select(
+    count: c_int,
+    read: *mut fd_set,
+    write: *mut fd_set,
+    except: *mut fd_set,
+    limit: *mut timeval,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let micros = match limit.as_ref() {
+            None => None,
+            Some(limit) if limit.tv_sec < 0 || limit.tv_usec < 0 => return fail(libc::EINVAL) as c_int,
+            Some(limit) => Some((limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64)),
+        };
+        let started = crate::wait::now();
+        let Some(result) = polling::select(count, [read, write, except], micros, std::ptr::null()) else {
+            return real::select(count, read, write, except, limit);
+        };
+        // Linux tells what is left of the time.
+        if let (Some(limit), Some(micros)) = (limit.as_mut(), micros) {
+            let left = micros.saturating_sub(crate::wait::now() - started);
+            limit.tv_sec = (left / 1_000_000) as i64;
+            limit.tv_usec = (left % 1_000_000) as i64;
+        }
+        result
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pselect(
+    count: c_int,
+    read: *mut fd_set,
+    write: *mut fd_set,
+    except: *mut fd_set,
+    limit: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let micros = match limit.as_ref().map(micros) {
+            Some(None) => return fail(libc::EINVAL) as c_int,
+            limit => limit.flatten(),
+        };
+        polling::select(count, [read, write, except], micros, mask)
+            .unwrap_or_else(|| real::pselect(count, read, write, except, limit, mask))
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { epoll::control(set, operation, fd, event) }
+}
+
+unsafe fn wait(set: c_int, events: *mut epoll_event, most: c_int, limit: Option<u64>, mask: *const sigset_t) -> Option<c_int> {
+    let known = table::set_of(set)?;
+    if most <= 0 || events.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    let events = unsafe { std::slice::from_raw_parts_mut(events, most as usize) };
+    Some(known.wait(set, events, limit, mask))
+}
+
+fn millis(limit: c_int) -> Option<u64> {
+    (limit >= 0).then_some(limit as u64 * 1000)
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: c_int, limit: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        wait(set, events, most, millis(limit), std::ptr::null()).unwrap_or_else(|| real::epoll_wait(set, events, most, limit))
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn epoll_pwait(
+    set: c_int,
+    events: *mut epoll_event,
+    most: c_int,
+    limit: c_int,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { wait(set, events, most, millis(limit), mask).unwrap_or_else(|| real::epoll_pwait(set, events, most, limit, mask)) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn epoll_pwait2(
+    set: c_int,
+    events: *mut epoll_event,
+    most: c_int,
+    limit: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let time = match limit.as_ref().map(micros) {
+            Some(None) => return fail(libc::EINVAL) as c_int,
+            time => time.flatten(),
+        };
+        wait(set, events, most, time, mask).unwrap_or_else(|| {
+            let [set, most] = [set, most].map(libc::c_long::from);
+            let mask_bytes = 8;
+            real::syscall(libc::SYS_epoll_pwait2, set, events as _, most, limit as _, mask as _, mask_bytes) as c_int
+        })
+    }
+}

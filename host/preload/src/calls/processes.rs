@@ -1,0 +1,204 @@
+//! Starting programs, and locking oneself in: the connections go back first.
+
+use crate::table::{self, File};
+use crate::{process, real};
+use baton_client::protocol::Until;
+use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
+
+/// Connections that another program would find are given back: those whose descriptors stay open.
+fn give_back_what_stays_open(reason: &str) {
+    if process::session().is_none() {
+        return;
+    }
+    for (fd, file) in table::known(0, u32::MAX) {
+        if let File::Tcp(tcp) = file
+            // SAFETY: a query.
+            && unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0
+        {
+            tcp.give_back(reason, Until::Alone);
+        }
+    }
+}
+
+extern "C" fn before_exec() {
+    give_back_what_stays_open("exec");
+}
+
+macro_rules! executes {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
+        /// See the C library.
+        ///
+        /// # Safety
+        /// As there.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+            before_exec();
+            // SAFETY: the caller's promise.
+            unsafe { real::$name($($argument),*) }
+        }
+    )*};
+}
+
+type Strings = *const *const c_char;
+
+executes! {
+    execve(path: *const c_char, arguments: Strings, environment: Strings);
+    execv(path: *const c_char, arguments: Strings);
+    execvp(file: *const c_char, arguments: Strings);
+    execvpe(file: *const c_char, arguments: Strings, environment: Strings);
+    fexecve(fd: c_int, arguments: Strings, environment: Strings);
+}
+
+/// What a new process may find: with actions, any descriptor can be among it.
+fn before_spawn(actions: *const c_void) {
+    if actions.is_null() {
+        give_back_what_stays_open("spawn");
+    } else {
+        process::give_everything_back("spawn", Until::Alone);
+    }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_spawn(
+    process: *mut pid_t,
+    path: *const c_char,
+    actions: *const c_void,
+    attributes: *const c_void,
+    arguments: *const *mut c_char,
+    environment: *const *mut c_char,
+) -> c_int {
+    before_spawn(actions);
+    // SAFETY: the caller's promise.
+    unsafe { real::posix_spawn(process, path, actions, attributes, arguments, environment) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_spawnp(
+    process: *mut pid_t,
+    file: *const c_char,
+    actions: *const c_void,
+    attributes: *const c_void,
+    arguments: *const *mut c_char,
+    environment: *const *mut c_char,
+) -> c_int {
+    before_spawn(actions);
+    // SAFETY: the caller's promise.
+    unsafe { real::posix_spawnp(process, file, actions, attributes, arguments, environment) }
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+    if operation == libc::PR_SET_SECCOMP {
+        process::close_for_good("seccomp");
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::prctl(operation, a, b, c, d) }
+}
+
+/// System calls whose first argument is a descriptor that they only look at or that this library itself passes on.
+fn is_harmless(number: c_long) -> bool {
+    matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
+}
+
+/// See the C library: a system call on a socket past all functions.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
+    match number {
+        libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
+        libc::SYS_seccomp => process::close_for_good("seccomp"),
+        libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => process::close_for_good("raw fork"),
+        libc::SYS_execve | libc::SYS_execveat => before_exec(),
+        _ if is_harmless(number) => {}
+        _ => {
+            if let Ok(fd) = c_int::try_from(a)
+                && let Some(tcp) = table::tcp(fd)
+            {
+                tcp.give_back("raw system call", Until::Never);
+            }
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::syscall(number, a, b, c, d, e, f) }
+}
+
+macro_rules! uses_io_uring {
+    ($($name:ident = $symbol:literal($($argument:ident),*);)*) => {$(
+        /// See liburing, whose system calls are its own: from here on everything stays in the kernel.
+        ///
+        /// # Safety
+        /// As there.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
+            process::close_for_good("io_uring");
+            // SAFETY: the symbol is liburing's function of this type.
+            let function: unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int =
+                unsafe { std::mem::transmute(real::address($symbol)) };
+            // SAFETY: the caller's promise.
+            unsafe { function($($argument),*) }
+        }
+    )*};
+    (@type $argument:ident) => { usize };
+}
+
+uses_io_uring! {
+    io_uring_queue_init = c"io_uring_queue_init"(entries, ring, flags);
+    io_uring_queue_init_params = c"io_uring_queue_init_params"(entries, ring, parameters);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod jumps {
+    //! Functions that cannot be called on: they return twice, or take a list of arguments without end. After the connections have gone
+    //! back control jumps to the C library's, with stack and registers as they were.
+
+    use super::before_exec;
+    use crate::real;
+    use std::sync::atomic::AtomicUsize;
+
+    macro_rules! jumps {
+        ($($name:ident = $symbol:literal, $at:ident, $prepare:ident;)*) => {$(
+            static $at: AtomicUsize = AtomicUsize::new(0);
+
+            extern "C" fn $prepare() {
+                before_exec();
+                $at.store(real::address($symbol), std::sync::atomic::Ordering::Relaxed);
+            }
+
+            /// See the C library.
+            #[unsafe(no_mangle)]
+            #[unsafe(naked)]
+            pub extern "C" fn $name() {
+                // Six argument registers, and al, which says how many vector registers are used; then the stack is as it was.
+                std::arch::naked_asm!(
+                    "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
+                    "call {prepare}",
+                    "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
+                    "jmp qword ptr [rip + {at}]",
+                    prepare = sym $prepare,
+                    at = sym $at,
+                )
+            }
+        )*};
+    }
+
+    jumps! {
+        vfork = c"vfork", VFORK, prepare_vfork;
+        execl = c"execl", EXECL, prepare_execl;
+        execlp = c"execlp", EXECLP, prepare_execlp;
+        execle = c"execle", EXECLE, prepare_execle;
+    }
+}

@@ -1,0 +1,395 @@
+//! Receiving and sending on a socket that may be on the NIC.
+//!
+//! First the short way: the connection is on the NIC, and everything fits. Else the long one, which waits where the call would wait.
+
+use crate::real;
+use crate::tcp::Tcp;
+use crate::thread::{self, fail, token};
+use crate::wait::{self, Want};
+use baton_abi::layout::Owner;
+use baton_client::protocol::Until;
+use libc::{c_int, c_void, iovec, msghdr, size_t, ssize_t};
+
+/// Flags that leave a send what it is for the NIC.
+const PLAIN_SEND: c_int =
+    libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM | libc::MSG_DONTROUTE;
+/// Flags that the NIC's bytes can be received with.
+const PLAIN_RECEIVE: c_int =
+    libc::MSG_DONTWAIT | libc::MSG_PEEK | libc::MSG_WAITALL | libc::MSG_TRUNC | libc::MSG_CMSG_CLOEXEC | libc::MSG_NOSIGNAL;
+
+/// The program's buffer.
+///
+/// # Safety
+/// It must be readable for so many bytes.
+#[inline(always)]
+unsafe fn bytes<'a>(start: *const c_void, length: size_t) -> &'a [u8] {
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(start.cast(), length) }
+}
+
+/// The program's buffer.
+///
+/// # Safety
+/// It must be writable for so many bytes.
+#[inline(always)]
+unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
+    if length == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(start.cast(), length) }
+}
+
+/// send(2) of one buffer.
+///
+/// # Safety
+/// As send(2).
+#[inline]
+pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
+    let mut done = 0;
+    if flags & !PLAIN_SEND == 0
+        && let Some((connection, session)) = tcp.managed()
+        && let Some(entered) = session.shared.enter(connection, token())
+        && entered.owner == Owner::Nic
+    {
+        // SAFETY: the caller's promise.
+        match session.shared.send(connection, token(), unsafe { bytes(start, length) }) {
+            Ok(sent) if sent == length => return sent as ssize_t,
+            Ok(sent) => done = sent,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => return send_failed(thread::number(&error), flags),
+        }
+    }
+    let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
+    let mut message = empty_message();
+    message.msg_iov = &mut vector;
+    message.msg_iovlen = 1;
+    // SAFETY: the caller's promise.
+    unsafe { send_rest(tcp, fd, &message, done, flags) }
+}
+
+#[cold]
+fn send_failed(number: c_int, flags: c_int) -> ssize_t {
+    if number == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
+        // SAFETY: what the kernel does to a thread that writes to nobody.
+        unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGPIPE) };
+    }
+    fail(number)
+}
+
+pub(crate) fn empty_message() -> msghdr {
+    // SAFETY: msghdr is plain data, for which zero is a value.
+    unsafe { std::mem::zeroed() }
+}
+
+/// What is left of a message's buffers behind so many bytes.
+fn behind(message: &msghdr, mut done: usize) -> Vec<iovec> {
+    let mut left = Vec::with_capacity(message.msg_iovlen as usize);
+    for at in 0..message.msg_iovlen as usize {
+        // SAFETY: the message has so many vectors.
+        let vector = unsafe { *message.msg_iov.add(at) };
+        if done >= vector.iov_len {
+            done -= vector.iov_len;
+            continue;
+        }
+        left.push(iovec { iov_base: vector.iov_base.wrapping_byte_add(done), iov_len: vector.iov_len - done });
+        done = 0;
+    }
+    left
+}
+
+fn total(message: &msghdr) -> usize {
+    // SAFETY: the message has so many vectors.
+    (0..message.msg_iovlen as usize).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
+}
+
+fn does_not_wait(fd: c_int, flags: c_int) -> bool {
+    // SAFETY: a query.
+    flags & libc::MSG_DONTWAIT != 0 || unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0
+}
+
+/// When a blocking call gives up: SO_RCVTIMEO or SO_SNDTIMEO.
+fn deadline(fd: c_int, option: c_int) -> Option<u64> {
+    let mut limit = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let mut length = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: room for one timeval.
+    unsafe { real::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut limit).cast(), &mut length) };
+    let micros = limit.tv_sec as u64 * 1_000_000 + limit.tv_usec as u64;
+    (micros > 0).then(|| wait::now() + micros)
+}
+
+/// What one attempt came to.
+enum Attempt {
+    Done(usize),
+    Failed(c_int),
+    /// The connection is being moved.
+    Moving,
+}
+
+fn attempt(result: std::io::Result<usize>) -> Attempt {
+    match result {
+        Ok(count) => Attempt::Done(count),
+        Err(error) => Attempt::Failed(thread::number(&error)),
+    }
+}
+
+fn native(result: ssize_t) -> Attempt {
+    if result < 0 { Attempt::Failed(thread::errno()) } else { Attempt::Done(result as usize) }
+}
+
+/// sendmsg(2).
+///
+/// # Safety
+/// As sendmsg(2).
+pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: the caller's promise.
+    unsafe { send_rest(tcp, fd, message, 0, flags) }
+}
+
+/// The same, when the first `done` bytes are sent already.
+#[inline(never)]
+unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, mut done: usize, flags: c_int) -> ssize_t {
+    if flags & !PLAIN_SEND != 0 {
+        tcp.give_back(unusual_send(flags), Until::Never);
+    } else if message.msg_controllen > 0 {
+        tcp.give_back("control message", Until::Again);
+    }
+    if !tcp.is_managed() {
+        let inside = tcp.inside_kernel();
+        // SAFETY: the caller's promise.
+        let sent = unsafe { real::sendmsg(fd, message, flags) };
+        drop(inside);
+        tcp.count(fd, sent, true);
+        return sent;
+    }
+    let wanted = total(message);
+    let mut limit = None;
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { try_send(tcp, fd, message, done, flags) } {
+            Attempt::Moving => {
+                if inside_already(tcp) {
+                    return fail(libc::EAGAIN);
+                }
+                tcp.settled_owner();
+                continue;
+            }
+            Attempt::Done(sent) => {
+                done += sent;
+                if done >= wanted {
+                    return done as ssize_t;
+                }
+            }
+            Attempt::Failed(libc::EAGAIN) => {}
+            Attempt::Failed(_) if done > 0 => return done as ssize_t,
+            Attempt::Failed(number) => return send_failed(number, flags),
+        }
+        tcp.stuck.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
+        if does_not_wait(fd, flags) {
+            return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
+        }
+        let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_SNDTIMEO));
+        if let Err(number) = wait::block(tcp, fd, Want::Send, *limit) {
+            return if done > 0 { done as ssize_t } else { fail(number) };
+        }
+    }
+}
+
+fn unusual_send(flags: c_int) -> &'static str {
+    if flags & libc::MSG_OOB != 0 {
+        "MSG_OOB"
+    } else if flags & libc::MSG_ZEROCOPY != 0 {
+        "MSG_ZEROCOPY"
+    } else if flags & libc::MSG_FASTOPEN != 0 {
+        "MSG_FASTOPEN"
+    } else {
+        "unknown send flag"
+    }
+}
+
+/// Whether this thread is in the middle of an operation on it, and now in a signal handler.
+fn inside_already(tcp: &Tcp) -> bool {
+    tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
+}
+
+/// One attempt to send what lies behind `done`, without waiting.
+unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
+    let mut vectors = behind(message, done);
+    let rest = |vectors: &mut Vec<iovec>| {
+        let mut rest = *message;
+        rest.msg_iov = vectors.as_mut_ptr();
+        rest.msg_iovlen = vectors.len() as _;
+        rest
+    };
+    let Some((connection, session)) = tcp.managed() else {
+        // SAFETY: the caller's promise.
+        return native(unsafe { real::sendmsg(fd, &rest(&mut vectors), flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) });
+    };
+    let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
+    if entered.owner != Owner::Nic {
+        // SAFETY: the caller's promise.
+        return native(unsafe { real::sendmsg(fd, &rest(&mut vectors), flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) });
+    }
+    let mut sent = 0;
+    for vector in &vectors {
+        // SAFETY: the caller's promise.
+        let piece = unsafe { bytes(vector.iov_base, vector.iov_len) };
+        match session.shared.send(connection, token(), piece) {
+            Ok(count) => {
+                sent += count;
+                if count < piece.len() {
+                    break;
+                }
+            }
+            Err(error) if sent == 0 => return Attempt::Failed(thread::number(&error)),
+            Err(_) => break,
+        }
+    }
+    Attempt::Done(sent)
+}
+
+/// recv(2) into one buffer.
+///
+/// # Safety
+/// As recv(2).
+#[inline]
+pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
+    if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) == 0
+        && length > 0
+        && tcp.lowat.load(std::sync::atomic::Ordering::Relaxed) <= 1
+        && let Some((connection, session)) = tcp.managed()
+        && let Some(entered) = session.shared.enter(connection, token())
+        && entered.owner == Owner::Nic
+    {
+        // SAFETY: the caller's promise.
+        match session.shared.receive(connection, token(), unsafe { bytes_mut(start, length) }) {
+            Ok(received) => {
+                tcp.took(received);
+                return received as ssize_t;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => return fail(thread::number(&error)),
+        }
+    }
+    let mut vector = iovec { iov_base: start, iov_len: length };
+    let mut message = empty_message();
+    message.msg_iov = &mut vector;
+    message.msg_iovlen = 1;
+    // SAFETY: the caller's promise.
+    unsafe { receive_message(tcp, fd, &mut message, flags) }
+}
+
+/// recvmsg(2).
+///
+/// # Safety
+/// As recvmsg(2).
+#[inline(never)]
+pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // SAFETY: the caller's promise.
+        return unsafe { real::recvmsg(fd, message, flags) };
+    }
+    if flags & !PLAIN_RECEIVE != 0 {
+        tcp.give_back(if flags & libc::MSG_OOB != 0 { "MSG_OOB" } else { "unknown receive flag" }, Until::Never);
+    }
+    if !tcp.is_managed() || flags & !PLAIN_RECEIVE != 0 {
+        let inside = tcp.inside_kernel();
+        // SAFETY: the caller's promise.
+        let received = unsafe { real::recvmsg(fd, message, flags) };
+        drop(inside);
+        tcp.count(fd, received, false);
+        return received;
+    }
+    let room = total(message);
+    let lowat = (tcp.lowat.load(std::sync::atomic::Ordering::Relaxed) as usize).max(1);
+    let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
+    let (mut done, mut limit) = (0, None);
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { try_receive(tcp, fd, message, done, flags) } {
+            Attempt::Moving => {
+                if inside_already(tcp) {
+                    return fail(libc::EAGAIN);
+                }
+                tcp.settled_owner();
+                continue;
+            }
+            Attempt::Done(0) => return done as ssize_t,
+            Attempt::Done(received) => {
+                done = if flags & libc::MSG_PEEK != 0 { received } else { done + received };
+                if done >= wanted || room == 0 {
+                    return done as ssize_t;
+                }
+            }
+            Attempt::Failed(libc::EAGAIN) => {}
+            Attempt::Failed(_) if done > 0 => return done as ssize_t,
+            Attempt::Failed(number) => return fail(number),
+        }
+        if does_not_wait(fd, flags) {
+            return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
+        }
+        let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_RCVTIMEO));
+        let peeked = if flags & libc::MSG_PEEK != 0 { 0 } else { done };
+        if let Err(number) = wait::block(tcp, fd, Want::Receive((wanted - peeked).min(1 << 17) as u32), *limit) {
+            return if done > 0 { done as ssize_t } else { fail(number) };
+        }
+    }
+}
+
+/// One attempt to receive behind `done`, without waiting.
+unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int) -> Attempt {
+    let Some((connection, session)) = tcp.managed() else { return Attempt::Moving };
+    let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
+    let peek = flags & libc::MSG_PEEK != 0;
+    let mut vectors = behind(message, if peek { 0 } else { done });
+    if entered.owner != Owner::Nic {
+        let mut rest = *message;
+        rest.msg_iov = vectors.as_mut_ptr();
+        rest.msg_iovlen = vectors.len() as _;
+        // SAFETY: the caller's promise.
+        let received = unsafe { real::recvmsg(fd, &mut rest, (flags | libc::MSG_DONTWAIT) & !libc::MSG_WAITALL) };
+        message.msg_namelen = rest.msg_namelen;
+        message.msg_controllen = rest.msg_controllen;
+        message.msg_flags = rest.msg_flags;
+        if received > 0 && !peek {
+            tcp.took(received as usize);
+        }
+        return native(received);
+    }
+    message.msg_namelen = 0;
+    message.msg_controllen = 0;
+    message.msg_flags = 0;
+    if vectors.is_empty() {
+        // Nothing is asked for: whether anything is there is all that is told.
+        return attempt(session.shared.peek(connection, token(), 0, &mut [0]).map(|_| 0));
+    }
+    let mut received = 0;
+    for vector in &vectors {
+        // SAFETY: the caller's promise.
+        let room = unsafe { bytes_mut(vector.iov_base, vector.iov_len) };
+        let result = if peek {
+            session.shared.peek(connection, token(), received as u32, room)
+        } else if flags & libc::MSG_TRUNC != 0 {
+            session.shared.skip(connection, token(), room.len())
+        } else {
+            session.shared.receive(connection, token(), room)
+        };
+        match result {
+            Ok(count) => {
+                received += count;
+                if count < room.len() {
+                    break;
+                }
+            }
+            Err(error) if received == 0 => return Attempt::Failed(thread::number(&error)),
+            Err(_) => break,
+        }
+    }
+    if !peek {
+        tcp.took(received);
+    }
+    Attempt::Done(received)
+}

@@ -1,0 +1,197 @@
+//! Socket options and ioctls of a connection that may be on the NIC.
+
+use crate::real;
+use crate::tcp::Tcp;
+use crate::thread::{self, fail, token};
+use baton_abi::layout::Owner;
+use baton_client::protocol::Until;
+use libc::{c_int, c_ulong, c_void, socklen_t};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+
+/// What setting an option means for a connection that may be on the NIC.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    /// It is set on the descriptor; the NIC hears of it as far as it acts on it.
+    Direct,
+    /// The NIC keeps alive, not the shell.
+    KeepAlive,
+    /// The connection goes back first, and may move again: the next handoff reads the option.
+    ReadAtHandoff,
+    /// The kernel alone can do it.
+    Never(&'static str),
+}
+
+fn meaning(level: c_int, option: c_int) -> Meaning {
+    match (level, option) {
+        (1, 9) => Meaning::KeepAlive,
+        // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
+        // SO_BINDTODEVICE, SO_MARK, SO_DONTROUTE.
+        (1, 2 | 25 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
+        (6, 31) => Meaning::Never("TCP_ULP"),
+        (6, 14 | 32 | 38..=42) => Meaning::Never("signed segments"),
+        (6, 19..=22) => Meaning::Never("TCP_REPAIR"),
+        (6, 36) => Meaning::Never("TCP_INQ"),
+        (1, 29 | 35 | 37 | 63..=65) => Meaning::Never("time stamps"),
+        (1, 42) => Meaning::Never("SO_PEEK_OFF"),
+        (1, 26 | 27 | 44 | 50) => Meaning::Never("socket filter"),
+        (0, 4) => Meaning::Never("IP_OPTIONS"),
+        _ => Meaning::Direct,
+    }
+}
+
+/// setsockopt(2).
+///
+/// # Safety
+/// As setsockopt(2).
+pub(crate) unsafe fn set(
+    tcp: &'static Tcp,
+    fd: c_int,
+    level: c_int,
+    option: c_int,
+    value: *const c_void,
+    length: socklen_t,
+) -> c_int {
+    let meaning = meaning(level, option);
+    match meaning {
+        Meaning::Never(reason) => tcp.give_back(reason, Until::Never),
+        Meaning::ReadAtHandoff => tcp.give_back("option", Until::Again),
+        Meaning::Direct | Meaning::KeepAlive => {}
+    }
+    let given = if length >= 4 && !value.is_null() {
+        // SAFETY: the program's value is so long.
+        Some(unsafe { value.cast::<c_int>().read_unaligned() })
+    } else {
+        None
+    };
+    // SAFETY: the caller's promise.
+    let native = || unsafe { real::setsockopt(fd, level, option, value, length) };
+    let done = loop {
+        let Some((connection, session)) = tcp.managed() else { break native() };
+        let Some(entered) = session.shared.enter(connection, token()) else {
+            if connection.is_inside(token()) {
+                return fail(libc::EAGAIN) as c_int;
+            }
+            tcp.settled_owner();
+            continue;
+        };
+        if entered.owner != Owner::Nic {
+            break native();
+        }
+        let done = if meaning == Meaning::KeepAlive && given.is_some() { 0 } else { native() };
+        if done == 0
+            && let Some(given) = given
+        {
+            // SAFETY: the program's descriptor, during its own call.
+            let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+            let _ = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
+        }
+        break done;
+    };
+    if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
+        tcp.lowat.store(given.unwrap_or(1).max(1) as u32, Ordering::Release);
+        tcp.changed();
+    }
+    done
+}
+
+/// getsockopt(2).
+///
+/// # Safety
+/// As getsockopt(2).
+pub(crate) unsafe fn get(
+    tcp: &'static Tcp,
+    fd: c_int,
+    level: c_int,
+    option: c_int,
+    value: *mut c_void,
+    length: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let done = unsafe { real::getsockopt(fd, level, option, value, length) };
+    if done == 0
+        && tcp.settled_owner() == Some(Owner::Nic)
+        && let Some((connection, session)) = tcp.managed()
+    {
+        let told = match (level, option) {
+            (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => i32::from(connection.keepalive()),
+            (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
+            (libc::IPPROTO_TCP, libc::TCP_INFO) => {
+                // SAFETY: the kernel has just written so many bytes there.
+                let info = unsafe { std::slice::from_raw_parts_mut(value.cast::<u8>(), *length as usize) };
+                if let Ok(detail) = session.shared.detail(connection.number()) {
+                    detail.overlay(info);
+                }
+                return done;
+            }
+            _ => return done,
+        };
+        // SAFETY: the kernel has just written an int there, or as much of one as there was room for.
+        unsafe { std::ptr::copy_nonoverlapping((&raw const told).cast::<u8>(), value.cast(), (*length as usize).min(4)) };
+    }
+    done
+}
+
+/// ioctl(2): how much there is to receive, and how much is not sent yet.
+///
+/// # Safety
+/// As ioctl(2).
+pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    const SIOCOUTQNSD: c_ulong = 0x894b;
+    let counted = matches!(request, libc::FIONREAD | libc::TIOCOUTQ | SIOCOUTQNSD);
+    if counted
+        && tcp.settled_owner() == Some(Owner::Nic)
+        && let Some((connection, session)) = tcp.managed()
+    {
+        session.shared.catch_up(token());
+        let state = connection.readiness();
+        let count = match request {
+            libc::FIONREAD => state.unread,
+            // What of it has been sent already is not told here.
+            SIOCOUTQNSD => 0,
+            _ => state.send_memory - state.room.min(state.send_memory),
+        };
+        // SAFETY: the program's int.
+        unsafe { argument.cast::<c_int>().write_unaligned(count as c_int) };
+        return 0;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::ioctl(fd, request, argument) }
+}
+
+/// shutdown(2).
+pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
+    if how != libc::SHUT_WR {
+        tcp.give_back("shutdown of receiving", Until::Again);
+    }
+    loop {
+        // SAFETY: no pointers are involved.
+        let native = || unsafe { real::shutdown(fd, how) };
+        let Some((connection, session)) = tcp.managed() else { return native() };
+        let Some(entered) = session.shared.enter(connection, token()) else {
+            if connection.is_inside(token()) {
+                return fail(libc::EAGAIN) as c_int;
+            }
+            tcp.settled_owner();
+            continue;
+        };
+        if entered.owner != Owner::Nic {
+            return native();
+        }
+        if connection.ended().is_some() {
+            return fail(libc::ENOTCONN) as c_int;
+        }
+        if connection.readiness().shut {
+            return 0;
+        }
+        match session.shared.shutdown(connection, token()) {
+            Ok(()) => {
+                drop(entered);
+                tcp.changed();
+                return 0;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => std::thread::yield_now(),
+            Err(error) => return fail(thread::number(&error)) as c_int,
+        }
+    }
+}

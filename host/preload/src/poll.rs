@@ -1,0 +1,202 @@
+//! poll(2), select(2) and their kin, with sockets that may be on the NIC.
+
+use crate::epoll::Set;
+use crate::tcp::Tcp;
+use crate::thread::{errno, fail};
+use crate::{process, readiness, real, table, thread, wait};
+use baton_abi::layout::Owner;
+use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
+
+/// What of the program's descriptors needs a look here.
+struct Watched {
+    sockets: Vec<(usize, &'static Tcp)>,
+    sets: Vec<(usize, &'static Set)>,
+}
+
+impl Watched {
+    fn among(fds: &[pollfd]) -> Watched {
+        let mut watched = Watched { sockets: Vec::new(), sets: Vec::new() };
+        for (at, entry) in fds.iter().enumerate() {
+            match table::get(entry.fd) {
+                Some(table::File::Tcp(tcp)) if tcp.is_managed() => watched.sockets.push((at, tcp)),
+                Some(table::File::Set(set)) => watched.sets.push((at, set)),
+                _ => {}
+            }
+        }
+        watched
+    }
+
+    fn is_empty(&self) -> bool {
+        self.sockets.is_empty() && self.sets.is_empty()
+    }
+
+    /// Answers for the sockets on the NIC, whose descriptors are taken out of what the kernel is asked. How many are ready.
+    fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
+        let mut ready = 0;
+        for (at, tcp) in &self.sockets {
+            if tcp.settled_owner() != Some(Owner::Nic) {
+                asked[*at].fd = fds[*at].fd;
+                continue;
+            }
+            asked[*at].fd = -1;
+            let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
+            fds[*at].revents = (readiness::events(tcp) & wanted) as i16;
+            ready += usize::from(fds[*at].revents != 0);
+        }
+        ready
+    }
+
+    /// Takes over what the kernel said, but of sockets that have moved meanwhile, and of sets only if it is true. How many are ready.
+    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd]) -> usize {
+        for (entry, answer) in fds.iter_mut().zip(asked) {
+            if answer.fd >= 0 {
+                entry.revents = answer.revents;
+            }
+        }
+        for (at, tcp) in &self.sockets {
+            if asked[*at].fd >= 0 && tcp.settled_owner() == Some(Owner::Nic) {
+                fds[*at].revents = 0;
+            }
+        }
+        for (at, set) in &self.sets {
+            if fds[*at].revents != 0 && !set.is_ready() {
+                fds[*at].revents = 0;
+            }
+        }
+        fds.iter().filter(|entry| entry.revents != 0).count()
+    }
+}
+
+/// ppoll(2) with a limit in microseconds.
+pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
+    let watched = Watched::among(fds);
+    let session = process::session();
+    let (Some(session), false) = (session, watched.is_empty()) else {
+        let limit =
+            limit.map(|limit| libc::timespec { tv_sec: (limit / 1_000_000) as i64, tv_nsec: (limit % 1_000_000 * 1000) as i64 });
+        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: so many live pollfds, the caller's mask.
+        return unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
+    };
+    let deadline = limit.map(|limit| wait::now() + limit);
+    let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
+    watched.sets.iter().for_each(|(_, set)| set.watch());
+    let mut asked: Vec<pollfd> = fds.to_vec();
+    loop {
+        session.shared.catch_up(thread::token());
+        fds.iter_mut().chain(asked.iter_mut()).for_each(|entry| entry.revents = 0);
+        let ready = watched.answer(fds, &mut asked);
+        let moves: Vec<u32> = sockets.iter().filter_map(|tcp| Some(tcp.managed()?.0.moves())).collect();
+        let got = if ready > 0 || limit == Some(0) {
+            // SAFETY: so many live pollfds.
+            unsafe {
+                real::ppoll(asked.as_mut_ptr(), asked.len() as libc::nfds_t, &libc::timespec { tv_sec: 0, tv_nsec: 0 }, mask)
+            }
+        } else {
+            let changed = || {
+                let now: Vec<u32> = sockets.iter().filter_map(|tcp| Some(tcp.managed()?.0.moves())).collect();
+                now != moves
+                    || watched.sockets.iter().any(|(at, tcp)| {
+                        let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
+                        asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
+                    })
+            };
+            match wait::sleep(session, &sockets, &mut asked, deadline, mask, changed) {
+                Ok(got) => got,
+                Err(number) => fail(number) as c_int,
+            }
+        };
+        if got < 0 && ready == 0 {
+            return got;
+        }
+        let errno = errno();
+        let total = watched.merge(fds, &asked);
+        fail(errno);
+        if total > 0 {
+            return total as c_int;
+        }
+        if limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
+            return 0;
+        }
+    }
+}
+
+fn asked_of_nic(tcp: &Tcp) -> bool {
+    tcp.managed().is_some_and(|(connection, _)| connection.owner() == Owner::Nic)
+}
+
+/// Whether any of these sets names a descriptor that needs a look here.
+fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
+    sets.iter().filter(|set| !set.is_null()).any(|set| {
+        // SAFETY: the program's set.
+        (0..count).any(|fd| unsafe { is_set(*set, fd) } && table::get(fd).is_some())
+    })
+}
+
+const BITS: usize = usize::BITS as usize;
+
+/// FD_ISSET without a limit: programs make larger sets.
+unsafe fn is_set(set: *const fd_set, fd: c_int) -> bool {
+    // SAFETY: the caller says that the set has so many bits.
+    unsafe { set.cast::<usize>().add(fd as usize / BITS).read_unaligned() >> (fd as usize % BITS) & 1 != 0 }
+}
+
+unsafe fn put(set: *mut fd_set, fd: c_int, on: bool) {
+    let bit = 1usize << (fd as usize % BITS);
+    // SAFETY: as above.
+    unsafe {
+        let word = set.cast::<usize>().add(fd as usize / BITS);
+        let value = word.read_unaligned();
+        word.write_unaligned(if on { value | bit } else { value & !bit });
+    }
+}
+
+/// What select(2) waits for, as poll's events, and what counts as ready (Linux, fs/select.c).
+const SELECT: [(i16, i16); 3] = [
+    (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND, libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND | POLLHUP | POLLERR),
+    (libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND, libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND | POLLERR),
+    (libc::POLLPRI, libc::POLLPRI),
+];
+
+/// pselect(2) with a limit in microseconds. None if the kernel can be asked as it is.
+///
+/// # Safety
+/// The sets must have `count` bits, or be null.
+pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<u64>, mask: *const sigset_t) -> Option<c_int> {
+    if count < 0 || !concerns(count, &sets) {
+        return None;
+    }
+    let mut fds = Vec::new();
+    for fd in 0..count {
+        let mut events = 0;
+        for (set, (wanted, _)) in sets.iter().zip(SELECT) {
+            // SAFETY: the caller's promise.
+            if !set.is_null() && unsafe { is_set(*set, fd) } {
+                events |= wanted;
+            }
+        }
+        if events != 0 {
+            fds.push(pollfd { fd, events, revents: 0 });
+        }
+    }
+    let got = poll(&mut fds, limit, mask);
+    if got < 0 {
+        return Some(got);
+    }
+    if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
+        return Some(fail(libc::EBADF) as c_int);
+    }
+    let mut total = 0;
+    for entry in &fds {
+        for (set, (wanted, counts)) in sets.iter().zip(SELECT) {
+            // SAFETY: the caller's promise.
+            if !set.is_null() && entry.events & wanted == wanted && unsafe { is_set(*set, entry.fd) } {
+                let on = entry.revents & counts != 0;
+                // SAFETY: the caller's promise.
+                unsafe { put(*set, entry.fd, on) };
+                total += c_int::from(on);
+            }
+        }
+    }
+    Some(total)
+}

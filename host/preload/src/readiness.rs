@@ -1,0 +1,30 @@
+//! What poll and epoll say of a connection on the NIC, as the kernel's tcp_poll would (Linux, net/ipv4/tcp.c).
+
+use crate::tcp::Tcp;
+use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
+use std::sync::atomic::Ordering;
+
+/// Events of a connection on the NIC, as bits of epoll, which are those of poll.
+pub(crate) fn events(tcp: &Tcp) -> u32 {
+    let Some((connection, _)) = tcp.managed() else { return 0 };
+    let state = connection.readiness();
+    let mut events = 0;
+    let ended = state.ended.is_some();
+    if ended || state.fin && state.shut {
+        events |= EPOLLHUP;
+    }
+    if ended || state.fin {
+        events |= EPOLLIN | EPOLLRDNORM | EPOLLRDHUP;
+    }
+    if state.unread >= tcp.lowat.load(Ordering::Relaxed) && state.unread > 0 {
+        events |= EPOLLIN | EPOLLRDNORM;
+    }
+    // Writable when a third is free (sk_stream_is_writeable).
+    if ended || state.shut || state.room >= (state.send_memory / 3).max(1) {
+        events |= EPOLLOUT | EPOLLWRNORM;
+    }
+    if state.ended.is_some_and(|error| error != 0) {
+        events |= EPOLLERR;
+    }
+    events as u32
+}

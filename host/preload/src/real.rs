@@ -1,0 +1,93 @@
+//! The functions that this library stands in front of.
+
+use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, nfds_t, off64_t, pid_t, size_t, sockaddr, socklen_t, ssize_t};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Finds the next definition of a symbol behind this library's. Aborts if there is none: nothing could be done instead.
+#[cold]
+fn find(name: &'static std::ffi::CStr, at: &AtomicUsize) -> usize {
+    // SAFETY: a C string; RTLD_NEXT is meant for this.
+    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
+    if found == 0 {
+        // SAFETY: nothing else is left to do.
+        unsafe { libc::abort() };
+    }
+    at.store(found, Ordering::Relaxed);
+    found
+}
+
+macro_rules! real {
+    ($($name:ident = $symbol:literal: fn($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        /// The C library's.
+        ///
+        /// # Safety
+        /// As the C library says.
+        #[inline(always)]
+        pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
+            static AT: AtomicUsize = AtomicUsize::new(0);
+            let at = match AT.load(Ordering::Relaxed) {
+                0 => find($symbol, &AT),
+                at => at,
+            };
+            // SAFETY: the symbol is a function of this type.
+            let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { std::mem::transmute(at) };
+            // SAFETY: the caller's promise.
+            unsafe { function($($arg),*) }
+        }
+    )*};
+}
+
+real! {
+    socket = c"socket": fn(domain: c_int, kind: c_int, protocol: c_int) -> c_int;
+    accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
+    accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
+    connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
+    close = c"close": fn(fd: c_int) -> c_int;
+    dup = c"dup": fn(fd: c_int) -> c_int;
+    dup2 = c"dup2": fn(fd: c_int, to: c_int) -> c_int;
+    dup3 = c"dup3": fn(fd: c_int, to: c_int, flags: c_int) -> c_int;
+    fcntl = c"fcntl": fn(fd: c_int, command: c_int, argument: c_ulong) -> c_int;
+    ioctl = c"ioctl": fn(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int;
+    read = c"read": fn(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t;
+    readv = c"readv": fn(fd: c_int, vectors: *const libc::iovec, count: c_int) -> ssize_t;
+    preadv2 = c"preadv2": fn(fd: c_int, vectors: *const libc::iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t;
+    recv = c"recv": fn(fd: c_int, buffer: *mut c_void, length: size_t, flags: c_int) -> ssize_t;
+    recvfrom = c"recvfrom": fn(fd: c_int, buffer: *mut c_void, length: size_t, flags: c_int, address: *mut sockaddr, size: *mut socklen_t) -> ssize_t;
+    recvmsg = c"recvmsg": fn(fd: c_int, message: *mut libc::msghdr, flags: c_int) -> ssize_t;
+    recvmmsg = c"recvmmsg": fn(fd: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int, limit: *mut libc::timespec) -> c_int;
+    write = c"write": fn(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t;
+    writev = c"writev": fn(fd: c_int, vectors: *const libc::iovec, count: c_int) -> ssize_t;
+    pwritev2 = c"pwritev2": fn(fd: c_int, vectors: *const libc::iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t;
+    send = c"send": fn(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t;
+    sendto = c"sendto": fn(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int, address: *const sockaddr, size: socklen_t) -> ssize_t;
+    sendmsg = c"sendmsg": fn(fd: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t;
+    sendmmsg = c"sendmmsg": fn(fd: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int;
+    sendfile = c"sendfile64": fn(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t;
+    splice = c"splice": fn(from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, length: size_t, flags: c_uint) -> ssize_t;
+    shutdown = c"shutdown": fn(fd: c_int, how: c_int) -> c_int;
+    getsockopt = c"getsockopt": fn(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int;
+    setsockopt = c"setsockopt": fn(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int;
+    poll = c"poll": fn(fds: *mut libc::pollfd, count: nfds_t, limit: c_int) -> c_int;
+    ppoll = c"ppoll": fn(fds: *mut libc::pollfd, count: nfds_t, limit: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    select = c"select": fn(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, limit: *mut libc::timeval) -> c_int;
+    pselect = c"pselect": fn(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, limit: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    epoll_ctl = c"epoll_ctl": fn(set: c_int, operation: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;
+    epoll_wait = c"epoll_wait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int) -> c_int;
+    epoll_pwait = c"epoll_pwait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int, mask: *const libc::sigset_t) -> c_int;
+    fdopen = c"fdopen": fn(fd: c_int, mode: *const c_char) -> *mut libc::FILE;
+    close_range = c"close_range": fn(first: c_uint, last: c_uint, flags: c_int) -> c_int;
+    execve = c"execve": fn(path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
+    execv = c"execv": fn(path: *const c_char, arguments: *const *const c_char) -> c_int;
+    execvp = c"execvp": fn(file: *const c_char, arguments: *const *const c_char) -> c_int;
+    execvpe = c"execvpe": fn(file: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
+    fexecve = c"fexecve": fn(fd: c_int, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
+    posix_spawn = c"posix_spawn": fn(process: *mut pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
+    posix_spawnp = c"posix_spawnp": fn(process: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
+    prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
+    syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
+}
+
+/// The address of a function, for a jump.
+pub(crate) fn address(name: &'static std::ffi::CStr) -> usize {
+    find(name, &AtomicUsize::new(0))
+}

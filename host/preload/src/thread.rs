@@ -1,0 +1,43 @@
+//! The calling thread: its number, its errno.
+
+use baton_ring::Token;
+use libc::c_int;
+
+/// A number that no other live thread of this process has: its control block's address. Not 0.
+#[inline(always)]
+pub(crate) fn token() -> Token {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let block: usize;
+        // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant II).
+        unsafe { std::arch::asm!("mov {}, fs:0", out(reg) block, options(nostack, preserves_flags, readonly, pure)) };
+        (block >> 4) as u32 | 1
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        thread_local!(static HERE: u8 = const { 0 });
+        HERE.with(|here| (std::ptr::from_ref(here) as usize >> 2) as u32 | 1)
+    }
+}
+
+/// Sets errno, and gives what a failed call returns.
+#[cold]
+pub(crate) fn fail(number: c_int) -> isize {
+    // SAFETY: the C library's own variable of this thread.
+    unsafe { *libc::__errno_location() = number };
+    -1
+}
+
+/// errno.
+pub(crate) fn errno() -> c_int {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() }
+}
+
+/// The number of an error.
+pub(crate) fn number(error: &std::io::Error) -> c_int {
+    error.raw_os_error().unwrap_or(match error.kind() {
+        std::io::ErrorKind::WouldBlock => libc::EAGAIN,
+        _ => libc::EIO,
+    })
+}

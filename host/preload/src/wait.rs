@@ -1,0 +1,181 @@
+//! Waiting, for the kernel and the NIC at once.
+//!
+//! A thread that waits for a socket has an eventfd (a [`Waiter`]) that is written when something happens to the socket. Whoever is
+//! woken by the session's bell first takes in what the NIC has told and passes it on to the others.
+
+use crate::process::Session;
+use crate::tcp::Tcp;
+use crate::{process, real, thread};
+use baton_abi::layout::Owner;
+use libc::{c_int, pollfd};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// An eventfd of a thread that waits.
+pub(crate) struct Waiter(c_int);
+
+static POOL: Mutex<Vec<Arc<Waiter>>> = Mutex::new(Vec::new());
+static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+/// Whether a descriptor is one of the waiters'.
+pub(crate) fn is_ours(fd: c_int) -> bool {
+    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+}
+
+/// A new eventfd, out of the program's way.
+pub(crate) fn eventfd() -> c_int {
+    // SAFETY: no pointers are involved.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 { fd } else { process::lift(fd) }
+}
+
+/// Makes an eventfd readable.
+pub(crate) fn signal(fd: c_int) {
+    let one = 1u64.to_ne_bytes();
+    // SAFETY: eight live bytes; it can only fail because it is readable already.
+    unsafe { real::write(fd, one.as_ptr().cast(), 8) };
+}
+
+/// Makes it unreadable.
+pub(crate) fn clear(fd: c_int) {
+    let mut count = [0u8; 8];
+    // SAFETY: eight live bytes; it can only fail because it is unreadable already.
+    unsafe { real::read(fd, count.as_mut_ptr().cast(), 8) };
+}
+
+impl Waiter {
+    fn take() -> Arc<Waiter> {
+        if let Some(waiter) = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+            return waiter;
+        }
+        let fd = eventfd();
+        OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
+        Arc::new(Waiter(fd))
+    }
+
+    fn give(self: Arc<Waiter>) {
+        clear(self.0);
+        POOL.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+    }
+
+    /// Wakes the thread.
+    pub fn wake(&self) {
+        signal(self.0);
+    }
+}
+
+/// Microseconds of the monotonic clock.
+pub(crate) fn now() -> u64 {
+    baton_kernel::events::monotonic_micros()
+}
+
+/// Makes an eventfd unreadable, if somebody might look at it.
+pub(crate) fn clear_if(looked_at: bool, fd: c_int) {
+    if looked_at {
+        clear(fd);
+    }
+}
+
+/// Waits until the kernel has something for `fds`, or something has happened to one of `sockets`; `ready` is asked once more before
+/// falling asleep. Answers are in `fds` as by ppoll; errno if that fails.
+pub(crate) fn sleep(
+    session: &Session,
+    sockets: &[&Tcp],
+    fds: &mut Vec<pollfd>,
+    deadline: Option<u64>,
+    mask: *const libc::sigset_t,
+    ready: impl Fn() -> bool,
+) -> Result<c_int, c_int> {
+    let waiter = Waiter::take();
+    for socket in sockets {
+        socket.add_waiter(&waiter);
+    }
+    session.shared.count_sleeper();
+    session.shared.catch_up(thread::token());
+    let programs = fds.len();
+    let bell = session.shared.bell().as_fd().as_raw_fd();
+    for fd in [waiter.0, bell] {
+        fds.push(pollfd { fd, events: libc::POLLIN, revents: 0 });
+    }
+    let result = if ready() {
+        Ok(0)
+    } else {
+        let limit = deadline.map(|deadline| {
+            let left = deadline.saturating_sub(now());
+            libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
+        });
+        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: as many pollfds as it says; the caller's mask.
+        let got = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
+        if got < 0 { Err(thread::errno()) } else { Ok(got) }
+    };
+    session.shared.uncount_sleeper();
+    for socket in sockets {
+        socket.remove_waiter(&waiter);
+    }
+    waiter.give();
+    if result.is_ok() && fds[programs + 1].revents != 0 {
+        session.shared.bell().clear();
+        session.shared.catch_up(thread::token());
+    }
+    fds.truncate(programs);
+    result
+}
+
+/// What is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Want {
+    /// So many bytes to receive, or the end.
+    Receive(u32),
+    /// Room to send.
+    Send,
+}
+
+/// Whether the NIC has what is wanted.
+fn satisfied(tcp: &Tcp, want: Want) -> bool {
+    let Some((connection, _)) = tcp.managed() else { return true };
+    if connection.owner() != Owner::Nic {
+        return false;
+    }
+    let state = connection.readiness();
+    match want {
+        Want::Receive(count) => state.unread >= count || state.fin || state.ended.is_some(),
+        Want::Send => state.room >= (state.send_memory / 3).max(1) || state.shut || state.ended.is_some(),
+    }
+}
+
+/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler wants that seen.
+pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> Result<(), c_int> {
+    let Some((connection, session)) = tcp.managed() else { return Ok(()) };
+    if tcp.settled_owner() == Some(Owner::Nic) && satisfied(tcp, want) {
+        return Ok(());
+    }
+    let moves = connection.moves();
+    let mut fds = Vec::with_capacity(3);
+    if connection.owner() == Owner::Kernel {
+        let events = if want == Want::Send { libc::POLLOUT } else { libc::POLLIN };
+        fds.push(pollfd { fd, events, revents: 0 });
+    }
+    let ready = || connection.moves() != moves || satisfied(tcp, want);
+    match sleep(session, &[tcp], &mut fds, deadline, std::ptr::null(), ready) {
+        Ok(_) if deadline.is_some_and(|deadline| now() >= deadline) && !satisfied(tcp, want) => Err(libc::EAGAIN),
+        Ok(_) => Ok(()),
+        Err(libc::EINTR) if deadline.is_none() && handlers_restart() => Ok(()),
+        Err(number) => Err(number),
+    }
+}
+
+/// Whether every handler that is installed wants interrupted calls to be restarted (SA_RESTART). Which one ran nobody tells; programs
+/// that mix both kinds are prepared for EINTR.
+fn handlers_restart() -> bool {
+    (1..=64).all(|signal| {
+        // SAFETY: sigaction is plain data, for which zero is a value; asking changes nothing.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let known = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) } == 0;
+        !known
+            || action.sa_sigaction == libc::SIG_DFL
+            || action.sa_sigaction == libc::SIG_IGN
+            || action.sa_flags & libc::SA_RESTART != 0
+    })
+}
