@@ -205,10 +205,7 @@ impl Stage<'_> {
     }
 
     fn list(&mut self) -> Result<Vec<ConnectionInfo>> {
-        match self.tool.ask(Ask::List)? {
-            Reply::Connections(list) => Ok(list),
-            other => bail!("not a list: {other:?}"),
-        }
+        self.tool.connections()
     }
 
     fn wait_for_connections(&mut self, count: usize) -> Result<()> {

@@ -10,7 +10,7 @@
 
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
-use baton_client::protocol::{Answer, Ask, Reply, Request, Statistics};
+use baton_client::protocol::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
 use baton_control::{LinkSettings, NicSettings};
 use baton_keeper::Devices;
 use baton_kernel::control::Channel;
@@ -330,6 +330,22 @@ impl Tool {
                 Reply::Restarted { .. } => tag = self.send(body.clone())?,
                 body if answer.tag == tag => return Ok(body),
                 _ => {}
+            }
+        }
+    }
+
+    /// Every connection that the agent knows.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn connections(&mut self) -> Result<Vec<ConnectionInfo>> {
+        let mut all: Vec<ConnectionInfo> = Vec::new();
+        loop {
+            let from = all.last().map_or((0, 0), |last| (last.session, last.connection + 1));
+            match self.ask(Ask::List { from })? {
+                Reply::Connections(list) if list.is_empty() => return Ok(all),
+                Reply::Connections(list) => all.extend(list),
+                other => bail!("the agent's answer makes no sense: {other:?}"),
             }
         }
     }

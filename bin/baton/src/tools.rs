@@ -84,10 +84,7 @@ impl Filter {
 }
 
 fn connections(tool: &mut Tool) -> Result<Vec<ConnectionInfo>> {
-    match tool.ask(Ask::List)? {
-        Reply::Connections(list) => Ok(list),
-        other => bail!("the agent's answer makes no sense: {other:?}"),
-    }
+    tool.connections()
 }
 
 /// The name of a process, if it can be read.
@@ -102,14 +99,42 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
         println!("{}", serde_json::to_string(&list)?);
         return Ok(true);
     }
-    println!("{:<7} {:<6} {:>6}  {:<22} {:<22} {:<16} WHY", "NUMBER", "PLACE", "MOVES", "LOCAL", "PEER", "PROGRAM");
+    println!(
+        "{:<7} {:<6} {:>6} {:>8}  {:<22} {:<22} {:<20} WHY",
+        "NUMBER", "PLACE", "MOVES", "SINCE", "LOCAL", "PEER", "PROGRAM"
+    );
     for info in &list {
         let place = if info.place == Place::Nic { "nic" } else { "kernel" };
         let number = format!("{}.{}", info.session, info.connection);
         let program = format!("{}/{}", program(info.process), info.process);
-        println!("{number:<7} {place:<6} {:>6}  {:<22} {:<22} {program:<16} {}", info.moves, info.local, info.peer, info.reason);
+        let since = age(info.for_us);
+        println!(
+            "{number:<7} {place:<6} {:>6} {since:>8}  {:<22} {:<22} {program:<20} {}",
+            info.moves, info.local, info.peer, info.reason
+        );
+        let d = &info.detail;
+        println!(
+            "        {} rtt {:.3} ms, cwnd {}, mss {}, retransmitted {}; queues: unread {}, in flight {}, unsent {}",
+            baton_kernel::examine::state_name(d.state),
+            f64::from(d.srtt) / 1000.0,
+            d.cwnd,
+            d.mss,
+            d.retransmitted,
+            d.unread,
+            d.in_flight,
+            d.unsent
+        );
     }
     Ok(true)
+}
+
+/// A time as people say it.
+fn age(micros: u64) -> String {
+    match micros / 1000 {
+        millis if millis < 1000 => format!("{millis} ms"),
+        millis if millis < 600_000 => format!("{:.1} s", millis as f64 / 1000.0),
+        millis => format!("{} min", millis / 60_000),
+    }
 }
 
 /// `baton move`. False if a connection stayed where it was.

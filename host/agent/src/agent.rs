@@ -25,6 +25,7 @@ use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
+use baton_kernel::tcp_info::TcpInfo;
 use baton_kernel::{netlink, process, rtnetlink, shell, socket};
 use baton_ring::Region;
 use baton_steering::Steering;
@@ -34,6 +35,28 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// Connections in one answer.
+const LISTED: usize = 128;
+
+/// What the kernel says of a connection that it has.
+fn kernel_detail(connection: &Connection) -> Option<Detail> {
+    let fd = connection.fd.as_fd();
+    let info = TcpInfo::read(fd).ok()?;
+    let queue = |request| socket::queue_bytes(fd, request).unwrap_or(0);
+    let (queued, unsent) = (queue(socket::SIOCOUTQ), queue(socket::SIOCOUTQNSD));
+    Some(Detail {
+        state: info.state,
+        srtt: info.rtt,
+        cwnd: info.snd_cwnd,
+        in_flight: queued.saturating_sub(unsent),
+        unsent,
+        unread: queue(socket::SIOCINQ),
+        send_window: 0,
+        retransmitted: info.total_retrans,
+        mss: info.snd_mss,
+    })
+}
 
 const LISTENER: u64 = u64::MAX;
 const NIC_BELL: u64 = u64::MAX - 1;
@@ -259,7 +282,7 @@ impl Agent {
                 Some((Reply::Done, Vec::new()))
             }
             Ask::Forget { connection } => Some((self.forget(number, connection), Vec::new())),
-            Ask::List => Some((Reply::Connections(self.list()), Vec::new())),
+            Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
         }
     }
@@ -352,15 +375,15 @@ impl Agent {
     }
 
     fn detail_of(&self, connection: &Connection) -> Option<Detail> {
-        let Stage::Nic(on_nic) = &connection.stage else { return None };
+        let Stage::Nic(on_nic) = &connection.stage else { return kernel_detail(connection) };
         let record = read_record(&self.hardware.memory, nic::slot(on_nic.cid.slot()))?;
         Some(Detail {
             state: record.state,
             srtt: record.srtt,
             cwnd: record.cwnd,
             in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
-            unsent: record.snd_end.wrapping_sub(record.snd_nxt),
-            unread: record.rcv_nxt.wrapping_sub(record.rcv_read),
+            unsent: connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt),
+            unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
             send_window: record.snd_wnd,
             retransmitted: 0,
             mss: u32::from(on_nic.image.mss),
@@ -454,6 +477,7 @@ impl Agent {
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
             return;
         };
+        let connection_name = format!("{:?} after {} moves", connection.flow, connection.made);
         let result = match back::complete(&mut ground, open, connection) {
             Ok(()) => Ok(()),
             Err(Failure::Stays(stay)) => Err(stay),
@@ -462,7 +486,7 @@ impl Agent {
                 Err(_) => Err(Stay::NicGone),
             },
             Err(Failure::Lost(error)) => {
-                eprintln!("baton agent: a connection is lost: {error}");
+                eprintln!("baton agent: {} is lost: {error}", connection_name);
                 self.statistics.failed_moves += 1;
                 Err(Stay::System(error.step, error.error))
             }
@@ -623,7 +647,6 @@ impl Agent {
     }
 
     fn give_everything_back(&mut self) {
-        eprintln!("DEBUG {:?}", self.count());
         for number in 0..self.sessions.len() as u32 {
             self.end_session(number);
         }
@@ -657,11 +680,14 @@ impl Agent {
         }
     }
 
-    fn list(&self) -> Vec<ConnectionInfo> {
+    fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
         let mut list = Vec::new();
         for (at, session) in self.sessions.iter().enumerate() {
             let Some(session) = session else { continue };
             for connection in session.connections.iter().flatten() {
+                if (at as u32, connection.number) < from || list.len() >= LISTED {
+                    continue;
+                }
                 list.push(ConnectionInfo {
                     session: at as u32,
                     connection: connection.number,
@@ -671,6 +697,8 @@ impl Agent {
                     peer: connection.peer.to_string(),
                     place: connection.place(),
                     moves: connection.made,
+                    for_us: monotonic_micros() - connection.since,
+                    detail: self.detail_of(connection).unwrap_or_default(),
                     reason: connection.reason.clone(),
                 });
             }

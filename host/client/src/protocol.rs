@@ -76,8 +76,11 @@ pub enum Ask {
         /// Where to.
         to: Place,
     },
-    /// Lists all connections.
-    List,
+    /// Lists connections, as many as fit into one answer, from this session and number on.
+    List {
+        /// Session and number of the first.
+        from: (u32, u32),
+    },
     /// The NIC's counters and the agent's.
     Statistics,
 }
@@ -190,7 +193,7 @@ pub enum Reply {
     },
     /// A connection on the NIC.
     Detail(Detail),
-    /// Connections.
+    /// Connections; none when there are no more.
     Connections(Vec<ConnectionInfo>),
     /// Statistics.
     Statistics(Box<Statistics>),
@@ -215,6 +218,10 @@ pub struct ConnectionInfo {
     pub place: Place,
     /// How often it moved.
     pub moves: u32,
+    /// For how long it has been where it is, microseconds.
+    pub for_us: u64,
+    /// What is known of its path and queues.
+    pub detail: Detail,
     /// Why it stayed or went back last.
     pub reason: String,
 }

@@ -273,6 +273,8 @@ impl Shared {
             && connection.has_moved()
         {
             refresh(&mut events, connection);
+            // Others, too, have to look at it anew.
+            self.listener.0(connection.number());
         }
     }
 
@@ -546,6 +548,7 @@ impl Shared {
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
         for connection in connections.iter().flatten().filter(|connection| connection.has_moved()) {
             refresh(events, connection);
+            self.listener.0(connection.number());
         }
     }
 

@@ -99,7 +99,11 @@ impl<'a> Importer<'a> {
             unsent = unsent.skip(sent);
         }
         if self.image.state.fin_queued() {
-            socket::shutdown_write(self.fd).step("shutdown")?;
+            match socket::shutdown_write(self.fd) {
+                // The peer has reset it, or acknowledged our FIN and closed, meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotConnected => {}
+                other => other.step("shutdown")?,
+            }
         }
         Ok(())
     }

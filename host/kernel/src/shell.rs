@@ -188,7 +188,8 @@ pub(crate) fn reassociate(
     let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     let limit = if shown == segment { 0 } else { shown };
     if let Some(mss) = mss {
-        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss))?;
+        // TCP_MAXSEG takes no more, though loopback has larger segments.
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss.min(32_767)))?;
     }
     // Its name shows the port even when the socket no longer holds it; this shows the port that it holds.
     let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));

@@ -10,8 +10,8 @@ use core::ops::{Deref, DerefMut};
 
 /// Bytes in front of every frame where a backend may put its own header.
 pub const HEADROOM: usize = 16;
-/// The largest frame: a 64 KB IP packet and its Ethernet header.
-pub const MAX_FRAME: usize = 65_535 + 14;
+/// Room for the largest frame, a 64 KB IP packet and its Ethernet header, with what a header may turn out to be shorter than.
+pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 
 /// What is known about a frame's TCP or UDP checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -97,6 +97,7 @@ impl Connection {
         connection.recovery.reordering_seen = image.reordering_seen;
         connection.adopt_in_flight(now);
         connection.rearm_send_timer(now);
+        connection.probe_what_was_adopted(now);
         connection.start_keepalive(now);
         if image.state == ImageState::TimeWait {
             connection.enter_time_wait(now);

@@ -44,6 +44,9 @@ pub(crate) struct Timers {
     pub probes: u8,
 }
 
+/// Microseconds after which a connection that came with data in flight probes for its loss, if no acknowledgement has come.
+const ADOPTED_PROBE: u64 = 10_000;
+
 impl Default for Timers {
     fn default() -> Self {
         Timers {
@@ -182,6 +185,15 @@ impl Connection {
         match self.tail_loss_timeout() {
             Some(wait) => self.arm(SendTimer::TailLoss, now.after(wait)),
             None => self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout())),
+        }
+    }
+
+    /// Whoever had the connection before may have waited for an acknowledgement already, for how long nobody tells; and a connection
+    /// that moves often would never see a time-out. So the tail is probed soon.
+    pub(crate) fn probe_what_was_adopted(&mut self, now: Instant) {
+        let soon = now.after(ADOPTED_PROBE);
+        if !self.scoreboard.is_empty() && self.timers.send_at > soon {
+            self.arm(SendTimer::TailLoss, soon);
         }
     }
 
