@@ -573,19 +573,19 @@ impl Registration {
     }
 }
 
-/// In a child that has inherited sets: its sockets are others, and its session will have a bell of its own.
-pub(crate) fn relink() {
+/// In a child that has inherited sets: they are its parent's, too, and nothing is changed in them from here. The sockets in them stay in
+/// the kernel, which alone can tell both.
+pub(crate) fn leave_inherited() {
     for (epfd, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
-        let mut inner = locked(&set.inner);
-        inner.bell = None;
-        for fd in inner.sockets.keys() {
-            if let Some(tcp) = table::tcp(*fd) {
-                tcp.remove_set(set, *fd);
-                tcp.add_set(set, *fd);
-            }
+        // Whoever held this lock in the parent does not exist here: then nothing is known of the set.
+        if let Ok(inner) = set.inner.try_lock() {
+            inner.sockets.keys().filter_map(|fd| table::tcp(*fd)).for_each(Tcp::stay);
         }
-        let _ = epfd;
+        table::put(epfd, None);
+    }
+    if let Ok(mut pool) = POOL.try_lock() {
+        pool.clear();
     }
 }
 

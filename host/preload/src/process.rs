@@ -201,7 +201,7 @@ extern "C" fn child_after_fork() {
             table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
         }
     }
-    crate::epoll::relink();
+    crate::epoll::leave_inherited();
 }
 
 /// Whatever the program has when it starts: sockets that somebody opened for it.

@@ -288,6 +288,11 @@ impl Tcp {
         thread::fail(errno);
     }
 
+    /// It stays in the kernel, and the agent never hears of it.
+    pub fn stay(&self) {
+        let _ = self.hands.compare_exchange(Hands::Candidate as u8, Hands::Refused as u8, Ordering::AcqRel, RELAXED);
+    }
+
     /// After a fork: it may move again when no other process has it.
     pub fn allow_again(&self) {
         if let Some((connection, session)) = self.managed()
