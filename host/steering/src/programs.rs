@@ -102,12 +102,8 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     a.load(Size::Word, R::R2, R::R6, INTERFACE).jump_unless_equal(R::R1, R::R2, "unknown");
 }
 
-/// What becomes of frames in the kernel: dropped if the NIC has their connection.
-fn drop_if_stolen(mut a: Assembler) -> Vec<u8> {
-    a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
-    a.label("unknown").label("other").set(R::R0, NEXT).exit();
-    a.finish()
-}
+/// Index of no device.
+const NOWHERE: i32 = i32::MAX;
 
 /// At a device's ingress: the kernel does not hear the NIC's connections.
 pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
@@ -116,7 +112,9 @@ pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
     find(&mut a, Way::Incoming, flows);
-    drop_if_stolen(a)
+    a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
+    a.label("unknown").label("other").set(R::R0, NEXT).exit();
+    a.finish()
 }
 
 /// At a device's egress: the kernel does not speak for the NIC's connections.
@@ -130,8 +128,12 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.label("ours").load(Size::Word, R::R2, R::R1, INTERFACE).jump_unless(R::R2, LOOPBACK as i32, "other");
     a.store_word(R::R1, SKB_MARK, ROUTED as i32);
     a.set(R::R1, LOOPBACK as i32).set(R::R2, 0).set(R::R3, 0).set(R::R4, 0).call(Helper::RedirectNeighbour).exit();
-    a.label("theirs");
-    drop_if_stolen(a)
+    // To a device that there is not: the sender takes it for sent. Of a plain drop the kernel's TCP is told, and would not count what
+    // it holds to have sent.
+    a.label("theirs").jump_unless(R::R7, Steer::Steal as i32, "other");
+    a.set(R::R1, NOWHERE).set(R::R2, 0).call(Helper::Redirect).exit();
+    a.label("unknown").label("other").set(R::R0, NEXT).exit();
+    a.finish()
 }
 
 /// At the NIC's packet socket: what comes for its connections, and ICMP, which may be about them.

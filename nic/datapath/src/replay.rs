@@ -43,6 +43,11 @@ impl LastWords<'_> {
             if host.transmit(&mut frame) { sent += 1 } else { dropped += 1 }
         };
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
+        // In one segment with all else: a kernel that answered before it knows of the FIN would ask a peer that may be gone, and be reset.
+        if image.state.fin_received() {
+            send(in_order, Flags::ACK | Flags::FIN, 0);
+            return (sent, dropped);
+        }
         // Without the peer's timestamp there is nothing to learn from it, except that our FIN is acknowledged.
         if image.ts_recent != 0 || !image.timestamps || image.state.fin_acknowledged() {
             send(in_order, Flags::ACK, 0);
@@ -55,9 +60,7 @@ impl LastWords<'_> {
                 seq = seq.wrapping_add(length);
             }
         }
-        if image.state.fin_received() {
-            send(in_order, Flags::ACK | Flags::FIN, 0);
-        } else if let Some(fin) = self.fin_behind_hole {
+        if let Some(fin) = self.fin_behind_hole {
             send(fin, Flags::ACK | Flags::FIN, 0);
         }
         (sent, dropped)

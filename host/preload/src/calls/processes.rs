@@ -123,6 +123,9 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
         libc::SYS_seccomp => process::close_for_good("seccomp"),
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => process::close_for_good("raw fork"),
         libc::SYS_execve | libc::SYS_execveat => before_exec(),
+        // libuv closes so, to have no cancellation point.
+        // SAFETY: the caller's promise.
+        libc::SYS_close => return unsafe { super::descriptors::close(a as c_int) }.into(),
         _ if is_harmless(number) => {}
         _ => {
             if let Ok(fd) = c_int::try_from(a)
