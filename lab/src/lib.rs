@@ -1,6 +1,7 @@
 //! Test beds, loads, measurement, report.
 #![forbid(unsafe_code)]
 
+pub mod bypass;
 pub mod datapath;
 pub mod demo;
 pub mod http;

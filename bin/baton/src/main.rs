@@ -69,6 +69,11 @@ enum Command {
         #[arg(long)]
         segments: u64,
     },
+    #[command(hide = true)]
+    BenchBypassWorkload {
+        #[arg(long)]
+        messages: u64,
+    },
     /// The processes of a running Baton; started by each other, not by people.
     #[command(hide = true)]
     KeeperProcess(ProcessArguments),
@@ -82,6 +87,12 @@ enum Command {
 enum Bench {
     /// What a received segment costs on the memory wire: packets/s, cycles, instructions by layer.
     Datapath {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// What a send and a receive cost a program whose connection is on the NIC: instructions.
+    Bypass {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
@@ -106,6 +117,16 @@ fn bench(what: &Bench) -> Result<bool> {
                 println!("{}", serde_json::to_string_pretty(&report)?);
             } else {
                 println!("geometric mean of the ratios: {:.3}", report.geomean_ratio);
+            }
+            Ok(true)
+        }
+        Bench::Bypass { json } => {
+            let measured = baton_lab::bypass::run()?;
+            if *json {
+                println!("{}", serde_json::to_string(&measured)?);
+            } else {
+                println!("send of 64 bytes:    {:>6.1} instructions", measured.send);
+                println!("receive of 64 bytes: {:>6.1} instructions", measured.receive);
             }
             Ok(true)
         }
@@ -286,6 +307,7 @@ fn run(command: Command) -> Result<bool> {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
+        Command::BenchBypassWorkload { messages } => baton_lab::bypass::workload(messages).map(|()| true),
         Command::KeeperProcess(given) => baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::AgentProcess(given) => baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::NicProcess(given) => baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),

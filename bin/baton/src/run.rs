@@ -55,6 +55,9 @@ pub struct RunArguments {
     /// Where the agent listens, if one runs already.
     #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
     socket: Option<PathBuf>,
+    /// Microseconds that the NIC of a Baton that is started for the program polls without work before it sleeps.
+    #[arg(long, default_value_t = 100)]
+    spin: u64,
     /// Where a Baton that is started for the program writes its messages.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
@@ -153,7 +156,7 @@ fn running_agent(arguments: &RunArguments) -> Result<Option<(PathBuf, Channel)>>
 }
 
 /// Settings of a Baton beside the kernel.
-pub fn beside_settings(socket: PathBuf, lingers: bool) -> Result<AgentSettings> {
+pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSettings> {
     let mut key = [0u8; 32];
     process::random(&mut key).context("random numbers")?;
     let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|n| key[8 * at + n]));
@@ -168,7 +171,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool) -> Result<AgentSettings> 
         nic: NicSettings {
             slots: SLOTS,
             core: None,
-            spin: 100,
+            spin,
             segmentation: true,
             drop_during_moves: false,
             beside: true,
@@ -188,7 +191,7 @@ fn start_agent(arguments: &RunArguments) -> Result<(PathBuf, Channel)> {
     let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
     std::fs::create_dir_all(&directory).with_context(|| format!("making {}", directory.display()))?;
     let socket = directory.join("agent.sock");
-    let settings = beside_settings(socket.clone(), true)?;
+    let settings = beside_settings(socket.clone(), true, arguments.spin)?;
     let me = process::open_process(std::process::id()).context("pidfd_open")?;
     let mut command = Command::new(std::env::current_exe()?);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());

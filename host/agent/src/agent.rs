@@ -393,10 +393,8 @@ impl Agent {
     /// The program wants of a connection what only the kernel can do.
     fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
         let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.group);
-        if let Some(group) = self.groups.get(group) {
-            if !reason.is_empty() {
-                *group.report.given_back.entry(reason.clone()).or_default() += 1;
-            }
+        if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
+            *group.report.given_back.entry(reason.clone()).or_default() += 1;
         }
         self.bring_back(session, number);
         self.hear_nic();
@@ -477,7 +475,7 @@ impl Agent {
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
             return;
         };
-        let connection_name = format!("{:?} after {} moves", connection.flow, connection.made);
+        let flow = connection.flow;
         let result = match back::complete(&mut ground, open, connection) {
             Ok(()) => Ok(()),
             Err(Failure::Stays(stay)) => Err(stay),
@@ -486,7 +484,7 @@ impl Agent {
                 Err(_) => Err(Stay::NicGone),
             },
             Err(Failure::Lost(error)) => {
-                eprintln!("baton agent: {} is lost: {error}", connection_name);
+                eprintln!("baton agent: {flow:?} is lost: {error}");
                 self.statistics.failed_moves += 1;
                 Err(Stay::System(error.step, error.error))
             }

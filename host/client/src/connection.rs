@@ -246,7 +246,7 @@ impl Connection {
 
     /// What can be done with it on the NIC.
     #[inline]
-    pub fn readiness(&self) -> Readiness {
+    pub(crate) fn readiness(&self) -> Readiness {
         let memory = self.send_mask.load(RELAXED).wrapping_add(1);
         let used = self.queued.load(RELAXED).wrapping_sub(self.acked.load(RELAXED));
         Readiness {

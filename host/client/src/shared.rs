@@ -1,7 +1,7 @@
 //! A program's side of the interface, for any number of threads: the session with the agent, and what can be done with a connection
 //! while the NIC has it. Nothing here waits for the network.
 
-use crate::connection::{Connection, Entered};
+use crate::connection::{Connection, Entered, Readiness};
 use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
 use baton_abi::layout::session as at;
 use baton_abi::layout::{Owner, block};
@@ -267,6 +267,15 @@ impl Shared {
         Some(entered)
     }
 
+    /// What can be done with a connection that the NIC has; not what could be done before its last move.
+    #[inline]
+    pub fn readiness(&self, connection: &Connection, token: Token) -> Readiness {
+        if connection.has_moved() && connection.owner() != Owner::Moving {
+            self.note_move(connection, token);
+        }
+        connection.readiness()
+    }
+
     #[cold]
     fn note_move(&self, connection: &Connection, token: Token) {
         if let Some(mut events) = self.events.lock(token)
@@ -344,11 +353,12 @@ impl Shared {
         }
     }
 
-    /// Bytes that can be received now. The connection must be entered, and the NIC's.
+    /// Bytes that can be received now, if fewer than are wanted of what is known so far: after the NIC's news. The connection must be
+    /// entered, and the NIC's.
     #[inline(always)]
-    fn unread(&self, connection: &Connection, token: Token) -> u32 {
+    fn unread(&self, connection: &Connection, token: Token, wanted: usize) -> u32 {
         let unread = || connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED));
-        if unread() == 0 {
+        if (unread() as usize) < wanted {
             self.catch_up(token);
         }
         unread()
@@ -360,7 +370,7 @@ impl Shared {
     /// `WouldBlock` if nothing waits, else what the connection ended with.
     #[inline]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
-        let length = out.len().min(self.unread(connection, token) as usize);
+        let length = out.len().min(self.unread(connection, token, out.len()) as usize);
         if length == 0 {
             return self.nothing(connection, out.is_empty());
         }
@@ -386,7 +396,7 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn skip(&self, connection: &Connection, token: Token, most: usize) -> io::Result<usize> {
-        let mut nowhere = vec![0; most.min(self.unread(connection, token) as usize).max(1)];
+        let mut nowhere = vec![0; most.min(self.unread(connection, token, most) as usize).max(1)];
         self.receive(connection, token, &mut nowhere)
     }
 
@@ -395,7 +405,7 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn peek(&self, connection: &Connection, token: Token, skip: u32, out: &mut [u8]) -> io::Result<usize> {
-        let length = out.len().min(self.unread(connection, token).saturating_sub(skip) as usize);
+        let length = out.len().min(self.unread(connection, token, skip as usize + out.len()).saturating_sub(skip) as usize);
         if length == 0 {
             return self.nothing(connection, out.is_empty());
         }

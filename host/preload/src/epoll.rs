@@ -53,6 +53,8 @@ struct Registration {
     seen_stuck: Option<u32>,
     /// It is in the list of those to look at.
     queued: bool,
+    /// Moves that the connection had made when the kernel last reported it.
+    moves: u32,
 }
 
 #[derive(Default)]
@@ -206,6 +208,7 @@ impl Set {
             seen_end: false,
             seen_stuck: None,
             queued: false,
+            moves: tcp.managed().map_or(0, |(connection, _)| connection.moves()),
         };
         inner.sockets.insert(fd, registration);
         inner.by_data.entry(data).or_default().push(fd);
@@ -375,7 +378,7 @@ impl Set {
     fn sift(&self, inner: &mut Inner, events: &mut [epoll_event], count: usize) -> (usize, bool) {
         let (mut kept, mut bell) = (0, false);
         for at in 0..count {
-            let event = events[at];
+            let mut event = events[at];
             let data = event.u64;
             if data == bell_data() {
                 bell = true;
@@ -387,7 +390,7 @@ impl Set {
             }
             let fd = inner.by_data.get(&data).and_then(|fds| fds.first().copied());
             let genuine = match fd.and_then(|fd| Some((fd, inner.sockets.get_mut(&fd)?, table::tcp(fd)?))) {
-                Some((fd, registration, tcp)) => registration.may_report(tcp, fd, event.events),
+                Some((fd, registration, tcp)) => registration.may_report(tcp, fd, &mut event),
                 None => inner.nested_is_ready(data),
             };
             if genuine {
@@ -521,7 +524,9 @@ impl Registration {
     fn position(tcp: &Tcp, fd: c_int) -> u32 {
         let taken = tcp.taken.load(Ordering::Relaxed);
         match tcp.managed() {
-            Some((connection, _)) if connection.owner() == Owner::Nic => taken.wrapping_add(connection.readiness().unread),
+            Some((connection, session)) if connection.owner() == Owner::Nic => {
+                taken.wrapping_add(session.shared.readiness(connection, thread::token()).unread)
+            }
             _ => {
                 let mut unread: c_int = 0;
                 // SAFETY: FIONREAD writes one int.
@@ -559,10 +564,24 @@ impl Registration {
 
     /// Whether the kernel's report counts: not of a connection that the NIC has, and not a second time of what was reported before the
     /// connection came back.
-    fn may_report(&mut self, tcp: &Tcp, fd: c_int, events: u32) -> bool {
+    fn may_report(&mut self, tcp: &Tcp, fd: c_int, event: &mut epoll_event) -> bool {
         if self.muted || tcp.settled_owner() == Some(Owner::Nic) {
             return false;
         }
+        if let Some((connection, _)) = tcp.managed()
+            && connection.moves() != self.moves
+        {
+            self.moves = connection.moves();
+            // It may have been reported in the middle of a move, when its socket was none for a moment.
+            let mut poll = libc::pollfd { fd, events: (self.events & 0xffff) as i16, revents: 0 };
+            // SAFETY: one live pollfd.
+            unsafe { real::poll(&mut poll, 1, 0) };
+            event.events &= poll.revents as u16 as u32;
+            if event.events == 0 {
+                return false;
+            }
+        }
+        let events = event.events;
         if std::mem::take(&mut self.rearmed) && self.is_edge() && !self.has_edge(tcp, fd, events) {
             return false;
         }

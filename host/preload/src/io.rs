@@ -87,8 +87,8 @@ pub(crate) fn empty_message() -> msghdr {
 
 /// What is left of a message's buffers behind so many bytes.
 fn behind(message: &msghdr, mut done: usize) -> Vec<iovec> {
-    let mut left = Vec::with_capacity(message.msg_iovlen as usize);
-    for at in 0..message.msg_iovlen as usize {
+    let mut left = Vec::with_capacity(message.msg_iovlen);
+    for at in 0..message.msg_iovlen {
         // SAFETY: the message has so many vectors.
         let vector = unsafe { *message.msg_iov.add(at) };
         if done >= vector.iov_len {
@@ -103,7 +103,7 @@ fn behind(message: &msghdr, mut done: usize) -> Vec<iovec> {
 
 fn total(message: &msghdr) -> usize {
     // SAFETY: the message has so many vectors.
-    (0..message.msg_iovlen as usize).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
+    (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
 fn does_not_wait(fd: c_int, flags: c_int) -> bool {

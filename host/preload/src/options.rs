@@ -144,7 +144,7 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
         && let Some((connection, session)) = tcp.managed()
     {
         session.shared.catch_up(token());
-        let state = connection.readiness();
+        let state = session.shared.readiness(connection, token());
         let count = match request {
             libc::FIONREAD => state.unread,
             // What of it has been sent already is not told here.
@@ -181,7 +181,7 @@ pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
         if connection.ended().is_some() {
             return fail(libc::ENOTCONN) as c_int;
         }
-        if connection.readiness().shut {
+        if session.shared.readiness(connection, token()).shut {
             return 0;
         }
         match session.shared.shutdown(connection, token()) {

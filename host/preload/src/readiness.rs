@@ -1,13 +1,14 @@
 //! What poll and epoll say of a connection on the NIC, as the kernel's tcp_poll would (Linux, net/ipv4/tcp.c).
 
 use crate::tcp::Tcp;
+use crate::thread;
 use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
 use std::sync::atomic::Ordering;
 
 /// Events of a connection on the NIC, as bits of epoll, which are those of poll.
 pub(crate) fn events(tcp: &Tcp) -> u32 {
-    let Some((connection, _)) = tcp.managed() else { return 0 };
-    let state = connection.readiness();
+    let Some((connection, session)) = tcp.managed() else { return 0 };
+    let state = session.shared.readiness(connection, thread::token());
     let mut events = 0;
     let ended = state.ended.is_some();
     if ended || state.fin && state.shut {

@@ -133,11 +133,11 @@ pub(crate) enum Want {
 
 /// Whether the NIC has what is wanted.
 fn satisfied(tcp: &Tcp, want: Want) -> bool {
-    let Some((connection, _)) = tcp.managed() else { return true };
+    let Some((connection, session)) = tcp.managed() else { return true };
     if connection.owner() != Owner::Nic {
         return false;
     }
-    let state = connection.readiness();
+    let state = session.shared.readiness(connection, thread::token());
     match want {
         Want::Receive(count) => state.unread >= count || state.fin || state.ended.is_some(),
         Want::Send => state.room >= (state.send_memory / 3).max(1) || state.shut || state.ended.is_some(),

@@ -91,11 +91,12 @@ pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
     loop {
         let mut attributes = [0; 32];
         attributes[0] = map.as_raw_fd() as u32;
-        let next = vec![0u8; key_bytes];
+        let mut next = vec![0u8; key_bytes];
         if count > 0 {
             point(&mut attributes, 2, &key);
         }
-        point(&mut attributes, 4, &next);
+        let address = next.as_mut_ptr() as u64;
+        (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
         if bpf(MAP_NEXT_KEY, &mut attributes).is_err() {
             return count;
         }

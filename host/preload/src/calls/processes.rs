@@ -148,9 +148,9 @@ macro_rules! uses_io_uring {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
             process::close_for_good("io_uring");
+            type Function = unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int;
             // SAFETY: the symbol is liburing's function of this type.
-            let function: unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int =
-                unsafe { std::mem::transmute(real::address($symbol)) };
+            let function = unsafe { std::mem::transmute::<usize, Function>(real::address($symbol)) };
             // SAFETY: the caller's promise.
             unsafe { function($($argument),*) }
         }

@@ -1,0 +1,124 @@
+//! `baton run`: unmodified programs, on the machine's own loopback device, in a namespace of their own.
+
+use baton_kernel::namespace::Namespace;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// A directory that goes with its test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Scratch {
+        let path = std::env::temp_dir().join(format!("baton-test-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a directory");
+        Scratch(path)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).to_string_lossy().into_owned()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// `baton run` with these arguments, in a network namespace of its own, and with its temporary files in `scratch`.
+fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.arg("run").args(["--log", &scratch.file("log")]).args(arguments);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn script(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).to_string_lossy().into_owned()
+}
+
+/// Runs a program under random moves. Its report, after it has ended well.
+fn flip(name: &str, program: &[&str]) -> Value {
+    let scratch = Scratch::new(name);
+    let report = scratch.file("report");
+    let ran = baton_run(&scratch, &[&["--flip", "1..20", "--flip-report", &report, "--"], program].concat());
+    let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+    assert!(ran.status.success() && log.is_empty(), "{program:?}: {}{}{log}", text(&ran.stdout), text(&ran.stderr));
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    let least =
+        report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok()).min();
+    assert!(least >= Some(10), "a connection hardly moved: {report}");
+    assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
+    report
+}
+
+/// Both ends move: a program that talks to itself, every way to wait for a socket, IPv4 and IPv6. Every byte is compared by the program.
+#[test]
+fn programs_that_talk_to_themselves_do_not_notice() {
+    let program = script("itself.py");
+    for way in ["threads", "select", "poll", "epoll", "edge", "asyncio"] {
+        for family in ["4", "6"] {
+            let report = flip(&format!("{way}{family}"), &["python3", &program, "1.5", family, way]);
+            assert_eq!(report["connections"], 6, "{way} {family}: {report}");
+            assert_eq!(report["given_back"], serde_json::json!({}), "{way} {family}: {report}");
+        }
+    }
+}
+
+/// Process number, exit status, signals and standard streams are the program's own.
+#[test]
+fn the_program_is_itself() {
+    let scratch = Scratch::new("itself");
+    let ran = baton_run(&scratch, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"]);
+    assert_eq!((ran.status.code(), text(&ran.stdout), text(&ran.stderr)), (Some(7), "out\n".into(), "err\n".into()));
+    let killed = baton_run(&scratch, &["--", "sh", "-c", "kill -9 $$"]);
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&killed.status), Some(9));
+    let absent = baton_run(&scratch, &["--", "/no/such/program"]);
+    assert_eq!(absent.status.code(), Some(127));
+    assert!(text(&absent.stderr).contains("/no/such/program"), "{}", text(&absent.stderr));
+    let seen = baton_run(&scratch, &["--", "python3", "-c", "import os; print(os.getppid())"]);
+    assert_eq!(text(&seen.stdout).trim(), std::process::id().to_string(), "the program's parent is baton's");
+}
+
+/// What is wrong with a configuration is named with its place and what is allowed.
+#[test]
+fn wrong_configurations_are_explained() {
+    let scratch = Scratch::new("config");
+    let config = scratch.file("baton.toml");
+    let explain = |content: &str| {
+        std::fs::write(&config, content).expect("a file");
+        let ran = baton_run(&scratch, &["--config", &config, "--", "true"]);
+        assert_eq!(ran.status.code(), Some(2), "{content}");
+        text(&ran.stderr)
+    };
+    let said = explain("[[rule]]\nwhen = \"soon\"\n");
+    assert!(said.contains("line 2") && said.contains("established, accepted"), "{said}");
+    let said = explain("[[rule]]\nwhen = \"never\"\nport = 80\n");
+    assert!(said.contains("line 3") && said.contains("local-port"), "{said}");
+    let printed = baton_run(&scratch, &["--print-config"]);
+    std::fs::write(&config, printed.stdout).expect("a file");
+    assert!(baton_run(&scratch, &["--config", &config, "--", "true"]).status.success());
+    assert_eq!(baton_run(&scratch, &["--flip", "5", "--", "true"]).status.code(), Some(2));
+}
+
+/// Nothing is left when the program has ended: no process, no socket.
+#[test]
+fn nothing_is_left() {
+    let scratch = Scratch::new("left");
+    let listed = baton_run(&scratch, &["--rule", "established", "--", "sh", "-c", "ls $TMPDIR"]);
+    let directory = text(&listed.stdout).lines().find(|line| line.starts_with("baton-run-")).expect("a directory").to_string();
+    let gone = || !scratch.0.join(&directory).exists();
+    // The keeper notices the program's end; it is nobody's child, so nobody can wait for it.
+    assert!(
+        (0..500).any(|_| gone() || {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            false
+        }),
+        "{directory} is left"
+    );
+}
