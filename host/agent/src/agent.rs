@@ -2,6 +2,7 @@
 
 use crate::adoption::Legacy;
 use crate::back::{self, Failure};
+use crate::changes::Watched;
 use crate::connection::{Asker, Block, Connection, Stage};
 use crate::flips::Schedule;
 use crate::forth;
@@ -62,6 +63,8 @@ const LISTENER: u64 = u64::MAX;
 const NIC_BELL: u64 = u64::MAX - 1;
 const NIC_CHANNEL: u64 = u64::MAX - 2;
 const KEEPER: u64 = u64::MAX - 3;
+const ROUTES: u64 = u64::MAX - 4;
+const RULES: u64 = u64::MAX - 5;
 
 /// The first of the steering's descriptors that an agent beside the kernel inherits, behind those of [`Descriptor`].
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
@@ -78,6 +81,7 @@ pub(crate) struct Agent {
     pub groups: Groups,
     pub schedule: Schedule,
     pub serials: u64,
+    pub watched: Watched,
     pub shape: Shape,
     keeper: Channel,
     routes: Netlink,
@@ -108,6 +112,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let keeper = Channel::from_fd(take(Descriptor::Channel)?);
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
+    let watched = Watched::open().context("listening to changes of routes")?;
     let legacy = Legacy::receive(&keeper)?;
     let shape = match &settings.interface {
         Some(name) => {
@@ -128,6 +133,10 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     poller.add(hardware.agent_bell.as_fd(), NIC_BELL, Trigger::Readable)?;
     poller.add(keeper.as_fd(), KEEPER, Trigger::Readable)?;
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+    poller.add(watched.routes.as_fd(), ROUTES, Trigger::Readable)?;
+    if let Some(rules) = &watched.rules {
+        poller.add(rules.as_fd(), RULES, Trigger::Readable)?;
+    }
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
     let sessions = Vec::new();
     let chaos = Chaos::new(settings.crash, hardware.memory.clone());
@@ -144,6 +153,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
         groups,
         schedule,
         serials: 0,
+        watched,
         shape,
         keeper,
         routes,
@@ -175,6 +185,8 @@ impl Agent {
                         }
                     }
                     KEEPER => return Ok(()),
+                    ROUTES => self.routes_changed(),
+                    RULES => self.rules_changed(),
                     session => self.serve(session as u32),
                 }
             }
@@ -415,6 +427,7 @@ impl Agent {
         if !reason.is_empty() {
             connection.reason = reason;
         }
+        self.try_later(session, number);
         Reply::Done
     }
 
@@ -442,6 +455,7 @@ impl Agent {
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
         };
+        connection.wanted = to == Place::Nic;
         match (&mut connection.stage, to) {
             (Stage::Kernel, Place::Kernel) | (Stage::Nic(_), Place::Nic) => return Some((Reply::Done, Vec::new())),
             (Stage::Ended(_), _) => {
@@ -515,6 +529,7 @@ impl Agent {
                 Ok(()) => {
                     connection.made += 1;
                     connection.since = monotonic_micros();
+                    connection.must_return = false;
                     connection.reason = if askers.is_empty() { "at random".into() } else { "asked to".into() };
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }

@@ -98,6 +98,10 @@ pub(crate) struct Connection {
     pub inherited: bool,
     /// It stays in the kernel for good.
     pub stays: bool,
+    /// It was asked to be on the NIC, and goes there again when it can.
+    pub wanted: bool,
+    /// The firewall has changed: what had been acknowledged and received then. It moves when traffic has passed.
+    pub unproved: Option<(u64, u64)>,
     /// It has to leave the NIC as soon as it can.
     pub must_return: bool,
     pub block: Block,
@@ -121,6 +125,8 @@ impl Connection {
             path: None,
             inherited: false,
             stays: false,
+            wanted: false,
+            unproved: None,
             must_return: false,
             block,
         }

@@ -11,6 +11,9 @@ use std::time::Duration;
 /// Microseconds after which a move back that did not come about is tried again.
 const AGAIN: u64 = 1_000;
 
+/// Microseconds after which a connection that was asked to be on the NIC, and had to leave it, is tried again.
+pub(crate) const LATER: u64 = 1_000_000;
+
 /// When which connection is to move: microseconds, session, number, and the connection's serial number, since numbers are used again.
 #[derive(Default)]
 pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
@@ -45,6 +48,7 @@ impl Agent {
     }
 
     fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
+        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
         let Some((mut ground, entry)) = self.split(session) else { return };
         let group = entry.group;
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
@@ -52,14 +56,20 @@ impl Agent {
             return;
         }
         match connection.stage {
-            Stage::Kernel if connection.stays => return,
+            Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
             Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
                 Ok(()) => {
                     self.mirroring.push((session, number));
                     self.advance_moves();
                 }
-                Err(stay) => self.conclude(session, number, Err(stay), Vec::new()),
+                Err(stay) => {
+                    self.conclude(session, number, Err(stay), Vec::new());
+                    if !flips {
+                        self.schedule.add(LATER, session, number, serial);
+                    }
+                }
             },
+            Stage::Nic(_) if !flips && !connection.must_return => return,
             Stage::Nic(_) => {
                 let wanted = connection.must_return;
                 self.move_back(session, number, Vec::new());
@@ -72,6 +82,20 @@ impl Agent {
         }
         if let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
             self.schedule.add(after, session, number, serial);
+        }
+    }
+
+    fn group_of(&mut self, session: u32) -> Option<&mut crate::group::Group> {
+        let name = self.sessions.get(session as usize)?.as_ref()?.group;
+        self.groups.get(name)
+    }
+
+    /// A connection that was asked to be on the NIC has left it: it is tried again later.
+    pub(crate) fn try_later(&mut self, session: u32, number: u32) {
+        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        if let Some(serial) = connection.filter(|connection| connection.wanted && !connection.stays).map(|found| found.serial) {
+            self.schedule.add(LATER, session, number, serial);
         }
     }
 
@@ -93,6 +117,8 @@ impl Agent {
         connection.must_return = true;
         let serial = connection.serial;
         self.move_back(session, number, Vec::new());
-        self.try_again(session, number, serial);
+        if !self.try_again(session, number, serial) {
+            self.try_later(session, number);
+        }
     }
 }

@@ -36,7 +36,15 @@ const SO_MEMINFO: i32 = 55;
 
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
-    examine::examine(connection.fd.as_fd())?;
+    let info = examine::examine(connection.fd.as_fd())?;
+    if let Some((acked, received)) = connection.unproved {
+        // What comes in shows that it may; what is acknowledged, that it may go out, too.
+        let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
+        if !passes {
+            return Err(Stay::Unproved);
+        }
+        connection.unproved = None;
+    }
     if connection.inherited && ground.others_hold(connection) {
         return Err(Stay::Shared);
     }

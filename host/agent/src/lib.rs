@@ -5,6 +5,7 @@
 mod adoption;
 mod agent;
 mod back;
+mod changes;
 mod connection;
 mod flips;
 mod forth;

@@ -3,9 +3,9 @@
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
 use baton_kernel::events;
-use baton_ring::{Region, Token};
+use baton_ring::{MovableWords, Region, Token};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -16,8 +16,7 @@ const UNHURT: u32 = u32::MAX;
 pub struct Connection {
     /// Its number in the session.
     number: AtomicU32,
-    memory: Arc<Region>,
-    base: AtomicUsize,
+    block: MovableWords<{ session::BLOCK_BYTES / 4 }>,
     /// The block's move counter when the rest was read.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
@@ -75,8 +74,7 @@ impl Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),
-            memory,
-            base: AtomicUsize::new(session::block(0)),
+            block: MovableWords::new(memory, session::block(0)),
             moves: zero(),
             cid: zero(),
             receive_base: zero(),
@@ -96,7 +94,7 @@ impl Connection {
     /// Stands for another connection from now on: whoever still holds a reference for the last one does no harm but to the program.
     pub(crate) fn rename(&self, number: u32) {
         self.number.store(number, RELAXED);
-        self.base.store(session::block(number), RELAXED);
+        self.block.move_to(session::block(number));
         self.cid.store(0, RELAXED);
         self.fin.store(false, RELAXED);
         self.shut.store(false, RELAXED);
@@ -111,7 +109,7 @@ impl Connection {
 
     #[inline(always)]
     fn word(&self, field: usize) -> &AtomicU32 {
-        self.memory.word32(self.base.load(RELAXED) + field)
+        &self.block[field / 4]
     }
 
     #[inline(always)]

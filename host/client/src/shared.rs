@@ -8,7 +8,9 @@ use baton_abi::layout::{Owner, block};
 use baton_abi::{Control, Message, Operation};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
-use baton_ring::{Consumer, Lock, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use baton_ring::{
+    Consumer, Lock, MovableWords, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper,
+};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -35,6 +37,8 @@ pub struct Shared {
     bell: Doorbell,
     next_tag: AtomicU32,
     moves_seen: AtomicU32,
+    nic_sleeping: MovableWords<1>,
+    moves: MovableWords<1>,
     listener: Listener,
 }
 
@@ -108,6 +112,8 @@ impl Shared {
             channel: Mutex::new(channel),
             commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
             events: Lock::new(Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_cid: HashMap::default() }),
+            nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),
+            moves: MovableWords::new(memory.clone(), at::MOVES),
             memory,
             connections: RwLock::default(),
             nic_bell: Doorbell::from_fd(nic_bell),
@@ -348,7 +354,7 @@ impl Shared {
 
     #[inline(always)]
     fn ring_nic(&self) {
-        if needs_doorbell(self.memory.word32(at::NIC_SLEEPING)) {
+        if needs_doorbell(&self.nic_sleeping[0]) {
             self.nic_bell.ring();
         }
     }
@@ -501,7 +507,7 @@ impl Shared {
 
     #[inline(always)]
     fn has_moved(&self) -> bool {
-        self.memory.word32(at::MOVES).load(Ordering::Acquire) != self.moves_seen.load(RELAXED)
+        self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED)
     }
 
     /// Takes in what the NIC has told; the listener hears of each connection that it was about.
@@ -565,7 +571,7 @@ impl Shared {
     /// Connections that have moved may be readable and writable: their old readiness says nothing.
     #[cold]
     fn look_at_moves(&self, events: &mut Events) {
-        let moves = self.memory.word32(at::MOVES).load(Ordering::Acquire);
+        let moves = self.moves[0].load(Ordering::Acquire);
         self.moves_seen.store(moves, RELAXED);
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
         for connection in connections.iter().flatten() {

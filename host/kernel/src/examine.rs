@@ -55,6 +55,9 @@ pub enum Stay {
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
+    /// The firewall has changed since it was last seen to let the connection through.
+    #[error("the firewall has changed, and no traffic of it has been seen to pass since")]
+    Unproved,
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,

@@ -131,6 +131,54 @@ impl Netlink {
     }
 }
 
+/// Route groups that tell of links, neighbours, addresses, routes and rules, IPv4 and IPv6.
+pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+/// The netfilter group that tells of nftables' rules.
+pub const RULE_CHANGES: u32 = 1 << 6;
+
+/// A netlink socket that hears of changes.
+pub struct Changes {
+    fd: OwnedFd,
+}
+
+impl Changes {
+    /// Listens to groups of a family, in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn listen(family: i32, groups: u32) -> io::Result<Changes> {
+        let Netlink { fd } = Netlink::open(family)?;
+        // SAFETY: sockaddr_nl is plain data, for which zero is a value.
+        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        address.nl_family = libc::AF_NETLINK as u16;
+        address.nl_groups = groups;
+        let length = size_of::<libc::sockaddr_nl>() as libc::socklen_t;
+        // SAFETY: the pointer and length describe `address`.
+        check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
+        Ok(Changes { fd })
+    }
+
+    /// Takes in what was told. Whether there was anything; what has been lost counts.
+    pub fn any(&self) -> bool {
+        let mut buffer = [0u8; 8192];
+        let mut any = false;
+        loop {
+            // SAFETY: the pointer and length describe the buffer.
+            let got = unsafe { libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) };
+            if got < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock {
+                return any;
+            }
+            any = true;
+        }
+    }
+}
+
+impl std::os::fd::AsFd for Changes {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
 /// The attributes behind a message's fixed header of `skip` bytes.
 pub fn attributes(body: &[u8], skip: usize) -> impl Iterator<Item = (u16, &[u8])> {
     let mut rest = body.get(skip..).unwrap_or_default();

@@ -31,6 +31,12 @@ pub struct TcpInfo {
     pub advmss: u32,
     /// Segments retransmitted.
     pub total_retrans: u32,
+    /// Time-outs in a row without an answer.
+    pub retransmits: u8,
+    /// Bytes that the peer has acknowledged since the socket was connected.
+    pub bytes_acked: u64,
+    /// Bytes that have come since the socket was connected.
+    pub bytes_received: u64,
     /// Smallest round-trip time.
     pub min_rtt: u32,
     /// Duplicates that the peer reported: segments that we retransmitted needlessly (RFC 2883).
@@ -60,7 +66,11 @@ impl TcpInfo {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's TCP_INFO is too old"));
         }
         let word = |at: usize| u32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
         Ok(TcpInfo {
+            retransmits: raw[2],
+            bytes_acked: long(120),
+            bytes_received: long(128),
             state: raw[0],
             options: raw[5],
             snd_wscale: raw[6] & 15,

@@ -2,7 +2,7 @@
 
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -280,6 +280,45 @@ impl<const N: usize> AsRef<[AtomicU64]> for WordArray<N> {
     #[inline(always)]
     fn as_ref(&self) -> &[AtomicU64] {
         &**self
+    }
+}
+
+/// A fixed number of words of 4 bytes of a region, which they keep mapped. Where they lie can be changed.
+#[derive(Debug)]
+pub struct MovableWords<const N: usize> {
+    words: AtomicPtr<[AtomicU32; N]>,
+    region: Arc<Region>,
+}
+
+impl<const N: usize> MovableWords<N> {
+    /// The words at `at`.
+    ///
+    /// # Panics
+    /// As [`Region::words`].
+    pub fn new(region: Arc<Region>, at: usize) -> Self {
+        let words = MovableWords { words: AtomicPtr::new(core::ptr::null_mut()), region };
+        words.move_to(at);
+        words
+    }
+
+    /// Stands for the words at another place from now on.
+    ///
+    /// # Panics
+    /// As [`Region::words`].
+    pub fn move_to(&self, at: usize) {
+        assert!(at.is_multiple_of(4));
+        let place = self.region.span(at, N * 4).expect("the layout lies inside the region");
+        self.words.store(place.as_ptr().cast(), Ordering::Release);
+    }
+}
+
+impl<const N: usize> Deref for MovableWords<N> {
+    type Target = [AtomicU32; N];
+
+    #[inline(always)]
+    fn deref(&self) -> &[AtomicU32; N] {
+        // SAFETY: `move_to` put the address of that many words inside the mapping there, which `region` keeps alive.
+        unsafe { &*self.words.load(Ordering::Acquire) }
     }
 }
 

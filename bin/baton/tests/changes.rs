@@ -1,0 +1,62 @@
+//! What changes on the host while a connection is on the NIC counts for it, too.
+
+mod common;
+
+use baton_client::protocol::Place;
+use baton_lab::testbed::{TestbedSettings, address_b};
+use common::{Scene, scene};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+fn on_host_a(scene: &Scene, program: &str, arguments: &[&str]) {
+    let mut command = Command::new(program);
+    let status = scene.bed.host_a.spawn(command.args(arguments)).expect("the program").wait().expect("its status");
+    assert!(status.success(), "{program} {arguments:?}");
+}
+
+/// How long it takes until the connection is in the kernel.
+fn until_in_the_kernel(scene: &Scene) -> Duration {
+    let started = Instant::now();
+    while scene.session.place(scene.id) != Some(Place::Kernel) {
+        assert!(started.elapsed() < Duration::from_secs(5), "it stays on the NIC");
+        std::thread::yield_now();
+    }
+    started.elapsed()
+}
+
+/// A new rule that drops a connection's packets stops it within 100 ms, and it does not leave the kernel again until traffic passes.
+#[test]
+fn a_new_drop_rule_stops_a_connection_on_the_nic() {
+    for beside in [true, false] {
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        scene.move_to(Place::Nic);
+        scene.exchange(10_000, Place::Nic);
+        let rules =
+            "add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c tcp dport 8080 drop";
+        on_host_a(&scene, "nft", &[rules]);
+        let took = until_in_the_kernel(&scene);
+        assert!(took < Duration::from_millis(100), "beside: {beside}: it took {took:?}");
+        scene.peer_sends(1000);
+        let error = scene.session.move_to(scene.id, Place::Nic).expect_err("nothing has passed the new rules");
+        assert!(error.to_string().contains("the firewall has changed"), "{error}");
+        assert_eq!(scene.receive(), 0, "the rule lets it through");
+        on_host_a(&scene, "nft", &["delete table inet t"]);
+        scene.drain();
+        scene.exchange(10_000, Place::Kernel);
+        scene.try_to_move(Place::Nic);
+        scene.exchange(10_000, Place::Nic);
+    }
+}
+
+/// The peer's link address changes: the connection goes back, and on at the new one.
+#[test]
+fn a_changed_neighbour_brings_the_connection_back() {
+    let mut scene = scene(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    scene.move_to(Place::Nic);
+    let peer = address_b(false).to_string();
+    let change = |address: &'static str| ["neigh", "replace", &*peer.clone().leak(), "lladdr", address, "dev", "baton0"];
+    on_host_a(&scene, "ip", &change("02:00:00:00:00:77"));
+    until_in_the_kernel(&scene);
+    on_host_a(&scene, "ip", &change("02:00:00:00:00:0b"));
+    scene.exchange(10_000, Place::Kernel);
+}

@@ -1,0 +1,73 @@
+//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, and the firewall's rules. Connections that
+//! a change touches, or may touch, go back to the kernel, which knows what it means.
+
+use crate::agent::Agent;
+use crate::connection::{Connection, Stage};
+use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_kernel::tcp_info::TcpInfo;
+use std::io;
+use std::os::fd::AsFd;
+
+/// What the agent listens to.
+pub(crate) struct Watched {
+    pub routes: Changes,
+    /// None where the kernel has no nftables.
+    pub rules: Option<Changes>,
+}
+
+impl Watched {
+    pub fn open() -> io::Result<Watched> {
+        let routes = Changes::listen(ROUTE, ROUTE_CHANGES)?;
+        Ok(Watched { routes, rules: Changes::listen(NETFILTER, RULE_CHANGES).ok() })
+    }
+}
+
+/// Notes what has passed so far: more has to pass before the connection may leave the kernel again.
+fn doubt(connection: &mut Connection) {
+    let info = TcpInfo::read(connection.fd.as_fd()).unwrap_or_default();
+    connection.unproved = Some((info.bytes_acked, info.bytes_received));
+}
+
+impl Agent {
+    /// Routes, addresses or neighbours have changed: connections whose frames would go another way now, or none, go back.
+    pub(crate) fn routes_changed(&mut self) {
+        if !self.watched.routes.any() {
+            return;
+        }
+        for (session, number) in self.on_nic() {
+            let Some((mut ground, entry)) = self.split(session) else { continue };
+            let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
+            let Stage::Nic(on_nic) = &connection.stage else { continue };
+            let link = on_nic.image.link;
+            let same = ground
+                .link_of(connection)
+                .is_ok_and(|now| (now.interface, now.source, now.destination) == (link.interface, link.source, link.destination));
+            if !same {
+                self.must_return(session, number);
+            }
+        }
+    }
+
+    /// The firewall has changed. Whom the new rules would stop only the kernel can tell: every connection goes back, and moves again
+    /// when its traffic has passed them.
+    pub(crate) fn rules_changed(&mut self) {
+        if !self.watched.rules.as_ref().is_some_and(Changes::any) {
+            return;
+        }
+        for (session, number) in self.on_nic() {
+            self.must_return(session, number);
+        }
+        for session in self.sessions.iter_mut().flatten() {
+            session.connections.iter_mut().flatten().for_each(doubt);
+        }
+    }
+
+    fn on_nic(&self) -> Vec<(u32, u32)> {
+        let sessions = self.sessions.iter().enumerate().filter_map(|(at, session)| Some((at as u32, session.as_ref()?)));
+        sessions
+            .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection)))
+            .filter(|(_, connection)| matches!(connection.stage, Stage::Nic(_)))
+            .map(|(at, connection)| (at, connection.number))
+            .collect()
+    }
+}
