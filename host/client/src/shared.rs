@@ -297,7 +297,7 @@ impl Shared {
     ///
     /// # Errors
     /// `WouldBlock` if there is no room, else what the connection ended with.
-    #[inline]
+    #[inline(always)]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
         if connection.shut.load(RELAXED) || connection.ended().is_some() {
             return Err(self.send_error(connection));
@@ -374,7 +374,7 @@ impl Shared {
     ///
     /// # Errors
     /// `WouldBlock` if nothing waits, else what the connection ended with.
-    #[inline]
+    #[inline(always)]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
         let length = out.len().min(self.unread(connection, token, out.len()) as usize);
         if length == 0 {
@@ -511,7 +511,7 @@ impl Shared {
     }
 
     /// Takes in what the NIC has told; the listener hears of each connection that it was about.
-    #[inline]
+    #[inline(never)]
     pub fn catch_up(&self, token: Token) {
         let Some(mut events) = self.events.lock(token) else { return };
         if self.has_moved() {

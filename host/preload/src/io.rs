@@ -47,7 +47,7 @@ unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
 ///
 /// # Safety
 /// As send(2).
-#[inline]
+#[inline(always)]
 pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
     let mut done = 0;
     if flags & !PLAIN_SEND == 0
@@ -63,6 +63,14 @@ pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, le
             Err(error) => return send_failed(thread::number(&error), flags),
         }
     }
+    // SAFETY: the caller's promise.
+    unsafe { send_slowly(tcp, fd, start, length, done, flags) }
+}
+
+/// The same, when the first `done` bytes are sent already.
+#[cold]
+#[inline(never)]
+unsafe fn send_slowly(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, done: usize, flags: c_int) -> ssize_t {
     let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
@@ -255,7 +263,7 @@ unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c
 ///
 /// # Safety
 /// As recv(2).
-#[inline]
+#[inline(always)]
 pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
     if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) == 0
         && length > 0
@@ -274,6 +282,13 @@ pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, l
             Err(error) => return fail(thread::number(&error)),
         }
     }
+    // SAFETY: the caller's promise.
+    unsafe { receive_slowly(tcp, fd, start, length, flags) }
+}
+
+#[cold]
+#[inline(never)]
+unsafe fn receive_slowly(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
     let mut vector = iovec { iov_base: start, iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
