@@ -1,6 +1,7 @@
 //! `baton`: moves established TCP connections between the kernel and an offload engine.
 #![forbid(unsafe_code)]
 
+mod doctor;
 mod hosts;
 mod run;
 mod tools;
@@ -53,6 +54,9 @@ enum Command {
     /// Moves connections of a running Baton: yours, or as root anybody's.
     #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
     Move(tools::MoveArguments),
+    /// Says what this machine can do for Baton, what it cannot, and what to do about it.
+    #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
+    Doctor(doctor::DoctorArguments),
     /// Measures one part against its bars.
     #[command(subcommand)]
     Bench(Bench),
@@ -289,6 +293,10 @@ fn run(command: Command) -> Result<bool> {
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
         Command::Ls(arguments) => tools::list(&arguments),
         Command::Move(arguments) => tools::relocate(&arguments),
+        Command::Doctor(arguments) => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            doctor::run(&arguments)
+        }
         Command::Hosts(arguments) => {
             baton_kernel::namespace::become_root_if_needed()?;
             let status = hosts::run(&arguments)?;

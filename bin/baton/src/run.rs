@@ -135,7 +135,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
 }
 
 /// The library that is preloaded: beside this program, or where it is installed.
-fn find_library() -> Result<PathBuf> {
+pub fn find_library() -> Result<PathBuf> {
     const NAME: &str = "libbaton_preload.so";
     let program = std::env::current_exe().context("finding this program's own path")?;
     let directory = program.parent().unwrap_or(Path::new("/"));

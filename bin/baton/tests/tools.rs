@@ -47,6 +47,19 @@ fn what_is_wrong_is_said() {
     assert!(text(&filter.stderr).contains("a local port as `:80`"), "{}", text(&filter.stderr));
 }
 
+/// Every finding says what it is for, and one that does not work what to do.
+#[test]
+fn the_doctor_knows_this_machine() {
+    let ran = baton(&["doctor", "--json"]);
+    let findings: serde_json::Value = serde_json::from_slice(&ran.stdout).expect("JSON");
+    let findings = findings.as_array().expect("findings");
+    assert!(findings.len() >= 8);
+    let broken: Vec<_> = findings.iter().filter(|finding| finding["works"] != true).collect();
+    assert!(broken.iter().all(|finding| finding["advice"].is_string()), "{broken:?}");
+    assert_eq!(ran.status.code(), Some(if broken.is_empty() { 0 } else { 1 }));
+    assert!(broken.is_empty(), "these tests need all of it: {broken:?}");
+}
+
 /// The program's exit status and output are its own, the peer's command reaches it, and nothing is left behind.
 #[test]
 fn a_program_runs_on_one_of_two_hosts() {

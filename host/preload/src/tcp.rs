@@ -42,12 +42,17 @@ pub(crate) enum Origin {
     Connected,
 }
 
+/// What stands for one of the socket's connections after another with the agent.
+struct Link {
+    connection: Arc<Connection>,
+    session: &'static Session,
+}
+
 /// A TCP socket. It lives for ever, for one descriptor after another.
 #[repr(align(64))]
 pub(crate) struct Tcp {
     hands: AtomicU8,
-    connection: OnceLock<Arc<Connection>>,
-    session: OnceLock<&'static Session>,
+    link: OnceLock<Link>,
     /// Its SO_RCVLOWAT.
     pub lowat: AtomicU32,
     /// Bytes that the program has taken, ever.
@@ -93,8 +98,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     let tcp = reused.unwrap_or_else(|| {
         Box::leak(Box::new(Tcp {
             hands: AtomicU8::new(0),
-            connection: OnceLock::new(),
-            session: OnceLock::new(),
+            link: OnceLock::new(),
             lowat: AtomicU32::new(1),
             taken: AtomicU32::new(0),
             stuck: AtomicU32::new(0),
@@ -161,7 +165,8 @@ impl Tcp {
         if self.hands.load(Ordering::Acquire) != Hands::Managed as u8 {
             return None;
         }
-        Some((self.connection.get()?, self.session.get()?))
+        let link = self.link.get()?;
+        Some((&link.connection, link.session))
     }
 
     /// Whether the agent knows it.
@@ -243,8 +248,7 @@ impl Tcp {
             return;
         }
         let errno = thread::errno();
-        let connection = self.connection.get_or_init(|| session.shared.unnamed());
-        let _ = self.session.set(session);
+        let connection = &self.link.get_or_init(|| Link { connection: session.shared.unnamed(), session }).connection;
         // SAFETY: the program's descriptor, during its own call on it.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         self.lowat
@@ -393,7 +397,7 @@ impl Tcp {
         self.watched.store(false, Ordering::Release);
         // One that belongs to a session that was left is not used again.
         let current = process::session();
-        if self.session.get().is_none_or(|session| current.is_some_and(|current| std::ptr::eq(*session, current))) {
+        if self.link.get().is_none_or(|link| current.is_some_and(|current| std::ptr::eq(link.session, current))) {
             locked(&POOL).push(self);
         }
     }

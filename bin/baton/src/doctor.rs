@@ -1,0 +1,107 @@
+//! `baton doctor`: what this machine can do for Baton, what it cannot, and what to type.
+
+use anyhow::Result;
+use baton_client::DEFAULT_SOCKET;
+use baton_kernel::control::Channel;
+use baton_kernel::interface::{self, TapOptions};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_steering::{LOOPBACK, Steering};
+use clap::Args;
+use serde::Serialize;
+use std::io;
+use std::path::{Path, PathBuf};
+
+#[derive(Args)]
+pub struct DoctorArguments {
+    /// Print one JSON array.
+    #[arg(long)]
+    json: bool,
+    /// Removes what a Baton that was killed with all its processes has left: directories with a socket that nobody listens at.
+    #[arg(long)]
+    cleanup: bool,
+}
+
+/// One thing that Baton needs.
+#[derive(Serialize)]
+struct Finding {
+    what: &'static str,
+    needed_for: &'static str,
+    works: bool,
+    /// What is wrong, and what to do about it.
+    advice: Option<String>,
+}
+
+fn finding(what: &'static str, needed_for: &'static str, result: io::Result<()>) -> Finding {
+    Finding { what, needed_for, works: result.is_ok(), advice: result.err().map(|error| error.to_string()) }
+}
+
+/// Tries things out in a namespace of their own, where nothing is disturbed.
+fn examine() -> Vec<Finding> {
+    let namespace = Namespace::new();
+    let inside = |work: fn() -> io::Result<()>| match &namespace {
+        Ok(namespace) => namespace.run(work),
+        Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+    };
+    let made = namespace.as_ref().map(|_| ()).map_err(|error| io::Error::new(error.kind(), error.to_string()));
+    vec![
+        finding("network namespaces", "demo, soak, hosts", made),
+        finding("/dev/net/tun", "everything", inside(|| interface::open_tap("doctor0", TapOptions::default()).map(drop))),
+        finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
+        finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
+        finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
+        finding("hearing of routes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
+        finding(
+            "hearing of firewall rules (nftables)",
+            "hosts with a firewall",
+            inside(|| Changes::listen(NETFILTER, RULE_CHANGES).map(drop)),
+        ),
+        finding("the preloaded library", "run", crate::run::find_library().map(drop).map_err(io::Error::other)),
+    ]
+}
+
+fn repair() -> io::Result<()> {
+    const TCP_REPAIR: i32 = 19;
+    use std::os::fd::AsFd;
+    let socket = baton_kernel::socket::stream(0)?;
+    baton_kernel::socket::set(socket.as_fd(), 6, TCP_REPAIR, 1).map_err(|error| {
+        io::Error::new(error.kind(), format!("{error}: run as root (CAP_NET_ADMIN), on a kernel with CONFIG_CHECKPOINT_RESTORE"))
+    })
+}
+
+/// Directories of Batons that were started for one program and are gone without having been able to clean up.
+fn leftovers() -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else { return Vec::new() };
+    let named = entries.flatten().map(|entry| entry.path()).filter(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("baton-")) && path.join("agent.sock").exists()
+    });
+    named.filter(|path| Channel::connect(&path.join("agent.sock")).is_err()).collect()
+}
+
+/// Prints what was found. Whether everything works.
+pub fn run(arguments: &DoctorArguments) -> Result<bool> {
+    let findings = examine();
+    let works = findings.iter().all(|finding| finding.works);
+    if arguments.json {
+        println!("{}", serde_json::to_string(&findings)?);
+    } else {
+        for finding in &findings {
+            let Finding { what, needed_for, works, advice } = finding;
+            println!("{}  {what:<52} for {needed_for}", if *works { "ok     " } else { "MISSING" });
+            if let Some(advice) = advice {
+                println!("         {advice}");
+            }
+        }
+        let running = Channel::connect(Path::new(DEFAULT_SOCKET)).is_ok();
+        println!("\n{} runs at {DEFAULT_SOCKET}", if running { "A Baton" } else { "No Baton" });
+    }
+    for path in leftovers() {
+        if arguments.cleanup {
+            std::fs::remove_dir_all(&path)?;
+            eprintln!("removed {}", path.display());
+        } else {
+            eprintln!("{} is of a Baton that is gone; `baton doctor --cleanup` removes it", path.display());
+        }
+    }
+    Ok(works)
+}
