@@ -189,7 +189,8 @@ const SESSION_BYTES: usize = 2 << 30;
 fn start_agent(arguments: &RunArguments) -> Result<(PathBuf, Channel)> {
     let devices = Devices::beside(SLOTS).context("starting a Baton for this program")?;
     let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).with_context(|| format!("making {}", directory.display()))?;
+    // One that is there already is somebody else's.
+    std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
     let socket = directory.join("agent.sock");
     let settings = beside_settings(socket.clone(), true, arguments.spin)?;
     let me = process::open_process(std::process::id()).context("pidfd_open")?;
@@ -199,7 +200,8 @@ fn start_agent(arguments: &RunArguments) -> Result<(PathBuf, Channel)> {
         Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
         None => Stdio::null(),
     });
-    let (mut starter, _) = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()))?;
+    let launched = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()));
+    let (mut starter, _) = launched.inspect_err(|_| drop(std::fs::remove_dir(&directory)))?;
     let _ = starter.wait();
     let channel = Channel::connect(&socket).context("the agent that was just started")?;
     Ok((socket, channel))

@@ -500,7 +500,7 @@ impl Agent {
             Err(Failure::Lost(error)) => {
                 eprintln!("baton agent: {flow:?} is lost: {error}");
                 self.statistics.failed_moves += 1;
-                Err(Stay::System(error.step, error.error))
+                Err(Stay::Lost(error.step, error.error))
             }
         };
         self.conclude(session, number, result, askers);
@@ -529,17 +529,13 @@ impl Agent {
                 Ok(()) => {
                     connection.made += 1;
                     connection.since = monotonic_micros();
-                    connection.must_return = false;
-                    connection.reason = if askers.is_empty() { "at random".into() } else { "asked to".into() };
+                    let usual = if askers.is_empty() { "at random" } else { "asked to" };
+                    connection.reason = connection.must_return.take().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
                 Err(stay) => {
                     connection.reason = stay.to_string();
-                    let lost = matches!((stay, &connection.stage), (Stay::System(..), Stage::Kernel)) && connection.must_return;
-                    group.into_iter().for_each(|group| {
-                        *group.report.stayed.entry(stay.to_string()).or_default() += 1;
-                        group.report.errors += u64::from(lost);
-                    });
+                    group.into_iter().for_each(|group| group.stayed(stay));
                 }
             }
         }
@@ -599,7 +595,7 @@ impl Agent {
         while let Some(message) = self.nic.inbox.pop_front() {
             let Some((session, number)) = self.find(message.cid) else { continue };
             match (message.operation, Control::from_number(message.kind)) {
-                (Operation::OsRestore, _) => self.must_return(session, number),
+                (Operation::OsRestore, _) => self.must_return(session, number, "its peer has ended it"),
                 (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
                 _ => {}
             }

@@ -43,7 +43,7 @@ impl Agent {
                 .link_of(connection)
                 .is_ok_and(|now| (now.interface, now.source, now.destination) == (link.interface, link.source, link.destination));
             if !same {
-                self.must_return(session, number);
+                self.must_return(session, number, "its route has changed");
             }
         }
     }
@@ -55,7 +55,7 @@ impl Agent {
             return;
         }
         for (session, number) in self.on_nic() {
-            self.must_return(session, number);
+            self.must_return(session, number, "the firewall has changed");
         }
         for session in self.sessions.iter_mut().flatten() {
             session.connections.iter_mut().flatten().for_each(doubt);

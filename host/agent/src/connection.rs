@@ -102,8 +102,8 @@ pub(crate) struct Connection {
     pub wanted: bool,
     /// The firewall has changed: what had been acknowledged and received then. It moves when traffic has passed.
     pub unproved: Option<(u64, u64)>,
-    /// It has to leave the NIC as soon as it can.
-    pub must_return: bool,
+    /// Why it has to leave the NIC as soon as it can, if it has.
+    pub must_return: Option<&'static str>,
     pub block: Block,
 }
 
@@ -127,7 +127,7 @@ impl Connection {
             stays: false,
             wanted: false,
             unproved: None,
-            must_return: false,
+            must_return: None,
             block,
         }
     }

@@ -69,9 +69,9 @@ impl Agent {
                     }
                 }
             },
-            Stage::Nic(_) if !flips && !connection.must_return => return,
+            Stage::Nic(_) if !flips && connection.must_return.is_none() => return,
             Stage::Nic(_) => {
-                let wanted = connection.must_return;
+                let wanted = connection.must_return.is_some();
                 self.move_back(session, number, Vec::new());
                 if wanted && self.try_again(session, number, serial) {
                     return;
@@ -111,10 +111,10 @@ impl Agent {
     }
 
     /// A connection has to leave the NIC: now, or as soon as it can.
-    pub(crate) fn must_return(&mut self, session: u32, number: u32) {
+    pub(crate) fn must_return(&mut self, session: u32, number: u32, why: &'static str) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        connection.must_return = true;
+        connection.must_return = Some(why);
         let serial = connection.serial;
         self.move_back(session, number, Vec::new());
         if !self.try_again(session, number, serial) {

@@ -218,7 +218,7 @@ fn put_back(
     ground.cancel(cid, &connection.flow, true);
     let finished = imported.and_then(Importer::finish);
     journal::clear(ground.nic_memory, cid);
-    finished.map_err(|failed| Stay::System(failed.step, failed.error))
+    finished.map_err(|failed| Stay::Lost(failed.step, failed.error))
 }
 
 /// Memory for the queues: room for what is there, for the window that was advertised, and no less than the minimum.

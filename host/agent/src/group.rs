@@ -1,6 +1,7 @@
 //! Groups of sessions: a program and what it starts. Their connections may be moved to and fro at random, and are reported together.
 
 use baton_client::protocol::{Flip, Report};
+use baton_kernel::examine::Stay;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -25,6 +26,18 @@ impl Group {
         let flip = self.flip?;
         let random = splitmix(&mut self.random);
         Some(flip.min + random % (flip.max.saturating_sub(flip.min) + 1))
+    }
+
+    /// A move has not taken place.
+    pub fn stayed(&mut self, stay: &Stay) {
+        *self.report.stayed.entry(stay.to_string()).or_default() += 1;
+        match stay {
+            Stay::Lost(..) => self.report.resets += 1,
+            // It was closed just then.
+            Stay::System(_, error) if error.kind() == io::ErrorKind::NotConnected => {}
+            Stay::System(..) => self.report.errors += 1,
+            _ => {}
+        }
     }
 
     /// A connection is the program's alone again, after so many moves.

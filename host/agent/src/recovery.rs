@@ -111,6 +111,7 @@ impl Agent {
                     Err(error) => {
                         eprintln!("baton agent: {} is lost: {error}", connection.flow);
                         self.statistics.lost += 1;
+                        self.groups.get(session.group).into_iter().for_each(|group| group.report.resets += 1);
                     }
                 }
             }

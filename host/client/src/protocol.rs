@@ -141,7 +141,7 @@ pub struct Report {
     pub stayed: std::collections::BTreeMap<String, u64>,
     /// Connections that were lost in a move.
     pub resets: u64,
-    /// Other errors.
+    /// Moves that a system call refused.
     pub errors: u64,
 }
 

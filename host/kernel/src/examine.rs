@@ -70,6 +70,9 @@ pub enum Stay {
     /// The NIC does not answer.
     #[error("the NIC does not answer")]
     NicGone,
+    /// The kernel refused what was to bring it back: there is no connection any more.
+    #[error("it is lost: {0}: {1}")]
+    Lost(&'static str, io::Error),
     /// The kernel refused a call.
     #[error("{0}: {1}")]
     System(&'static str, io::Error),

@@ -1,7 +1,7 @@
 //! This process: what it was told, its session with the agent, and what becomes of both when it forks.
 
 use crate::tcp::Tcp;
-use crate::{real, table, tcp, thread};
+use crate::{real, table, tcp};
 use baton_client::protocol::{Opening, VERSION};
 use baton_client::rules::{RUN_VARIABLE, Rule, Run};
 use baton_client::{Listener, Shared};
@@ -228,7 +228,6 @@ extern "C" fn at_exit() {
         CLOSED.store(true, Ordering::Release);
         let _ = session.shared.say_goodbye();
     }
-    let _ = thread::token();
 }
 
 #[used]

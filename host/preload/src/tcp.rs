@@ -262,9 +262,9 @@ impl Tcp {
             Ok(()) => {
                 session.note_socket(connection.number(), Some(self));
                 self.hands.store(Hands::Managed as u8, Ordering::Release);
-                for (set, _) in locked(&self.sets).iter() {
-                    set.expect_news();
-                }
+                // Not with the list locked: whoever changes a set locks that first, then the list.
+                let sets = locked(&self.sets).clone();
+                sets.iter().for_each(|(set, _)| set.expect_news());
                 if !process::plan().is_some_and(process::Plan::flips) {
                     let _ = session.shared.suggest(connection.number(), Place::Nic);
                 }
