@@ -63,7 +63,7 @@ fn examine() -> Vec<Finding> {
 fn repair() -> io::Result<()> {
     const TCP_REPAIR: i32 = 19;
     use std::os::fd::AsFd;
-    let socket = baton_kernel::socket::stream(0)?;
+    let socket = baton_kernel::socket::stream(false, 0)?;
     baton_kernel::socket::set(socket.as_fd(), 6, TCP_REPAIR, 1).map_err(|error| {
         io::Error::new(error.kind(), format!("{error}: run as root (CAP_NET_ADMIN), on a kernel with CONFIG_CHECKPOINT_RESTORE"))
     })

@@ -1,9 +1,11 @@
 //! `baton`: moves established TCP connections between the kernel and an offload engine.
 #![forbid(unsafe_code)]
 
+mod attach;
 mod doctor;
 mod hosts;
 mod run;
+mod start;
 mod tools;
 
 use anyhow::{Context, Result};
@@ -48,6 +50,12 @@ enum Command {
     /// Runs a program whose connections go to the NIC when they are worth it.
     #[command(after_help = run::EXAMPLES)]
     Run(run::RunArguments),
+    /// Gives the connections of a program that runs already to the NIC, until it is detached.
+    #[command(after_help = attach::EXAMPLES)]
+    Attach(attach::AttachArguments),
+    /// Ends `baton attach` for a program: every connection of it is in the kernel afterwards.
+    #[command(after_help = "Examples:\n  baton detach 4711\n  baton detach --port 6379")]
+    Detach(attach::DetachArguments),
     /// Lists the connections of a running Baton: where each is, how often it moved, and why it is there.
     #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
     Ls(tools::ListArguments),
@@ -291,6 +299,8 @@ fn run(command: Command) -> Result<bool> {
             Ok(report.failures.is_empty())
         }
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
+        Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
+        Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => tools::list(&arguments),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Doctor(arguments) => {

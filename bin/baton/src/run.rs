@@ -1,21 +1,14 @@
 //! `baton run`: a program with the ring bypass preloaded.
 
+use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
-use baton_agent::AgentSettings;
-use baton_client::protocol::{Answer, Ask, Flip, Reply, Request};
 use baton_client::rules::{RUN_VARIABLE, Rule, Run, When};
-use baton_control::{LinkSettings, NicSettings};
-use baton_keeper::Devices;
-use baton_kernel::control::Channel;
-use baton_kernel::process;
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::OsString;
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 pub const EXAMPLES: &str = "Examples:
   baton run -- nginx -g 'daemon off;'
@@ -43,40 +36,13 @@ pub struct RunArguments {
     /// Writes a configuration file with comments to the standard output.
     #[arg(long)]
     print_config: bool,
-    /// Moves every connection to and fro at random intervals of so many milliseconds, for as long as it lives. For tests.
-    #[arg(long, value_name = "MIN..MAX", value_parser = interval)]
-    flip: Option<(u64, u64)>,
-    /// Seed of the intervals.
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// A file for one line of JSON about what became of the connections.
-    #[arg(long, value_name = "FILE")]
-    flip_report: Option<PathBuf>,
-    /// Where the agent listens, if one runs already.
-    #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
-    socket: Option<PathBuf>,
-    /// Microseconds that the NIC of a Baton that is started for the program polls without work before it sleeps.
-    #[arg(long, default_value_t = 100)]
-    spin: u64,
-    /// Where a Baton that is started for the program writes its messages.
-    #[arg(long, value_name = "FILE")]
-    log: Option<PathBuf>,
+    #[command(flatten)]
+    flip: FlipArguments,
+    #[command(flatten)]
+    start: StartArguments,
     /// The program and its arguments.
     #[arg(last = true)]
     command: Vec<OsString>,
-}
-
-fn interval(text: &str) -> Result<(u64, u64), String> {
-    let wrong = || format!("{text:?} is no interval; one looks like 1..50, in milliseconds");
-    let (min, max) = text.split_once("..").ok_or_else(wrong)?;
-    let millis = |text: &str| {
-        let number = text.trim_start_matches('=').parse::<f64>().ok().filter(|number| (0.0..1e9).contains(number));
-        number.map(|number| (number * 1000.0) as u64)
-    };
-    match (millis(min), millis(max)) {
-        (Some(min), Some(max)) if min <= max && max > 0 => Ok((min, max)),
-        _ => Err(wrong()),
-    }
 }
 
 #[derive(Deserialize)]
@@ -93,7 +59,7 @@ fn rules(arguments: &RunArguments) -> Result<Vec<Rule>> {
         let config: Config = toml::from_str(&text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
         rules.extend(config.rule);
     }
-    if arguments.flip.is_some() {
+    if arguments.flip.is_on() {
         rules.push(Rule::all(When::Established));
     } else if rules.is_empty() {
         rules.push(Rule::all(When::Bytes(DEFAULT_BYTES)));
@@ -115,13 +81,10 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     }
     let rules = rules(arguments)?;
     let library = find_library()?;
-    let (socket, channel) = match running_agent(arguments)? {
-        Some(found) => found,
-        None => start_agent(arguments)?,
-    };
-    let group = make_group(arguments, &channel)?;
+    let (socket, channel) = arguments.start.agent()?;
+    let group = arguments.flip.make_group(&channel)?;
     drop(channel);
-    let run = Run { socket, group, rules, flips: arguments.flip.is_some() };
+    let run = Run { socket, group, rules, flips: arguments.flip.is_on() };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
@@ -143,82 +106,5 @@ pub fn find_library() -> Result<PathBuf> {
     match places.iter().find(|place| place.exists()) {
         Some(place) => Ok(place.canonicalize()?),
         None => bail!("{NAME} is missing: neither {} nor {} is there", places[0].display(), places[1].display()),
-    }
-}
-
-fn running_agent(arguments: &RunArguments) -> Result<Option<(PathBuf, Channel)>> {
-    if let Some(path) = &arguments.socket {
-        let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
-        return Ok(Some((path.clone(), channel)));
-    }
-    let path = PathBuf::from(baton_client::DEFAULT_SOCKET);
-    Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))
-}
-
-/// Settings of a Baton beside the kernel.
-pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSettings> {
-    let mut key = [0u8; 32];
-    process::random(&mut key).context("random numbers")?;
-    let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|n| key[8 * at + n]));
-    Ok(AgentSettings {
-        socket,
-        interface: None,
-        session_bytes: SESSION_BYTES,
-        lingers,
-        core: None,
-        patience: 500_000,
-        crash: None,
-        nic: NicSettings {
-            slots: SLOTS,
-            core: None,
-            spin,
-            segmentation: true,
-            drop_during_moves: false,
-            beside: true,
-            link: LinkSettings::default(),
-            hash_key: std::array::from_fn(word),
-        },
-    })
-}
-
-/// Connections that a NIC holds.
-const SLOTS: usize = 4096;
-/// Memory that a session may use.
-const SESSION_BYTES: usize = 2 << 30;
-
-fn start_agent(arguments: &RunArguments) -> Result<(PathBuf, Channel)> {
-    let devices = Devices::beside(SLOTS).context("starting a Baton for this program")?;
-    let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
-    // One that is there already is somebody else's.
-    std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
-    let socket = directory.join("agent.sock");
-    let settings = beside_settings(socket.clone(), true, arguments.spin)?;
-    let me = process::open_process(std::process::id()).context("pidfd_open")?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
-    command.stderr(match &arguments.log {
-        Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
-        None => Stdio::null(),
-    });
-    let launched = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()));
-    let (mut starter, _) = launched.inspect_err(|_| drop(std::fs::remove_dir(&directory)))?;
-    let _ = starter.wait();
-    let channel = Channel::connect(&socket).context("the agent that was just started")?;
-    Ok((socket, channel))
-}
-
-/// Tells the agent what is to be done with this program's connections.
-fn make_group(arguments: &RunArguments, channel: &Channel) -> Result<u64> {
-    let file = match &arguments.flip_report {
-        Some(path) => Some(File::create(path).with_context(|| format!("making {}", path.display()))?),
-        None => None,
-    };
-    let flip = arguments.flip.map(|(min, max)| Flip { min, max, seed: arguments.seed });
-    let descriptors: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-    channel.send(&Request { tag: 1, body: Ask::Group { flip } }, &descriptors)?;
-    match channel.receive::<Answer>()?.0.body {
-        Reply::Grouped { group } => Ok(group),
-        Reply::Failed { reason } => bail!(reason),
-        other => bail!("the agent answers {other:?}; are both of the same version?"),
     }
 }

@@ -15,6 +15,13 @@ pub struct SocketArgument {
     socket: PathBuf,
 }
 
+impl SocketArgument {
+    /// Connects to the agent.
+    pub fn connect(&self) -> Result<Tool> {
+        Tool::connect(&self.socket)
+    }
+}
+
 #[derive(Args)]
 pub struct ListArguments {
     #[command(flatten)]
@@ -94,7 +101,7 @@ fn program(process: u32) -> String {
 
 /// `baton ls`.
 pub fn list(arguments: &ListArguments) -> Result<bool> {
-    let list = connections(&mut Tool::connect(&arguments.socket.socket)?)?;
+    let list = connections(&mut arguments.socket.connect()?)?;
     if arguments.json {
         println!("{}", serde_json::to_string(&list)?);
         return Ok(true);
@@ -139,7 +146,7 @@ fn age(micros: u64) -> String {
 
 /// `baton move`. False if a connection stayed where it was.
 pub fn relocate(arguments: &MoveArguments) -> Result<bool> {
-    let mut tool = Tool::connect(&arguments.socket.socket)?;
+    let mut tool = arguments.socket.connect()?;
     let list = connections(&mut tool)?;
     let meant: Vec<_> = list.iter().filter(|info| arguments.which.iter().any(|filter| filter.matches(info))).collect();
     if meant.is_empty() {

@@ -453,7 +453,7 @@ fn connections_that_share_a_port_keep_sharing_it() {
     let connect_from = |port: i32, to: &TcpListener| {
         let address = to.local_addr().expect("an address");
         bed.host_a.run(|| {
-            let fd = socket::stream(0)?;
+            let fd = socket::stream(false, 0)?;
             port_range(fd.as_fd(), port << 16 | port);
             socket::connect(fd.as_fd(), address)?;
             Ok(fd)

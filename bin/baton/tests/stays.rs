@@ -25,7 +25,7 @@ fn mptcp_stays() {
     let bed = hosts(TestbedSettings::default());
     let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 8080))).expect("a listener");
     // Protocol 262 is Multipath TCP.
-    let fd = bed.host_b.run(|| baton_kernel::socket::stream(262));
+    let fd = bed.host_b.run(|| baton_kernel::socket::stream(false, 262));
     let Ok(fd) = fd else {
         eprintln!("this kernel has no MPTCP: there is nothing that could be moved");
         return;

@@ -22,6 +22,7 @@ use baton_kernel::{export, socket};
 use baton_ring::Region;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, HashSet};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -67,23 +68,24 @@ impl Legacy {
                     let channel = Channel::from_fd(next()?);
                     sessions.insert(number, Session::new(channel)?);
                 }
-                Kept::Memory(number, group, program) => {
+                Kept::Memory(number, opening) => {
                     let memory = Arc::new(Region::map(next()?)?);
                     let bell = Doorbell::from_fd(next()?);
                     if let Some(session) = sessions.get_mut(&number) {
                         session.open = Some(OpenSession::with_memory(memory, bell));
-                        (session.group, session.program) = (group, program);
+                        session.opening = opening;
                     }
                 }
                 Kept::Connection(of, number) => {
                     let fd = next()?;
-                    let Some(Session { open: Some(open), connections, .. }) = sessions.get_mut(&of) else { continue };
-                    let Some(connection) = adopt(open, number, fd) else { continue };
-                    let at = number as usize;
-                    if connections.len() <= at {
-                        connections.resize_with(at + 1, || None);
-                    }
-                    connections[at] = Some(connection);
+                    let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
+                    let (Some(session), (Ok(local), Ok(peer))) = (sessions.get_mut(&of), names) else { continue };
+                    let process = session.process;
+                    adopt(session, number, Some(fd), process, (local, peer));
+                }
+                Kept::Attached(of, number, process, local, peer) => {
+                    let Some(session) = sessions.get_mut(&of) else { continue };
+                    adopt(session, number, None, process, (local, peer));
                 }
                 _ => {}
             }
@@ -92,12 +94,17 @@ impl Legacy {
     }
 }
 
-fn adopt(open: &OpenSession, number: u32, fd: OwnedFd) -> Option<Connection> {
-    let (local, peer) = (socket::local_address(fd.as_fd()).ok()?, socket::peer_address(fd.as_fd()).ok()?);
+fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, (local, peer): (SocketAddr, SocketAddr)) {
+    let Some(open) = &session.open else { return };
     let block = Block::new(open.memory.clone(), number);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
-    Some(Connection { reason, ..Connection::new(number, fd, flow, local, peer, block) })
+    let connection = Connection { reason, process, ..Connection::new(number, fd, flow, local, peer, block) };
+    let at = number as usize;
+    if session.connections.len() <= at {
+        session.connections.resize_with(at + 1, || None);
+    }
+    session.connections[at] = Some(connection);
 }
 
 impl Agent {
@@ -112,6 +119,7 @@ impl Agent {
             self.watch(number, &session)?;
             self.sessions[at] = Some(session);
         }
+        self.fetch_what_was_moving();
         for at in 0..self.settings.nic.slots as u32 {
             match journal::read(&self.hardware.memory, at) {
                 Some((phase, entry)) => self.resume(phase, &entry),
@@ -140,7 +148,7 @@ impl Agent {
             for connection in session.connections.iter_mut().flatten() {
                 self.serials += 1;
                 connection.serial = self.serials;
-                if let Some(after) = self.groups.get(session.group).and_then(Group::interval) {
+                if let Some(after) = self.groups.get(session.opening.group).and_then(Group::interval) {
                     self.schedule.add(after, at as u32, connection.number, connection.serial);
                 }
             }
@@ -157,7 +165,9 @@ impl Agent {
         match phase {
             Phase::Reading => {
                 self.shape.unsteer(&connection.flow);
-                let _ = export::undo(connection.fd.as_fd(), &entry.saved);
+                if let Ok(fd) = connection.fd() {
+                    let _ = export::undo(fd, &entry.saved);
+                }
                 journal::clear(&nic_memory, cid);
             }
             Phase::Copied => match entry.on_nic() {
@@ -222,7 +232,8 @@ fn speak_on(
         shape.unsteer(&connection.flow);
         say_last_words(nic_memory, shape, host, cid, open.memory.circle(receive, size), &image)
     };
-    let speak = || import::speak_on(connection.fd.as_fd(), &image, &unacknowledged, &entry.saved);
+    let fd = connection.fd()?;
+    let speak = || import::speak_on(fd, &image, &unacknowledged, &entry.saved);
     if image.state.fin_acknowledged() {
         speak()?;
         words();

@@ -27,7 +27,7 @@ use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
 use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{netlink, process, rtnetlink, shell, socket};
+use baton_kernel::{diagnosis, netlink, process, rtnetlink, shell, socket};
 use baton_ring::Region;
 use baton_steering::Steering;
 use baton_wire::Flow;
@@ -41,10 +41,14 @@ use std::time::Duration;
 const LISTED: usize = 128;
 
 /// What the kernel says of a connection that it has.
-fn kernel_detail(connection: &Connection) -> Option<Detail> {
-    let fd = connection.fd.as_fd();
-    let info = TcpInfo::read(fd).ok()?;
-    let queue = |request| socket::queue_bytes(fd, request).unwrap_or(0);
+fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
+    let fd = connection.fd.as_ref().map(AsFd::as_fd);
+    let info = match fd {
+        Some(fd) => TcpInfo::read(fd),
+        None => diagnosis::information(diagnosis, &connection.flow),
+    };
+    let info = info.ok()?;
+    let queue = |request| fd.and_then(|fd| socket::queue_bytes(fd, request).ok()).unwrap_or(0);
     let (queued, unsent) = (queue(socket::SIOCOUTQ), queue(socket::SIOCOUTQNSD));
     Some(Detail {
         state: info.state,
@@ -85,7 +89,7 @@ pub(crate) struct Agent {
     pub shape: Shape,
     keeper: Channel,
     routes: Netlink,
-    diagnosis: Netlink,
+    pub diagnosis: Netlink,
     poller: Poller,
 }
 
@@ -273,22 +277,39 @@ impl Agent {
                 Err(error) => failed(format!("{error:#}")),
             },
             Ask::Group { flip } => Some((self.make_group(flip, descriptors.pop()), Vec::new())),
-            Ask::Register { inherited } => match descriptors.pop() {
-                Some(fd) => Some((self.register(number, fd, inherited), Vec::new())),
+            Ask::Register { inherited, process } => match descriptors.pop() {
+                Some(fd) => Some((self.register(number, fd, inherited, process), Vec::new())),
                 None => failed("a registration needs a descriptor".into()),
             },
+            Ask::Move { connection, to } if self.is_attacher(number) => {
+                self.move_attached(number, connection, to, descriptors.pop(), (number, tag));
+                None
+            }
             Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
+            Ask::Lend { .. } => failed("nobody asked for it".into()),
+            Ask::Closed { connection, abort } => Some((self.close_attached(number, connection, abort), Vec::new())),
+            Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
             Ask::MoveAny { session, connection, to } => {
+                let attached = self.is_attacher(session);
                 let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
                 let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
                 match owner {
+                    Some(owner) if (asker == 0 || asker == owner) && attached => {
+                        self.want(session, connection, to);
+                        Some((Reply::Done, Vec::new()))
+                    }
                     Some(owner) if asker == 0 || asker == owner => self.request_move(session, connection, to, (number, tag)),
                     Some(_) => failed("that connection belongs to another user".into()),
                     None => failed(format!("there is no session {session}")),
                 }
             }
             Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
-            Ask::GiveBack { connection, reason, until } => Some((self.give_back(number, connection, reason, until), Vec::new())),
+            Ask::GiveBack { connection, reason, until } => {
+                self.lent(number, connection, descriptors.pop());
+                let reply = self.give_back(number, connection, reason, until);
+                self.lent(number, connection, None);
+                Some((reply, Vec::new()))
+            }
             Ask::Goodbye => {
                 self.end_connections(number);
                 Some((Reply::Done, Vec::new()))
@@ -326,13 +347,12 @@ impl Agent {
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
         let given = vec![memory, self.hardware.nic_bell.try_clone()?.into(), open.bell.try_clone()?.into()];
         session.open = Some(open);
-        session.group = opening.group;
-        session.program.clone_from(&opening.program);
-        self.keep(&Kept::Memory(number, opening.group, opening.program.clone()), &[given[0].as_fd(), given[2].as_fd()]);
+        session.opening.clone_from(opening);
+        self.keep(&Kept::Memory(number, opening.clone()), &[given[0].as_fd(), given[2].as_fd()]);
         Ok(given)
     }
 
-    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool) -> Reply {
+    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
         let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
         if let Err(stay) = examine::examine(fd.as_fd()) {
             return stays(stay);
@@ -357,15 +377,22 @@ impl Agent {
         block.set_owner(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;
-        let group = session.group;
-        let connection = Connection { serial, inherited, ..Connection::new(place as u32, fd, flow, local, peer, block) };
+        let Opening { group, attacher, .. } = session.opening;
+        let process = process.filter(|_| attacher).unwrap_or(session.process);
+        let connection =
+            Connection { serial, inherited, process, ..Connection::new(place as u32, Some(fd), flow, local, peer, block) };
         if place == session.connections.len() {
             session.connections.push(Some(connection));
         } else {
             session.connections[place] = Some(connection);
         }
-        if let Some(Some(connection)) = self.sessions[number as usize].as_ref().map(|session| &session.connections[place]) {
-            self.keep(&Kept::Connection(number, place as u32), &[connection.fd.as_fd()]);
+        if attacher {
+            self.lent(number, place as u32, None);
+            self.keep(&Kept::Attached(number, place as u32, process, local, peer), &[]);
+        } else if let Some(Some(connection)) = self.sessions[number as usize].as_ref().map(|session| &session.connections[place])
+            && let Ok(fd) = connection.fd()
+        {
+            self.keep(&Kept::Connection(number, place as u32), &[fd]);
         }
         if let Some(group) = self.groups.get(group) {
             group.report.connections += 1;
@@ -387,7 +414,7 @@ impl Agent {
     }
 
     fn detail_of(&self, connection: &Connection) -> Option<Detail> {
-        let Stage::Nic(on_nic) = &connection.stage else { return kernel_detail(connection) };
+        let Stage::Nic(on_nic) = &connection.stage else { return kernel_detail(connection, &self.diagnosis) };
         let record = read_record(&self.hardware.memory, nic::slot(on_nic.cid.slot()))?;
         Some(Detail {
             state: record.state,
@@ -404,7 +431,7 @@ impl Agent {
 
     /// The program wants of a connection what only the kernel can do.
     fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
-        let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.group);
+        let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
         if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
             *group.report.given_back.entry(reason.clone()).or_default() += 1;
         }
@@ -448,7 +475,7 @@ impl Agent {
         Some((ground, session))
     }
 
-    fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
+    pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
         let Some((mut ground, entry)) = self.split(session) else {
             return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
         };
@@ -524,7 +551,7 @@ impl Agent {
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
             && let Some(Some(connection)) = session.connections.get_mut(number as usize)
         {
-            let group = self.groups.get(session.group);
+            let group = self.groups.get(session.opening.group);
             match &result {
                 Ok(()) => {
                     connection.made += 1;
@@ -545,7 +572,7 @@ impl Agent {
     }
 
     /// Brings a connection back if need be, and forgets it.
-    fn forget(&mut self, session: u32, number: u32) -> Reply {
+    pub(crate) fn forget(&mut self, session: u32, number: u32) -> Reply {
         self.bring_back(session, number);
         // The NIC refuses a connection that has just ended; its end is among what it has said since.
         self.hear_nic();
@@ -556,7 +583,7 @@ impl Agent {
             return Reply::Done;
         };
         connection.block.set_owner(Owner::Nobody);
-        if let Some(group) = self.groups.get(entry.group) {
+        if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(connection.made);
         }
         self.keep(&Kept::Forgotten(session, number), &[]);
@@ -618,7 +645,10 @@ impl Agent {
         ground.cancel(cid, &connection.flow, false);
         journal::clear(ground.nic_memory, cid);
         ground.nic.give_slot(cid);
-        let _ = shell::end(connection.fd.as_fd());
+        let _ = match &connection.fd {
+            Some(fd) => shell::end(fd.as_fd()),
+            None => diagnosis::destroy(ground.diagnosis, &connection.flow),
+        };
         let ended = std::mem::replace(&mut connection.stage, Stage::Ended(cid));
         if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
             open.ended.push((number, on_nic.memory));
@@ -643,13 +673,17 @@ impl Agent {
     /// All of a session's connections are forgotten, and its group's report says so.
     fn end_connections(&mut self, number: u32) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
-        let group = session.group;
+        let Opening { group, attacher, .. } = session.opening;
         for connection in 0..session.connections.len() as u32 {
             let entry =
                 self.sessions[number as usize].as_ref().and_then(|session| session.connections[connection as usize].as_ref());
             if let Some(entry) = entry {
                 entry.block.store(block::BUSY, 0);
-                self.forget(number, connection);
+                if attacher {
+                    self.leave_attached(number, connection);
+                } else {
+                    self.forget(number, connection);
+                }
             }
         }
         self.groups.write(group);
@@ -700,8 +734,8 @@ impl Agent {
                 list.push(ConnectionInfo {
                     session: at as u32,
                     connection: connection.number,
-                    process: session.process,
-                    program: session.program.clone(),
+                    process: connection.process,
+                    program: session.opening.program.clone(),
                     local: connection.local.to_string(),
                     peer: connection.peer.to_string(),
                     place: connection.place(),

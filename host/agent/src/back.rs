@@ -14,7 +14,7 @@ use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
 use baton_kernel::import::{ImportError, Importer};
 use baton_ring::{Circle, Region};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 /// How a move back ended, if not well.
@@ -35,6 +35,7 @@ impl From<ImportError> for Failure {
 
 /// Moves a connection back to the kernel.
 pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) -> Result<(), Failure> {
+    connection.fd().map_err(Failure::Stays)?;
     // Without a route the import would close the socket for good: then the connection waits on the NIC.
     ground.link_of(connection).map_err(Failure::Stays)?;
     let Stage::Nic(on_nic) = &connection.stage else { return Ok(()) };
@@ -76,7 +77,7 @@ fn import(
     let lost = |step| Failure::Lost(ImportError { step, error: std::io::ErrorKind::InvalidData.into() });
     let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or(lost("queues"))?;
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
-    let fd = connection.fd.as_fd();
+    let fd = connection.fd().map_err(Failure::Stays)?;
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     ground.passed(Step::Imported);
     // Even when the import failed the NIC lets go: no filter outlives its connection.

@@ -6,7 +6,6 @@ use crate::connection::{Connection, Stage};
 use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
 use baton_kernel::tcp_info::TcpInfo;
 use std::io;
-use std::os::fd::AsFd;
 
 /// What the agent listens to.
 pub(crate) struct Watched {
@@ -22,10 +21,13 @@ impl Watched {
     }
 }
 
+/// What has passed is known when the connection is to be moved next.
+pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
+
 /// Notes what has passed so far: more has to pass before the connection may leave the kernel again.
 fn doubt(connection: &mut Connection) {
-    let info = TcpInfo::read(connection.fd.as_fd()).unwrap_or_default();
-    connection.unproved = Some((info.bytes_acked, info.bytes_received));
+    let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
+    connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
 impl Agent {

@@ -5,11 +5,12 @@ use baton_abi::layout::{Owner, block as layout, session};
 use baton_client::protocol::Place;
 use baton_image::Image;
 use baton_kernel::events;
+use baton_kernel::examine::Stay;
 use baton_kernel::shell::Saved;
 use baton_ring::Region;
 use baton_wire::Flow;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
@@ -77,7 +78,10 @@ pub(crate) struct Memory {
 
 pub(crate) struct Connection {
     pub number: u32,
-    pub fd: OwnedFd,
+    /// None while an attacher's program has it alone.
+    pub fd: Option<OwnedFd>,
+    /// The process whose connection it is.
+    pub process: u32,
     pub flow: Flow,
     pub local: SocketAddr,
     pub peer: SocketAddr,
@@ -104,15 +108,18 @@ pub(crate) struct Connection {
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as it can, if it has.
     pub must_return: Option<&'static str>,
+    /// Its program has closed it; a socket of the agent's own stands for it.
+    pub closed: bool,
     pub block: Block,
 }
 
 impl Connection {
     /// One that is in the kernel.
-    pub fn new(number: u32, fd: OwnedFd, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
+    pub fn new(number: u32, fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
         Connection {
             number,
             fd,
+            process: 0,
             flow,
             local,
             peer,
@@ -128,8 +135,14 @@ impl Connection {
             wanted: false,
             unproved: None,
             must_return: None,
+            closed: false,
             block,
         }
+    }
+
+    /// Its descriptor.
+    pub fn fd(&self) -> Result<BorrowedFd<'_>, Stay> {
+        self.fd.as_ref().map(AsFd::as_fd).ok_or(Stay::Elsewhere)
     }
 
     pub fn place(&self) -> Place {

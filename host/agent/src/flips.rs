@@ -3,6 +3,7 @@
 use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::forth;
+use baton_client::protocol::{Opening, Place};
 use baton_kernel::events::monotonic_micros;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -50,12 +51,18 @@ impl Agent {
     fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
         let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
         let Some((mut ground, entry)) = self.split(session) else { return };
-        let group = entry.group;
+        let Opening { group, attacher, .. } = entry.opening;
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         if connection.serial != serial {
             return;
         }
         match connection.stage {
+            Stage::Kernel if attacher && !connection.stays && (flips || connection.wanted) => {
+                self.want(session, number, Place::Nic);
+            }
+            Stage::Nic(_) if attacher && (flips || connection.must_return.is_some()) => {
+                self.want(session, number, Place::Kernel);
+            }
             Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
             Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
                 Ok(()) => {
@@ -86,7 +93,7 @@ impl Agent {
     }
 
     fn group_of(&mut self, session: u32) -> Option<&mut crate::group::Group> {
-        let name = self.sessions.get(session as usize)?.as_ref()?.group;
+        let name = self.sessions.get(session as usize)?.as_ref()?.opening.group;
         self.groups.get(name)
     }
 
@@ -116,6 +123,11 @@ impl Agent {
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         connection.must_return = Some(why);
         let serial = connection.serial;
+        if entry.opening.attacher {
+            self.want(session, number, Place::Kernel);
+            self.schedule.add(LATER, session, number, serial);
+            return;
+        }
         self.move_back(session, number, Vec::new());
         if !self.try_again(session, number, serial) {
             self.try_later(session, number);

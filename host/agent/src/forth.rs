@@ -3,6 +3,7 @@
 
 use crate::agent::Agent;
 use crate::back::hand_to_kernel;
+use crate::changes::UNKNOWN;
 use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
 use crate::ground::Ground;
 use crate::journal::{self, Entry, Phase};
@@ -36,7 +37,10 @@ const SO_MEMINFO: i32 = 55;
 
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
-    let info = examine::examine(connection.fd.as_fd())?;
+    let info = examine::examine(connection.fd()?)?;
+    if connection.unproved == Some(UNKNOWN) {
+        connection.unproved = Some((info.bytes_acked, info.bytes_received));
+    }
     if let Some((acked, received)) = connection.unproved {
         // What comes in shows that it may; what is acknowledged, that it may go out, too.
         let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
@@ -69,7 +73,7 @@ pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers
 
 /// Whether the NIC's copy covers everything that the kernel may hold out of order.
 pub(crate) fn covered(nic_memory: &Region, connection: &Connection, cid: Cid) -> bool {
-    let fd = connection.fd.as_fd();
+    let Ok(fd) = connection.fd() else { return false };
     let Ok(info) = TcpInfo::read(fd) else { return false };
     // Nothing came out of order since the socket was (re)connected, or nothing that came could have been SACKed.
     if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
@@ -138,9 +142,9 @@ fn steal_and_hand_off(
     cid: Cid,
     link: Link,
 ) -> Result<OnNic, Stay> {
+    let fd = connection.fd()?;
     ground.steal(cid, &connection.flow, link.interface)?;
     ground.passed(Step::Stolen);
-    let fd = connection.fd.as_fd();
     let begun = Saved::read(fd).map_err(|_| Stay::Filter).and_then(|saved| {
         let entry = Entry::new(session_number, connection.number, cid, saved);
         note(ground, Phase::Reading, &entry)?;
@@ -211,7 +215,7 @@ fn put_back(
     saved: &Saved,
 ) -> Result<(), Stay> {
     let (unread, unacknowledged) = queues(region, memory, image).ok_or(Stay::NoRoom)?;
-    let fd = connection.fd.as_fd();
+    let fd = connection.fd()?;
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, saved);
     journal::speaking(ground.nic_memory, cid, image);
     // Even when the import failed: nothing is held for a connection that is lost.
@@ -335,8 +339,10 @@ fn ask_for_sack_blocks(session: &OpenSession, connection: &mut Connection) {
     if let Stage::Mirroring { asked, .. } = &mut connection.stage {
         *asked = true;
     }
-    if connection.block.quiesce(Owner::Kernel) {
-        let _ = shell::acknowledge(connection.fd.as_fd());
+    if let Some(fd) = &connection.fd
+        && connection.block.quiesce(Owner::Kernel)
+    {
+        let _ = shell::acknowledge(fd.as_fd());
         hand_to_kernel(session, connection);
     }
 }

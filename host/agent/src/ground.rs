@@ -1,6 +1,6 @@
 //! What a move needs of the host besides the connection: the NIC, the steering beside the kernel, routes and links.
 
-use crate::connection::Connection;
+use crate::connection::{Connection, Stage};
 use crate::kept::Kept;
 use crate::nic::NicProcess;
 use crate::step::{Chaos, Step};
@@ -99,7 +99,7 @@ impl Ground<'_> {
     /// Whether a process holds the connection's socket that is not its program, nor one of Baton's.
     pub fn others_hold(&self, connection: &Connection) -> bool {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
-        socket::inode(connection.fd.as_fd()).is_ok_and(|inode| process::others_hold(inode, &ours))
+        connection.fd().and_then(|fd| socket::inode(fd).map_err(|error| Stay::System("fstat", error))).is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
     /// The link header of a connection's frames, if the NIC is on their way.
@@ -116,8 +116,11 @@ impl Ground<'_> {
             let hop = route.gateway.unwrap_or(peer);
             rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?
         };
-        let (ttl, tos) = export::link_settings(connection.fd.as_fd(), connection.flow.is_v4())
-            .map_err(|error| Stay::System("getsockopt", error))?;
+        let (ttl, tos) = match (&connection.fd, &connection.stage) {
+            (None, Stage::Nic(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
+            _ => export::link_settings(connection.fd()?, connection.flow.is_v4())
+                .map_err(|error| Stay::System("getsockopt", error))?,
+        };
         let index = if matches!(self.shape, Shape::Beside { .. }) { interface.index } else { 0 };
         Ok(Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: index })
     }

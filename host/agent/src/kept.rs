@@ -1,7 +1,8 @@
 //! What the keeper holds for the next agent: descriptors, under names.
 
-use baton_client::protocol::Flip;
+use baton_client::protocol::{Flip, Opening};
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
 
 /// What an agent tells the keeper, and the keeper the next agent. Descriptors come along.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -10,12 +11,14 @@ pub enum Kept {
     Ready,
     /// A session: the control connection.
     Session(u32),
-    /// Its memory, and the program's doorbell; its group and the program's name.
-    Memory(u32, u64, String),
+    /// Its memory, and the program's doorbell; how it was opened.
+    Memory(u32, Opening),
     /// A group of sessions; the file for its report, if there is one.
     Group(u64, Option<Flip>),
     /// A connection of a session: session, number; its descriptor.
     Connection(u32, u32),
+    /// A connection of an attacher: session, number, its program's process, its addresses. It comes without a descriptor.
+    Attached(u32, u32, u32, SocketAddr, SocketAddr),
     /// The programs beside the kernel are at a device, by its index: their two links.
     Device(u32),
     /// The connection is the program's alone again.
@@ -28,15 +31,20 @@ impl Kept {
     /// Whether this message makes the keeper drop what it holds as `held`.
     pub fn drops(&self, held: &Kept) -> bool {
         match (self, held) {
-            (Kept::Forgotten(session, number), Kept::Connection(of, held)) => (session, number) == (of, held),
-            (Kept::Ended(session), Kept::Session(of) | Kept::Memory(of, ..) | Kept::Connection(of, _)) => session == of,
+            (Kept::Forgotten(session, number), Kept::Connection(of, held) | Kept::Attached(of, held, ..)) => {
+                (session, number) == (of, held)
+            }
+            (
+                Kept::Ended(session),
+                Kept::Session(of) | Kept::Memory(of, ..) | Kept::Connection(of, _) | Kept::Attached(of, ..),
+            ) => session == of,
             _ => false,
         }
     }
 
     /// Whether it comes with something to hold.
     pub fn holds(&self) -> bool {
-        matches!(self, Kept::Session(_) | Kept::Memory(..) | Kept::Group(..) | Kept::Connection(..) | Kept::Device(_))
+        !matches!(self, Kept::Ready | Kept::Forgotten(..) | Kept::Ended(_))
     }
 }
 
@@ -48,7 +56,7 @@ mod tests {
     fn what_ends_is_dropped_and_nothing_else() {
         let held = [
             Kept::Session(1),
-            Kept::Memory(1, 0, String::new()),
+            Kept::Memory(1, Opening::alone()),
             Kept::Connection(1, 2),
             Kept::Connection(2, 2),
             Kept::Session(2),

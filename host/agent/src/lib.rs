@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod adoption;
+mod attached;
 mod agent;
 mod back;
 mod changes;

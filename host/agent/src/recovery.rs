@@ -20,7 +20,6 @@ use baton_kernel::import::{ImportError, Importer};
 use baton_ring::Region;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 /// More frames than a TAP's queue holds.
@@ -100,6 +99,7 @@ impl Agent {
         self.hold_frames();
         self.drop_stale_frames()?;
         self.nic.let_frames_flow()?;
+        self.fetch_what_was_on_the_nic();
         let mut kernel = self.shape.kernel(&self.hardware.host)?;
         for at in 0..self.sessions.len() {
             let Some(session) = self.sessions[at].as_mut() else { continue };
@@ -111,12 +111,13 @@ impl Agent {
                     Err(error) => {
                         eprintln!("baton agent: {} is lost: {error}", connection.flow);
                         self.statistics.lost += 1;
-                        self.groups.get(session.group).into_iter().for_each(|group| group.report.resets += 1);
+                        self.groups.get(session.opening.group).into_iter().for_each(|group| group.report.resets += 1);
                     }
                 }
             }
         }
         self.give_up_mirrors();
+        self.return_what_was_lent();
         Ok(())
     }
 
@@ -226,7 +227,8 @@ fn import(
     image.check().map_err(|_| damaged())?;
     let (unread, unacknowledged) = queues(&session.memory, on_nic.memory, image).ok_or_else(damaged)?;
     let saved = on_nic.saved.with_keepalive(connection.block.load(block::FLAGS) & 4 != 0);
-    let fd = connection.fd.as_fd();
+    let gone = |_| ImportError { step: "its program's descriptor", error: std::io::ErrorKind::NotFound.into() };
+    let fd = connection.fd().map_err(gone)?;
     let imported = Importer::begin(fd, image, connection.local, connection.peer, &unread, &unacknowledged, &saved);
     chaos.strikes(Step::Restored);
     let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;

@@ -3,6 +3,7 @@
 use crate::connection::{Connection, Memory};
 use crate::heap::Heap;
 use baton_abi::layout::session as at;
+use baton_client::protocol::Opening;
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_ring::{Consumer, Region};
@@ -14,10 +15,8 @@ pub(crate) struct Session {
     pub channel: Channel,
     pub process: u32,
     pub user: u32,
-    /// Its group, or 0.
-    pub group: u64,
-    /// The program's name.
-    pub program: String,
+    /// How it was opened.
+    pub opening: Opening,
     /// None until the program has opened its session (a tool never does).
     pub open: Option<OpenSession>,
     pub connections: Vec<Option<Connection>>,
@@ -27,7 +26,7 @@ impl Session {
     /// One whose program has not opened it yet.
     pub fn new(channel: Channel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
-        Ok(Session { channel, process, user, group: 0, program: String::new(), open: None, connections: Vec::new() })
+        Ok(Session { channel, process, user, opening: Opening::alone(), open: None, connections: Vec::new() })
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Where a connection is, or shall go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -38,15 +38,18 @@ pub enum Ask {
     Register {
         /// Other processes may hold the same socket: it is moved only when none does.
         inherited: bool,
+        /// The process whose connection it is, if not the one that asks: for lists.
+        process: Option<u32>,
     },
-    /// Moves one of this session's connections.
+    /// Moves one of this session's connections. In a session of an attacher its descriptor comes along, and the program stands still.
     Move {
         /// The connection.
         connection: u32,
         /// Where to.
         to: Place,
     },
-    /// The connection goes to the kernel, since the program wants of it what only the kernel can do.
+    /// The connection goes to the kernel, since the program wants of it what only the kernel can do. In a session of an attacher its
+    /// descriptor comes along, and the program stands still.
     GiveBack {
         /// The connection.
         connection: u32,
@@ -55,6 +58,21 @@ pub enum Ask {
         /// When it may move again.
         until: Until,
     },
+    /// From an attacher that was asked for it ([`Reply::Fetch`]): the descriptor of a connection, while its program stands still.
+    Lend {
+        /// The connection.
+        connection: u32,
+    },
+    /// From an attacher: the program has closed the connection's socket, and everything that it sent has been queued. The connection
+    /// is to end as it would have in the kernel.
+    Closed {
+        /// The connection.
+        connection: u32,
+        /// The kernel would have reset it.
+        abort: bool,
+    },
+    /// The attachers that there are.
+    Attachers,
     /// The program ends: what it did is in its group's report before the answer comes.
     Goodbye,
     /// The program takes its connection back, to close or to keep: it is in the kernel afterwards, and forgotten.
@@ -97,21 +115,23 @@ pub enum Until {
 }
 
 /// How a session is opened.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
     /// Must be [`VERSION`].
     pub version: u32,
     /// The group that it belongs to, as [`Reply::Grouped`] named it; 0 for none.
     pub group: u64,
-    /// The program's name, for lists.
+    /// The program's name, for lists; of an attacher, what it is attached to.
     pub program: String,
+    /// The session is that of an attacher, whose connections are other processes': the agent has their descriptors only during a move.
+    pub attacher: bool,
 }
 
 impl Opening {
     /// Of a program that belongs to no group.
     pub fn alone() -> Opening {
         let program = std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        Opening { version: VERSION, group: 0, program }
+        Opening { version: VERSION, group: 0, program, attacher: false }
     }
 }
 
@@ -191,6 +211,23 @@ pub enum Reply {
         /// How often that has happened to this session.
         starts: u32,
     },
+    /// Sent unasked to an attacher: this connection should be moved.
+    Wanted {
+        /// The connection.
+        connection: u32,
+        /// Where to.
+        to: Place,
+    },
+    /// Sent unasked to an attacher: its programs are to stand still until [`Reply::Returned`] or [`Reply::Restarted`] comes, and these
+    /// connections' descriptors are needed ([`Ask::Lend`], [`Ask::Closed`]). They will be in the kernel then.
+    Fetch {
+        /// The connections.
+        connections: Vec<u32>,
+    },
+    /// Sent unasked to an attacher: what it has lent is in the kernel.
+    Returned,
+    /// Attachers: process number, and what each is attached to.
+    Attachers(Vec<(u32, String)>),
     /// A connection on the NIC.
     Detail(Detail),
     /// Connections; none when there are no more.

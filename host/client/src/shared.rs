@@ -171,18 +171,23 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<()> {
-        let number = match self.ask(&Ask::Register { inherited }, Some(fd))? {
+        let number = match self.ask(&Ask::Register { inherited, process: None }, Some(fd))? {
             Reply::Registered { connection } => connection,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
             _ => return Err(protocol_error("not a registration")),
         };
+        self.take_charge(connection, number);
+        Ok(())
+    }
+
+    /// What [`Shared::unnamed`] gave stands for the connection that was registered under this number.
+    pub fn take_charge(&self, connection: &Arc<Connection>, number: u32) {
         connection.rename(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
             connections.resize_with(number as usize + 1, || None);
         }
         connections[number as usize] = Some(connection.clone());
-        Ok(())
     }
 
     /// Moves a connection and waits until it is there.
@@ -225,6 +230,16 @@ impl Shared {
     /// If the agent is gone, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
         let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
+        self.let_go(connection, token);
+        match reply? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("not a release")),
+        }
+    }
+
+    /// The agent has forgotten a connection.
+    pub fn let_go(&self, connection: &Connection, token: Token) {
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = connections.get_mut(connection.number() as usize)
             && place.as_ref().is_some_and(|known| std::ptr::eq(&**known, connection))
@@ -235,11 +250,11 @@ impl Shared {
         if let Some(mut events) = self.events.lock(token) {
             events.by_cid.remove(&connection.name().0);
         }
-        match reply? {
-            Reply::Done => Ok(()),
-            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("not a release")),
-        }
+    }
+
+    /// The control connection, for a session whose agent says things unasked. Nothing else may ask the agent then.
+    pub fn channel(&self) -> &Mutex<Channel> {
+        &self.channel
     }
 
     /// What agent and NIC know of a connection that is on the NIC.
@@ -395,6 +410,36 @@ impl Shared {
         drop(commands);
         self.ring_nic();
         Ok(length)
+    }
+
+    /// Takes bytes as read that [`Shared::peek`] has shown. The connection must be entered, and the NIC's.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub fn consume(&self, connection: &Connection, token: Token, length: u32) -> io::Result<()> {
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        if !commands.has_room(1) {
+            return Err(would_block());
+        }
+        let read = connection.read.load(RELAXED).wrapping_add(length);
+        connection.read.store(read, RELAXED);
+        connection.store(block::READ_SEQ, read);
+        let _ = commands.push(Message::new(Operation::NicRecvd, connection.name(), 0, length).to_words());
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// As [`Shared::consume`], of a connection that is being moved, for whoever brings it back.
+    ///
+    /// # Errors
+    /// None.
+    pub fn note_read(&self, connection: &Connection, length: u32) -> io::Result<()> {
+        let read = connection.read.load(RELAXED).wrapping_add(length);
+        connection.read.store(read, RELAXED);
+        connection.store(block::READ_SEQ, read);
+        Ok(())
     }
 
     /// As [`Shared::receive`], but the bytes are thrown away.

@@ -1,10 +1,12 @@
 //! Socket diagnosis: what the kernel tells about a connection to nobody but an administrator.
 
-use crate::netlink::{Netlink, Request, attributes};
+use crate::netlink::{ACK, Netlink, Request, attributes};
+use crate::tcp_info::TcpInfo;
 use baton_wire::Flow;
 use std::io;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
+const SOCK_DESTROY: u16 = 21;
 /// Bytes of `struct inet_diag_msg`.
 const ANSWER: usize = 72;
 const INET_DIAG_MD5SIG: u16 = 18;
@@ -16,6 +18,38 @@ const INET_DIAG_INFO_BIT: u8 = 2;
 /// # Errors
 /// The system's; `ENOENT` if there is no such connection here.
 pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
+    let mut found = false;
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow)), |body| {
+        found = attributes(body, ANSWER).any(|(kind, value)| kind == INET_DIAG_MD5SIG && !value.is_empty());
+    })?;
+    Ok(found)
+}
+
+/// What the kernel knows of a connection, and its state. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The system's; `ENOENT` if there is no such connection here.
+pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
+    const INET_DIAG_INFO: u16 = 2;
+    let mut found = None;
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow)), |body| {
+        let raw = attributes(body, ANSWER).find(|(kind, _)| *kind == INET_DIAG_INFO);
+        found = raw.map(|(_, value)| TcpInfo::parse(value));
+    })?;
+    found.ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+/// Ends a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The system's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
+pub fn destroy(netlink: &Netlink, flow: &Flow) -> io::Result<()> {
+    netlink.ask(Request::new(SOCK_DESTROY, ACK, &which(flow)), |_| {})
+}
+
+/// A request's header (`struct inet_diag_req_v2`) for one connection.
+fn which(flow: &Flow) -> Vec<u8> {
     let v4 = flow.is_v4();
     let mut header = vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT, 0];
     header.extend_from_slice(&u32::MAX.to_ne_bytes());
@@ -32,9 +66,5 @@ pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     // Any interface, no cookie.
     header.extend_from_slice(&[0; 4]);
     header.extend_from_slice(&[0xff; 8]);
-    let mut found = false;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &header), |body| {
-        found = attributes(body, ANSWER).any(|(kind, value)| kind == INET_DIAG_MD5SIG && !value.is_empty());
-    })?;
-    Ok(found)
+    header
 }

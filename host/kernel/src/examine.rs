@@ -61,6 +61,9 @@ pub enum Stay {
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
+    /// Its descriptor is its program's alone.
+    #[error("its program has its socket alone")]
+    Elsewhere,
     /// The NIC has no room.
     #[error("the NIC has no room for it")]
     NoRoom,

@@ -7,6 +7,7 @@ pub mod diagnosis;
 pub mod events;
 pub mod examine;
 pub mod export;
+pub mod freeze;
 pub mod import;
 pub mod interface;
 pub mod namespace;

@@ -185,3 +185,68 @@ pub fn sleep_exactly() {
     // SAFETY: no pointers are involved.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
 }
+
+/// A process' descriptors that are sockets: number and inode.
+pub fn sockets_of(process: u32) -> Vec<(i32, u64)> {
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{process}/fd")) else { return Vec::new() };
+    let inode = |entry: &std::fs::DirEntry| {
+        let target = std::fs::read_link(entry.path()).ok()?;
+        target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+    };
+    entries.flatten().filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, inode(&entry)?))).collect()
+}
+
+/// The parent of a process; None if it has ended.
+pub fn parent(process: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+}
+
+/// The children of a process.
+pub fn children(process: u32) -> Vec<u32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else { return Vec::new() };
+    let mut children = Vec::new();
+    for thread in threads.flatten() {
+        match std::fs::read_to_string(thread.path().join("children")) {
+            Ok(text) => children.extend(text.split_whitespace().filter_map(|number| number.parse::<u32>().ok())),
+            // Kernels without CONFIG_PROC_CHILDREN.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return all().into_iter().filter(|other| parent(*other) == Some(process)).collect();
+            }
+            Err(_) => {}
+        }
+    }
+    children
+}
+
+/// Every process that this one may see.
+pub fn all() -> Vec<u32> {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// The control group of a process in the unified hierarchy, as a path from its root.
+pub fn cgroup(process: u32) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/cgroup")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+}
+
+/// A descriptor that becomes readable when one of these signals comes; nothing else happens to the process then.
+///
+/// # Errors
+/// The system's.
+pub fn hear_signals(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the set is plain data, filled by sigemptyset before it is used.
+    let raw = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for signal in signals {
+            libc::sigaddset(&mut set, *signal);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        check(libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?
+    };
+    // SAFETY: the descriptor is new and ours.
+    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
+}

@@ -322,13 +322,14 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
 }
 
-/// A new IPv4 stream socket of a protocol (TCP, or 262 for Multipath TCP), neither bound nor connected.
+/// A new stream socket of a protocol (0 for TCP, 262 for Multipath TCP), neither bound nor connected.
 ///
 /// # Errors
 /// The system's.
-pub fn stream(protocol: i32) -> io::Result<OwnedFd> {
+pub fn stream(v6: bool, protocol: i32) -> io::Result<OwnedFd> {
+    let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
     // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, protocol) })?;
+    let raw = check(unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, protocol) })?;
     // SAFETY: the descriptor is new and ours.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
@@ -352,4 +353,43 @@ pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
 pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     // SAFETY: one live byte.
     check_size(unsafe { libc::send(fd.as_raw_fd(), (&raw const byte).cast(), 1, libc::MSG_OOB | libc::MSG_NOSIGNAL) }).map(|_| ())
+}
+
+/// The number that the kernel gives to this socket and to no other, ever.
+///
+/// # Errors
+/// The system's.
+pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    const SO_COOKIE: i32 = 57;
+    let mut raw = [0u8; 8];
+    get_bytes(fd, libc::SOL_SOCKET, SO_COOKIE, &mut raw)?;
+    Ok(u64::from_ne_bytes(raw))
+}
+
+/// Makes close(2) reset the connection instead of ending it in order.
+///
+/// # Errors
+/// The system's.
+pub fn reset_on_close(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let on_for_no_time = [1i32.to_ne_bytes(), 0i32.to_ne_bytes()].concat();
+    set_bytes(fd, libc::SOL_SOCKET, libc::SO_LINGER, &on_for_no_time)
+}
+
+/// Queues bytes that the program has sent already, even beyond what the socket's buffer would take.
+///
+/// # Errors
+/// The system's.
+pub fn send_beyond_limit(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
+    const SO_BUF_LOCK: i32 = 72;
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let lock = get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
+    let queued = queue_bytes(fd, SIOCOUTQ)? as usize;
+    let wanted = (queued + bytes.len()) * 2 + 65536;
+    set(fd, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, wanted.min(1 << 30) as i32)?;
+    while !bytes.is_empty() {
+        bytes = &bytes[send(fd, bytes)?..];
+    }
+    set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, lock)
 }

@@ -65,9 +65,17 @@ impl TcpInfo {
         if length < 228 {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's TCP_INFO is too old"));
         }
+        Ok(TcpInfo::parse(&raw))
+    }
+
+    /// Reads a `struct tcp_info`; what is not there is 0.
+    pub fn parse(given: &[u8]) -> TcpInfo {
+        let mut raw = [0u8; 228];
+        let length = given.len().min(raw.len());
+        raw[..length].copy_from_slice(&given[..length]);
         let word = |at: usize| u32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
-        Ok(TcpInfo {
+        TcpInfo {
             retransmits: raw[2],
             bytes_acked: long(120),
             bytes_received: long(128),
@@ -87,6 +95,6 @@ impl TcpInfo {
             dsack_dups: word(216),
             reord_seen: word(220),
             rcv_ooopack: word(224),
-        })
+        }
     }
 }

@@ -85,7 +85,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if let Some(session) = session() {
         return Some(session);
     }
-    let opening = Opening { version: VERSION, group: plan.run.group, program: plan.program.clone() };
+    let opening = Opening { version: VERSION, group: plan.run.group, program: plan.program.clone(), attacher: false };
     let listener = Listener(Box::new(|number| {
         if let Some(tcp) = session().and_then(|session| session.socket(number)) {
             tcp.changed();

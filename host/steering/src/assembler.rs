@@ -47,8 +47,13 @@ pub(crate) enum Size {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Helper {
     MapLookup = 1,
+    MapUpdate = 2,
+    CurrentProcess = 14,
     Redirect = 23,
     LoadBytes = 26,
+    SocketCookie = 46,
+    MessageRedirectHash = 71,
+    RingBufferOutput = 130,
     RedirectNeighbour = 152,
 }
 
@@ -89,6 +94,28 @@ impl Assembler {
 
     pub fn shift_left(&mut self, to: R, bits: i32) -> &mut Self {
         self.push(0x67, to, R::R0, 0, bits)
+    }
+
+    pub fn shift_right(&mut self, to: R, bits: i32) -> &mut Self {
+        self.push(0x77, to, R::R0, 0, bits)
+    }
+
+    pub fn shift_right_signed(&mut self, to: R, bits: i32) -> &mut Self {
+        self.push(0xc7, to, R::R0, 0, bits)
+    }
+
+    pub fn add_register(&mut self, to: R, from: R) -> &mut Self {
+        self.push(0x0f, to, from, 0, 0)
+    }
+
+    /// Swaps the lowest two bytes if the machine's order is not the network's.
+    pub fn to_network_half(&mut self, register: R) -> &mut Self {
+        self.push(0xdc, register, R::R0, 0, 16)
+    }
+
+    /// Adds to eight bytes in memory that others may add to.
+    pub fn atomic_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
+        self.push(0xdb, base, from, offset, 0)
     }
 
     pub fn load(&mut self, size: Size, to: R, base: R, offset: i16) -> &mut Self {
@@ -137,6 +164,22 @@ impl Assembler {
     pub fn jump_unless_equal(&mut self, register: R, other: R, label: &'static str) -> &mut Self {
         self.jumps.push((self.code.len(), label));
         self.push(0x5d, register, other, 0, 0)
+    }
+
+    /// Jumps unless the register, as a signed number, is above zero.
+    pub fn jump_unless_positive(&mut self, register: R, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0xd5, register, R::R0, 0, 0)
+    }
+
+    pub fn jump_if_below(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0xa5, register, R::R0, 0, value)
+    }
+
+    pub fn jump_if_not_below(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x35, register, R::R0, 0, value)
     }
 
     pub fn label(&mut self, label: &'static str) -> &mut Self {

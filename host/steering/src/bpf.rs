@@ -4,12 +4,28 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const MAP_CREATE: i32 = 0;
+const MAP_LOOKUP: i32 = 1;
 const MAP_UPDATE: i32 = 2;
 const MAP_DELETE: i32 = 3;
 const MAP_NEXT_KEY: i32 = 4;
 const PROGRAM_LOAD: i32 = 5;
+const PROGRAM_ATTACH: i32 = 8;
+const RAW_TRACEPOINT_OPEN: i32 = 17;
 const LINK_CREATE: i32 = 28;
-const HASH_MAP: u32 = 1;
+/// BPF_SK_MSG_VERDICT.
+const MESSAGE_VERDICT: u32 = 7;
+/// BPF_TRACE_RAW_TP.
+const TRACEPOINT: u32 = 23;
+
+/// What a map is.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub(crate) enum MapKind {
+    Hash = 1,
+    LeastRecentlyUsedHash = 9,
+    SocketHash = 18,
+    RingBuffer = 27,
+}
 
 /// What a program is for.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +35,10 @@ pub(crate) enum ProgramKind {
     Socket = 1,
     /// A device's tc hook.
     Device = 3,
+    /// A send on a socket of a map of sockets.
+    SocketMessage = 16,
+    /// A tracepoint.
+    Tracing = 26,
 }
 
 /// Where at a device.
@@ -62,9 +82,22 @@ fn explain(error: io::Error) -> io::Error {
 }
 
 pub(crate) fn create_map(key: u32, value: u32, entries: u32) -> io::Result<OwnedFd> {
+    create_map_of(MapKind::Hash, key, value, entries)
+}
+
+pub(crate) fn create_map_of(kind: MapKind, key: u32, value: u32, entries: u32) -> io::Result<OwnedFd> {
     let mut attributes = [0; 32];
-    attributes[..4].copy_from_slice(&[HASH_MAP, key, value, entries]);
+    attributes[..4].copy_from_slice(&[kind as u32, key, value, entries]);
     bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
+}
+
+pub(crate) fn lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<()> {
+    let mut attributes = [0; 32];
+    attributes[0] = map.as_raw_fd() as u32;
+    point(&mut attributes, 2, key);
+    let address = value.as_mut_ptr() as u64;
+    (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
+    bpf(MAP_LOOKUP, &mut attributes).map(|_| ())
 }
 
 pub(crate) fn update(map: BorrowedFd<'_>, key: &[u8], value: &[u8]) -> io::Result<()> {
@@ -107,6 +140,10 @@ pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
 
 /// Loads a program. What the verifier has to say goes into the error.
 pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
+    load_for(kind, 0, 0, instructions)
+}
+
+fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
     let attempt = |log: &mut [u8]| {
         let mut attributes = [0; 32];
         attributes[0] = kind as u32;
@@ -118,6 +155,8 @@ pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd
             attributes[7] = log.len() as u32;
             point(&mut attributes, 8, log);
         }
+        // expected_attach_type, attach_btf_id.
+        (attributes[17], attributes[27]) = (attach, target);
         bpf(PROGRAM_LOAD, &mut attributes).map(owned)
     };
     attempt(&mut []).map_err(|error| {
@@ -141,6 +180,21 @@ pub(crate) fn attach_to_device(program: BorrowedFd<'_>, interface: u32, hook: Ho
         }
         _ => error,
     })
+}
+
+/// Puts a program before what is sent on the sockets of a map.
+pub(crate) fn attach_to_map(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
+    let mut attributes = [0; 32];
+    attributes[..3].copy_from_slice(&[map.as_raw_fd() as u32, program.as_raw_fd() as u32, MESSAGE_VERDICT]);
+    bpf(PROGRAM_ATTACH, &mut attributes).map(|_| ())
+}
+
+/// Loads a program and puts it at a tracepoint, by the number of its type; it is there as long as the returned descriptor is open.
+pub(crate) fn attach_to_tracepoint(target: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
+    let program = load_for(ProgramKind::Tracing, TRACEPOINT, target, instructions)?;
+    let mut attributes = [0; 32];
+    attributes[2] = program.as_raw_fd() as u32;
+    bpf(RAW_TRACEPOINT_OPEN, &mut attributes).map(owned)
 }
 
 pub(crate) fn attach_to_socket(program: &OwnedFd, socket: BorrowedFd<'_>) -> io::Result<()> {

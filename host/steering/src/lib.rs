@@ -6,6 +6,9 @@
 
 mod assembler;
 mod bpf;
+mod btf;
+mod bypass;
+mod news;
 mod programs;
 
 use baton_wire::Flow;
@@ -13,6 +16,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 pub use bpf::supported;
+pub use bypass::{SocketBypass, SocketEvent};
 
 /// What is done with a connection's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

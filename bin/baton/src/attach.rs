@@ -1,0 +1,131 @@
+//! `baton attach` and `baton detach`: programs that run already.
+
+use crate::start::{FlipArguments, StartArguments};
+use crate::tools::SocketArgument;
+use anyhow::{Context, Result, bail};
+use baton_attach::{AttachSettings, Attacher, Summary, Target};
+use baton_client::protocol::{Ask, Reply};
+use baton_kernel::events::{Poller, Trigger};
+use baton_kernel::process;
+use clap::Args;
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
+
+pub const EXAMPLES: &str = "Examples:
+  baton attach 4711
+  baton attach --port 6379
+  baton attach --cgroup /system.slice/nginx.service --after 0
+  baton attach --flip 5..50 --flip-report report.json 4711
+
+It stays until Ctrl-C, `baton detach`, or the program's end; then every connection is in the kernel again. The program may be of any kind,
+static or in Go: nothing is loaded into it. It stands still for the moment of a move. Without a Baton that runs already one is
+started. That needs root, Linux 6.6 or later, and the kernel's type information (CONFIG_DEBUG_INFO_BTF).";
+
+#[derive(Args)]
+#[group(id = "which", required = true, multiple = false)]
+pub struct Which {
+    /// A process, and what it starts.
+    #[arg(value_name = "PID")]
+    process: Option<u32>,
+    /// Connections with this local port, of whatever process.
+    #[arg(long)]
+    port: Option<u16>,
+    /// Processes of a control group, as /proc/PID/cgroup names it.
+    #[arg(long, value_name = "PATH")]
+    cgroup: Option<String>,
+}
+
+impl Which {
+    fn target(&self) -> Result<Target> {
+        match (self.process, self.port, &self.cgroup) {
+            (Some(number), ..) => Ok(Target::Process(number)),
+            (_, Some(port), _) => Ok(Target::Port(port)),
+            (.., Some(path)) => {
+                let path = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path);
+                Ok(Target::Cgroup(format!("/{}", path.trim_matches('/'))))
+            }
+            _ => bail!("which program? A process number, --port or --cgroup"),
+        }
+    }
+}
+
+#[derive(Args)]
+pub struct AttachArguments {
+    #[command(flatten)]
+    which: Which,
+    /// Bytes after which a connection that is made later goes to the NIC. Those that there are go at once.
+    #[arg(long, value_name = "BYTES", default_value_t = 64 << 10)]
+    after: u32,
+    #[command(flatten)]
+    flip: FlipArguments,
+    #[command(flatten)]
+    start: StartArguments,
+    /// At the end, print one JSON object about what was done.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+pub struct DetachArguments {
+    #[command(flatten)]
+    which: Which,
+    #[command(flatten)]
+    socket: SocketArgument,
+}
+
+/// Attaches, and stays.
+pub fn attach(arguments: &AttachArguments) -> Result<()> {
+    let target = arguments.which.target()?;
+    let (socket, channel) = arguments.start.agent()?;
+    let group = arguments.flip.make_group(&channel)?;
+    let settings = AttachSettings { target: target.clone(), after: arguments.after, flip: arguments.flip.flip(), group };
+    let attacher = Attacher::attach(&socket, settings)?;
+    drop(channel);
+    let (on_nic, known) = attacher.connections();
+    if !arguments.json {
+        let how = if std::io::stdout().is_terminal() { "; Ctrl-C detaches" } else { "" };
+        println!("attached to {target}: {known} connections, {on_nic} of them on the NIC{how}");
+    }
+    let summary = attacher.run()?;
+    if arguments.json {
+        println!("{}", serde_json::to_string(&summary)?);
+    } else {
+        print(&target, &summary);
+    }
+    Ok(())
+}
+
+fn print(target: &Target, summary: &Summary) {
+    let Summary { connections, moves, stayed, pauses, pause_p50, pause_p99, pause_max } = summary;
+    println!("detached from {target}: {connections} connections, {moves} moves");
+    println!("it stood still {pauses} times: p50 {pause_p50} µs, p99 {pause_p99} µs, max {pause_max} µs");
+    for (reason, times) in stayed {
+        println!("{times} times not moved: {reason}");
+    }
+}
+
+/// Ends an attacher, and waits until everything is in the kernel.
+pub fn detach(arguments: &DetachArguments) -> Result<()> {
+    let target = arguments.which.target()?;
+    let mut tool = arguments.socket.connect()?;
+    let attachers = match tool.ask(Ask::Attachers).context("asking for attachers")? {
+        Reply::Attachers(attachers) => attachers,
+        other => bail!("the agent's answer makes no sense: {other:?}"),
+    };
+    let name = target.to_string();
+    let Some((attacher, _)) = attachers.iter().find(|(_, of)| *of == name) else {
+        let others: Vec<&str> = attachers.iter().map(|(_, of)| of.as_str()).collect();
+        let others = if others.is_empty() { "to nothing".into() } else { format!("to {}", others.join(", ")) };
+        bail!("Baton is not attached to {name}, but {others}");
+    };
+    let process = process::open_process(*attacher).context("the attacher")?;
+    process::signal(*attacher, libc::SIGTERM).context("ending the attacher")?;
+    let poller = Poller::new()?;
+    poller.add(process.as_fd(), 0, Trigger::Readable)?;
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        poller.wait(None, &mut ended)?;
+    }
+    println!("detached from {name}");
+    Ok(())
+}

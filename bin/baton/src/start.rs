@@ -1,0 +1,150 @@
+//! What `run` and `attach` share: the Baton that they use, or start, and how connections are moved at random.
+
+use anyhow::{Context, Result, bail};
+use baton_agent::AgentSettings;
+use baton_client::protocol::{Answer, Ask, Flip, Reply, Request};
+use baton_control::{LinkSettings, NicSettings};
+use baton_keeper::Devices;
+use baton_kernel::control::Channel;
+use baton_kernel::process;
+use clap::Args;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+#[derive(Args)]
+pub struct StartArguments {
+    /// Where the agent listens, if one runs already.
+    #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Microseconds that the NIC of a Baton that is started here polls without work before it sleeps.
+    #[arg(long, default_value_t = 100)]
+    spin: u64,
+    /// Where a Baton that is started here writes its messages.
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub struct FlipArguments {
+    /// Moves every connection to and fro at random intervals of so many milliseconds, for as long as it lives. For tests.
+    #[arg(long, value_name = "MIN..MAX", value_parser = interval)]
+    flip: Option<(u64, u64)>,
+    /// Seed of the intervals.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// A file for one line of JSON about what became of the connections.
+    #[arg(long, value_name = "FILE")]
+    flip_report: Option<PathBuf>,
+}
+
+fn interval(text: &str) -> Result<(u64, u64), String> {
+    let wrong = || format!("{text:?} is no interval; one looks like 1..50, in milliseconds");
+    let (min, max) = text.split_once("..").ok_or_else(wrong)?;
+    let millis = |text: &str| {
+        let number = text.trim_start_matches('=').parse::<f64>().ok().filter(|number| (0.0..1e9).contains(number));
+        number.map(|number| (number * 1000.0) as u64)
+    };
+    match (millis(min), millis(max)) {
+        (Some(min), Some(max)) if min <= max && max > 0 => Ok((min, max)),
+        _ => Err(wrong()),
+    }
+}
+
+impl StartArguments {
+    /// The Baton that runs already, or one that is started now and ends with this process and those that use it.
+    pub fn agent(&self) -> Result<(PathBuf, Channel)> {
+        match self.running()? {
+            Some(found) => Ok(found),
+            None => self.start(),
+        }
+    }
+
+    fn running(&self) -> Result<Option<(PathBuf, Channel)>> {
+        if let Some(path) = &self.socket {
+            let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
+            return Ok(Some((path.clone(), channel)));
+        }
+        let path = PathBuf::from(baton_client::DEFAULT_SOCKET);
+        Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))
+    }
+
+    fn start(&self) -> Result<(PathBuf, Channel)> {
+        let devices = Devices::beside(SLOTS).context("starting a Baton")?;
+        let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
+        // One that is there already is somebody else's.
+        std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        let socket = directory.join("agent.sock");
+        let settings = beside_settings(socket.clone(), true, self.spin)?;
+        let me = process::open_process(std::process::id()).context("pidfd_open")?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(match &self.log {
+            Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
+            None => Stdio::null(),
+        });
+        let launched = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()));
+        let (mut starter, _) = launched.inspect_err(|_| drop(std::fs::remove_dir(&directory)))?;
+        let _ = starter.wait();
+        let channel = Channel::connect(&socket).context("the agent that was just started")?;
+        Ok((socket, channel))
+    }
+}
+
+impl FlipArguments {
+    /// Whether connections move at random.
+    pub fn is_on(&self) -> bool {
+        self.flip.is_some()
+    }
+
+    pub fn flip(&self) -> Option<Flip> {
+        self.flip.map(|(min, max)| Flip { min, max, seed: self.seed })
+    }
+
+    /// Tells the agent what is to be done with a program's connections.
+    pub fn make_group(&self, channel: &Channel) -> Result<u64> {
+        let file = match &self.flip_report {
+            Some(path) => Some(File::create(path).with_context(|| format!("making {}", path.display()))?),
+            None => None,
+        };
+        let descriptors: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+        channel.send(&Request { tag: 1, body: Ask::Group { flip: self.flip() } }, &descriptors)?;
+        match channel.receive::<Answer>()?.0.body {
+            Reply::Grouped { group } => Ok(group),
+            Reply::Failed { reason } => bail!(reason),
+            other => bail!("the agent answers {other:?}; are both of the same version?"),
+        }
+    }
+}
+
+/// Settings of a Baton beside the kernel.
+fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSettings> {
+    let mut key = [0u8; 32];
+    process::random(&mut key).context("random numbers")?;
+    let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|n| key[8 * at + n]));
+    Ok(AgentSettings {
+        socket,
+        interface: None,
+        session_bytes: SESSION_BYTES,
+        lingers,
+        core: None,
+        patience: 500_000,
+        crash: None,
+        nic: NicSettings {
+            slots: SLOTS,
+            core: None,
+            spin,
+            segmentation: true,
+            drop_during_moves: false,
+            beside: true,
+            link: LinkSettings::default(),
+            hash_key: std::array::from_fn(word),
+        },
+    })
+}
+
+/// Connections that a NIC holds.
+const SLOTS: usize = 4096;
+/// Memory that a session may use.
+const SESSION_BYTES: usize = 2 << 30;

@@ -1,0 +1,193 @@
+//! Connections of programs that do not know of Baton, held by an attacher's session: the agent has a descriptor of theirs only while
+//! one is moved and the program stands still, so that closing a socket means what it always meant.
+
+use crate::agent::Agent;
+use crate::connection::{Asker, Connection, Stage};
+use crate::forth;
+use crate::journal;
+use crate::session::Session;
+use baton_client::protocol::{Answer, Ask, Place, Reply, Request};
+use baton_kernel::events::{Poller, Trigger, monotonic_micros};
+use baton_kernel::examine::Stay;
+use baton_kernel::netlink::Netlink;
+use baton_kernel::{diagnosis, socket};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+/// Microseconds that an attacher may take to stop its programs and lend what is asked for.
+const PATIENCE: u64 = 3_000_000;
+
+impl Session {
+    /// An attacher's programs have their sockets alone again.
+    pub(crate) fn take_back_descriptors(&mut self) {
+        if self.opening.attacher {
+            self.connections.iter_mut().flatten().for_each(|connection| connection.fd = None);
+        }
+    }
+
+    /// Asks for descriptors and waits for them.
+    fn lends(&mut self, connections: &[u32], netlink: &Netlink) {
+        if connections.is_empty() {
+            return;
+        }
+        let connections = connections.to_vec();
+        let _ = self.channel.send(&Answer { tag: 0, body: Reply::Fetch { connections: connections.clone() } }, &[]);
+        let Ok(poller) = Poller::new() else { return };
+        if poller.add(self.channel.as_fd(), 0, Trigger::Readable).is_err() {
+            return;
+        }
+        let deadline = monotonic_micros() + PATIENCE;
+        let mut missing = connections;
+        while !missing.is_empty() {
+            let now = monotonic_micros();
+            if now >= deadline || poller.wait(Some(Duration::from_micros(deadline - now)), &mut Vec::new()).is_err() {
+                eprintln!("baton agent: attacher {} has not lent {} connections in time", self.process, missing.len());
+                return;
+            }
+            match self.channel.try_receive::<Request>() {
+                Ok((Request { body: Ask::Lend { connection }, .. }, mut descriptors)) => {
+                    self.note(connection, descriptors.pop());
+                    missing.retain(|other| *other != connection);
+                }
+                // Its program has closed it: a socket of our own stands for it, and is closed when the connection is in it.
+                Ok((Request { body: Ask::Closed { connection, abort }, .. }, _)) => {
+                    if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
+                        let _ = diagnosis::destroy(netlink, &entry.flow);
+                        entry.fd = stand_in(entry, abort).ok();
+                        entry.closed = true;
+                    }
+                    missing.retain(|other| *other != connection);
+                }
+                // Whatever else it was about to ask is asked at a bad time.
+                Ok((Request { tag, .. }, _)) => {
+                    let body = Reply::Stayed { reason: Stay::NicGone.to_string(), transient: true };
+                    let _ = self.channel.try_send(&Answer { tag, body }, &[]);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
+        if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
+            connection.fd = fd;
+        }
+    }
+}
+
+/// A socket in place of one that its program has closed.
+fn stand_in(connection: &Connection, abort: bool) -> io::Result<OwnedFd> {
+    let fd = socket::stream(connection.local.is_ipv6(), 0)?;
+    if abort {
+        socket::reset_on_close(fd.as_fd())?;
+    }
+    Ok(fd)
+}
+
+impl Agent {
+    pub(crate) fn is_attacher(&self, session: u32) -> bool {
+        self.sessions.get(session as usize).and_then(Option::as_ref).is_some_and(|session| session.opening.attacher)
+    }
+
+    pub(crate) fn attachers(&self) -> Vec<(u32, String)> {
+        let attachers = self.sessions.iter().flatten().filter(|session| session.opening.attacher);
+        attachers.map(|session| (session.process, session.opening.program.clone())).collect()
+    }
+
+    /// Asks an attacher to move a connection.
+    pub(crate) fn want(&mut self, session: u32, connection: u32, to: Place) {
+        if let Some(Some(session)) = self.sessions.get(session as usize) {
+            let _ = session.channel.try_send(&Answer { tag: 0, body: Reply::Wanted { connection, to } }, &[]);
+        }
+    }
+
+    /// Notes a descriptor for as long as a move takes; None when that is over.
+    pub(crate) fn lent(&mut self, session: u32, number: u32, fd: Option<OwnedFd>) {
+        if let Some(Some(session)) = self.sessions.get_mut(session as usize)
+            && session.opening.attacher
+        {
+            session.note(number, fd);
+        }
+    }
+
+    /// A move while the program stands still: it happens now, or not.
+    pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<OwnedFd>, asker: Asker) {
+        self.lent(session, number, fd);
+        if let Some((reply, _)) = self.request_move(session, number, to, asker) {
+            self.answer(asker.0, asker.1, reply, &[]);
+        }
+        // What the kernel holds out of order is not waited for.
+        if let Some((mut ground, entry)) = self.split(session)
+            && let Some(Some(connection)) = entry.connections.get_mut(number as usize)
+            && let Stage::Mirroring { cid, askers, .. } = &mut connection.stage
+        {
+            let (cid, askers) = (*cid, std::mem::take(askers));
+            forth::call_off(&mut ground, connection, cid);
+            self.mirroring.retain(|waiting| *waiting != (session, number));
+            self.conclude(session, number, Err(Stay::OutOfOrder), askers);
+        }
+        self.lent(session, number, None);
+    }
+
+    /// A connection whose socket its program has closed: it goes into a socket of ours, whose closing the kernel does as it would have
+    /// done that.
+    pub(crate) fn close_attached(&mut self, session: u32, number: u32, abort: bool) -> Reply {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Reply::Done };
+        if let Stage::Nic(_) = connection.stage {
+            // What the program has left behind in the kernel says nothing: the NIC still has the connection's frames.
+            let _ = diagnosis::destroy(&self.diagnosis, &connection.flow);
+            match stand_in(connection, abort) {
+                Ok(fd) => connection.fd = Some(fd),
+                Err(error) => return Reply::Failed { reason: format!("no socket to close it in: {error}") },
+            }
+        }
+        self.forget(session, number)
+    }
+
+    /// The attacher has ended without bringing a connection back: what the program and the NIC had of it last is lost, and both ends
+    /// are told by a reset.
+    pub(crate) fn leave_attached(&mut self, session: u32, number: u32) {
+        self.close_attached(session, number, true);
+    }
+
+    /// A dead agent's journal says what was being moved: the descriptors are needed before anything else is done.
+    pub(crate) fn fetch_what_was_moving(&mut self) {
+        let memory = self.hardware.memory.clone();
+        let moving: Vec<(u32, u32)> = (0..self.settings.nic.slots as u32)
+            .filter_map(|at| journal::read(&memory, at).map(|(_, entry)| (entry.session, entry.connection)))
+            .collect();
+        self.fetch(|session, connection| moving.contains(&(session, connection.number)));
+    }
+
+    /// The NIC has died: what it had goes to the kernel.
+    pub(crate) fn fetch_what_was_on_the_nic(&mut self) {
+        self.fetch(|_, connection| matches!(connection.stage, Stage::Nic(_)));
+    }
+
+    fn fetch(&mut self, wanted: impl Fn(u32, &Connection) -> bool) {
+        for (at, session) in self.sessions.iter_mut().enumerate() {
+            let Some(session) = session.as_mut().filter(|session| session.opening.attacher) else { continue };
+            let missing = session.connections.iter().flatten().filter(|entry| entry.fd.is_none() && wanted(at as u32, entry));
+            let missing: Vec<u32> = missing.map(|entry| entry.number).collect();
+            session.lends(&missing, &self.diagnosis);
+        }
+    }
+
+    /// Attachers' programs may go on.
+    pub(crate) fn return_what_was_lent(&mut self) {
+        let all = self.sessions.iter().enumerate().flat_map(|(at, session)| {
+            let connections = session.iter().flat_map(|session| session.connections.iter().flatten());
+            connections.filter(|connection| connection.closed).map(move |connection| (at as u32, connection.number))
+        });
+        for (session, number) in all.collect::<Vec<_>>() {
+            self.forget(session, number);
+        }
+        for session in self.sessions.iter_mut().flatten().filter(|session| session.opening.attacher) {
+            session.take_back_descriptors();
+            let _ = session.channel.try_send(&Answer { tag: 0, body: Reply::Returned }, &[]);
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The attacher: gives the connections of programs that run already, and know nothing of Baton, to the NIC, and stands between. What a
+//! program sends is redirected to a socket of the attacher's and put into the NIC's memory, what the NIC receives goes into the
+//! program's receive queue.
+//!
+//! The program stands still while one of its connections moves. Outside of moves nobody but the program has its descriptors, so that
+//! closing one means what it always meant. If the attacher dies its connections are reset.
+#![forbid(unsafe_code)]
+
+mod moves;
+mod relay;
+mod target;
+
+use anyhow::{Context, Result};
+use baton_abi::layout::session;
+use baton_client::protocol::{Ask, Flip, Opening, Place, Reply, VERSION};
+use baton_client::{Listener, Shared};
+use baton_kernel::events::{Poller, Trigger};
+use baton_kernel::freeze::Frozen;
+use baton_kernel::netlink::{self, Netlink};
+use baton_kernel::process;
+use baton_ring::Token;
+use baton_steering::{SocketBypass, SocketEvent};
+use relay::Entry;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use target::Target;
+
+/// The attacher is one thread.
+const ME: Token = 1;
+
+const BELL: u64 = u64::MAX;
+const CHANNEL: u64 = u64::MAX - 1;
+const EVENTS: u64 = u64::MAX - 2;
+const SIGNALS: u64 = u64::MAX - 3;
+const TARGET: u64 = u64::MAX - 4;
+
+/// How programs are attached to.
+#[derive(Clone, Debug)]
+pub struct AttachSettings {
+    /// To which.
+    pub target: Target,
+    /// Bytes after which a connection that is made later is worth moving.
+    pub after: u32,
+    /// Connections move to and fro at random.
+    pub flip: Option<Flip>,
+    /// The group of the sessions, as the agent named it; 0 for none.
+    pub group: u64,
+}
+
+/// What an attacher did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Summary {
+    /// Connections that were the agent's to move.
+    pub connections: u64,
+    /// Moves made.
+    pub moves: u64,
+    /// Moves that did not take place, and connections that could never move, by cause.
+    pub stayed: BTreeMap<String, u64>,
+    /// Times that programs stood still.
+    pub pauses: u64,
+    /// For how long, microseconds: the median, of a hundred the longest but one, and the longest.
+    pub pause_p50: u64,
+    /// See above.
+    pub pause_p99: u64,
+    /// See above.
+    pub pause_max: u64,
+}
+
+/// An attacher at work.
+pub struct Attacher {
+    settings: AttachSettings,
+    shared: Arc<Shared>,
+    heard: Arc<Mutex<Vec<u32>>>,
+    bypass: SocketBypass,
+    poller: Poller,
+    signals: OwnedFd,
+    target: Option<OwnedFd>,
+    diagnosis: Netlink,
+    entries: BTreeMap<u32, Entry>,
+    by_cookie: BTreeMap<u64, u32>,
+    processes: BTreeMap<u32, OwnedFd>,
+    /// Sockets that are known, or known not to be meant.
+    inodes: BTreeSet<u64>,
+    wanted: BTreeMap<u32, Place>,
+    /// What stands still, and since when.
+    frozen: Option<(Frozen, u64)>,
+    pauses: Vec<u32>,
+    next_tag: u32,
+    summary: Summary,
+}
+
+impl Attacher {
+    /// Attaches: the connections that there are move now.
+    ///
+    /// # Errors
+    /// If there is nothing to attach to, the caller may not, or this kernel lacks something: with what to do.
+    pub fn attach(agent: &Path, settings: AttachSettings) -> Result<Attacher> {
+        let processes = settings.target.processes();
+        if let Some(absence) = settings.target.absence(&processes) {
+            anyhow::bail!("{absence}");
+        }
+        // Whoever may not stop a program may not take its connections.
+        drop(Frozen::freeze(&processes).map_err(|error| explain(&settings.target, &error))?);
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let sink = heard.clone();
+        let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
+        let opening =
+            Opening { version: VERSION, group: settings.group, program: settings.target.to_string(), attacher: true };
+        let shared = Arc::new(Shared::connect(agent, opening, listener)?);
+        let after = if settings.flip.is_some() { 1 } else { settings.after.clamp(1, i32::MAX as u32) };
+        let bypass = SocketBypass::new(session::MAX_CONNECTIONS as u32, after).context("the bypass of running programs")?;
+        let poller = Poller::new()?;
+        let signals = process::hear_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+        poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
+        poller.add(bypass.events(), EVENTS, Trigger::Readable)?;
+        poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
+        {
+            let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
+            poller.add(channel.as_fd(), CHANNEL, Trigger::Readable)?;
+        }
+        let target = match settings.target {
+            Target::Process(number) => Some(process::open_process(number).context("pidfd_open")?),
+            _ => None,
+        };
+        if let Some(target) = &target {
+            poller.add(target.as_fd(), TARGET, Trigger::Readable)?;
+        }
+        let mut attacher = Attacher {
+            settings,
+            shared,
+            heard,
+            bypass,
+            poller,
+            signals,
+            target,
+            diagnosis: Netlink::open(netlink::SOCK_DIAG)?,
+            entries: BTreeMap::new(),
+            by_cookie: BTreeMap::new(),
+            processes: BTreeMap::new(),
+            inodes: BTreeSet::new(),
+            wanted: BTreeMap::new(),
+            frozen: None,
+            pauses: Vec::new(),
+            next_tag: 2,
+            summary: Summary::default(),
+        };
+        for process in processes {
+            attacher.discover(process)?;
+        }
+        Ok(attacher)
+    }
+
+    /// Connections on the NIC, and all that are known.
+    pub fn connections(&self) -> (usize, usize) {
+        (self.entries.values().filter(|entry| entry.joined.is_some()).count(), self.entries.len())
+    }
+
+    /// Carries bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is in the kernel.
+    ///
+    /// # Errors
+    /// If the agent is gone for good.
+    pub fn run(mut self) -> Result<Summary> {
+        let mut tokens = Vec::new();
+        let mut ends = false;
+        while !ends {
+            self.shared.count_sleeper();
+            let idle = !self.shared.has_news(ME) && self.wanted.is_empty();
+            let waited = self.poller.wait((!idle).then_some(std::time::Duration::ZERO), &mut tokens);
+            self.shared.uncount_sleeper();
+            waited?;
+            let mut due = BTreeSet::new();
+            for token in tokens.drain(..) {
+                match token {
+                    BELL => self.shared.bell().clear(),
+                    CHANNEL => self.hear_agent()?,
+                    EVENTS => {}
+                    SIGNALS => ends = true,
+                    // Its connections end first: their state tells.
+                    TARGET => ends = self.program_is_gone()?,
+                    engine => drop(due.insert(engine as u32)),
+                }
+            }
+            self.hear_kernel(&mut due)?;
+            self.shared.catch_up(ME);
+            due.extend(std::mem::take(&mut *self.heard.lock().unwrap_or_else(PoisonError::into_inner)));
+            for number in due {
+                self.carry(number)?;
+            }
+            self.move_what_is_wanted()?;
+        }
+        self.detach()
+    }
+
+    fn hear_kernel(&mut self, due: &mut BTreeSet<u32>) -> Result<()> {
+        let mut strangers = BTreeSet::new();
+        while let Some(event) = self.bypass.next_event() {
+            match event {
+                SocketEvent::Read(cookie) => due.extend(self.by_cookie.get(&cookie)),
+                SocketEvent::State(cookie, _) => {
+                    if let Some(number) = self.by_cookie.get(&cookie) {
+                        self.state_changed(*number)?;
+                    }
+                }
+                SocketEvent::Stranger(_, process) => drop(strangers.insert(process)),
+            }
+        }
+        for process in strangers {
+            if self.settings.target.covers(process) {
+                self.discover(process)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn program_is_gone(&mut self) -> Result<bool> {
+        if let Some(target) = &self.target {
+            let _ = self.poller.remove(target.as_fd());
+        }
+        let mut due = BTreeSet::new();
+        self.hear_kernel(&mut due)?;
+        // What it started may go on.
+        Ok(self.settings.target.processes().is_empty())
+    }
+
+    fn detach(mut self) -> Result<Summary> {
+        let _ = self.poller.remove(self.signals.as_fd());
+        self.bring_everything_back()?;
+        let _ = self.ask(&Ask::Goodbye, None)?;
+        self.pauses.sort_unstable();
+        let at = |share: usize| self.pauses.get((self.pauses.len() * share / 100).min(self.pauses.len().saturating_sub(1)));
+        let pause = |share| at(share).copied().unwrap_or(0).into();
+        let (pause_p50, pause_p99, pause_max) = (pause(50), pause(99), pause(100));
+        Ok(Summary { pauses: self.pauses.len() as u64, pause_p50, pause_p99, pause_max, ..self.summary })
+    }
+
+    fn note_stay(&mut self, reason: &str) {
+        *self.summary.stayed.entry(reason.into()).or_default() += 1;
+    }
+}
+
+/// Why a program cannot be attached to.
+fn explain(target: &Target, error: &std::io::Error) -> anyhow::Error {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => anyhow::anyhow!(
+            "{target} is not yours to attach to: it belongs to another user, or a debugger is attached to it already. Run as its user or as \
+             root (and see /proc/sys/kernel/yama/ptrace_scope)"
+        ),
+        _ => anyhow::anyhow!("{target} cannot be stopped for a moment: {error}"),
+    }
+}
+
+fn stays(reply: &Reply) -> Option<&str> {
+    match reply {
+        Reply::Stayed { reason, .. } | Reply::Failed { reason } => Some(reason),
+        _ => None,
+    }
+}

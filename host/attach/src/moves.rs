@@ -1,0 +1,427 @@
+//! Moves, while programs stand still; what the agent asks for; sockets that come and go.
+
+use crate::relay::{Entry, Joined, Next};
+use crate::{Attacher, ME, explain, stays};
+use anyhow::{Result, bail};
+use baton_client::protocol::{Answer, Ask, Place, Reply, Request, Until};
+use baton_kernel::control::Channel;
+use baton_kernel::events::{Trigger, monotonic_micros};
+use baton_kernel::freeze::{Frozen, take_descriptor};
+use baton_kernel::tcp_info::TcpInfo;
+use baton_kernel::{diagnosis, process, socket};
+use baton_wire::Flow;
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::PoisonError;
+
+const ESTABLISHED: u8 = 1;
+
+impl Attacher {
+    /// What the agent says unasked.
+    pub(crate) fn hear_agent(&mut self) -> Result<()> {
+        let shared = self.shared.clone();
+        let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match channel.try_receive::<Answer>() {
+                Ok((answer, _)) => self.unasked(&channel, answer.body)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => bail!("the agent is gone ({error})"),
+            };
+        }
+        drop(channel);
+        self.thaw();
+        Ok(())
+    }
+
+    /// Whether the agent has started anew: what it was asked is to be asked again.
+    fn unasked(&mut self, channel: &Channel, body: Reply) -> Result<bool> {
+        match body {
+            Reply::Wanted { connection, to } => {
+                self.wanted.insert(connection, to);
+                Ok(false)
+            }
+            Reply::Fetch { connections } => self.lend(channel, connections),
+            Reply::Restarted { .. } => Ok(true),
+            _ => Ok(false),
+        }
+    }
+
+    pub(crate) fn ask(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Reply> {
+        let shared = self.shared.clone();
+        let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
+        let descriptors: Vec<_> = descriptor.into_iter().collect();
+        loop {
+            self.next_tag += 1;
+            let tag = self.next_tag;
+            channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            loop {
+                let (answer, _) = channel.receive::<Answer>()?;
+                if answer.tag == tag {
+                    return Ok(answer.body);
+                }
+                if self.unasked(&channel, answer.body)? {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// The NIC has died, or the agent: the agent needs descriptors to bring connections into the kernel.
+    fn lend(&mut self, channel: &Channel, mut connections: Vec<u32>) -> Result<bool> {
+        let mut lent = Vec::new();
+        loop {
+            for number in std::mem::take(&mut connections) {
+                match self.take_out(number)? {
+                    Some(fd) => {
+                        channel.send(&Request { tag: 0, body: Ask::Lend { connection: number } }, &[fd.as_fd()])?;
+                        lent.push((number, fd));
+                    }
+                    None => {
+                        let abort = self.entries.get(&number).and_then(|entry| entry.closed).unwrap_or(false);
+                        channel.send(&Request { tag: 0, body: Ask::Closed { connection: number, abort } }, &[])?;
+                        self.drop_entry(number);
+                    }
+                }
+            }
+            let restarted = match channel.receive::<Answer>()?.0.body {
+                Reply::Fetch { connections: more } => {
+                    connections = more;
+                    continue;
+                }
+                Reply::Returned => false,
+                Reply::Restarted { .. } => true,
+                _ => continue,
+            };
+            for (number, fd) in lent {
+                self.returned(number, fd.as_fd())?;
+            }
+            return Ok(restarted);
+        }
+    }
+
+    /// Stops the processes that may use a connection's socket.
+    fn stop_users(&mut self, process: u32) -> io::Result<()> {
+        let (frozen, _) = self.frozen.get_or_insert_with(|| (Frozen::default(), monotonic_micros()));
+        frozen.add(process)?;
+        for child in process::children(process) {
+            frozen.add(child)?;
+        }
+        Ok(())
+    }
+
+    /// Programs go on.
+    pub(crate) fn thaw(&mut self) {
+        if let Some((frozen, since)) = self.frozen.take() {
+            drop(frozen);
+            self.pauses.push((monotonic_micros() - since) as u32);
+        }
+    }
+
+    /// A copy of the descriptor of a connection, if any process still has it.
+    fn descriptor(&mut self, number: u32) -> Option<OwnedFd> {
+        let entry = self.entries.get(&number)?;
+        let (process, fd, cookie, inode) = (entry.process, entry.fd, entry.cookie, entry.inode);
+        if let Some(fd) = self.copy(process, fd, cookie) {
+            return Some(fd);
+        }
+        // It may have got another number, or only a child of the process has it still.
+        let holders = std::iter::once(process).chain(process::children(process));
+        for holder in holders.collect::<Vec<_>>() {
+            for (at, found) in process::sockets_of(holder) {
+                if found == inode
+                    && let Some(copy) = self.copy(holder, at, cookie)
+                {
+                    let entry = self.entries.get_mut(&number)?;
+                    (entry.process, entry.fd) = (holder, at);
+                    return Some(copy);
+                }
+            }
+        }
+        None
+    }
+
+    fn copy(&mut self, process: u32, fd: i32, cookie: u64) -> Option<OwnedFd> {
+        let copy = take_descriptor(self.pidfd(process).ok()?.as_fd(), fd).ok()?;
+        (socket::cookie(copy.as_fd()).ok()? == cookie).then_some(copy)
+    }
+
+    fn pidfd(&mut self, process: u32) -> io::Result<&OwnedFd> {
+        if !self.processes.contains_key(&process) {
+            self.processes.insert(process, process::open_process(process)?);
+        }
+        Ok(&self.processes[&process])
+    }
+
+    /// Stops a connection's program and takes its socket out of the map. None if the program has closed it.
+    fn take_out(&mut self, number: u32) -> Result<Option<OwnedFd>> {
+        let Some(process) = self.entries.get(&number).map(|entry| entry.process) else { return Ok(None) };
+        self.stop_users(process)?;
+        let fd = self.descriptor(number);
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(None) };
+        let unread = fd.as_ref().and_then(|fd| socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok());
+        entry.settle(&self.shared, &self.bypass, unread)?;
+        if let Some(joined) = entry.joined.take() {
+            self.bypass.part(&entry.flow, &joined.engine_flow);
+            let _ = self.poller.remove(joined.engine.as_fd());
+        }
+        Ok(fd)
+    }
+
+    /// Puts a socket into the map, with a new engine.
+    fn join(&mut self, number: u32, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
+        let joined = Joined::new()?;
+        self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
+        self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
+        entry.joined = Some(joined);
+        Ok(())
+    }
+
+    /// The connection is in the kernel: what the program had sent and the NIC had no room for follows.
+    fn returned(&mut self, number: u32, fd: BorrowedFd<'_>) -> Result<()> {
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
+        let stash = std::mem::take(&mut entry.stash);
+        match socket::send_beyond_limit(fd, &stash) {
+            // The peer has reset it; what that means the socket tells the program.
+            Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+            other => other?,
+        }
+        if std::mem::take(&mut entry.shut) {
+            let _ = socket::shutdown_write(fd);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn move_what_is_wanted(&mut self) -> Result<()> {
+        let wanted = std::mem::take(&mut self.wanted);
+        let mut moved = BTreeSet::new();
+        for (number, to) in wanted {
+            let done = match to {
+                Place::Nic => self.move_to_nic(number),
+                Place::Kernel => self.move_to_kernel(number, None),
+            };
+            done?;
+            moved.insert(number);
+        }
+        self.thaw();
+        for number in moved {
+            self.carry(number)?;
+        }
+        Ok(())
+    }
+
+    fn move_to_nic(&mut self, number: u32) -> Result<()> {
+        let Some(entry) = self.entries.get(&number) else { return Ok(()) };
+        if entry.joined.is_some() {
+            return Ok(());
+        }
+        self.stop_users(entry.process)?;
+        let Some(fd) = self.descriptor(number) else { return self.forget(number) };
+        if TcpInfo::read(fd.as_fd()).map_or(0, |info| info.state) != ESTABLISHED {
+            return Ok(());
+        }
+        let reply = self.ask(&Ask::Move { connection: number, to: Place::Nic }, Some(fd.as_fd()))?;
+        self.shared.catch_up(ME);
+        if let Some(reason) = stays(&reply) {
+            self.note_stay(reason);
+            return Ok(());
+        }
+        self.summary.moves += 1;
+        if let Err(error) = self.join(number, fd.as_fd()) {
+            self.note_stay(&format!("the map of sockets: {error}"));
+            self.give_back(number, fd.as_fd(), Some(("sockmap", Until::Never)))?;
+        }
+        Ok(())
+    }
+
+    /// Brings a connection back; with a cause, if it is not the agent that wants it.
+    fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
+        if self.entries.get(&number).is_none_or(|entry| entry.joined.is_none()) {
+            return Ok(());
+        }
+        match self.take_out(number)? {
+            Some(fd) => self.give_back(number, fd.as_fd(), cause),
+            None => self.close(number),
+        }
+    }
+
+    fn give_back(&mut self, number: u32, fd: BorrowedFd<'_>, cause: Option<(&str, Until)>) -> Result<()> {
+        let ask = match cause {
+            None => Ask::Move { connection: number, to: Place::Kernel },
+            Some((reason, until)) => Ask::GiveBack { connection: number, reason: reason.into(), until },
+        };
+        let reply = self.ask(&ask, Some(fd))?;
+        self.shared.catch_up(ME);
+        match stays(&reply) {
+            None => {
+                self.summary.moves += 1;
+                self.returned(number, fd)
+            }
+            Some(reason) => {
+                self.note_stay(reason);
+                // It is still on the NIC, and tried again.
+                if let Err(error) = self.join(number, fd) {
+                    bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
+                }
+                if cause.is_some() {
+                    self.wanted.insert(number, Place::Kernel);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Carries a connection's bytes, and does what follows.
+    pub(crate) fn carry(&mut self, number: u32) -> Result<()> {
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
+        let next = entry.carry(&self.shared, &self.bypass)?;
+        if entry.closed.is_some() && entry.is_drained() {
+            return self.close(number);
+        }
+        match next {
+            Next::GoesOn => return Ok(()),
+            _ if entry.closed.is_some() => return Ok(()),
+            Next::AtEnd => self.move_to_kernel(number, Some(("end of stream", Until::Never)))?,
+            Next::TooMuch => self.move_to_kernel(number, Some(("backlog", Until::Again)))?,
+            Next::Ended => self.forget(number)?,
+        }
+        self.thaw();
+        Ok(())
+    }
+
+    /// The program has done something to a socket: shut it down, or closed it.
+    pub(crate) fn state_changed(&mut self, number: u32) -> Result<()> {
+        let Some(entry) = self.entries.get(&number) else { return Ok(()) };
+        let state = diagnosis::information(&self.diagnosis, &entry.flow).map(|info| info.state);
+        // Moves change it, too, for a moment.
+        if matches!(state, Ok(ESTABLISHED)) {
+            return Ok(());
+        }
+        let on_nic = entry.joined.is_some();
+        self.stop_users(entry.process)?;
+        let held = self.descriptor(number);
+        match (held, on_nic) {
+            (Some(_), false) => {}
+            (Some(fd), true) => {
+                drop(fd);
+                if let Some(entry) = self.entries.get_mut(&number) {
+                    entry.shut = true;
+                }
+                self.move_to_kernel(number, Some(("shutdown", Until::Never)))?;
+            }
+            (None, false) => self.forget(number)?,
+            (None, true) => {
+                if let Some(entry) = self.entries.get_mut(&number) {
+                    // Closed in order it has a FIN to deliver; reset, there is nothing left.
+                    entry.closed.get_or_insert(state.is_err());
+                }
+                self.thaw();
+                return self.carry(number);
+            }
+        }
+        self.thaw();
+        Ok(())
+    }
+
+    /// A connection whose program has closed it, and whose bytes are all in the NIC's memory: the agent ends it.
+    fn close(&mut self, number: u32) -> Result<()> {
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
+        let abort = entry.closed.unwrap_or(false);
+        entry.settle(&self.shared, &self.bypass, None)?;
+        let reply = self.ask(&Ask::Closed { connection: number, abort }, None)?;
+        if let Some(reason) = stays(&reply) {
+            self.note_stay(reason);
+        }
+        self.drop_entry(number);
+        Ok(())
+    }
+
+    /// A connection that is in the kernel, or no more: nobody here has to know it.
+    fn forget(&mut self, number: u32) -> Result<()> {
+        let reply = self.ask(&Ask::Forget { connection: number }, None)?;
+        if let Some(reason) = stays(&reply) {
+            self.note_stay(reason);
+        }
+        self.drop_entry(number);
+        Ok(())
+    }
+
+    fn drop_entry(&mut self, number: u32) {
+        let Some(entry) = self.entries.remove(&number) else { return };
+        if let Some(joined) = &entry.joined {
+            self.bypass.part(&entry.flow, &joined.engine_flow);
+        }
+        self.bypass.forget(entry.cookie);
+        self.by_cookie.remove(&entry.cookie);
+        self.inodes.remove(&entry.inode);
+        self.shared.let_go(&entry.connection, ME);
+    }
+
+    /// Looks for new connections of a process.
+    pub(crate) fn discover(&mut self, process: u32) -> Result<()> {
+        let new: Vec<(i32, u64)> =
+            process::sockets_of(process).into_iter().filter(|(_, inode)| !self.inodes.contains(inode)).collect();
+        if new.is_empty() {
+            return Ok(());
+        }
+        if let Err(error) = self.stop_users(process) {
+            self.thaw();
+            self.note_stay(&explain(&self.settings.target, &error).to_string());
+            return Ok(());
+        }
+        for (fd, inode) in new {
+            let Ok(pidfd) = self.pidfd(process) else { break };
+            let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { continue };
+            self.consider(process, fd, inode, copy.as_fd())?;
+        }
+        self.move_what_is_wanted()
+    }
+
+    /// Registers a socket with the agent, if it is a connection that is meant.
+    fn consider(&mut self, process: u32, fd: i32, inode: u64, copy: BorrowedFd<'_>) -> Result<()> {
+        const SO_PROTOCOL: i32 = 38;
+        if socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok() != Some(libc::IPPROTO_TCP) {
+            self.inodes.insert(inode);
+            return Ok(());
+        }
+        let (Ok(local), Ok(peer)) = (socket::local_address(copy), socket::peer_address(copy)) else { return Ok(()) };
+        let established = TcpInfo::read(copy).is_ok_and(|info| info.state == ESTABLISHED);
+        if !established {
+            return Ok(());
+        }
+        self.inodes.insert(inode);
+        if !self.settings.target.fits(local.port()) {
+            return Ok(());
+        }
+        let number = match self.ask(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
+            Reply::Registered { connection } => connection,
+            other => {
+                self.note_stay(stays(&other).unwrap_or("the agent's answer makes no sense"));
+                return Ok(());
+            }
+        };
+        let connection = self.shared.unnamed();
+        self.shared.take_charge(&connection, number);
+        let cookie = socket::cookie(copy)?;
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        self.bypass.watch(cookie)?;
+        self.by_cookie.insert(cookie, number);
+        let (joined, stash, shut, closed) = (None, Vec::new(), false, None);
+        self.entries.insert(number, Entry { connection, process, fd, inode, cookie, flow, joined, stash, shut, closed });
+        self.summary.connections += 1;
+        if self.settings.flip.is_none() {
+            self.wanted.insert(number, Place::Nic);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn bring_everything_back(&mut self) -> Result<()> {
+        let numbers: Vec<u32> = self.entries.keys().copied().collect();
+        for number in numbers {
+            self.move_to_kernel(number, Some(("detached", Until::Never)))?;
+        }
+        self.thaw();
+        Ok(())
+    }
+}

@@ -1,0 +1,186 @@
+//! The bytes of one connection, between the program's socket and the NIC.
+
+use crate::ME;
+use baton_abi::layout::Owner;
+use baton_client::{Connection, Shared};
+use baton_kernel::socket;
+use baton_steering::SocketBypass;
+use baton_wire::Flow;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+/// Bytes that lie in the program's queue unread at most: nothing but this limits that queue.
+const UNREAD: u64 = 1 << 17;
+/// Bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better off in the kernel,
+/// where the program is made to wait.
+const BACKLOG: usize = 4 << 20;
+/// Bytes that go at once.
+const PIECE: usize = 1 << 16;
+
+/// A program's connection.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub connection: Arc<Connection>,
+    pub process: u32,
+    /// The descriptor's number in that process.
+    pub fd: i32,
+    pub inode: u64,
+    pub cookie: u64,
+    pub flow: Flow,
+    /// While it is on the NIC.
+    pub joined: Option<Joined>,
+    /// What the program has sent and the NIC had no room for.
+    pub stash: Vec<u8>,
+    /// The program has shut its sending side down.
+    pub shut: bool,
+    /// The program has closed it; true if the kernel has reset it then.
+    pub closed: Option<bool>,
+}
+
+/// A program's socket in the map of sockets, with its engine.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub engine: TcpStream,
+    pub engine_flow: Flow,
+    /// The engine's peer: nothing is ever sent to it, but the engine has to be connected.
+    _sink: TcpStream,
+    /// Bytes put into the program's queue, and of those what the NIC knows to be read.
+    pushed: u64,
+    accounted: u64,
+}
+
+impl Joined {
+    /// Makes an engine.
+    pub fn new() -> io::Result<Joined> {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+        let engine = TcpStream::connect(listener.local_addr()?)?;
+        let (sink, _) = listener.accept()?;
+        engine.set_nonblocking(true)?;
+        let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
+        let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into() };
+        Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0 })
+    }
+}
+
+/// What is to become of a connection after its bytes have been carried.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Next {
+    GoesOn,
+    /// The peer has sent everything, and all of it is in the program's queue or on the NIC.
+    AtEnd,
+    /// The program sends faster than the NIC can.
+    TooMuch,
+    /// It has ended on the NIC.
+    Ended,
+}
+
+impl Entry {
+    /// Carries what can be carried, both ways.
+    pub fn carry(&mut self, shared: &Shared, bypass: &SocketBypass) -> io::Result<Next> {
+        let Some(joined) = &mut self.joined else { return Ok(Next::GoesOn) };
+        let Some(entered) = shared.enter(&self.connection, ME) else { return Ok(Next::GoesOn) };
+        if entered.owner != Owner::Nic {
+            return Ok(Next::GoesOn);
+        }
+        if self.connection.ended().is_some() {
+            return Ok(Next::Ended);
+        }
+        let at_end = joined.push(&self.connection, shared, bypass.read_by(self.cookie))?;
+        let backlog = pull(joined, &mut self.stash, &self.connection, shared)?;
+        Ok(match (at_end, backlog > BACKLOG) {
+            (_, true) => Next::TooMuch,
+            (true, _) => Next::AtEnd,
+            _ => Next::GoesOn,
+        })
+    }
+
+    /// The program stands still, or has closed the socket: everything that it has sent is in the NIC's memory or in the stash, and what
+    /// it has read is accounted for. `unread`: bytes in its queue, if it still has one.
+    pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, unread: Option<u32>) -> io::Result<()> {
+        let Some(joined) = &mut self.joined else { return Ok(()) };
+        let entered = shared.enter(&self.connection, ME);
+        let mine = entered.as_ref().is_some_and(|entered| entered.owner == Owner::Nic);
+        if mine {
+            pull(joined, &mut self.stash, &self.connection, shared)?;
+        }
+        let mut piece = vec![0; PIECE];
+        while let Some(got) = later(socket::receive(joined.engine.as_fd(), &mut piece))? {
+            self.stash.extend_from_slice(&piece[..got]);
+        }
+        let read = unread.map_or_else(|| bypass.read_by(self.cookie), |unread| joined.pushed.saturating_sub(unread.into()));
+        let length = (read.min(joined.pushed) - joined.accounted) as u32;
+        joined.accounted += u64::from(length);
+        if mine { shared.consume(&self.connection, ME, length) } else { shared.note_read(&self.connection, length) }
+    }
+
+    /// Whether everything that the program has sent is in the NIC's memory.
+    pub fn is_drained(&self) -> bool {
+        let engine = self.joined.as_ref().map_or(0, |joined| queued(joined.engine.as_fd()));
+        self.stash.is_empty() && engine == 0
+    }
+}
+
+impl Joined {
+    /// Into the program's queue. Whether the peer's FIN is next.
+    fn push(&mut self, connection: &Connection, shared: &Shared, read: u64) -> io::Result<bool> {
+        let read = read.min(self.pushed);
+        if read > self.accounted {
+            shared.consume(connection, ME, (read - self.accounted) as u32)?;
+            self.accounted = read;
+        }
+        let mut piece = vec![0; PIECE];
+        loop {
+            let readiness = shared.readiness(connection, ME);
+            let outstanding = self.pushed - self.accounted;
+            let new = u64::from(readiness.unread).saturating_sub(outstanding);
+            if new == 0 {
+                return Ok(readiness.fin);
+            }
+            let length = new.min(UNREAD.saturating_sub(outstanding)).min(PIECE as u64) as usize;
+            if length == 0 {
+                return Ok(false);
+            }
+            let Some(length) = later(shared.peek(connection, ME, outstanding as u32, &mut piece[..length]))? else { return Ok(false) };
+            let Some(sent) = later(socket::send(self.engine.as_fd(), &piece[..length]))? else { return Ok(false) };
+            self.pushed += sent as u64;
+        }
+    }
+}
+
+/// From the program to the NIC. Bytes that the NIC has no room for.
+fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &Shared) -> io::Result<usize> {
+    let mut piece = vec![0; PIECE];
+    let engine = joined.engine.as_fd();
+    loop {
+        let room = shared.readiness(connection, ME).room as usize;
+        if !stash.is_empty() {
+            match later(shared.send(connection, ME, stash))? {
+                Some(sent) => drop(stash.drain(..sent)),
+                None => return Ok(stash.len() + queued(engine)),
+            }
+            continue;
+        }
+        if room == 0 {
+            return Ok(queued(engine));
+        }
+        let Some(got) = later(socket::receive(engine, &mut piece[..room.min(PIECE)]))? else { return Ok(0) };
+        let sent = later(shared.send(connection, ME, &piece[..got]))?.unwrap_or(0);
+        stash.extend_from_slice(&piece[sent..got]);
+    }
+}
+
+fn queued(engine: BorrowedFd<'_>) -> usize {
+    socket::queue_bytes(engine, socket::SIOCINQ).unwrap_or(0) as usize
+}
+
+/// None for what would have to be waited for, and for nothing.
+fn later(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Ok(0) => Ok(None),
+        Ok(count) => Ok(Some(count)),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,130 @@
+//! What an attacher is attached to.
+
+use baton_kernel::process;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+/// Whose connections are meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Those of a process and of what it starts.
+    Process(u32),
+    /// Those of whatever process with this local port.
+    Port(u16),
+    /// Those of the processes of a control group and the groups in it, as a path from the hierarchy's root.
+    Cgroup(String),
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Target::Process(number) => write!(f, "process {number}"),
+            Target::Port(port) => write!(f, "port {port}"),
+            Target::Cgroup(path) => write!(f, "control group {path}"),
+        }
+    }
+}
+
+impl Target {
+    /// Whether a process' connections may be meant.
+    pub(crate) fn covers(&self, process: u32) -> bool {
+        match self {
+            Target::Process(root) => descends(process, *root),
+            Target::Port(_) => process != std::process::id(),
+            Target::Cgroup(path) => process::cgroup(process).is_some_and(|group| is_in(&group, path)),
+        }
+    }
+
+    /// Whether a connection with this local port is meant, if its process is.
+    pub(crate) fn fits(&self, local_port: u16) -> bool {
+        !matches!(self, Target::Port(port) if *port != local_port)
+    }
+
+    /// Processes that have, or may come to have, connections that are meant.
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        let port = match self {
+            Target::Port(port) => *port,
+            _ => return process::all().into_iter().filter(|process| self.covers(*process)).collect(),
+        };
+        let sockets = sockets_at(port);
+        let holds = |process: &u32| process::sockets_of(*process).iter().any(|(_, inode)| sockets.contains(inode));
+        process::all().into_iter().filter(holds).collect()
+    }
+
+    /// Why there is nothing to attach to, if so.
+    pub(crate) fn absence(&self, processes: &[u32]) -> Option<String> {
+        let there = match self {
+            Target::Process(number) if !PathBuf::from(format!("/proc/{number}")).exists() => {
+                return Some(format!("there is no process {number}"));
+            }
+            Target::Process(_) => true,
+            Target::Port(port) if processes.is_empty() => {
+                return Some(format!("no process here listens at port {port}, or has a connection from it; `ss -tnlp` shows them"));
+            }
+            Target::Cgroup(path) if processes.is_empty() => {
+                return Some(format!(
+                    "no process is in control group {path:?}; `cat /proc/PID/cgroup` shows a process' group, as in /system.slice/nginx.service"
+                ));
+            }
+            _ => true,
+        };
+        (!there).then(String::new)
+    }
+}
+
+fn descends(mut process: u32, root: u32) -> bool {
+    // No deeper than processes are nested.
+    for _ in 0..64 {
+        if process == root {
+            return true;
+        }
+        match process::parent(process) {
+            Some(parent) if parent > 1 => process = parent,
+            _ => return false,
+        }
+    }
+    false
+}
+
+fn is_in(group: &str, path: &str) -> bool {
+    let path = path.trim_end_matches('/');
+    group == path || group.strip_prefix(path).is_some_and(|rest| rest.starts_with('/'))
+}
+
+/// Inodes of the TCP sockets with a local port, listeners among them.
+fn sockets_at(port: u16) -> BTreeSet<u64> {
+    let mut found = BTreeSet::new();
+    for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
+        for line in std::fs::read_to_string(table).unwrap_or_default().lines().skip(1) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let local = fields.get(1).and_then(|local| u16::from_str_radix(local.rsplit_once(':')?.1, 16).ok());
+            if local == Some(port)
+                && let Some(inode) = fields.get(9).and_then(|inode| inode.parse().ok())
+            {
+                found.insert(inode);
+            }
+        }
+    }
+    found.remove(&0);
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_contain_themselves_and_what_is_below() {
+        assert!(is_in("/a/b", "/a/b") && is_in("/a/b/c", "/a/b/") && is_in("/a", "/"));
+        assert!(!is_in("/a/bc", "/a/b") && !is_in("/a", "/a/b"));
+    }
+
+    #[test]
+    fn processes_descend_from_their_parents() {
+        let me = std::process::id();
+        assert!(descends(me, me));
+        assert!(descends(me, process::parent(me).expect("a parent")));
+        assert!(!descends(process::parent(me).expect("a parent"), me));
+        assert!(Target::Process(u32::MAX - 1).absence(&[]).expect("absent").contains("no process"));
+    }
+}

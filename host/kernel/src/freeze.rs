@@ -1,0 +1,220 @@
+//! Stopping every thread of a process for a moment, between two system calls, without its parent or itself seeing a signal; and taking
+//! a descriptor out of a process.
+//!
+//! ptrace's SEIZE and INTERRUPT do this. If the process that stopped another dies, the kernel lets that go on.
+//!
+//! A call that a thread was waiting in ends when it is stopped, and most begin anew when it goes on. Those that would not are made to:
+//! a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and epoll_wait EINTR.
+
+use crate::socket::check;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// A thread that does not stop within so many microseconds is not waited for: it may be inside vfork.
+const PATIENCE: u64 = 100_000;
+
+/// Processes whose every thread stands still, until this is dropped. It belongs to the thread that made it.
+#[derive(Debug, Default)]
+pub struct Frozen {
+    threads: Vec<Thread>,
+    _not_send: std::marker::PhantomData<*const ()>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    number: i32,
+    stopped: bool,
+    /// A signal that was on its way to the thread.
+    signal: i32,
+}
+
+fn ptrace(request: libc::c_uint, thread: i32, data: usize) -> io::Result<()> {
+    // SAFETY: these requests (SEIZE, INTERRUPT, DETACH) take no pointers.
+    let done = unsafe { libc::ptrace(request, thread, 0usize, data) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn threads_of(process: u32) -> io::Result<Vec<i32>> {
+    let entries = std::fs::read_dir(format!("/proc/{process}/task"))?;
+    Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+}
+
+impl Frozen {
+    /// Stops these processes.
+    ///
+    /// # Errors
+    /// `EPERM` if one is not ours to stop, or somebody else (a debugger) traces it already; `TimedOut` if a thread does not stop.
+    /// Everything goes on then.
+    pub fn freeze(processes: &[u32]) -> io::Result<Frozen> {
+        let mut frozen = Frozen::default();
+        for process in processes {
+            frozen.add(*process)?;
+        }
+        Ok(frozen)
+    }
+
+    /// Stops one more process. One that has ended stands still.
+    ///
+    /// # Errors
+    /// As [`Frozen::freeze`]; what is frozen already stays so.
+    pub fn add(&mut self, process: u32) -> io::Result<()> {
+        // Threads that were made meanwhile are found in the next round.
+        loop {
+            let Ok(threads) = threads_of(process) else { return Ok(()) };
+            let new: Vec<i32> =
+                threads.into_iter().filter(|number| self.threads.iter().all(|known| known.number != *number)).collect();
+            if new.is_empty() {
+                return Ok(());
+            }
+            let first = self.threads.len();
+            for number in new {
+                match ptrace(libc::PTRACE_SEIZE, number, 0) {
+                    Ok(()) => {}
+                    // It has just ended.
+                    Err(error) if error.raw_os_error() == Some(libc::ESRCH) => continue,
+                    // So has one that nobody has waited for yet.
+                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead(number) => continue,
+                    Err(error) => return Err(error),
+                }
+                let _ = ptrace(libc::PTRACE_INTERRUPT, number, 0);
+                self.threads.push(Thread { number, stopped: false, signal: 0 });
+            }
+            for at in first..self.threads.len() {
+                self.threads[at].wait()?;
+            }
+            if first == self.threads.len() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Whether a thread has ended and only waits to be waited for.
+fn is_dead(number: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{number}/stat"))
+        .map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
+}
+
+impl Thread {
+    fn wait(&mut self) -> io::Result<()> {
+        let deadline = crate::events::monotonic_micros() + PATIENCE;
+        loop {
+            let mut status = 0;
+            // SAFETY: room for the status.
+            match unsafe { libc::waitpid(self.number, &mut status, libc::__WALL | libc::WNOHANG) } {
+                0 if crate::events::monotonic_micros() > deadline => {
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, format!("thread {} does not stop", self.number)));
+                }
+                // It stops when it comes to run; nothing tells two kinds of waiting apart that both are short.
+                0 => std::thread::yield_now(),
+                // It has ended.
+                -1 => return Ok(()),
+                _ if libc::WIFSTOPPED(status) => {
+                    self.stopped = true;
+                    // Not the stop that was asked for: the signal is delivered when the thread goes on.
+                    if status >> 16 == 0 {
+                        self.signal = libc::WSTOPSIG(status);
+                    }
+                    return begin_anew(self.number);
+                }
+                _ => return Ok(()),
+            }
+        }
+    }
+}
+
+/// Makes the call that a stopped thread was waiting in begin anew, where the kernel would not by itself. What the kernel takes for that
+/// is a result that programs never see; if a signal's handler comes in between, it is decided as ever whether the call ends.
+#[cfg(target_arch = "x86_64")]
+fn begin_anew(thread: i32) -> io::Result<()> {
+    const ERESTARTSYS: u64 = -512i64 as u64;
+    const ERESTARTNOHAND: u64 = -514i64 as u64;
+    const UNLIMITED: u64 = u32::MAX as u64;
+    // SAFETY: plain data, for which zero is a value.
+    let mut registers: libc::user_regs_struct = unsafe { std::mem::zeroed() };
+    // SAFETY: room for the registers of this architecture.
+    check(unsafe { libc::ptrace(libc::PTRACE_GETREGS, thread, 0usize, &raw mut registers) } as i32)?;
+    let error = (registers.rax as i64).wrapping_neg();
+    let ended_early = error == i64::from(libc::EAGAIN) || error == i64::from(libc::EINTR);
+    let result = match registers.orig_rax as i64 {
+        libc::SYS_read | libc::SYS_readv | libc::SYS_recvfrom | libc::SYS_recvmsg if ended_early => ERESTARTSYS,
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait
+            if error == i64::from(libc::EINTR) && registers.r10 & UNLIMITED == UNLIMITED =>
+        {
+            ERESTARTNOHAND
+        }
+        libc::SYS_epoll_pwait2 if error == i64::from(libc::EINTR) && registers.r10 == 0 => ERESTARTNOHAND,
+        _ => return Ok(()),
+    };
+    registers.rax = result;
+    // SAFETY: the registers that were just read, but for the result.
+    check(unsafe { libc::ptrace(libc::PTRACE_SETREGS, thread, 0usize, &raw const registers) } as i32).map(|_| ())
+}
+
+/// Where this has not been written yet, nothing can be frozen that waits.
+#[cfg(not(target_arch = "x86_64"))]
+fn begin_anew(_thread: i32) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        for thread in &mut self.threads {
+            if !thread.stopped {
+                // It was not waited for; only a thread that stands still can be let go.
+                let _ = thread.wait();
+            }
+            let _ = ptrace(libc::PTRACE_DETACH, thread.number, thread.signal as usize);
+        }
+    }
+}
+
+/// A copy of a process' descriptor (pidfd_getfd). `process` is a pidfd.
+///
+/// # Errors
+/// `EPERM` if the process is not ours to look into, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.
+pub fn take_descriptor(process: BorrowedFd<'_>, number: i32) -> io::Result<OwnedFd> {
+    // SAFETY: no pointers are involved.
+    let raw = check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) } as i32)?;
+    // SAFETY: the descriptor is new and ours.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    /// A child of several threads counts; frozen, it does not, and its parent is told nothing.
+    #[test]
+    fn a_frozen_process_stands_still_and_goes_on() {
+        let script = "
+import os, threading
+def work():
+    while True: os.write(1, b'x' * 4096)
+for _ in range(3): threading.Thread(target=work, daemon=True).start()
+work()";
+        let mut child = Command::new("python3").args(["-c", script]).stdout(Stdio::piped()).spawn().expect("python3");
+        let mut output = child.stdout.take().expect("its output");
+        let mut buffer = vec![0; 1 << 20];
+        output.read_exact(&mut buffer[..1 << 16]).expect("it runs");
+        // SAFETY: a call on our own descriptor.
+        unsafe { libc::fcntl(output.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+        for _ in 0..20 {
+            let frozen = Frozen::freeze(&[child.id()]).expect("frozen");
+            assert!(frozen.threads.len() >= 4);
+            // What was in the pipe; nothing comes after it.
+            while output.read(&mut buffer).is_ok() {}
+            assert_eq!(output.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            assert!(child.try_wait().expect("a child").is_none());
+            drop(frozen);
+            let mut poll = libc::pollfd { fd: output.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one live pollfd.
+            assert_eq!(unsafe { libc::poll(&mut poll, 1, 5000) }, 1, "it does not go on");
+        }
+        child.kill().expect("our child");
+        child.wait().expect("our child");
+        assert!(Frozen::freeze(&[child.id()]).expect("nothing to freeze").threads.is_empty());
+    }
+}
