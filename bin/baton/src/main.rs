@@ -333,7 +333,11 @@ fn run(command: Command) -> Result<bool> {
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    let command = Cli::parse().command;
+    if matches!(command, Command::Ls(_) | Command::Options | Command::Doctor(_)) {
+        baton_kernel::process::end_with_the_reader();
+    }
+    match run(command) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

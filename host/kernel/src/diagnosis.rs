@@ -7,6 +7,7 @@ use std::io;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;
+const ANY_COOKIE: [u8; 8] = [0xff; 8];
 /// Bytes of `struct inet_diag_msg`.
 const ANSWER: usize = 72;
 const INET_DIAG_MD5SIG: u16 = 18;
@@ -19,7 +20,7 @@ const INET_DIAG_INFO_BIT: u8 = 2;
 /// The system's; `ENOENT` if there is no such connection here.
 pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     let mut found = false;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
         found = attributes(body, ANSWER).any(|(kind, value)| kind == INET_DIAG_MD5SIG && !value.is_empty());
     })?;
     Ok(found)
@@ -30,13 +31,23 @@ pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
 /// # Errors
 /// The system's; `ENOENT` if there is no such connection here.
 pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
+    find(netlink, flow).map(|(info, _)| info)
+}
+
+/// A connection's TCP_INFO, and its socket's cookie.
+fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     const INET_DIAG_INFO: u16 = 2;
+    const LISTEN: u8 = 10;
+    const COOKIE: usize = 4 + 40;
     let mut found = None;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
         let raw = attributes(body, ANSWER).find(|(kind, _)| *kind == INET_DIAG_INFO);
-        found = raw.map(|(_, value)| TcpInfo::parse(value));
+        let cookie = body.get(COOKIE..COOKIE + 8).and_then(|bytes| bytes.try_into().ok());
+        found = raw.map(|(_, value)| TcpInfo::parse(value)).zip(cookie);
     })?;
-    found.ok_or_else(|| io::ErrorKind::InvalidData.into())
+    // Where there is no connection the kernel answers with the listener.
+    let found = found.filter(|(info, _)| info.state != LISTEN);
+    found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
 /// Ends a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`. `netlink` is of family
@@ -45,11 +56,12 @@ pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
 /// # Errors
 /// The system's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
 pub fn destroy(netlink: &Netlink, flow: &Flow) -> io::Result<()> {
-    netlink.ask(Request::new(SOCK_DESTROY, ACK, &which(flow)), |_| {})
+    let (_, cookie) = find(netlink, flow)?;
+    netlink.ask(Request::new(SOCK_DESTROY, ACK, &which(flow, cookie)), |_| {})
 }
 
 /// A request's header (`struct inet_diag_req_v2`) for one connection.
-fn which(flow: &Flow) -> Vec<u8> {
+fn which(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
     let v4 = flow.is_v4();
     let mut header = vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT, 0];
     header.extend_from_slice(&u32::MAX.to_ne_bytes());
@@ -63,8 +75,8 @@ fn which(flow: &Flow) -> Vec<u8> {
             header.extend_from_slice(&end.address);
         }
     }
-    // Any interface, no cookie.
+    // Any interface.
     header.extend_from_slice(&[0; 4]);
-    header.extend_from_slice(&[0xff; 8]);
+    header.extend_from_slice(&cookie);
     header
 }

@@ -250,3 +250,9 @@ pub fn hear_signals(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
     // SAFETY: the descriptor is new and ours.
     Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
 }
+
+/// Ends this process in silence when it writes into a pipe that nobody reads any more, as programs in a shell's pipeline do.
+pub fn end_with_the_reader() {
+    // SAFETY: the default action takes no handler.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
