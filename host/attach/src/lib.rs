@@ -12,7 +12,7 @@ mod target;
 
 use anyhow::{Context, Result};
 use baton_abi::layout::session;
-use baton_client::protocol::{Ask, Flip, Opening, Place, Reply, VERSION};
+use baton_client::protocol::{Ask, Flip, Opening, Place, Reply, Until, VERSION};
 use baton_client::{Listener, Shared};
 use baton_kernel::events::{Poller, Trigger};
 use baton_kernel::freeze::Frozen;
@@ -26,11 +26,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 pub use target::Target;
 
 /// The attacher is one thread.
 const ME: Token = 1;
+
+/// When what a process did not stop for is tried again.
+const AGAIN: Duration = Duration::from_millis(5);
 
 const BELL: u64 = u64::MAX;
 const CHANNEL: u64 = u64::MAX - 1;
@@ -86,6 +90,9 @@ pub struct Attacher {
     /// Sockets that are known, or known not to be meant.
     inodes: BTreeSet<u64>,
     wanted: BTreeMap<u32, Place>,
+    /// What waits until a process can be stopped: sockets whose state has changed, and moves to the kernel with their causes.
+    changed: BTreeSet<u32>,
+    postponed: BTreeMap<u32, Option<(String, Until)>>,
     /// What stands still, and since when.
     frozen: Option<(Frozen, u64)>,
     pauses: Vec<u32>,
@@ -143,6 +150,8 @@ impl Attacher {
             processes: BTreeMap::new(),
             inodes: BTreeSet::new(),
             wanted: BTreeMap::new(),
+            changed: BTreeSet::new(),
+            postponed: BTreeMap::new(),
             frozen: None,
             pauses: Vec::new(),
             next_tag: 2,
@@ -169,7 +178,9 @@ impl Attacher {
         while !ends {
             self.shared.count_sleeper();
             let idle = !self.shared.has_news(ME) && self.wanted.is_empty();
-            let waited = self.poller.wait((!idle).then_some(std::time::Duration::ZERO), &mut tokens);
+            let again = !self.changed.is_empty() || !self.postponed.is_empty();
+            let limit = if idle { again.then_some(AGAIN) } else { Some(Duration::ZERO) };
+            let waited = self.poller.wait(limit, &mut tokens);
             self.shared.uncount_sleeper();
             waited?;
             let mut due = BTreeSet::new();
@@ -191,6 +202,7 @@ impl Attacher {
                 self.carry(number)?;
             }
             self.move_what_is_wanted()?;
+            self.try_again()?;
         }
         self.detach()
     }

@@ -1,8 +1,8 @@
 //! Moves, while programs stand still; what the agent asks for; sockets that come and go.
 
 use crate::relay::{Entry, Joined, Next};
-use crate::{Attacher, ME, explain, stays};
-use anyhow::{Result, bail};
+use crate::{Attacher, ME, stays};
+use anyhow::{Context, Result, bail};
 use baton_client::protocol::{Answer, Ask, Place, Reply, Request, Until};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Trigger, monotonic_micros};
@@ -101,12 +101,24 @@ impl Attacher {
     }
 
     /// Stops the processes that may use a connection's socket.
-    fn stop_users(&mut self, process: u32) -> io::Result<()> {
+    fn stop_users(&mut self, process: u32) -> Result<()> {
         let (frozen, _) = self.frozen.get_or_insert_with(|| (Frozen::default(), monotonic_micros()));
-        frozen.add(process)?;
+        frozen.add(process).with_context(|| format!("stopping process {process}"))?;
         for child in process::children(process) {
-            frozen.add(child)?;
+            frozen.add(child).with_context(|| format!("stopping process {child}"))?;
         }
+        Ok(())
+    }
+
+    /// What could not be done since a process did not stop.
+    pub(crate) fn try_again(&mut self) -> Result<()> {
+        for number in std::mem::take(&mut self.changed) {
+            self.state_changed(number)?;
+        }
+        for (number, cause) in std::mem::take(&mut self.postponed) {
+            self.move_to_kernel(number, cause.as_ref().map(|(reason, until)| (reason.as_str(), *until)))?;
+        }
+        self.thaw();
         Ok(())
     }
 
@@ -216,7 +228,10 @@ impl Attacher {
         if entry.joined.is_some() {
             return Ok(());
         }
-        self.stop_users(entry.process)?;
+        if let Err(error) = self.stop_users(entry.process) {
+            self.note_stay(&format!("{error:#}"));
+            return Ok(());
+        }
         let Some(fd) = self.descriptor(number) else { return self.forget(number) };
         if TcpInfo::read(fd.as_fd()).map_or(0, |info| info.state) != ESTABLISHED {
             return Ok(());
@@ -238,6 +253,12 @@ impl Attacher {
     /// Brings a connection back; with a cause, if it is not the agent that wants it.
     fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
         if self.entries.get(&number).is_none_or(|entry| entry.joined.is_none()) {
+            return Ok(());
+        }
+        let process = self.entries.get(&number).map_or(0, |entry| entry.process);
+        if self.stop_users(process).is_err() {
+            self.thaw();
+            self.postponed.insert(number, cause.map(|(reason, until)| (reason.to_owned(), until)));
             return Ok(());
         }
         match self.take_out(number)? {
@@ -299,7 +320,12 @@ impl Attacher {
             return Ok(());
         }
         let on_nic = entry.joined.is_some();
-        self.stop_users(entry.process)?;
+        if self.stop_users(entry.process).is_err() {
+            // Its end may be what is under way.
+            self.thaw();
+            self.changed.insert(number);
+            return Ok(());
+        }
         let held = self.descriptor(number);
         match (held, on_nic) {
             (Some(_), false) => {}
@@ -367,7 +393,7 @@ impl Attacher {
         }
         if let Err(error) = self.stop_users(process) {
             self.thaw();
-            self.note_stay(&explain(&self.settings.target, &error).to_string());
+            self.note_stay(&format!("{error:#}"));
             return Ok(());
         }
         for (fd, inode) in new {

@@ -72,8 +72,8 @@ impl Frozen {
                     Ok(()) => {}
                     // It has just ended.
                     Err(error) if error.raw_os_error() == Some(libc::ESRCH) => continue,
-                    // So has one that nobody has waited for yet.
-                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead(number) => continue,
+                    // Or ended, and nobody has waited for it yet; or it is ours since it did not stop the last time.
+                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead_or_ours(number) => continue,
                     Err(error) => return Err(error),
                 }
                 let _ = ptrace(libc::PTRACE_INTERRUPT, number, 0);
@@ -89,10 +89,12 @@ impl Frozen {
     }
 }
 
-/// Whether a thread has ended and only waits to be waited for.
-fn is_dead(number: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{number}/stat"))
-        .map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
+/// Whether a thread has ended and only waits to be waited for, or this process traces it.
+fn is_dead_or_ours(number: i32) -> bool {
+    let Ok(status) = std::fs::read_to_string(format!("/proc/{number}/status")) else { return true };
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let tracer = field("TracerPid:").and_then(|tracer| tracer.parse().ok());
+    field("State:").is_none_or(|state| state.starts_with(['Z', 'X'])) || tracer == Some(std::process::id())
 }
 
 impl Thread {
