@@ -12,7 +12,7 @@ mod target;
 
 use anyhow::{Context, Result};
 use baton_abi::layout::session;
-use baton_client::protocol::{Ask, Flip, Opening, Place, Reply, Until, VERSION};
+use baton_client::protocol::{Answer, Ask, Flip, Opening, Place, Reply, Until, VERSION};
 use baton_client::{Listener, Shared};
 use baton_kernel::events::{Poller, Trigger};
 use baton_kernel::freeze::Frozen;
@@ -97,6 +97,8 @@ pub struct Attacher {
     frozen: Option<(Frozen, u64)>,
     pauses: Vec<u32>,
     next_tag: u32,
+    /// Answers that came while something else was waited for.
+    early_answers: Vec<Answer>,
     summary: Summary,
 }
 
@@ -155,6 +157,7 @@ impl Attacher {
             frozen: None,
             pauses: Vec::new(),
             next_tag: 2,
+            early_answers: Vec::new(),
             summary: Summary::default(),
         };
         for process in processes {

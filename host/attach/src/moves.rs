@@ -3,6 +3,7 @@
 use crate::relay::{Entry, Joined, Next};
 use crate::{Attacher, ME, stays};
 use anyhow::{Context, Result, bail};
+use baton_abi::layout::Owner;
 use baton_client::protocol::{Answer, Ask, Place, Reply, Request, Until};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Trigger, monotonic_micros};
@@ -56,8 +57,13 @@ impl Attacher {
             let tag = self.next_tag;
             channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
             loop {
-                let (answer, _) = channel.receive::<Answer>()?;
+                let early = self.early_answers.iter().position(|answer| answer.tag == tag);
+                let answer = match early {
+                    Some(at) => self.early_answers.swap_remove(at),
+                    None => channel.receive::<Answer>()?.0,
+                };
                 if answer.tag == tag {
+                    self.early_answers.clear();
                     return Ok(answer.body);
                 }
                 if self.unasked(&channel, answer.body)? {
@@ -84,13 +90,20 @@ impl Attacher {
                     }
                 }
             }
-            let restarted = match channel.receive::<Answer>()?.0.body {
+            let (answer, _) = channel.receive::<Answer>()?;
+            let restarted = match answer.body {
                 Reply::Fetch { connections: more } => {
                     connections = more;
                     continue;
                 }
                 Reply::Returned => false,
                 Reply::Restarted { .. } => true,
+                // To what was asked when the NIC died.
+                _ if answer.tag != 0 => {
+                    self.early_answers.push(answer);
+                    continue;
+                }
+                // Moves that are wanted are asked for again.
                 _ => continue,
             };
             for (number, fd) in lent {
@@ -274,11 +287,14 @@ impl Attacher {
         };
         let reply = self.ask(&ask, Some(fd))?;
         self.shared.catch_up(ME);
+        let on_nic = self.entries.get(&number).is_some_and(|entry| entry.connection.owner() == Owner::Nic);
         match stays(&reply) {
             None => {
                 self.summary.moves += 1;
                 self.returned(number, fd)
             }
+            // The NIC died just then, and it came back in another way.
+            Some(_) if !on_nic => self.returned(number, fd),
             Some(reason) => {
                 self.note_stay(reason);
                 // It is still on the NIC, and tried again.

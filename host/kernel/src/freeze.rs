@@ -166,7 +166,11 @@ impl Drop for Frozen {
                 // It was not waited for; only a thread that stands still can be let go.
                 let _ = thread.wait();
             }
-            let _ = ptrace(libc::PTRACE_DETACH, thread.number, thread.signal as usize);
+            if ptrace(libc::PTRACE_DETACH, thread.number, thread.signal as usize).is_err() {
+                // It was killed: its end is told to whoever traces it before its parent.
+                // SAFETY: no status is asked for.
+                unsafe { libc::waitpid(thread.number, std::ptr::null_mut(), libc::__WALL | libc::WNOHANG) };
+            }
         }
     }
 }
