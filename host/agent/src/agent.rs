@@ -380,7 +380,7 @@ impl Agent {
         let Opening { group, attacher, .. } = session.opening;
         let process = process.filter(|_| attacher).unwrap_or(session.process);
         let connection =
-            Connection { serial, inherited, process, ..Connection::new(place as u32, Some(fd), flow, local, peer, block) };
+            Connection { serial, inherited, process, attached: attacher, ..Connection::new(place as u32, Some(fd), flow, local, peer, block) };
         if place == session.connections.len() {
             session.connections.push(Some(connection));
         } else {

@@ -51,11 +51,14 @@ impl Session {
                     missing.retain(|other| *other != connection);
                 }
                 // Its program has closed it: a socket of our own stands for it, and is closed when the connection is in it.
-                Ok((Request { body: Ask::Closed { connection, abort }, .. }, _)) => {
+                Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
                         let _ = diagnosis::destroy(netlink, &entry.flow);
                         entry.fd = stand_in(entry, abort).ok();
                         entry.closed = true;
+                    }
+                    if tag != 0 {
+                        let _ = self.channel.try_send(&Answer { tag, body: Reply::Done }, &[]);
                     }
                     missing.retain(|other| *other != connection);
                 }

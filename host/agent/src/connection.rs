@@ -80,6 +80,8 @@ pub(crate) struct Connection {
     pub number: u32,
     /// None while an attacher's program has it alone.
     pub fd: Option<OwnedFd>,
+    /// An attacher's: what its program sets on the socket is not seen.
+    pub attached: bool,
     /// The process whose connection it is.
     pub process: u32,
     pub flow: Flow,
@@ -119,6 +121,7 @@ impl Connection {
         Connection {
             number,
             fd,
+            attached: false,
             process: 0,
             flow,
             local,

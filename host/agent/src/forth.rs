@@ -155,6 +155,10 @@ fn steal_and_hand_off(
         Err(stay) => return Err(never_left(ground, cid, &connection.flow, stay)),
     };
     let mut image = *exporter.image();
+    if connection.attached {
+        // A program that corks its socket uncorks it, too; better a segment early than one that waits for what nobody sees.
+        (image.nodelay, image.cork) = (true, false);
+    }
     if let Some(path) = connection.path {
         path.remember(&mut image);
     }

@@ -180,7 +180,8 @@ impl Attacher {
         let mut ends = false;
         while !ends {
             self.shared.count_sleeper();
-            let idle = !self.shared.has_news(ME) && self.wanted.is_empty();
+            let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
+            let idle = !heard && !self.shared.has_news(ME) && self.wanted.is_empty();
             let again = !self.changed.is_empty() || !self.postponed.is_empty();
             let limit = if idle { again.then_some(AGAIN) } else { Some(Duration::ZERO) };
             let waited = self.poller.wait(limit, &mut tokens);
@@ -238,7 +239,12 @@ impl Attacher {
         let mut due = BTreeSet::new();
         self.hear_kernel(&mut due)?;
         // What it started may go on.
-        Ok(self.settings.target.processes().is_empty())
+        let left = self.settings.target.processes();
+        self.target = left.iter().find_map(|process| process::open_process(*process).ok());
+        if let Some(target) = &self.target {
+            self.poller.add(target.as_fd(), TARGET, Trigger::Readable)?;
+        }
+        Ok(self.target.is_none())
     }
 
     fn detach(mut self) -> Result<Summary> {

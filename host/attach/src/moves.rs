@@ -11,7 +11,6 @@ use baton_kernel::freeze::{Frozen, take_descriptor};
 use baton_kernel::tcp_info::TcpInfo;
 use baton_kernel::{diagnosis, process, socket};
 use baton_wire::Flow;
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
@@ -200,6 +199,8 @@ impl Attacher {
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
+        // Whatever the NIC has for it is carried as soon as the program goes on.
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(number);
         Ok(())
     }
 
@@ -220,19 +221,13 @@ impl Attacher {
 
     pub(crate) fn move_what_is_wanted(&mut self) -> Result<()> {
         let wanted = std::mem::take(&mut self.wanted);
-        let mut moved = BTreeSet::new();
         for (number, to) in wanted {
-            let done = match to {
-                Place::Nic => self.move_to_nic(number),
-                Place::Kernel => self.move_to_kernel(number, None),
-            };
-            done?;
-            moved.insert(number);
+            match to {
+                Place::Nic => self.move_to_nic(number)?,
+                Place::Kernel => self.move_to_kernel(number, None)?,
+            }
         }
         self.thaw();
-        for number in moved {
-            self.carry(number)?;
-        }
         Ok(())
     }
 

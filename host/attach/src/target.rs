@@ -44,7 +44,7 @@ impl Target {
     pub(crate) fn processes(&self) -> Vec<u32> {
         let port = match self {
             Target::Port(port) => *port,
-            _ => return process::all().into_iter().filter(|process| self.covers(*process)).collect(),
+            _ => return process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect(),
         };
         let sockets = sockets_at(port);
         let holds = |process: &u32| process::sockets_of(*process).iter().any(|(_, inode)| sockets.contains(inode));
