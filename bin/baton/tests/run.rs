@@ -1,30 +1,11 @@
 //! `baton run`: unmodified programs, on the machine's own loopback device, in a namespace of their own.
 
+mod scratch;
+
 use baton_kernel::namespace::Namespace;
+use scratch::{Scratch, script, text};
 use serde_json::Value;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-
-/// A directory that goes with its test.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Scratch {
-        let path = std::env::temp_dir().join(format!("baton-test-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("a directory");
-        Scratch(path)
-    }
-
-    fn file(&self, name: &str) -> String {
-        self.0.join(name).to_string_lossy().into_owned()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// `baton run` with these arguments, in a network namespace of its own, and with its temporary files in `scratch`.
 fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
@@ -32,14 +13,6 @@ fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
     command.arg("run").args(["--log", &scratch.file("log")]).args(arguments);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
     Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn script(name: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).to_string_lossy().into_owned()
 }
 
 /// Runs a program under random moves. Its report, after it has ended well.

@@ -114,6 +114,12 @@ pub(crate) fn complete(
         call_off(ground, connection, cid);
         return Err(Stay::Busy);
     }
+    // The program may have done so since the move began.
+    if let Err(stay) = connection.fd().and_then(examine::check_receiving) {
+        call_off(ground, connection, cid);
+        connection.block.set_owner(Owner::Kernel);
+        return Err(stay);
+    }
     ground.passed(Step::Quiesced);
     connection.moves += 1;
     let moved = steal_and_hand_off(ground, session, session_number, connection, cid, link);

@@ -19,6 +19,9 @@ pub enum Stay {
     /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give away.
     #[error("its segments are signed (TCP MD5 or TCP-AO)")]
     Signed,
+    /// Its program has shut the receiving side down, which nothing would put back.
+    #[error("its program has shut its receiving side down")]
+    ReceivingShut,
     /// Urgent data is pending.
     #[error("urgent data is pending")]
     Urgent,
@@ -133,15 +136,28 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     if socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_AO_INFO, &mut ao).is_ok() {
         return Err(Stay::Signed);
     }
-    if at_urgent_mark(fd) {
+    if poll(fd) & libc::POLLPRI != 0 {
         return Err(Stay::Urgent);
     }
+    check_receiving(fd)?;
     Ok(info)
 }
 
-/// Whether urgent data waits: POLLPRI says so.
-fn at_urgent_mark(fd: BorrowedFd<'_>) -> bool {
-    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLPRI, revents: 0 };
+/// Whether the program has shut the receiving side down: the socket says that nothing more comes, though no FIN has come.
+///
+/// # Errors
+/// [`Stay::ReceivingShut`] if so.
+pub fn check_receiving(fd: BorrowedFd<'_>) -> Result<(), Stay> {
+    let at_end = poll(fd) & libc::POLLRDHUP != 0;
+    // ESTABLISHED, FIN-WAIT-1, FIN-WAIT-2.
+    let no_fin = || TcpInfo::read(fd).is_ok_and(|info| matches!(info.state, 1 | 4 | 5));
+    if at_end && no_fin() { Err(Stay::ReceivingShut) } else { Ok(()) }
+}
+
+/// What poll(2) says of it now.
+fn poll(fd: BorrowedFd<'_>) -> i16 {
+    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLPRI | libc::POLLRDHUP, revents: 0 };
     // SAFETY: one live pollfd, no waiting.
-    unsafe { libc::poll(&mut poll, 1, 0) > 0 && poll.revents & libc::POLLPRI != 0 }
+    unsafe { libc::poll(&mut poll, 1, 0) };
+    poll.revents
 }

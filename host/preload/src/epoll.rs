@@ -315,7 +315,12 @@ impl Set {
         }
         registration.muted = on_nic;
         registration.rearmed = !on_nic;
-        let events = if on_nic || registration.spent { registration.events & EPOLLET as u32 } else { registration.events };
+        // What has fired is silent until it is armed again; the kernel would report some events even so, but does so only once.
+        let events = match () {
+            () if on_nic => registration.events & EPOLLET as u32,
+            () if registration.spent => registration.events & EPOLLET as u32 | EPOLLONESHOT as u32,
+            () => registration.events,
+        };
         if registration.events & EPOLLEXCLUSIVE as u32 != 0 {
             // An exclusive registration cannot be modified.
             // SAFETY: DEL takes no event.
@@ -565,7 +570,7 @@ impl Registration {
     /// Whether the kernel's report counts: not of a connection that the NIC has, and not a second time of what was reported before the
     /// connection came back.
     fn may_report(&mut self, tcp: &Tcp, fd: c_int, event: &mut epoll_event) -> bool {
-        if self.muted || tcp.settled_owner() == Some(Owner::Nic) {
+        if self.muted || self.spent || tcp.settled_owner() == Some(Owner::Nic) {
             return false;
         }
         if let Some((connection, _)) = tcp.managed()

@@ -361,6 +361,10 @@ unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, f
     let peek = flags & libc::MSG_PEEK != 0;
     let mut vectors = behind(message, if peek { 0 } else { done });
     if entered.owner != Owner::Nic {
+        if done > 0 && wait::has_failed(fd) {
+            // The error is for the next call.
+            return Attempt::Failed(libc::EIO);
+        }
         let mut rest = *message;
         rest.msg_iov = vectors.as_mut_ptr();
         rest.msg_iovlen = vectors.len() as _;

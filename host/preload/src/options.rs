@@ -107,6 +107,9 @@ pub(crate) unsafe fn get(
     value: *mut c_void,
     length: *mut socklen_t,
 ) -> c_int {
+    if (level, option) == (libc::IPPROTO_TCP, libc::TCP_INFO) {
+        tcp.leave_if_over();
+    }
     // SAFETY: the caller's promise.
     let done = unsafe { real::getsockopt(fd, level, option, value, length) };
     if done == 0

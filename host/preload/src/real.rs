@@ -42,6 +42,7 @@ real! {
     accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
     connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
+    getpeername = c"getpeername": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     close = c"close": fn(fd: c_int) -> c_int;
     dup = c"dup": fn(fd: c_int) -> c_int;
     dup2 = c"dup2": fn(fd: c_int, to: c_int) -> c_int;

@@ -292,6 +292,19 @@ impl Tcp {
         thread::fail(errno);
     }
 
+    /// Both sides have said that they send no more: what is left of the connection is the kernel's to tell.
+    pub fn leave_if_over(&self) {
+        if self.settled_owner() != Some(Owner::Nic) {
+            return;
+        }
+        let Some((connection, session)) = self.managed() else { return };
+        session.shared.catch_up(thread::token());
+        let readiness = session.shared.readiness(connection, thread::token());
+        if readiness.fin && readiness.shut {
+            self.give_back("end of both streams", Until::Never);
+        }
+    }
+
     /// It stays in the kernel, and the agent never hears of it.
     pub fn stay(&self) {
         let _ = self.hands.compare_exchange(Hands::Candidate as u8, Hands::Refused as u8, Ordering::AcqRel, RELAXED);

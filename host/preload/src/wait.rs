@@ -43,6 +43,13 @@ pub(crate) fn clear(fd: c_int) {
     unsafe { real::read(fd, count.as_mut_ptr().cast(), 8) };
 }
 
+/// Whether the kernel has an error to tell of a socket, which this does not take away.
+pub(crate) fn has_failed(fd: c_int) -> bool {
+    let mut poll = pollfd { fd, events: 0, revents: 0 };
+    // SAFETY: one live pollfd.
+    unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & libc::POLLERR != 0 }
+}
+
 impl Waiter {
     fn take() -> Arc<Waiter> {
         if let Some(waiter) = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop() {

@@ -318,6 +318,19 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, valu
     }
 }
 
+/// See the C library: a connection that is over has no peer.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+    if let Some(tcp) = table::tcp(fd) {
+        tcp.leave_if_over();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::getpeername(fd, address, length) }
+}
+
 /// See the C library.
 ///
 /// # Safety
@@ -325,7 +338,10 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, valu
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     match table::tcp(fd) {
-        Some(tcp) if tcp.is_managed() => options::shutdown(tcp, fd, how),
+        Some(tcp) if tcp.is_managed() => {
+            tcp.leave_if_over();
+            options::shutdown(tcp, fd, how)
+        }
         // SAFETY: the caller's promise.
         _ => unsafe { real::shutdown(fd, how) },
     }

@@ -1,0 +1,42 @@
+//! Files of tests, and programs that they run.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::path::{Path, PathBuf};
+
+/// A directory that goes with its test.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new(name: &str) -> Scratch {
+        let path = std::env::temp_dir().join(format!("baton-test-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a directory");
+        Scratch(path)
+    }
+
+    pub fn file(&self, name: &str) -> String {
+        self.0.join(name).to_string_lossy().into_owned()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Bytes as text.
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A program of these tests.
+pub fn script(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).to_string_lossy().into_owned()
+}
+
+/// The socket of the Baton that was started for a program with its temporary files in `scratch`.
+pub fn agent_socket(scratch: &Scratch) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(&scratch.0).ok()?;
+    let sockets = entries.flatten().map(|entry| entry.path().join("agent.sock"));
+    sockets.into_iter().find(|path| path.exists())
+}
