@@ -347,7 +347,7 @@ impl Set {
     }
 
     /// Moves what is ready among sockets on the NIC into `out`.
-    fn collect(&self, inner: &mut Inner, out: &mut [epoll_event]) -> usize {
+    fn collect(&self, inner: &mut Inner, epfd: c_int, out: &mut [epoll_event]) -> usize {
         let (mut count, mut again) = (0, Vec::new());
         for _ in 0..inner.queue.len() {
             if count == out.len() {
@@ -358,6 +358,11 @@ impl Set {
             registration.queued = false;
             let Some(tcp) = table::tcp(fd) else { continue };
             if !registration.muted || registration.spent {
+                continue;
+            }
+            if tcp.settled_owner() != Some(Owner::Nic) {
+                // It has come back just now: the kernel is asked next.
+                self.settle_one(inner, epfd, fd, tcp);
                 continue;
             }
             let events = readiness::events(tcp) & (registration.events | ALWAYS);
@@ -422,7 +427,7 @@ impl Set {
             }
             let mut inner = locked(&self.inner);
             self.take_marks(&mut inner, epfd);
-            let ready = self.collect(&mut inner, out);
+            let ready = self.collect(&mut inner, epfd, out);
             drop(inner);
             let awake = ready > 0 || limit == Some(0);
             let got = self.ask_kernel(session, epfd, &mut out[ready..], if awake { Some(0) } else { deadline }, mask);

@@ -46,16 +46,27 @@ impl Watched {
         ready
     }
 
-    /// Takes over what the kernel said, but of sockets that have moved meanwhile, and of sets only if it is true. How many are ready.
-    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd]) -> usize {
+    /// How often each socket has moved.
+    fn moves(&self) -> Vec<u32> {
+        self.sockets.iter().map(|(_, tcp)| tcp.managed().map_or(0, |(connection, _)| connection.moves())).collect()
+    }
+
+    /// Takes over what the kernel said, but of sockets that have moved since `moves`, and of sets only if it is true. How many are
+    /// ready.
+    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], moves: &[u32]) -> usize {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
                 entry.revents = answer.revents;
             }
         }
-        for (at, tcp) in &self.sockets {
-            if asked[*at].fd >= 0 && tcp.settled_owner() == Some(Owner::Nic) {
+        for ((at, tcp), before) in self.sockets.iter().zip(moves) {
+            let asked = asked[*at].fd >= 0 && fds[*at].revents != 0;
+            if asked && tcp.settled_owner() == Some(Owner::Nic) {
                 fds[*at].revents = 0;
+            } else if asked && tcp.managed().is_some_and(|(connection, _)| connection.moves() != *before) {
+                // In the middle of a move the socket is none for a moment.
+                // SAFETY: one live pollfd.
+                unsafe { real::poll(&mut fds[*at], 1, 0) };
             }
         }
         for (at, set) in &self.sets {
@@ -86,7 +97,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
         session.shared.catch_up(thread::token());
         fds.iter_mut().chain(asked.iter_mut()).for_each(|entry| entry.revents = 0);
         let ready = watched.answer(fds, &mut asked);
-        let moves: Vec<u32> = sockets.iter().filter_map(|tcp| Some(tcp.managed()?.0.moves())).collect();
+        let moves = watched.moves();
         let got = if ready > 0 || limit == Some(0) {
             // SAFETY: so many live pollfds.
             unsafe {
@@ -94,8 +105,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             }
         } else {
             let changed = || {
-                let now: Vec<u32> = sockets.iter().filter_map(|tcp| Some(tcp.managed()?.0.moves())).collect();
-                now != moves
+                watched.moves() != moves
                     || watched.sockets.iter().any(|(at, tcp)| {
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
@@ -110,7 +120,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             return got;
         }
         let errno = errno();
-        let total = watched.merge(fds, &asked);
+        let total = watched.merge(fds, &asked, &moves);
         fail(errno);
         if total > 0 {
             return total as c_int;
