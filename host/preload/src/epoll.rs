@@ -51,6 +51,8 @@ struct Registration {
     seen_end: bool,
     /// How often a send had found no room when sending was last reported.
     seen_stuck: Option<u32>,
+    /// The socket's nudges that have been reported.
+    seen_nudges: u32,
     /// It is in the list of those to look at.
     queued: bool,
     /// Moves that the connection had made when the kernel last reported it.
@@ -207,6 +209,7 @@ impl Set {
             seen: None,
             seen_end: false,
             seen_stuck: None,
+            seen_nudges: tcp.nudges.load(Ordering::Acquire),
             queued: false,
             moves: tcp.managed().map_or(0, |(connection, _)| connection.moves()),
         };
@@ -549,7 +552,7 @@ impl Registration {
     /// Whether an edge-triggered registration has something new to say.
     fn has_edge(&self, tcp: &Tcp, fd: c_int, events: u32) -> bool {
         let end = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32 != 0;
-        if end && !self.seen_end {
+        if end && !self.seen_end || self.seen_nudges != tcp.nudges.load(Ordering::Acquire) {
             return true;
         }
         if events & EPOLLIN as u32 != 0 && self.seen != Some(Self::position(tcp, fd)) && !(end && self.seen_end) {
@@ -561,6 +564,7 @@ impl Registration {
     /// Notes what has been reported.
     fn reported(&mut self, tcp: &Tcp, fd: c_int, events: u32) {
         if self.is_edge() {
+            self.seen_nudges = tcp.nudges.load(Ordering::Acquire);
             if events & (EPOLLIN | EPOLLPRI) as u32 != 0 {
                 self.seen = Some(Self::position(tcp, fd));
             }
@@ -582,6 +586,8 @@ impl Registration {
             && connection.moves() != self.moves
         {
             self.moves = connection.moves();
+            // Moving makes the kernel say again what it has said.
+            self.rearmed = true;
             // It may have been reported in the middle of a move, when its socket was none for a moment.
             let mut poll = libc::pollfd { fd, events: (self.events & 0xffff) as i16, revents: 0 };
             // SAFETY: one live pollfd.

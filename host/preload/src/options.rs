@@ -89,8 +89,19 @@ pub(crate) unsafe fn set(
         break done;
     };
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
-        tcp.lowat.store(given.unwrap_or(1).max(1) as u32, Ordering::Release);
+        let lowat = given.unwrap_or(1).max(1) as u32;
+        tcp.lowat.store(lowat, Ordering::Release);
         tcp.changed();
+        if let Some((connection, session)) = tcp.managed() {
+            let readiness = session.shared.readiness(connection, token());
+            let ready = match tcp.settled_owner() {
+                Some(Owner::Nic) => readiness.fin || readiness.unread >= lowat,
+                _ => crate::wait::is_readable(fd),
+            };
+            if ready {
+                tcp.nudge();
+            }
+        }
     }
     done
 }
@@ -164,6 +175,13 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
 
 /// shutdown(2).
 pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
+    let done = shut(tcp, fd, how);
+    // Whatever it came to (Linux, inet_shutdown).
+    tcp.nudge();
+    done
+}
+
+fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
     if how != libc::SHUT_WR {
         tcp.give_back("shutdown of receiving", Until::Again);
     }
@@ -188,11 +206,7 @@ pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             return 0;
         }
         match session.shared.shutdown(connection, token()) {
-            Ok(()) => {
-                drop(entered);
-                tcp.changed();
-                return 0;
-            }
+            Ok(()) => return 0,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => std::thread::yield_now(),
             Err(error) => return fail(thread::number(&error)) as c_int,
         }

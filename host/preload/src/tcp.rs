@@ -59,6 +59,8 @@ pub(crate) struct Tcp {
     pub taken: AtomicU32,
     /// How often a send found no room.
     pub stuck: AtomicU32,
+    /// How often the program did what makes the kernel say anew what a socket is ready for.
+    pub nudges: AtomicU32,
     plan: AtomicU64,
     bytes: AtomicU64,
     requests: AtomicU32,
@@ -102,6 +104,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             lowat: AtomicU32::new(1),
             taken: AtomicU32::new(0),
             stuck: AtomicU32::new(0),
+            nudges: AtomicU32::new(0),
             plan: AtomicU64::new(UNPLANNED),
             bytes: AtomicU64::new(0),
             requests: AtomicU32::new(0),
@@ -348,6 +351,12 @@ impl Tcp {
         for (set, fd) in locked(&self.sets).iter() {
             set.mark(*fd);
         }
+    }
+
+    /// What the socket is ready for is news again, even where it was reported before.
+    pub fn nudge(&self) {
+        self.nudges.fetch_add(1, Ordering::AcqRel);
+        self.changed();
     }
 
     /// The program has taken so many bytes.
