@@ -190,6 +190,9 @@ fn steal_and_hand_off(
             match result {
                 Ok(()) => {
                     ground.passed(Step::HandedOff);
+                    if connection.attached {
+                        let _ = shell::show_closing(fd);
+                    }
                     return Ok(OnNic { cid, image, saved, memory, handed_off_at });
                 }
                 Err(stay) => (saved, stay),

@@ -223,6 +223,16 @@ pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
     socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
 }
 
+/// Takes a shell out of repair mode, in which closing it leaves no trace: whoever watches its state then sees whether it was closed in
+/// order or reset. What it says is to be silenced by others.
+///
+/// # Errors
+/// The system's.
+pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
+    const WITHOUT_PROBE: i32 = -1;
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, WITHOUT_PROBE)
+}
+
 /// The connection has ended on the NIC: closes its shell in silence, so that nothing is sent when the descriptor is closed.
 ///
 /// # Errors

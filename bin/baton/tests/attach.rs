@@ -1,0 +1,248 @@
+//! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
+
+mod scratch;
+
+use baton_client::protocol::Place;
+use baton_kernel::namespace::Namespace;
+use baton_kernel::process;
+use baton_lab::testbed::Tool;
+use scratch::{Scratch, agent_socket, script, text};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// An attacher, in the namespace of its program.
+fn attach(host: &Namespace, scratch: &Scratch, arguments: &[&str]) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["attach", "--log", &scratch.file("log"), "--json"]).args(arguments);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    host.spawn(&mut command).expect("baton")
+}
+
+/// What it says at its end.
+fn summary(attacher: Child, scratch: &Scratch) -> Value {
+    let ended = attacher.wait_with_output().expect("its output");
+    let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+    assert!(ended.status.success() && log.is_empty(), "{}{log}", text(&ended.stderr));
+    serde_json::from_slice(&ended.stdout).expect("JSON")
+}
+
+/// Both ends of connections move while every byte is compared, in every way to wait for a socket.
+#[test]
+fn running_programs_do_not_notice() {
+    for way in ["threads", "select", "poll", "epoll", "edge", "asyncio"] {
+        for family in ["4", "6"] {
+            let scratch = Scratch::new(&format!("attach-{way}{family}"));
+            let host = Namespace::new().expect("a namespace");
+            let mut program = Command::new("python3");
+            program.args([&script("itself.py"), "2", family, way]).stderr(Stdio::piped());
+            let program = host.spawn(&mut program).expect("python3");
+            let report = scratch.file("report");
+            let attacher = attach(&host, &scratch, &["--flip", "5..50", "--flip-report", &report, &program.id().to_string()]);
+            let ended = program.wait_with_output().expect("the program");
+            assert!(ended.status.success(), "{way}{family}: {}", text(&ended.stderr));
+            let summary = summary(attacher, &scratch);
+            assert_eq!(summary["connections"], 6, "{way}{family}: {summary}");
+            let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+            let least = report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok());
+            assert!(least.min() >= Some(10), "{way}{family}: a connection hardly moved: {report}");
+            assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
+        }
+    }
+}
+
+/// A server whose connections are on the NIC as soon as they carry a byte.
+struct Server {
+    host: Namespace,
+    scratch: Scratch,
+    program: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+    port: u16,
+    attacher: Option<Child>,
+}
+
+impl Server {
+    fn start(name: &str) -> Server {
+        let scratch = Scratch::new(name);
+        let host = Namespace::new().expect("a namespace");
+        let mut command = Command::new("python3");
+        command.arg(script("closes.py")).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut program = host.spawn(&mut command).expect("python3");
+        let (input, output) = (program.stdin.take().expect("its input"), program.stdout.take().expect("its output"));
+        let (input, output) = (Some(input), BufReader::new(output));
+        let mut server = Server { host, scratch, program, input, output, port: 0, attacher: None };
+        server.port = server.line().parse().expect("a port");
+        server.attacher = Some(attach(&server.host, &server.scratch, &["--after", "0", &server.program.id().to_string()]));
+        server.wait_for(|server| agent_socket(&server.scratch).is_some());
+        server
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        line.trim().to_string()
+    }
+
+    fn wait_for(&mut self, mut what: impl FnMut(&mut Server) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !what(self) {
+            assert!(Instant::now() < deadline, "it does not come about");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn connections(&self) -> Vec<baton_client::protocol::ConnectionInfo> {
+        let connect = || Tool::connect(&agent_socket(&self.scratch)?).ok();
+        connect().map(|mut tool| tool.connections().expect("a list")).unwrap_or_default()
+    }
+
+    /// A client's connection, once the server's end is on the NIC.
+    fn connection(&mut self) -> TcpStream {
+        let port = self.port;
+        let client = self.host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection");
+        client.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+        let mut echoed = [0; 5];
+        self.wait_for(|server| {
+            (&client).write_all(b"hello").expect("sent");
+            (&client).read_exact(&mut echoed).expect("an echo");
+            server.connections().iter().any(|info| info.place == Place::Nic)
+        });
+        client
+    }
+
+    /// Nothing of a closed connection is left.
+    fn expect_nothing_left(&mut self) {
+        self.wait_for(|server| server.connections().is_empty());
+    }
+
+    fn end(mut self) -> Value {
+        self.input = None;
+        let _ = self.program.kill();
+        let _ = self.program.wait();
+        summary(self.attacher.take().expect("an attacher"), &self.scratch)
+    }
+}
+
+impl Drop for Server {
+    /// Nothing goes on after a test that fails.
+    fn drop(&mut self) {
+        let _ = self.program.kill();
+        let _ = self.program.wait();
+        if let Some(mut attacher) = self.attacher.take() {
+            let _ = attacher.kill();
+            let _ = attacher.wait();
+        }
+    }
+}
+
+fn everything(mut client: &TcpStream) -> (usize, Option<std::io::ErrorKind>) {
+    let (mut total, mut piece) = (0, [0; 65536]);
+    loop {
+        match client.read(&mut piece) {
+            Ok(0) => return (total, None),
+            Ok(got) => total += got,
+            Err(error) => return (total, Some(error.kind())),
+        }
+    }
+}
+
+/// Closing a socket whose connection is on the NIC means what it always meant, and no event of it comes afterwards.
+#[test]
+fn closing_means_what_it_meant() {
+    let mut server = Server::start("attach-close");
+    for _ in 0..5 {
+        let client = server.connection();
+        (&client).write_all(b"close\n").expect("sent");
+        assert_eq!(everything(&client), (100_000, None), "all that was sent, then a FIN");
+        assert_eq!(server.line(), "closed");
+        drop(client);
+        server.expect_nothing_left();
+
+        let client = server.connection();
+        (&client).write_all(b"linger\n").expect("sent");
+        assert_eq!(everything(&client), (0, Some(std::io::ErrorKind::ConnectionReset)));
+        assert_eq!(server.line(), "closed");
+        server.expect_nothing_left();
+
+        let client = server.connection();
+        (&client).write_all(b"unread\n").expect("sent");
+        assert_eq!(server.line(), "reading no more");
+        (&client).write_all(b"nobody reads this").expect("sent");
+        server.wait_for(|server| server.connections().iter().any(|info| info.detail.unread == 17));
+        server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+        assert_eq!(everything(&client), (0, Some(std::io::ErrorKind::ConnectionReset)), "unread data makes a close a reset");
+        assert_eq!(server.line(), "closed");
+        server.expect_nothing_left();
+    }
+    // Had epoll spoken of a closed socket the server would be gone.
+    drop(server.connection());
+    let summary = server.end();
+    assert!(summary["moves"].as_u64() >= Some(16), "{summary}");
+}
+
+/// One half is shut down, by either side; the other goes on.
+#[test]
+fn halves_are_shut_down() {
+    let mut server = Server::start("attach-halves");
+    let client = server.connection();
+    (&client).write_all(b"shutdown\n").expect("sent");
+    assert_eq!(everything(&client), (100_000, None));
+    client.shutdown(Shutdown::Write).expect("shut down");
+    assert_eq!(server.line(), "closed");
+    server.expect_nothing_left();
+    let client = server.connection();
+    client.shutdown(Shutdown::Write).expect("shut down");
+    assert_eq!(everything(&client), (0, None));
+    assert_eq!(server.line(), "closed");
+    server.expect_nothing_left();
+    server.end();
+}
+
+/// A program that ends sends what it had sent, and its FIN; one that is detached from goes on.
+#[test]
+fn ends_are_orderly() {
+    let mut server = Server::start("attach-exit");
+    let client = server.connection();
+    (&client).write_all(b"exit\n").expect("sent");
+    assert_eq!(everything(&client), (100_000, None));
+    let summary = server.end();
+    assert_eq!(summary["connections"], 1, "{summary}");
+
+    let mut server = Server::start("attach-detach");
+    let client = server.connection();
+    let socket = agent_socket(&server.scratch).expect("a socket");
+    let mut detach = Command::new(env!("CARGO_BIN_EXE_baton"));
+    detach.arg("detach").arg("--socket").arg(socket).arg(server.program.id().to_string());
+    assert!(detach.status().expect("baton").success());
+    let mut echoed = [0; 5];
+    (&client).write_all(b"still").expect("sent");
+    (&client).read_exact(&mut echoed).expect("an echo");
+    assert_eq!(&echoed, b"still");
+    server.end();
+}
+
+/// What cannot be attached to is explained, and nothing is left behind.
+#[test]
+fn refusals_are_explained() {
+    let scratch = Scratch::new("attach-refusals");
+    let host = Namespace::new().expect("a namespace");
+    let refused = |arguments: &[&str]| {
+        let ended = attach(&host, &scratch, arguments).wait_with_output().expect("its output");
+        assert_eq!(ended.status.code(), Some(2), "{arguments:?}");
+        text(&ended.stderr)
+    };
+    assert!(refused(&["4194305"]).contains("there is no process 4194305"));
+    assert!(refused(&["--port", "9"]).contains("no process here listens at port 9"));
+    assert!(refused(&["--cgroup", "/no/such/group"]).contains("no process is in control group"));
+    // Somebody else's: this test's own process is traced by nobody, but a traced one is its tracer's.
+    let mut sleeper = Command::new("sleep").arg("30").spawn().expect("sleep");
+    let frozen = baton_kernel::freeze::Frozen::freeze(&[sleeper.id()]).expect("frozen");
+    let said = refused(&[&sleeper.id().to_string()]);
+    assert!(said.contains("not yours to attach to"), "{said}");
+    drop(frozen);
+    process::signal(sleeper.id(), libc::SIGKILL).expect("our child");
+    sleeper.wait().expect("our child");
+}

@@ -1,0 +1,52 @@
+"""A server that echoes, and closes a connection in the way that a line says which the client sends: `close`, `unread`, `shutdown`,
+`linger` or `exit`. It watches its connections with epoll, and fails if that ever speaks of one that was closed. It prints its port, and
+`closed` when a connection is.
+"""
+
+import os
+import select
+import socket
+import struct
+import sys
+
+listener = socket.socket()
+listener.bind(("127.0.0.1", 0))
+listener.listen(16)
+print(listener.getsockname()[1], flush=True)
+epoll = select.epoll()
+epoll.register(listener, select.EPOLLIN)
+open_ones = {}
+
+while True:
+    for fd, events in epoll.poll():
+        if fd == listener.fileno():
+            sock, _ = listener.accept()
+            open_ones[sock.fileno()] = sock
+            epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+            continue
+        if fd not in open_ones:
+            sys.exit(f"an event of a socket that was closed: {events:#x}")
+        sock = open_ones[fd]
+        line = sock.recv(4096)
+        what = line.split(b"\n")[-2].decode() if b"\n" in line else ""
+        if what == "unread":
+            # What comes now is not read.
+            print("reading no more", flush=True)
+            sys.stdin.readline()
+        elif what == "linger":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif what == "shutdown":
+            sock.sendall(b"x" * 100000)
+            sock.shutdown(socket.SHUT_WR)
+            continue
+        elif what == "exit":
+            sock.sendall(b"x" * 100000)
+            os._exit(0)
+        elif what == "close":
+            sock.sendall(b"x" * 100000)
+        elif line:
+            sock.sendall(line)
+            continue
+        del open_ones[fd]
+        sock.close()
+        print("closed", flush=True)
