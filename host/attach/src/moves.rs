@@ -199,7 +199,9 @@ impl Attacher {
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
-        // Whatever the NIC has for it is carried as soon as the program goes on.
+        // A program that has been told that there is something to read must find it when it goes on.
+        entry.carry(&self.shared, &self.bypass)?;
+        // What follows from that is seen to then.
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(number);
         Ok(())
     }
