@@ -83,7 +83,11 @@ impl Attacher {
                         lent.push((number, fd));
                     }
                     None => {
-                        let abort = self.entries.get(&number).and_then(|entry| entry.closed).unwrap_or(false);
+                        let entry = self.entries.get_mut(&number);
+                        let abort = entry.as_ref().and_then(|entry| entry.closed).unwrap_or(false);
+                        if let Some(entry) = entry {
+                            entry.settle(&self.shared, &self.bypass, None)?;
+                        }
                         channel.send(&Request { tag: 0, body: Ask::Closed { connection: number, abort } }, &[])?;
                         self.drop_entry(number);
                     }
@@ -181,15 +185,17 @@ impl Attacher {
     fn take_out(&mut self, number: u32) -> Result<Option<OwnedFd>> {
         let Some(process) = self.entries.get(&number).map(|entry| entry.process) else { return Ok(None) };
         self.stop_users(process)?;
-        let fd = self.descriptor(number);
+        let Some(fd) = self.descriptor(number) else { return Ok(None) };
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(None) };
-        let unread = fd.as_ref().and_then(|fd| socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok());
+        // What it says of that may come too late: the move makes the socket forget it.
+        entry.shut |= entry.joined.is_some() && TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state != ESTABLISHED);
+        let unread = socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok();
         entry.settle(&self.shared, &self.bypass, unread)?;
         if let Some(joined) = entry.joined.take() {
             self.bypass.part(&entry.flow, &joined.engine_flow);
             let _ = self.poller.remove(joined.engine.as_fd());
         }
-        Ok(fd)
+        Ok(Some(fd))
     }
 
     /// Puts a socket into the map, with a new engine.
@@ -273,7 +279,8 @@ impl Attacher {
         }
         match self.take_out(number)? {
             Some(fd) => self.give_back(number, fd.as_fd(), cause),
-            None => self.close(number),
+            // Its close has not been heard of yet.
+            None => self.state_changed(number),
         }
     }
 
