@@ -46,7 +46,8 @@ fn running_programs_do_not_notice() {
             let summary = summary(attacher, &scratch);
             assert_eq!(summary["connections"], 6, "{way}{family}: {summary}");
             let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
-            let least = report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok());
+            let least =
+                report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok());
             assert!(least.min() >= Some(10), "{way}{family}: a connection hardly moved: {report}");
             assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
         }

@@ -112,3 +112,35 @@ fn what_is_no_connection_is_refused() {
     let error = session.move_to(id, Place::Nic).expect_err("loopback");
     assert!(error.to_string().contains("interface") || error.to_string().contains("address"), "{error}");
 }
+
+/// What is on the wire is not what the socket knows: destinations that this host translates, whoever opened the connection.
+#[test]
+fn translated_connections_stay() {
+    const RULES: &str = "table ip nat {
+      chain output { type nat hook output priority -100; tcp dport 9999 dnat to 10.77.0.2:8081; }
+      chain prerouting { type nat hook prerouting priority -100; tcp dport 9998 redirect to :8082; }
+    }";
+    for beside in [false, true] {
+        let bed = hosts(TestbedSettings { firewall: Some(RULES.into()), beside, ..TestbedSettings::default() });
+        let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
+        let mut stays = |fd: TcpStream| {
+            let id = session.adopt(OwnedFd::from(fd)).expect("adoption");
+            let error = session.move_to(id, Place::Nic).expect_err("a translated connection");
+            assert!(error.to_string().contains("NAT"), "{error}");
+            assert_eq!(session.place(id), Some(Place::Kernel));
+        };
+        let connect = |to: SocketAddr| TcpStream::connect_timeout(&to, Duration::from_secs(10));
+        let there = bed.host_b.run(|| TcpListener::bind((address_b(false), 8081))).expect("a listener");
+        stays(bed.host_a.run(|| connect(SocketAddr::new(address_b(false), 9999))).expect("a connection to a translated port"));
+        drop(there);
+        let here = bed.host_a.run(|| TcpListener::bind((address_a(false), 8082))).expect("a listener");
+        let peer =
+            bed.host_b.run(|| connect(SocketAddr::new(address_a(false), 9998))).expect("a connection to a translated port");
+        stays(here.accept().expect("its other end").0);
+        drop(peer);
+        // And what is not translated moves.
+        let (server, _peer) = common::connect(&bed, false, 8083);
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        session.move_to(id, Place::Nic).expect("a move");
+    }
+}

@@ -99,7 +99,12 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
     let block = Block::new(open.memory.clone(), number);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
-    let connection = Connection { reason, process, attached: session.opening.attacher, ..Connection::new(number, fd, flow, local, peer, block) };
+    let connection = Connection {
+        reason,
+        process,
+        attached: session.opening.attacher,
+        ..Connection::new(number, fd, flow, local, peer, block)
+    };
     let at = number as usize;
     if session.connections.len() <= at {
         session.connections.resize_with(at + 1, || None);

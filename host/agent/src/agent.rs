@@ -379,8 +379,13 @@ impl Agent {
         let serial = self.serials;
         let Opening { group, attacher, .. } = session.opening;
         let process = process.filter(|_| attacher).unwrap_or(session.process);
-        let connection =
-            Connection { serial, inherited, process, attached: attacher, ..Connection::new(place as u32, Some(fd), flow, local, peer, block) };
+        let connection = Connection {
+            serial,
+            inherited,
+            process,
+            attached: attacher,
+            ..Connection::new(place as u32, Some(fd), flow, local, peer, block)
+        };
         if place == session.connections.len() {
             session.connections.push(Some(connection));
         } else {

@@ -55,6 +55,9 @@ pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers
     if diagnosis::has_md5_key(ground.diagnosis, &connection.flow).unwrap_or(false) {
         return Err(Stay::Signed);
     }
+    if conntrack::is_translated(&connection.flow).unwrap_or(false) {
+        return Err(Stay::Translated);
+    }
     let link = ground.link_of(connection)?;
     let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
     let base = nic::slot(cid.slot());

@@ -99,7 +99,10 @@ impl Ground<'_> {
     /// Whether a process holds the connection's socket that is not its program, nor one of Baton's.
     pub fn others_hold(&self, connection: &Connection) -> bool {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
-        connection.fd().and_then(|fd| socket::inode(fd).map_err(|error| Stay::System("fstat", error))).is_ok_and(|inode| process::others_hold(inode, &ours))
+        connection
+            .fd()
+            .and_then(|fd| socket::inode(fd).map_err(|error| Stay::System("fstat", error)))
+            .is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
     /// The link header of a connection's frames, if the NIC is on their way.

@@ -3,8 +3,8 @@
 #![forbid(unsafe_code)]
 
 mod adoption;
-mod attached;
 mod agent;
+mod attached;
 mod back;
 mod changes;
 mod connection;

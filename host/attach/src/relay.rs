@@ -142,7 +142,9 @@ impl Joined {
             if length == 0 {
                 return Ok(false);
             }
-            let Some(length) = later(shared.peek(connection, ME, outstanding as u32, &mut piece[..length]))? else { return Ok(false) };
+            let Some(length) = later(shared.peek(connection, ME, outstanding as u32, &mut piece[..length]))? else {
+                return Ok(false);
+            };
             let Some(sent) = later(socket::send(self.engine.as_fd(), &piece[..length]))? else { return Ok(false) };
             self.pushed += sent as u64;
         }

@@ -59,7 +59,9 @@ impl Target {
             }
             Target::Process(_) => true,
             Target::Port(port) if processes.is_empty() => {
-                return Some(format!("no process here listens at port {port}, or has a connection from it; `ss -tnlp` shows them"));
+                return Some(format!(
+                    "no process here listens at port {port}, or has a connection from it; `ss -tnlp` shows them"
+                ));
             }
             Target::Cgroup(path) if processes.is_empty() => {
                 return Some(format!(

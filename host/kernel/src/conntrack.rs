@@ -1,11 +1,14 @@
 //! Connection tracking: an offloaded connection's segments bypass the host's tracker, whose window check would drop what follows
 //! after a restore as invalid. One entry is told to be liberal about windows; the system-wide setting is not ours to change.
 
-use crate::netlink::{ACK, NETFILTER, Netlink, Request};
+use crate::netlink::{ACK, NETFILTER, Netlink, Request, attributes};
 use baton_wire::Flow;
 use std::io;
 
 const IPCTNL_MSG_CT_NEW: u16 = 1 << 8;
+const IPCTNL_MSG_CT_GET: u16 = 1 << 8 | 1;
+/// Bytes of `struct nfgenmsg`.
+const HEADER: usize = 4;
 /// IP_CT_TCP_FLAG_BE_LIBERAL.
 const BE_LIBERAL: u8 = 0x08;
 
@@ -19,26 +22,57 @@ pub fn be_liberal(flow: &Flow) -> io::Result<bool> {
     Ok(update(&netlink, flow)? || update(&netlink, &flow.reversed())?)
 }
 
-fn update(netlink: &Netlink, original: &Flow) -> io::Result<bool> {
+/// Whether this host translates the connection's addresses: what is on the wire is not what its socket knows.
+///
+/// # Errors
+/// The system's; no tracker, or no entry, is none.
+pub fn is_translated(flow: &Flow) -> io::Result<bool> {
+    /// IPS_SRC_NAT and IPS_DST_NAT.
+    const TRANSLATED: u32 = 1 << 4 | 1 << 5;
+    const CTA_STATUS: u16 = 3;
+    let Ok(netlink) = Netlink::open(NETFILTER) else { return Ok(false) };
+    let mut translated = false;
+    // An entry is found by either of its directions, and one of them is the socket's.
+    let found = netlink.ask(named(IPCTNL_MSG_CT_GET, 0, flow), |body| {
+        let status = attributes(body, HEADER).find(|(kind, value)| *kind == CTA_STATUS && value.len() == 4);
+        translated =
+            status.is_some_and(|(_, value)| u32::from_be_bytes([value[0], value[1], value[2], value[3]]) & TRANSLATED != 0);
+    });
+    match found {
+        Ok(()) => Ok(translated),
+        Err(error) if is_absence(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_absence(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EOPNOTSUPP | libc::EINVAL))
+}
+
+/// A request about the entry of a connection, which is named by one of its directions.
+fn named(kind: u16, flags: u16, original: &Flow) -> Request {
     let v4 = original.is_v4();
     let family = if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8;
     let address = |request: Request, kind: u16, endpoint: &baton_wire::Endpoint| {
         if v4 { request.attribute(kind, &endpoint.v4_bytes()) } else { request.attribute(kind + 2, &endpoint.address) }
     };
-    let flags = [BE_LIBERAL, BE_LIBERAL];
-    let request = Request::new(IPCTNL_MSG_CT_NEW, ACK, &[family, 0, 0, 0])
-        .nested(1, |tuple| {
-            tuple.nested(1, |ip| address(address(ip, 1, &original.local), 2, &original.remote)).nested(2, |protocol| {
-                protocol
-                    .attribute(1, &[6])
-                    .attribute(2, &original.local.port.to_be_bytes())
-                    .attribute(3, &original.remote.port.to_be_bytes())
-            })
+    Request::new(kind, flags, &[family, 0, 0, 0]).nested(1, |tuple| {
+        tuple.nested(1, |ip| address(address(ip, 1, &original.local), 2, &original.remote)).nested(2, |protocol| {
+            protocol
+                .attribute(1, &[6])
+                .attribute(2, &original.local.port.to_be_bytes())
+                .attribute(3, &original.remote.port.to_be_bytes())
         })
+    })
+}
+
+fn update(netlink: &Netlink, original: &Flow) -> io::Result<bool> {
+    let flags = [BE_LIBERAL, BE_LIBERAL];
+    let request = named(IPCTNL_MSG_CT_NEW, ACK, original)
         .nested(4, |info| info.nested(1, |tcp| tcp.attribute(4, &flags).attribute(5, &flags)));
     match netlink.ask(request, |_| {}) {
         Ok(()) => Ok(true),
-        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EOPNOTSUPP | libc::EINVAL)) => Ok(false),
+        Err(error) if is_absence(&error) => Ok(false),
         Err(error) => Err(error),
     }
 }

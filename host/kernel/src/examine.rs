@@ -61,6 +61,9 @@ pub enum Stay {
     /// The firewall has changed since it was last seen to let the connection through.
     #[error("the firewall has changed, and no traffic of it has been seen to pass since")]
     Unproved,
+    /// This host translates its addresses (NAT).
+    #[error("this host translates its addresses (NAT)")]
+    Translated,
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,

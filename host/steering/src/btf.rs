@@ -57,8 +57,9 @@ fn find(btf: &[u8], name: &str) -> Option<u32> {
 /// `Unsupported` if this kernel describes no such tracepoint.
 pub(crate) fn tracepoint(name: &str) -> io::Result<u32> {
     let unsupported = |why: String| io::Error::new(io::ErrorKind::Unsupported, why);
-    let btf = std::fs::read(PATH)
-        .map_err(|error| unsupported(format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)")))?;
+    let btf = std::fs::read(PATH).map_err(|error| {
+        unsupported(format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)"))
+    })?;
     find(&btf, &format!("btf_trace_{name}")).ok_or_else(|| unsupported(format!("this kernel has no tracepoint {name}")))
 }
 

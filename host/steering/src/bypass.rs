@@ -83,9 +83,8 @@ impl SocketBypass {
     /// The system's.
     pub fn join(&self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
-        let put = |at: &Flow, to: BorrowedFd<'_>| {
-            bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes())
-        };
+        let put =
+            |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes());
         // The engine first: there is no moment at which the program's bytes have nowhere to go.
         put(program.0, engine.1).and_then(|()| put(engine.0, program.1)).inspect_err(|_| self.part(program.0, engine.0))
     }
@@ -169,7 +168,8 @@ fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
     // The local port comes in host order, the peer's in network order, in the upper half on this (little-endian) machine.
     a.label("ports").load(Size::Word, R::R1, R::R6, message::LOCAL_PORT).to_network_half(R::R1);
     a.store(Size::Half, R::R10, KEY + 32, R::R1);
-    a.load(Size::Word, R::R1, R::R6, message::REMOTE_PORT).shift_right(R::R1, if cfg!(target_endian = "little") { 16 } else { 0 });
+    a.load(Size::Word, R::R1, R::R6, message::REMOTE_PORT)
+        .shift_right(R::R1, if cfg!(target_endian = "little") { 16 } else { 0 });
     a.store(Size::Half, R::R10, KEY + 34, R::R1);
     a.mov(R::R1, R::R6).map(R::R2, sockets).mov(R::R3, R::R10).add(R::R3, i32::from(KEY)).set(R::R4, TO_INGRESS);
     a.call(Helper::MessageRedirectHash).set(R::R0, PASS).exit();
@@ -260,9 +260,7 @@ mod tests {
         let mut cookie = [0u8; 8];
         let mut length = 8;
         // SAFETY: room for eight bytes.
-        let done = unsafe {
-            libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, 57, cookie.as_mut_ptr().cast(), &mut length)
-        };
+        let done = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, 57, cookie.as_mut_ptr().cast(), &mut length) };
         assert_eq!(done, 0);
         u64::from_ne_bytes(cookie)
     }

@@ -29,9 +29,8 @@ unsafe impl Send for News {}
 
 fn map(fd: BorrowedFd<'_>, offset: usize, length: usize, protection: i32) -> io::Result<NonNull<u8>> {
     // SAFETY: a new mapping at an address of the kernel's choice.
-    let raw = unsafe {
-        libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, fd.as_raw_fd(), offset as libc::off_t)
-    };
+    let raw =
+        unsafe { libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, fd.as_raw_fd(), offset as libc::off_t) };
     if raw == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(NonNull::new(raw.cast()).expect("a mapping")) }
 }
 
