@@ -1,6 +1,6 @@
 //! Moves, while programs stand still; what the agent asks for; sockets that come and go.
 
-use crate::relay::{Entry, Joined, Next};
+use crate::relay::{self, Joined, Next};
 use crate::{Attacher, ME, stays};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Owner;
@@ -11,6 +11,7 @@ use baton_kernel::freeze::{Frozen, take_descriptor};
 use baton_kernel::tcp_info::TcpInfo;
 use baton_kernel::{diagnosis, process, socket};
 use baton_wire::Flow;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
@@ -175,10 +176,10 @@ impl Attacher {
     }
 
     fn pidfd(&mut self, process: u32) -> io::Result<&OwnedFd> {
-        if !self.processes.contains_key(&process) {
-            self.processes.insert(process, process::open_process(process)?);
-        }
-        Ok(&self.processes[&process])
+        Ok(match self.processes.entry(process) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(process::open_process(process)?),
+        })
     }
 
     /// Stops a connection's program and takes its socket out of the map. None if the program has closed it.
@@ -454,7 +455,7 @@ impl Attacher {
         self.bypass.watch(cookie)?;
         self.by_cookie.insert(cookie, number);
         let (joined, stash, shut, closed) = (None, Vec::new(), false, None);
-        self.entries.insert(number, Entry { connection, process, fd, inode, cookie, flow, joined, stash, shut, closed });
+        self.entries.insert(number, relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, shut, closed });
         self.summary.connections += 1;
         if self.settings.flip.is_none() {
             self.wanted.insert(number, Place::Nic);

@@ -109,7 +109,7 @@ impl Assembler {
     }
 
     /// Swaps the lowest two bytes if the machine's order is not the network's.
-    pub fn to_network_half(&mut self, register: R) -> &mut Self {
+    pub fn swap_half(&mut self, register: R) -> &mut Self {
         self.push(0xdc, register, R::R0, 0, 16)
     }
 

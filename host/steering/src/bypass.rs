@@ -166,7 +166,7 @@ fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
         a.load(Size::Word, R::R1, R::R6, from).store(Size::Word, R::R10, to + 12, R::R1);
     }
     // The local port comes in host order, the peer's in network order, in the upper half on this (little-endian) machine.
-    a.label("ports").load(Size::Word, R::R1, R::R6, message::LOCAL_PORT).to_network_half(R::R1);
+    a.label("ports").load(Size::Word, R::R1, R::R6, message::LOCAL_PORT).swap_half(R::R1);
     a.store(Size::Half, R::R10, KEY + 32, R::R1);
     a.load(Size::Word, R::R1, R::R6, message::REMOTE_PORT)
         .shift_right(R::R1, if cfg!(target_endian = "little") { 16 } else { 0 });
