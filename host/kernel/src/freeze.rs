@@ -204,7 +204,9 @@ work()";
         let mut child = Command::new("python3").args(["-c", script]).stdout(Stdio::piped()).spawn().expect("python3");
         let mut output = child.stdout.take().expect("its output");
         let mut buffer = vec![0; 1 << 20];
-        output.read_exact(&mut buffer[..1 << 16]).expect("it runs");
+        while threads_of(child.id()).expect("its threads").len() < 4 {
+            output.read_exact(&mut buffer[..1 << 16]).expect("it runs");
+        }
         // SAFETY: a call on our own descriptor.
         unsafe { libc::fcntl(output.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
         for _ in 0..20 {
