@@ -121,8 +121,18 @@ pub(crate) unsafe fn get(
     if (level, option) == (libc::IPPROTO_TCP, libc::TCP_INFO) {
         tcp.leave_if_over();
     }
+    let moves = || tcp.managed().map(|(connection, _)| connection.moves());
+    let before = (tcp.settled_owner(), moves()).1;
     // SAFETY: the caller's promise.
-    let done = unsafe { real::getsockopt(fd, level, option, value, length) };
+    let mut done = unsafe { real::getsockopt(fd, level, option, value, length) };
+    if (level, option) == (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
+        && tcp.settled_owner() == Some(Owner::Kernel)
+        && moves() != before
+    {
+        // What was read was the shell's.
+        // SAFETY: the caller's promise.
+        done = unsafe { real::getsockopt(fd, level, option, value, length) };
+    }
     if done == 0
         && tcp.settled_owner() == Some(Owner::Nic)
         && let Some((connection, session)) = tcp.managed()
