@@ -10,6 +10,7 @@ use baton_kernel::process;
 use clap::Args;
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -75,6 +76,8 @@ impl StartArguments {
         let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
         // One that is there already is somebody else's.
         std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        // The program may go on as another user.
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
         let settings = beside_settings(socket.clone(), true, self.spin)?;
         let me = process::open_process(std::process::id()).context("pidfd_open")?;

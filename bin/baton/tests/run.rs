@@ -58,6 +58,70 @@ fn the_program_is_itself() {
     assert_eq!(text(&seen.stdout).trim(), std::process::id().to_string(), "the program's parent is baton's");
 }
 
+/// A connection that is handed over after its first request, and whose requests are all of one length: an edge-triggered set tells of each.
+#[test]
+fn edges_are_told_across_the_handover() {
+    const PROGRAM: &str = "
+import select, socket, threading
+listener = socket.create_server(('127.0.0.1', 0))
+def serve():
+    server, _ = listener.accept()
+    server.setblocking(False)
+    epoll = select.epoll()
+    epoll.register(server, select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
+    while True:
+        epoll.poll()
+        try:
+            while True:
+                data = server.recv(4096)
+                if not data: return
+                server.sendall(data)
+        except BlockingIOError: pass
+thread = threading.Thread(target=serve, daemon=True)
+thread.start()
+client = socket.create_connection(listener.getsockname(), timeout=10)
+for n in range(2000):
+    client.sendall(bytes([n % 256]) * 70)
+    data = b''
+    while len(data) < 70: data += client.recv(70) or exit('the end')
+    assert data == bytes([n % 256]) * 70
+client.close()
+thread.join()
+";
+    for rule in ["requests:1", "requests:3", "bytes:1000"] {
+        let scratch = Scratch::new("edges");
+        let report = scratch.file("report");
+        let ran = baton_run(&scratch, &["--rule", rule, "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
+        assert!(ran.status.success(), "{rule}: {}", text(&ran.stderr));
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+        assert!(report["moves"].as_u64() >= Some(2), "{rule}: {report}");
+    }
+}
+
+/// A program that goes on as another user has its connections moved all the same.
+#[test]
+fn programs_may_change_their_user() {
+    const PROGRAM: &str = "
+import encodings.idna, os, socket
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+for n in range(100):
+    client.sendall(bytes([n]) * 1000)
+    data = server.recv(1000, socket.MSG_WAITALL)
+    assert data == bytes([n]) * 1000
+";
+    let scratch = Scratch::new("user");
+    // Nobody may read the library where this test runs, perhaps; it is loaded before that matters.
+    let report = scratch.file("report");
+    let ran = baton_run(&scratch, &["--rule", "accepted", "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    assert_eq!((&report["connections"], &report["resets"]), (&1.into(), &0.into()), "{report}");
+    assert!(report["moves"].as_u64() >= Some(1), "{report}");
+}
+
 /// What is wrong with a configuration is named with its place and what is allowed.
 #[test]
 fn wrong_configurations_are_explained() {

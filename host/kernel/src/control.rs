@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 /// Bytes of a message at most.
@@ -230,6 +231,9 @@ impl Listener {
         let (address, length) = unix_address(path)?;
         // SAFETY: the pointer and length describe `address`.
         check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
+        // Whoever can reach the path may connect: a program that gives up its user keeps its connections. What each may do is
+        // decided by what it brings.
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         // SAFETY: a call on our own descriptor.
         check(unsafe { libc::listen(fd.as_raw_fd(), 64) })?;
         Ok(Listener { fd, path: path.to_owned() })

@@ -209,7 +209,15 @@ impl Tcp {
 
     /// So many bytes have gone through the kernel.
     pub fn count(&'static self, fd: c_int, bytes: isize, sending: bool) {
-        if bytes <= 0 || !self.is_candidate() {
+        if bytes <= 0 {
+            return;
+        }
+        if !sending {
+            // Edges are told by the position in the stream, whoever had the connection when it was read. (What was only looked at
+            // counts, too: that makes an edge too many, never one too few.)
+            self.took(bytes as usize);
+        }
+        if !self.is_candidate() {
             return;
         }
         self.bytes.fetch_add(bytes as u64, RELAXED);
