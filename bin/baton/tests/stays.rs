@@ -101,13 +101,14 @@ fn no_route_and_a_changed_source_address_stay() {
 fn what_is_no_connection_is_refused() {
     let bed = hosts(TestbedSettings::default());
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let listener = bed.host_a.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
     let error = session.adopt(OwnedFd::from(listener.try_clone().expect("dup"))).expect_err("a listener");
     assert!(error.to_string().contains("LISTEN"), "{error}");
     let file = std::fs::File::open("/dev/null").expect("/dev/null");
     assert!(session.adopt(OwnedFd::from(file)).is_err());
     // A connection whose route does not lead through the NIC stays in the kernel.
-    let stream = TcpStream::connect(listener.local_addr().expect("an address")).expect("loopback");
+    let address = listener.local_addr().expect("an address");
+    let stream = bed.host_a.run(|| TcpStream::connect(address)).expect("loopback");
     let id = session.adopt(OwnedFd::from(stream)).expect("adoption");
     let error = session.move_to(id, Place::Nic).expect_err("loopback");
     assert!(error.to_string().contains("interface") || error.to_string().contains("address"), "{error}");
@@ -143,4 +144,14 @@ fn translated_connections_stay() {
         let id = session.adopt(OwnedFd::from(server)).expect("adoption");
         session.move_to(id, Place::Nic).expect("a move");
     }
+}
+
+/// A socket of another namespace may have any addresses, those of this host's connections too.
+#[test]
+fn sockets_of_other_namespaces_are_refused() {
+    let bed = hosts(TestbedSettings::default());
+    let (_server, peer) = common::connect(&bed, false, 8084);
+    let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
+    let error = session.adopt(OwnedFd::from(peer)).expect_err("host B's socket");
+    assert!(error.to_string().contains("another network namespace"), "{error}");
 }

@@ -12,7 +12,7 @@ use baton_kernel::examine::Stay;
 use baton_kernel::netlink::Netlink;
 use baton_kernel::{diagnosis, socket};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 /// Microseconds that an attacher may take to stop its programs and lend what is asked for.
@@ -75,9 +75,15 @@ impl Session {
 
     fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
-            connection.fd = fd;
+            // Whatever was lent, it is this connection's socket or none.
+            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection));
         }
     }
+}
+
+fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
+    let names = socket::local_address(fd).ok().zip(socket::peer_address(fd).ok());
+    names == Some((connection.local, connection.peer)) && socket::is_of_this_namespace(fd).unwrap_or(false)
 }
 
 /// A socket in place of one that its program has closed.

@@ -99,6 +99,8 @@ pub struct Attacher {
     next_tag: u32,
     /// Answers that came while something else was waited for.
     early_answers: Vec<Answer>,
+    /// Room for bytes on their way.
+    piece: Vec<u8>,
     summary: Summary,
 }
 
@@ -157,6 +159,7 @@ impl Attacher {
             pauses: Vec::new(),
             next_tag: 2,
             early_answers: Vec::new(),
+            piece: vec![0; relay::PIECE],
             summary: Summary::default(),
         };
         for process in processes {

@@ -87,7 +87,7 @@ impl Attacher {
                         let entry = self.entries.get_mut(&number);
                         let abort = entry.as_ref().and_then(|entry| entry.closed).unwrap_or(false);
                         if let Some(entry) = entry {
-                            entry.settle(&self.shared, &self.bypass, None)?;
+                            entry.settle(&self.shared, &self.bypass, &mut self.piece, None)?;
                         }
                         channel.send(&Request { tag: 0, body: Ask::Closed { connection: number, abort } }, &[])?;
                         self.drop_entry(number);
@@ -191,7 +191,7 @@ impl Attacher {
         // What it says of that may come too late: the move makes the socket forget it.
         entry.shut |= entry.joined.is_some() && TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state != ESTABLISHED);
         let unread = socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok();
-        entry.settle(&self.shared, &self.bypass, unread)?;
+        entry.settle(&self.shared, &self.bypass, &mut self.piece, unread)?;
         if let Some(joined) = entry.joined.take() {
             self.bypass.part(&entry.flow, &joined.engine_flow);
             let _ = self.poller.remove(joined.engine.as_fd());
@@ -207,7 +207,7 @@ impl Attacher {
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
         // A program that has been told that there is something to read must find it when it goes on.
-        entry.carry(&self.shared, &self.bypass)?;
+        entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
         // What follows from that is seen to then.
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(number);
         Ok(())
@@ -306,8 +306,8 @@ impl Attacher {
                 if let Err(error) = self.join(number, fd) {
                     bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
                 }
-                if cause.is_some() {
-                    self.wanted.insert(number, Place::Kernel);
+                if let Some((reason, until)) = cause {
+                    self.postponed.insert(number, Some((reason.to_owned(), until)));
                 }
                 Ok(())
             }
@@ -317,7 +317,7 @@ impl Attacher {
     /// Carries a connection's bytes, and does what follows.
     pub(crate) fn carry(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
-        let next = entry.carry(&self.shared, &self.bypass)?;
+        let next = entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
         if entry.closed.is_some() && entry.is_drained() {
             return self.close(number);
         }
@@ -375,7 +375,7 @@ impl Attacher {
     fn close(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let abort = entry.closed.unwrap_or(false);
-        entry.settle(&self.shared, &self.bypass, None)?;
+        entry.settle(&self.shared, &self.bypass, &mut self.piece, None)?;
         let reply = self.ask(&Ask::Closed { connection: number, abort }, None)?;
         if let Some(reason) = stays(&reply) {
             self.note_stay(reason);

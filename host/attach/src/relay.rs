@@ -17,7 +17,7 @@ const UNREAD: u64 = 1 << 17;
 /// where the program is made to wait.
 const BACKLOG: usize = 4 << 20;
 /// Bytes that go at once.
-const PIECE: usize = 1 << 16;
+pub(crate) const PIECE: usize = 1 << 16;
 
 /// A program's connection.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ pub(crate) enum Next {
 
 impl Entry {
     /// Carries what can be carried, both ways.
-    pub fn carry(&mut self, shared: &Shared, bypass: &SocketBypass) -> io::Result<Next> {
+    pub fn carry(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8]) -> io::Result<Next> {
         let Some(joined) = &mut self.joined else { return Ok(Next::GoesOn) };
         let Some(entered) = shared.enter(&self.connection, ME) else { return Ok(Next::GoesOn) };
         if entered.owner != Owner::Nic {
@@ -87,8 +87,8 @@ impl Entry {
         if self.connection.ended().is_some() {
             return Ok(Next::Ended);
         }
-        let at_end = joined.push(&self.connection, shared, bypass.read_by(self.cookie))?;
-        let backlog = pull(joined, &mut self.stash, &self.connection, shared)?;
+        let at_end = joined.push(&self.connection, shared, piece, bypass.read_by(self.cookie))?;
+        let backlog = pull(joined, &mut self.stash, &self.connection, shared, piece)?;
         Ok(match (at_end, backlog > BACKLOG) {
             (_, true) => Next::TooMuch,
             (true, _) => Next::AtEnd,
@@ -98,15 +98,14 @@ impl Entry {
 
     /// The program stands still, or has closed the socket: everything that it has sent is in the NIC's memory or in the stash, and what
     /// it has read is accounted for. `unread`: bytes in its queue, if it still has one.
-    pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, unread: Option<u32>) -> io::Result<()> {
+    pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8], unread: Option<u32>) -> io::Result<()> {
         let Some(joined) = &mut self.joined else { return Ok(()) };
         let entered = shared.enter(&self.connection, ME);
         let mine = entered.as_ref().is_some_and(|entered| entered.owner == Owner::Nic);
         if mine {
-            pull(joined, &mut self.stash, &self.connection, shared)?;
+            pull(joined, &mut self.stash, &self.connection, shared, piece)?;
         }
-        let mut piece = vec![0; PIECE];
-        while let Some(got) = later(socket::receive(joined.engine.as_fd(), &mut piece))? {
+        while let Some(got) = later(socket::receive(joined.engine.as_fd(), piece))? {
             self.stash.extend_from_slice(&piece[..got]);
         }
         let read = unread.map_or_else(|| bypass.read_by(self.cookie), |unread| joined.pushed.saturating_sub(unread.into()));
@@ -124,13 +123,12 @@ impl Entry {
 
 impl Joined {
     /// Into the program's queue. Whether the peer's FIN is next.
-    fn push(&mut self, connection: &Connection, shared: &Shared, read: u64) -> io::Result<bool> {
+    fn push(&mut self, connection: &Connection, shared: &Shared, piece: &mut [u8], read: u64) -> io::Result<bool> {
         let read = read.min(self.pushed);
         if read > self.accounted {
             shared.consume(connection, ME, (read - self.accounted) as u32)?;
             self.accounted = read;
         }
-        let mut piece = vec![0; PIECE];
         loop {
             let readiness = shared.readiness(connection, ME);
             let outstanding = self.pushed - self.accounted;
@@ -138,7 +136,7 @@ impl Joined {
             if new == 0 {
                 return Ok(readiness.fin);
             }
-            let length = new.min(UNREAD.saturating_sub(outstanding)).min(PIECE as u64) as usize;
+            let length = new.min(UNREAD.saturating_sub(outstanding)).min(piece.len() as u64) as usize;
             if length == 0 {
                 return Ok(false);
             }
@@ -152,8 +150,8 @@ impl Joined {
 }
 
 /// From the program to the NIC. Bytes that the NIC has no room for.
-fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &Shared) -> io::Result<usize> {
-    let mut piece = vec![0; PIECE];
+fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &Shared, piece: &mut [u8]) -> io::Result<usize> {
+    let most = piece.len();
     let engine = joined.engine.as_fd();
     loop {
         let room = shared.readiness(connection, ME).room as usize;
@@ -167,7 +165,7 @@ fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &
         if room == 0 {
             return Ok(queued(engine));
         }
-        let Some(got) = later(socket::receive(engine, &mut piece[..room.min(PIECE)]))? else { return Ok(0) };
+        let Some(got) = later(socket::receive(engine, &mut piece[..room.min(most)]))? else { return Ok(0) };
         let sent = later(shared.send(connection, ME, &piece[..got]))?.unwrap_or(0);
         stash.extend_from_slice(&piece[sent..got]);
     }

@@ -53,24 +53,18 @@ impl Target {
 
     /// Why there is nothing to attach to, if so.
     pub(crate) fn absence(&self, processes: &[u32]) -> Option<String> {
-        let there = match self {
+        match self {
             Target::Process(number) if !PathBuf::from(format!("/proc/{number}")).exists() => {
-                return Some(format!("there is no process {number}"));
+                Some(format!("there is no process {number}"))
             }
-            Target::Process(_) => true,
             Target::Port(port) if processes.is_empty() => {
-                return Some(format!(
-                    "no process here listens at port {port}, or has a connection from it; `ss -tnlp` shows them"
-                ));
+                Some(format!("no process here listens at port {port}, or has a connection from it; `ss -tnlp` shows them"))
             }
-            Target::Cgroup(path) if processes.is_empty() => {
-                return Some(format!(
-                    "no process is in control group {path:?}; `cat /proc/PID/cgroup` shows a process' group, as in /system.slice/nginx.service"
-                ));
-            }
-            _ => true,
-        };
-        (!there).then(String::new)
+            Target::Cgroup(path) if processes.is_empty() => Some(format!(
+                "no process is in control group {path:?}; `cat /proc/PID/cgroup` shows a process' group, as in /system.slice/nginx.service"
+            )),
+            _ => None,
+        }
     }
 }
 

@@ -19,6 +19,9 @@ pub enum Stay {
     /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give away.
     #[error("its segments are signed (TCP MD5 or TCP-AO)")]
     Signed,
+    /// Its socket is of another network namespace: what its addresses mean there is nothing here.
+    #[error("its socket belongs to another network namespace")]
+    OtherNamespace,
     /// Its program has shut the receiving side down, which nothing would put back.
     #[error("its program has shut its receiving side down")]
     ReceivingShut,
@@ -126,6 +129,9 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     }
     if matches!(socket::get(fd, libc::IPPROTO_TCP, TCP_IS_MPTCP), Ok(1)) {
         return Err(Stay::Mptcp);
+    }
+    if !socket::is_of_this_namespace(fd).map_err(|error| Stay::System("SO_NETNS_COOKIE", error))? {
+        return Err(Stay::OtherNamespace);
     }
     let info = TcpInfo::read(fd).map_err(|error| Stay::System("TCP_INFO", error))?;
     if !matches!(info.state, 1 | 4 | 5 | 8 | 9 | 11) {

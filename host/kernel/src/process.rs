@@ -162,13 +162,8 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
 
 /// Whether a process other than these holds a socket, by its inode: as far as /proc shows, everything that this process may see.
 pub fn others_hold(inode: u64, except: &[u32]) -> bool {
-    let wanted = format!("socket:[{inode}]");
-    let Ok(processes) = std::fs::read_dir("/proc") else { return false };
-    let numbers = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    numbers.filter(|number| !except.contains(number)).any(|number| {
-        let Ok(descriptors) = std::fs::read_dir(format!("/proc/{number}/fd")) else { return false };
-        descriptors.flatten().any(|entry| std::fs::read_link(entry.path()).is_ok_and(|target| target.as_os_str() == &*wanted))
-    })
+    let holds = |process: &u32| sockets_of(*process).iter().any(|(_, other)| *other == inode);
+    all().iter().filter(|process| !except.contains(process)).any(holds)
 }
 
 /// Sends a signal to a process that we started.

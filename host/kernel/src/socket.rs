@@ -5,7 +5,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Turns a system call's -1 into the error it left.
 pub(crate) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -364,6 +364,19 @@ pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let mut raw = [0u8; 8];
     get_bytes(fd, libc::SOL_SOCKET, SO_COOKIE, &mut raw)?;
     Ok(u64::from_ne_bytes(raw))
+}
+
+/// Whether a socket is of the calling thread's network namespace.
+///
+/// # Errors
+/// The system's; `ENOPROTOOPT` before Linux 5.14.
+pub fn is_of_this_namespace(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    const SO_NETNS_COOKIE: i32 = 71;
+    let namespace = |fd| {
+        let mut raw = [0u8; 8];
+        get_bytes(fd, libc::SOL_SOCKET, SO_NETNS_COOKIE, &mut raw).map(|_| raw)
+    };
+    Ok(namespace(fd)? == namespace(stream(false, 0)?.as_fd())?)
 }
 
 /// Makes close(2) reset the connection instead of ending it in order.

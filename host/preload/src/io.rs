@@ -361,7 +361,7 @@ unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, f
     let peek = flags & libc::MSG_PEEK != 0;
     let mut vectors = behind(message, if peek { 0 } else { done });
     if entered.owner != Owner::Nic {
-        if done > 0 && wait::has_failed(fd) {
+        if done > 0 && wait::now_says(fd, libc::POLLERR) {
             // The error is for the next call.
             return Attempt::Failed(libc::EIO);
         }

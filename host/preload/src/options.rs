@@ -96,7 +96,7 @@ pub(crate) unsafe fn set(
             let readiness = session.shared.readiness(connection, token());
             let ready = match tcp.settled_owner() {
                 Some(Owner::Nic) => readiness.fin || readiness.unread >= lowat,
-                _ => crate::wait::is_readable(fd),
+                _ => crate::wait::now_says(fd, libc::POLLIN),
             };
             if ready {
                 tcp.nudge();
@@ -122,7 +122,8 @@ pub(crate) unsafe fn get(
         tcp.leave_if_over();
     }
     let moves = || tcp.managed().map(|(connection, _)| connection.moves());
-    let before = (tcp.settled_owner(), moves()).1;
+    tcp.settled_owner();
+    let before = moves();
     // SAFETY: the caller's promise.
     let mut done = unsafe { real::getsockopt(fd, level, option, value, length) };
     if (level, option) == (libc::SOL_SOCKET, libc::SO_KEEPALIVE)

@@ -43,18 +43,11 @@ pub(crate) fn clear(fd: c_int) {
     unsafe { real::read(fd, count.as_mut_ptr().cast(), 8) };
 }
 
-/// Whether the kernel has something to receive on a socket, as its SO_RCVLOWAT counts.
-pub(crate) fn is_readable(fd: c_int) -> bool {
-    let mut poll = pollfd { fd, events: libc::POLLIN, revents: 0 };
+/// Whether the kernel says this of a socket now. It takes nothing away, neither data nor an error.
+pub(crate) fn now_says(fd: c_int, event: i16) -> bool {
+    let mut poll = pollfd { fd, events: event, revents: 0 };
     // SAFETY: one live pollfd.
-    unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & libc::POLLIN != 0 }
-}
-
-/// Whether the kernel has an error to tell of a socket, which this does not take away.
-pub(crate) fn has_failed(fd: c_int) -> bool {
-    let mut poll = pollfd { fd, events: 0, revents: 0 };
-    // SAFETY: one live pollfd.
-    unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & libc::POLLERR != 0 }
+    unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & event != 0 }
 }
 
 impl Waiter {
