@@ -90,7 +90,7 @@ impl Server {
     fn wait_for(&mut self, mut what: impl FnMut(&mut Server) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(10);
         while !what(self) {
-            assert!(Instant::now() < deadline, "it does not come about");
+            assert!(Instant::now() < deadline, "it does not come about: {:?}", self.connections());
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -199,6 +199,14 @@ fn halves_are_shut_down() {
     assert_eq!(everything(&client), (0, None));
     assert_eq!(server.line(), "closed");
     server.expect_nothing_left();
+    // The connection ends before its program closes the socket: the close is no event then.
+    let client = server.connection();
+    (&client).write_all(b"late\n").expect("sent");
+    assert_eq!(everything(&client), (100_000, None));
+    client.shutdown(Shutdown::Write).expect("shut down");
+    server.expect_nothing_left();
+    server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+    assert_eq!(server.line(), "closed");
     server.end();
 }
 

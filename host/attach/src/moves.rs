@@ -17,6 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
 
 const ESTABLISHED: u8 = 1;
+const CLOSE: u8 = 7;
 
 impl Attacher {
     /// What the agent says unasked.
@@ -349,6 +350,8 @@ impl Attacher {
         }
         let held = self.descriptor(number);
         match (held, on_nic) {
+            // It has ended, and nothing will be heard when the program closes it.
+            (Some(fd), false) if TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state == CLOSE) => self.forget(number)?,
             (Some(_), false) => {}
             (Some(fd), true) => {
                 drop(fd);

@@ -1,6 +1,6 @@
 """A server that echoes, and closes a connection in the way that a line says which the client sends: `close`, `unread`, `shutdown`,
-`linger` or `exit`. It watches its connections with epoll, and fails if that ever speaks of one that was closed. It prints its port, and
-`closed` when a connection is.
+`late` (shut down at once, closed when a line is read from standard input), `linger` or `exit`. It watches its connections with epoll,
+and fails if that ever speaks of one that was closed. It prints its port, and `closed` when a connection is.
 """
 
 import os
@@ -35,9 +35,11 @@ while True:
             sys.stdin.readline()
         elif what == "linger":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        elif what == "shutdown":
+        elif what in ("shutdown", "late"):
             sock.sendall(b"x" * 100000)
             sock.shutdown(socket.SHUT_WR)
+            if what == "late":
+                sys.stdin.readline()
             continue
         elif what == "exit":
             sock.sendall(b"x" * 100000)
