@@ -85,6 +85,8 @@ enum Command {
     BenchBypassWorkload {
         #[arg(long)]
         messages: u64,
+        #[arg(long)]
+        port: u16,
     },
     /// The processes of a running Baton; started by each other, not by people.
     #[command(hide = true)]
@@ -325,7 +327,7 @@ fn run(command: Command) -> Result<bool> {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
-        Command::BenchBypassWorkload { messages } => baton_lab::bypass::workload(messages).map(|()| true),
+        Command::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
         Command::KeeperProcess(given) => baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::AgentProcess(given) => baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
         Command::NicProcess(given) => baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),

@@ -4,7 +4,7 @@ use crate::connection::{Connection, OnNic, Path, Stage};
 use crate::forth::{give_memory, queues};
 use crate::ground::{Ground, Shape};
 use crate::journal;
-use crate::recovery::{read_ranges, read_record};
+use crate::recovery::{read_ranges, read_record, unread_by_program};
 use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
@@ -61,6 +61,8 @@ pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, conne
             return Err(Failure::NicGone);
         }
     };
+    let unread = unread_by_program(connection, image.read_seq().wrapping_add(image.unread), image.unread);
+    let image = Image { unread, ..image };
     let result = import(ground, session, connection, on_nic, &image);
     connection.path = Some(Path::of(&image));
     finish(ground, session, connection);

@@ -60,9 +60,7 @@ fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> O
     let plausible = queued.wrapping_sub(record.snd_una) <= on_nic.memory.send.1 && queued.wrapping_sub(record.snd_end) < 1 << 31;
     let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
     let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
-    let read = connection.block.load(block::READ_SEQ);
-    let told = data_end.wrapping_sub(record.rcv_read);
-    let unread = if data_end.wrapping_sub(read) <= told { data_end.wrapping_sub(read) } else { told };
+    let unread = unread_by_program(connection, data_end, data_end.wrapping_sub(record.rcv_read));
     let elapsed = (monotonic_micros() - on_nic.handed_off_at) / 1000;
     Some(Image {
         state,
@@ -82,6 +80,11 @@ fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> O
         srtt: record.srtt,
         ..*handed
     })
+}
+
+/// Bytes that the program has not read, where the NIC believes that `told` are left before `data_end`: it hears of reading late.
+pub(crate) fn unread_by_program(connection: &Connection, data_end: u32, told: u32) -> u32 {
+    data_end.wrapping_sub(connection.block.load(block::READ_SEQ)).min(told)
 }
 
 impl Agent {

@@ -3,13 +3,18 @@
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
 use baton_kernel::events;
-use baton_ring::{MovableWords, Region, Token};
+use baton_ring::{MovableCircle, MovableWords, Region, Token};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 const UNHURT: u32 = u32::MAX;
+/// Bytes that a program may have read before the NIC hears of it: an eighth of the largest window without scaling, which the NIC's
+/// window updates reckon with.
+const LATE: u32 = 1 << 13;
+/// Input or output error: what the agent says of memory makes no sense.
+const EIO: u32 = 5;
 
 /// A connection of a session.
 #[derive(Debug)]
@@ -20,18 +25,21 @@ pub struct Connection {
     /// The block's move counter when the rest was read.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
-    pub(crate) receive_base: AtomicU32,
-    pub(crate) receive_mask: AtomicU32,
-    pub(crate) send_base: AtomicU32,
-    pub(crate) send_mask: AtomicU32,
+    pub(crate) receive_memory: MovableCircle,
+    pub(crate) send_memory: MovableCircle,
     /// First unread, and behind the last received byte.
     pub(crate) read: AtomicU32,
     pub(crate) received: AtomicU32,
-    /// First unacknowledged, and behind the last queued byte.
-    pub(crate) acked: AtomicU32,
+    /// How far the NIC knows that the program has read, and where it has to hear of it again.
+    pub(crate) told_read: AtomicU32,
+    pub(crate) tell_at: AtomicU32,
+    /// Behind the last queued byte, and behind the last one that there is room for: a send memory behind what is acknowledged.
     pub(crate) queued: AtomicU32,
+    pub(crate) room_ends: AtomicU32,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
+    /// It is shut, or it has ended: nothing can be sent.
+    pub(crate) stopped: AtomicBool,
     /// The error number that it ended with on the NIC; 0 for none, [`UNHURT`] if it has not ended.
     error: AtomicU32,
 }
@@ -61,6 +69,31 @@ pub struct Entered<'a> {
     pub owner: Owner,
 }
 
+/// A connection's block, of which the place is looked up once.
+#[derive(Clone, Copy)]
+pub(crate) struct Inside<'a>(&'a [AtomicU32; session::BLOCK_BYTES / 4]);
+
+impl<'a> Inside<'a> {
+    #[inline(always)]
+    fn word(self, field: usize) -> &'a AtomicU32 {
+        &self.0[field / 4]
+    }
+
+    /// Leaves; a full barrier and [`Inside::tell_mover`] must follow.
+    #[inline(always)]
+    pub(crate) fn step_out(self) {
+        self.word(block::BUSY).store(0, Ordering::Release);
+    }
+
+    /// Tells an agent that waits for somebody to leave.
+    #[inline(always)]
+    pub(crate) fn tell_mover(self) {
+        if self.word(block::OWNER).load(Ordering::Acquire) == Owner::Moving as u32 {
+            events::wake_all(self.word(block::BUSY));
+        }
+    }
+}
+
 impl Drop for Entered<'_> {
     #[inline(always)]
     fn drop(&mut self) {
@@ -74,19 +107,20 @@ impl Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),
-            block: MovableWords::new(memory, session::block(0)),
+            block: MovableWords::new(memory.clone(), session::block(0)),
             moves: zero(),
             cid: zero(),
-            receive_base: zero(),
-            receive_mask: zero(),
-            send_base: zero(),
-            send_mask: zero(),
+            receive_memory: MovableCircle::new(memory.clone()),
+            send_memory: MovableCircle::new(memory),
             read: zero(),
+            told_read: zero(),
+            tell_at: zero(),
             received: zero(),
-            acked: zero(),
             queued: zero(),
+            room_ends: zero(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
             error: AtomicU32::new(UNHURT),
         }
     }
@@ -98,6 +132,7 @@ impl Connection {
         self.cid.store(0, RELAXED);
         self.fin.store(false, RELAXED);
         self.shut.store(false, RELAXED);
+        self.stopped.store(false, RELAXED);
         self.error.store(UNHURT, RELAXED);
         self.moves.store(self.moves(), Ordering::Release);
     }
@@ -151,6 +186,24 @@ impl Connection {
         }
     }
 
+    /// Enters an operation, if the NIC has the connection, nobody else is inside, and no move has happened since
+    /// [`Connection::refresh`]. [`Inside::step_out`] must follow then.
+    #[inline(always)]
+    pub(crate) fn step_in(&self, token: Token) -> Option<Inside<'_>> {
+        // The exchange is a full barrier: the owner is read after it.
+        let block = Inside(&self.block);
+        if block.word(block::BUSY).compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() {
+            return None;
+        }
+        let settled = block.word(block::OWNER).load(Ordering::Acquire) == Owner::Nic as u32
+            && block.word(block::MOVES).load(Ordering::Acquire) == self.moves.load(Ordering::Acquire);
+        if !settled {
+            self.leave();
+            return None;
+        }
+        Some(block)
+    }
+
     #[cold]
     fn wait_for_turn(&self, token: Token) -> bool {
         let busy = self.word(block::BUSY);
@@ -175,12 +228,10 @@ impl Connection {
     /// Leaves it, and tells an agent that waits for that.
     #[inline(always)]
     fn leave(&self) {
-        let busy = self.word(block::BUSY);
-        busy.store(0, Ordering::Release);
+        let block = Inside(&self.block);
+        block.step_out();
         fence(Ordering::SeqCst);
-        if self.load(block::OWNER) == Owner::Moving as u32 {
-            events::wake_all(busy);
-        }
+        block.tell_mover();
     }
 
     /// Waits until it is not being moved any more, a short while at most.
@@ -199,16 +250,20 @@ impl Connection {
         let flags = self.load(block::FLAGS);
         let copy = |to: &AtomicU32, field| to.store(self.load(field), RELAXED);
         copy(&self.cid, block::CID);
-        copy(&self.receive_base, block::RECEIVE_BASE);
-        self.receive_mask.store(self.load(block::RECEIVE_SIZE).wrapping_sub(1), RELAXED);
-        copy(&self.send_base, block::SEND_BASE);
-        self.send_mask.store(self.load(block::SEND_SIZE).wrapping_sub(1), RELAXED);
+        let size = self.load(block::RECEIVE_SIZE);
+        let receives = self.receive_memory.move_to(self.load(block::RECEIVE_BASE), size);
+        let sends = self.send_memory.move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
+        // One that was never on the NIC has no memory.
+        if size > 0 && !(receives && sends) {
+            self.set_ended(EIO);
+        }
         copy(&self.read, block::READ_SEQ);
+        self.note_told(self.load(block::READ_SEQ));
         copy(&self.received, block::RECEIVE_SEQ);
-        copy(&self.acked, block::ACKED_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
+        self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
         self.fin.store(flags & 1 != 0, RELAXED);
-        self.shut.store(flags & 2 != 0, RELAXED);
+        self.set_shut(flags & 2 != 0);
         self.moves.store(moves, Ordering::Release);
     }
 
@@ -229,6 +284,12 @@ impl Connection {
 
     pub(crate) fn set_ended(&self, error: u32) {
         self.error.store(error, RELAXED);
+        self.stopped.store(true, RELAXED);
+    }
+
+    pub(crate) fn set_shut(&self, shut: bool) {
+        self.shut.store(shut, RELAXED);
+        self.stopped.store(shut || self.ended().is_some(), RELAXED);
     }
 
     /// The error is told once, as by the kernel.
@@ -245,16 +306,47 @@ impl Connection {
     /// What can be done with it on the NIC.
     #[inline]
     pub(crate) fn readiness(&self) -> Readiness {
-        let memory = self.send_mask.load(RELAXED).wrapping_add(1);
-        let used = self.queued.load(RELAXED).wrapping_sub(self.acked.load(RELAXED));
         Readiness {
             unread: self.received.load(RELAXED).wrapping_sub(self.read.load(RELAXED)),
             fin: self.fin.load(RELAXED),
-            room: memory.saturating_sub(used),
-            send_memory: memory,
+            room: self.room(),
+            send_memory: self.send_memory.length(),
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
         }
+    }
+
+    /// The program has read up to here.
+    #[inline(always)]
+    pub(crate) fn note_read(&self, block: Inside<'_>, read: u32) {
+        self.read.store(read, RELAXED);
+        block.word(block::READ_SEQ).store(read, Ordering::Release);
+    }
+
+    /// The NIC has been told that the program has read up to here.
+    pub(crate) fn note_told(&self, read: u32) {
+        self.told_read.store(read, RELAXED);
+        self.tell_at.store(read.wrapping_add((self.receive_memory.length() / 8).min(LATE)), RELAXED);
+    }
+
+    /// The program has queued up to here.
+    #[inline(always)]
+    pub(crate) fn note_queued(&self, block: Inside<'_>, queued: u32) {
+        self.queued.store(queued, RELAXED);
+        block.word(block::QUEUED_SEQ).store(queued, Ordering::Release);
+    }
+
+    /// The block, for whoever has entered.
+    #[inline(always)]
+    pub(crate) fn inside(&self) -> Inside<'_> {
+        Inside(&self.block)
+    }
+
+    /// Bytes that can be queued. What is restored from the kernel may be more than the memory holds.
+    #[inline(always)]
+    pub(crate) fn room(&self) -> u32 {
+        let room = self.room_ends.load(RELAXED).wrapping_sub(self.queued.load(RELAXED));
+        if room as i32 > 0 { room } else { 0 }
     }
 
     /// SO_KEEPALIVE as the program set it, while the NIC has the connection.

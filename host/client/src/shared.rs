@@ -1,21 +1,20 @@
 //! A program's side of the interface, for any number of threads: the session with the agent, and what can be done with a connection
 //! while the NIC has it. Nothing here waits for the network.
 
-use crate::connection::{Connection, Entered, Readiness};
+use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
+use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
-use baton_abi::layout::{Owner, block};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_ring::{
     Consumer, Lock, MovableWords, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper,
 };
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -32,7 +31,7 @@ pub struct Shared {
     channel: Mutex<Channel>,
     commands: Lock<Producer<RingWords>>,
     events: Lock<Events>,
-    connections: RwLock<Vec<Option<Arc<Connection>>>>,
+    connections: RwLock<Connections>,
     nic_bell: Doorbell,
     bell: Doorbell,
     next_tag: AtomicU32,
@@ -52,10 +51,14 @@ impl std::fmt::Debug for Listener {
     }
 }
 
+/// By number.
+type Connections = Vec<Option<Arc<Connection>>>;
+
 #[derive(Debug)]
 struct Events {
     ring: Consumer<RingWords>,
-    by_cid: HashMap<u32, u32, std::hash::BuildHasherDefault<std::hash::DefaultHasher>>,
+    /// Numbers of the connections that were last known in the NIC's slots.
+    by_slot: Vec<Option<u32>>,
 }
 
 fn protocol_error(what: &str) -> io::Error {
@@ -111,7 +114,7 @@ impl Shared {
             number,
             channel: Mutex::new(channel),
             commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
-            events: Lock::new(Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_cid: HashMap::default() }),
+            events: Lock::new(Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_slot: Vec::new() }),
             nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),
             moves: MovableWords::new(memory.clone(), at::MOVES),
             memory,
@@ -248,7 +251,7 @@ impl Shared {
         }
         drop(connections);
         if let Some(mut events) = self.events.lock(token) {
-            events.by_cid.remove(&connection.name().0);
+            events.forget(connection);
         }
     }
 
@@ -314,49 +317,131 @@ impl Shared {
     /// `WouldBlock` if there is no room, else what the connection ended with.
     #[inline(always)]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
-        if connection.shut.load(RELAXED) || connection.ended().is_some() {
+        if connection.stopped.load(RELAXED) {
             return Err(self.send_error(connection));
         }
-        let mask = connection.send_mask.load(RELAXED);
-        let queued = connection.queued.load(RELAXED);
-        let room = |connection: &Connection| {
-            let used = queued.wrapping_sub(connection.acked.load(RELAXED));
-            (mask.wrapping_add(1)).saturating_sub(used) as usize
-        };
-        let mut length = bytes.len().min(room(connection));
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let mut length = bytes.len().min(connection.room() as usize);
         if length < bytes.len() {
             self.catch_up(token);
-            length = bytes.len().min(room(connection));
+            length = bytes.len().min(connection.room() as usize);
             if length == 0 {
                 return Err(would_block());
             }
         }
-        let cid = connection.name();
-        let base = connection.send_base.load(RELAXED);
+        let memory = &connection.send_memory;
+        let queued = connection.queued.load(RELAXED);
+        let before_end = memory.length() - (queued & (memory.length() - 1));
+        let (first, second) = bytes[..length].split_at(length.min(before_end as usize));
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
         if !commands.has_room(PIECES) {
             return Err(would_block());
         }
-        let offset = queued & mask;
-        let before_end = (mask - offset) as usize + 1;
-        let (first, second) = bytes[..length].split_at(length.min(before_end));
-        let mut put = |offset: u32, piece: &[u8]| {
-            let address = base.wrapping_add(offset);
-            self.memory.write(address as usize, piece).map_err(|_| protocol_error("send memory"))?;
-            let _ = commands.push(Message::new(Operation::NicSend, cid, address, piece.len() as u32).to_words());
-            Ok::<(), io::Error>(())
+        let mut put = |seq: u32, piece: &[u8]| {
+            if let Some(address) = memory.write_straight(seq, piece) {
+                let message = Message::new(Operation::NicSend, connection.name(), address, piece.len() as u32);
+                let _ = commands.push(message.to_words());
+            }
         };
-        put(offset, first)?;
+        put(queued, first);
         if !second.is_empty() {
-            put(0, second)?;
+            put(queued.wrapping_add(first.len() as u32), second);
         }
-        let queued = queued.wrapping_add(length as u32);
-        connection.queued.store(queued, RELAXED);
-        connection.store(block::QUEUED_SEQ, queued);
+        connection.note_queued(connection.inside(), queued.wrapping_add(length as u32));
         commands.publish();
         drop(commands);
         self.ring_nic();
         Ok(length)
+    }
+
+    /// [`Shared::enter`], [`Shared::send`] and leaving, in the plainest case: the NIC has the connection, nobody is in the way, and all
+    /// bytes go at once. False, and nothing has been sent, in any other.
+    #[inline(always)]
+    pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
+        let Some(block) = connection.step_in(token) else { return false };
+        let done = self.put_at_once(connection, block, token, bytes);
+        block.step_out();
+        // A full barrier, for whoever waits for this operation to end, too.
+        self.ring_nic();
+        block.tell_mover();
+        done
+    }
+
+    #[inline(always)]
+    fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
+        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+            return false;
+        }
+        let queued = connection.queued.load(RELAXED);
+        let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
+        let message = Message::new(Operation::NicSend, connection.name(), address, bytes.len() as u32);
+        let Some(mut commands) = self.commands.lock(token) else { return false };
+        let pushed = commands.push(message.to_words()).is_ok();
+        if pushed {
+            connection.note_queued(block, queued.wrapping_add(bytes.len() as u32));
+            commands.publish();
+        }
+        pushed
+    }
+
+    /// [`Shared::enter`], [`Shared::receive`] and leaving, in the plainest case: something is there, and
+    /// the NIC need not hear of it. 0, and nothing has been received, in any other.
+    #[inline(always)]
+    pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
+        let Some(block) = connection.step_in(token) else { return 0 };
+        let done = self.take_at_once(connection, block, token, out);
+        block.step_out();
+        fence(Ordering::SeqCst);
+        block.tell_mover();
+        done
+    }
+
+    #[inline(always)]
+    fn take_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+        let read = connection.read.load(RELAXED);
+        let mut unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        if out.len() > unread {
+            self.catch_up(token);
+            unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        }
+        let length = out.len().min(unread);
+        if length == 0 {
+            return 0;
+        }
+        let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
+        if is_worth_telling(connection, end) || !connection.receive_memory.read_straight(read, out) {
+            return self.take_and_tell(connection, block, token, out);
+        }
+        connection.note_read(block, end);
+        length
+    }
+
+    /// The bytes that follow are all there, but they may go around, or the NIC has to hear that they are read.
+    #[inline(never)]
+    fn take_and_tell(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+        let read = connection.read.load(RELAXED);
+        let end = read.wrapping_add(out.len() as u32);
+        connection.receive_memory.read(read, out);
+        if is_worth_telling(connection, end) && self.tell_read(connection, token, end).is_err() {
+            return 0;
+        }
+        connection.note_read(block, end);
+        out.len()
+    }
+
+    /// `nic_recvd`: the program has read up to here.
+    fn tell_read(&self, connection: &Connection, token: Token, read: u32) -> io::Result<()> {
+        let length = read.wrapping_sub(connection.told_read.load(RELAXED));
+        let message = Message::new(Operation::NicRecvd, connection.name(), 0, length);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        connection.note_told(read);
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
     }
 
     #[cold]
@@ -395,20 +480,9 @@ impl Shared {
         if length == 0 {
             return self.nothing(connection, out.is_empty());
         }
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
-        if !commands.has_room(1) {
-            return Err(would_block());
-        }
         let read = connection.read.load(RELAXED);
-        self.copy_out(connection, read, &mut out[..length])?;
-        let read = read.wrapping_add(length as u32);
-        connection.read.store(read, RELAXED);
-        connection.store(block::READ_SEQ, read);
-        let message = Message::new(Operation::NicRecvd, connection.name(), 0, length as u32);
-        let _ = commands.push(message.to_words());
-        commands.publish();
-        drop(commands);
-        self.ring_nic();
+        connection.receive_memory.read(read, &mut out[..length]);
+        self.consume(connection, token, length as u32)?;
         Ok(length)
     }
 
@@ -416,18 +490,13 @@ impl Shared {
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
+    #[inline(always)]
     pub fn consume(&self, connection: &Connection, token: Token, length: u32) -> io::Result<()> {
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
-        if !commands.has_room(1) {
-            return Err(would_block());
-        }
         let read = connection.read.load(RELAXED).wrapping_add(length);
-        connection.read.store(read, RELAXED);
-        connection.store(block::READ_SEQ, read);
-        let _ = commands.push(Message::new(Operation::NicRecvd, connection.name(), 0, length).to_words());
-        commands.publish();
-        drop(commands);
-        self.ring_nic();
+        if is_worth_telling(connection, read) {
+            self.tell_read(connection, token, read)?;
+        }
+        connection.note_read(connection.inside(), read);
         Ok(())
     }
 
@@ -436,9 +505,7 @@ impl Shared {
     /// # Errors
     /// None.
     pub fn note_read(&self, connection: &Connection, length: u32) -> io::Result<()> {
-        let read = connection.read.load(RELAXED).wrapping_add(length);
-        connection.read.store(read, RELAXED);
-        connection.store(block::READ_SEQ, read);
+        connection.note_read(connection.inside(), connection.read.load(RELAXED).wrapping_add(length));
         Ok(())
     }
 
@@ -461,7 +528,7 @@ impl Shared {
             return self.nothing(connection, out.is_empty());
         }
         let from = connection.read.load(RELAXED).wrapping_add(skip);
-        self.copy_out(connection, from, &mut out[..length])?;
+        connection.receive_memory.read(from, &mut out[..length]);
         Ok(length)
     }
 
@@ -477,28 +544,12 @@ impl Shared {
         }
     }
 
-    #[inline(always)]
-    fn copy_out(&self, connection: &Connection, seq: u32, out: &mut [u8]) -> io::Result<()> {
-        let mask = connection.receive_mask.load(RELAXED);
-        let base = connection.receive_base.load(RELAXED) as usize;
-        let offset = seq & mask;
-        let before_end = (mask - offset) as usize + 1;
-        let middle = out.len().min(before_end);
-        let (first, second) = out.split_at_mut(middle);
-        let damaged = |_| protocol_error("receive memory");
-        self.memory.read(base + offset as usize, first).map_err(damaged)?;
-        if !second.is_empty() {
-            self.memory.read(base, second).map_err(damaged)?;
-        }
-        Ok(())
-    }
-
     /// Shuts the sending side down. The connection must be entered, and the NIC's.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
     pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
-        connection.shut.store(true, RELAXED);
+        connection.set_shut(true);
         connection.set_flag(2, true);
         self.control(connection, token, Control::Shutdown, 0, 0)
     }
@@ -562,38 +613,42 @@ impl Shared {
         if self.has_moved() {
             self.look_at_moves(&mut events);
         }
-        let mut any = false;
-        while let Some(words) = events.ring.pop() {
-            any = true;
-            if let Some(message) = Message::from_words(words)
-                && let Some(number) = self.on_event(&mut events, &message)
-            {
+        if !events.ring.has_message() {
+            return;
+        }
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        // Several in a row about one connection are one piece of news.
+        let mut last = None;
+        while let Some([first, mut second]) = events.ring.pop() {
+            if counts_bytes(first) {
+                events.ring.pop_like(first, |more| second = add_length(second, more));
+            }
+            let about =
+                Message::from_words([first, second]).and_then(|message| self.on_event(&mut events, &connections, &message));
+            if let (Some(number), true) = (last, last != about) {
                 self.listener.0(number);
             }
+            last = about;
         }
-        if any {
-            events.ring.release();
+        if let Some(number) = last {
+            self.listener.0(number);
         }
+        events.ring.release();
     }
 
-    fn on_event(&self, events: &mut Events, message: &Message) -> Option<u32> {
-        let number = match events.by_cid.get(&message.cid.0) {
-            Some(number) => *number,
-            None => {
-                // The first news since a move: find out whose it is.
-                self.refresh_names(events);
-                *events.by_cid.get(&message.cid.0)?
-            }
-        };
-        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
-        let connection = connections.get(number as usize)?.as_ref()?;
-        if connection.name() != message.cid {
-            return None;
+    #[inline]
+    fn on_event(&self, events: &mut Events, connections: &Connections, message: &Message) -> Option<u32> {
+        let mut connection = events.find(connections, message.cid);
+        if connection.is_none() {
+            // The first news since a move: find out whose it is.
+            self.refresh_names(events, connections);
+            connection = events.find(connections, message.cid);
         }
+        let connection = connection?;
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
         match message.operation {
             Operation::OsRecv => add(&connection.received),
-            Operation::OsAck => add(&connection.acked),
+            Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Fin) => connection.fin.store(true, RELAXED),
                 Some(Control::Closed) => connection.set_ended(message.address),
@@ -601,12 +656,12 @@ impl Shared {
             },
             _ => return None,
         }
-        Some(number)
+        Some(connection.number())
     }
 
     /// Learns the names that connections got by moving.
-    fn refresh_names(&self, events: &mut Events) {
-        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+    #[cold]
+    fn refresh_names(&self, events: &mut Events, connections: &Connections) {
         for connection in connections.iter().flatten().filter(|connection| connection.has_moved()) {
             refresh(events, connection);
             self.listener.0(connection.number());
@@ -644,10 +699,41 @@ impl Shared {
     }
 }
 
+/// Whether the NIC should hear that the program has read up to here: room that is a small part of the whole opens no window. Where the
+/// connection goes next looks into the block.
+#[inline(always)]
+fn is_worth_telling(connection: &Connection, read: u32) -> bool {
+    read.wrapping_sub(connection.tell_at.load(RELAXED)) as i32 >= 0
+}
+
+impl Events {
+    #[inline]
+    fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+        let number = (*self.by_slot.get(cid.slot() as usize)?)?;
+        connections.get(number as usize)?.as_deref().filter(|connection| connection.name() == cid)
+    }
+
+    fn forget(&mut self, connection: &Connection) {
+        if let Some(known) = self.by_slot.get_mut(connection.name().slot() as usize)
+            && *known == Some(connection.number())
+        {
+            *known = None;
+        }
+    }
+
+    fn note(&mut self, connection: &Connection) {
+        let slot = connection.name().slot() as usize;
+        if self.by_slot.len() <= slot {
+            self.by_slot.resize(slot + 1, None);
+        }
+        self.by_slot[slot] = Some(connection.number());
+    }
+}
+
 fn refresh(events: &mut Events, connection: &Connection) {
-    events.by_cid.remove(&connection.name().0);
+    events.forget(connection);
     connection.refresh();
-    events.by_cid.insert(connection.name().0, connection.number());
+    events.note(connection);
 }
 
 /// The answer, or None if the agent has died with the question.

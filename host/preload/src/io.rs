@@ -3,6 +3,7 @@
 //! First the short way: the connection is on the NIC, and everything fits. Else the long one, which waits where the call would wait.
 
 use crate::real;
+use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
@@ -43,40 +44,36 @@ unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(start.cast(), length) }
 }
 
-/// send(2) of one buffer.
+/// send(2) of one buffer, in the plainest case: the connection is on the NIC, and there is room. False, and nothing has been sent, in any
+/// other.
 ///
 /// # Safety
 /// As send(2).
 #[inline(always)]
-pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
-    let mut done = 0;
-    if flags & !PLAIN_SEND == 0
-        && let Some((connection, session)) = tcp.managed()
-        && let Some(entered) = session.shared.enter(connection, token())
-        && entered.owner == Owner::Nic
-    {
-        // SAFETY: the caller's promise.
-        match session.shared.send(connection, token(), unsafe { bytes(start, length) }) {
-            Ok(sent) if sent == length => return sent as ssize_t,
-            Ok(sent) => done = sent,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(error) => return send_failed(thread::number(&error), flags),
-        }
+pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> bool {
+    if flags & !PLAIN_SEND != 0 {
+        return false;
+    }
+    let Some((connection, session)) = table::tcp(fd).and_then(Tcp::managed) else { return false };
+    if length == 0 {
+        return false;
     }
     // SAFETY: the caller's promise.
-    unsafe { send_slowly(tcp, fd, start, length, done, flags) }
+    session.shared.send_at_once(connection, token(), unsafe { bytes(start, length) })
 }
 
-/// The same, when the first `done` bytes are sent already.
-#[cold]
+/// send(2) of one buffer.
+///
+/// # Safety
+/// As send(2).
 #[inline(never)]
-unsafe fn send_slowly(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, done: usize, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
     let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
     // SAFETY: the caller's promise.
-    unsafe { send_rest(tcp, fd, &message, done, flags) }
+    unsafe { send_message(tcp, fd, &message, flags) }
 }
 
 #[cold]
@@ -94,19 +91,23 @@ pub(crate) fn empty_message() -> msghdr {
 }
 
 /// What is left of a message's buffers behind so many bytes.
-fn behind(message: &msghdr, mut done: usize) -> Vec<iovec> {
-    let mut left = Vec::with_capacity(message.msg_iovlen);
-    for at in 0..message.msg_iovlen {
-        // SAFETY: the message has so many vectors.
-        let vector = unsafe { *message.msg_iov.add(at) };
-        if done >= vector.iov_len {
-            done -= vector.iov_len;
-            continue;
-        }
-        left.push(iovec { iov_base: vector.iov_base.wrapping_byte_add(done), iov_len: vector.iov_len - done });
-        done = 0;
-    }
-    left
+fn behind(message: &msghdr, mut done: usize) -> impl Iterator<Item = iovec> {
+    // SAFETY: the message has so many vectors.
+    (0..message.msg_iovlen).map(|at| unsafe { *message.msg_iov.add(at) }).filter_map(move |vector| {
+        let skip = done.min(vector.iov_len);
+        done -= skip;
+        let length = vector.iov_len - skip;
+        (length > 0).then(|| iovec { iov_base: vector.iov_base.wrapping_byte_add(skip), iov_len: length })
+    })
+}
+
+/// A message of what is left, and its vectors.
+fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
+    let mut vectors: Vec<_> = behind(message, done).collect();
+    let mut rest = *message;
+    rest.msg_iov = vectors.as_mut_ptr();
+    rest.msg_iovlen = vectors.len() as _;
+    (rest, vectors)
 }
 
 fn total(message: &msghdr) -> usize {
@@ -152,14 +153,8 @@ fn native(result: ssize_t) -> Attempt {
 ///
 /// # Safety
 /// As sendmsg(2).
-pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: the caller's promise.
-    unsafe { send_rest(tcp, fd, message, 0, flags) }
-}
-
-/// The same, when the first `done` bytes are sent already.
 #[inline(never)]
-unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, mut done: usize, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
     if flags & !PLAIN_SEND != 0 {
         tcp.give_back(unusual_send(flags), Until::Never);
     } else if message.msg_controllen > 0 {
@@ -174,7 +169,7 @@ unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, mut done: us
         return sent;
     }
     let wanted = total(message);
-    let mut limit = None;
+    let (mut done, mut limit) = (0, None);
     loop {
         // SAFETY: the caller's promise.
         match unsafe { try_send(tcp, fd, message, done, flags) } {
@@ -225,24 +220,22 @@ fn inside_already(tcp: &Tcp) -> bool {
 
 /// One attempt to send what lies behind `done`, without waiting.
 unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
-    let mut vectors = behind(message, done);
-    let rest = |vectors: &mut Vec<iovec>| {
-        let mut rest = *message;
-        rest.msg_iov = vectors.as_mut_ptr();
-        rest.msg_iovlen = vectors.len() as _;
-        rest
+    // SAFETY: the caller's promise.
+    let native = || unsafe {
+        let (rest, _vectors) = rest_of(message, done);
+        native(real::sendmsg(fd, &rest, flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL))
     };
-    let Some((connection, session)) = tcp.managed() else {
-        // SAFETY: the caller's promise.
-        return native(unsafe { real::sendmsg(fd, &rest(&mut vectors), flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) });
-    };
+    let Some((connection, session)) = tcp.managed() else { return native() };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
-        // SAFETY: the caller's promise.
-        return native(unsafe { real::sendmsg(fd, &rest(&mut vectors), flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) });
+        return native();
+    }
+    if behind(message, done).next().is_none() {
+        // Nothing is to be sent: whether anything could be is all that is told.
+        return attempt(session.shared.send(connection, token(), &[]));
     }
     let mut sent = 0;
-    for vector in &vectors {
+    for vector in behind(message, done) {
         // SAFETY: the caller's promise.
         let piece = unsafe { bytes(vector.iov_base, vector.iov_len) };
         match session.shared.send(connection, token(), piece) {
@@ -259,36 +252,36 @@ unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c
     Attempt::Done(sent)
 }
 
-/// recv(2) into one buffer.
+/// recv(2) into one buffer, in the plainest case: the connection is on the NIC, and something is there. None, and nothing has been
+/// received, in any other.
 ///
 /// # Safety
 /// As recv(2).
 #[inline(always)]
-pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
-    if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) == 0
-        && length > 0
-        && tcp.lowat.load(std::sync::atomic::Ordering::Relaxed) <= 1
-        && let Some((connection, session)) = tcp.managed()
-        && let Some(entered) = session.shared.enter(connection, token())
-        && entered.owner == Owner::Nic
-    {
-        // SAFETY: the caller's promise.
-        match session.shared.receive(connection, token(), unsafe { bytes_mut(start, length) }) {
-            Ok(received) => {
-                tcp.took(received);
-                return received as ssize_t;
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(error) => return fail(thread::number(&error)),
-        }
+pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> Option<ssize_t> {
+    if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) != 0 {
+        return None;
+    }
+    let tcp = table::tcp(fd)?;
+    let (connection, session) = tcp.plain()?;
+    if length == 0 {
+        return None;
     }
     // SAFETY: the caller's promise.
-    unsafe { receive_slowly(tcp, fd, start, length, flags) }
+    let received = session.shared.receive_at_once(connection, token(), unsafe { bytes_mut(start, length) });
+    if received == 0 {
+        return None;
+    }
+    tcp.took(received);
+    Some(received as ssize_t)
 }
 
-#[cold]
+/// recv(2) into one buffer.
+///
+/// # Safety
+/// As recv(2).
 #[inline(never)]
-unsafe fn receive_slowly(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
     let mut vector = iovec { iov_base: start, iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
@@ -319,7 +312,7 @@ pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut
         return received;
     }
     let room = total(message);
-    let lowat = (tcp.lowat.load(std::sync::atomic::Ordering::Relaxed) as usize).max(1);
+    let lowat = tcp.lowat() as usize;
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut limit) = (0, None);
     loop {
@@ -359,15 +352,13 @@ unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, f
     let Some((connection, session)) = tcp.managed() else { return Attempt::Moving };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     let peek = flags & libc::MSG_PEEK != 0;
-    let mut vectors = behind(message, if peek { 0 } else { done });
+    let from = if peek { 0 } else { done };
     if entered.owner != Owner::Nic {
         if done > 0 && wait::now_says(fd, libc::POLLERR) {
             // The error is for the next call.
             return Attempt::Failed(libc::EIO);
         }
-        let mut rest = *message;
-        rest.msg_iov = vectors.as_mut_ptr();
-        rest.msg_iovlen = vectors.len() as _;
+        let (mut rest, _vectors) = rest_of(message, from);
         // SAFETY: the caller's promise.
         let received = unsafe { real::recvmsg(fd, &mut rest, (flags | libc::MSG_DONTWAIT) & !libc::MSG_WAITALL) };
         message.msg_namelen = rest.msg_namelen;
@@ -381,12 +372,12 @@ unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, f
     message.msg_namelen = 0;
     message.msg_controllen = 0;
     message.msg_flags = 0;
-    if vectors.is_empty() {
+    if behind(message, from).next().is_none() {
         // Nothing is asked for: whether anything is there is all that is told.
         return attempt(session.shared.peek(connection, token(), 0, &mut [0]).map(|_| 0));
     }
     let mut received = 0;
-    for vector in &vectors {
+    for vector in behind(message, from) {
         // SAFETY: the caller's promise.
         let room = unsafe { bytes_mut(vector.iov_base, vector.iov_len) };
         let result = if peek {

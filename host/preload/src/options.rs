@@ -7,7 +7,6 @@ use baton_abi::layout::Owner;
 use baton_client::protocol::Until;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering;
 
 /// What setting an option means for a connection that may be on the NIC.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -90,7 +89,7 @@ pub(crate) unsafe fn set(
     };
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
         let lowat = given.unwrap_or(1).max(1) as u32;
-        tcp.lowat.store(lowat, Ordering::Release);
+        tcp.set_lowat(lowat);
         tcp.changed();
         if let Some((connection, session)) = tcp.managed() {
             let readiness = session.shared.readiness(connection, token());

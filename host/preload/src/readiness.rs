@@ -3,7 +3,6 @@
 use crate::tcp::Tcp;
 use crate::thread;
 use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
-use std::sync::atomic::Ordering;
 
 /// Events of a connection on the NIC, as bits of epoll, which are those of poll.
 pub(crate) fn events(tcp: &Tcp) -> u32 {
@@ -17,7 +16,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if ended || state.fin {
         events |= EPOLLIN | EPOLLRDNORM | EPOLLRDHUP;
     }
-    if state.unread >= tcp.lowat.load(Ordering::Relaxed) && state.unread > 0 {
+    if state.unread >= tcp.lowat() && state.unread > 0 {
         events |= EPOLLIN | EPOLLRDNORM;
     }
     // Writable when a third is free (sk_stream_is_writeable).

@@ -6,7 +6,7 @@
 use crate::epoll::Set;
 use crate::tcp::Tcp;
 use libc::c_int;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 /// What a descriptor stands for.
 #[derive(Clone, Copy)]
@@ -17,49 +17,46 @@ pub(crate) enum File {
     Set(&'static Set),
 }
 
-const PAGE: usize = 1024;
-const PAGES: usize = 1024;
+/// Descriptors that this library can know; the others stay the kernel's.
+const SIZE: usize = 1 << 20;
 
-/// A page holds addresses; the lowest bit says that a set is meant. Both types are aligned to more than that.
-struct Page([AtomicPtr<u8>; PAGE]);
+/// An address for each descriptor; the lowest bit says that a TCP socket is meant. Both types are aligned to more than that. Only the
+/// pages of the numbers in use take memory.
+static TABLE: [AtomicPtr<u8>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 
-static TABLE: [AtomicPtr<Page>; PAGES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; PAGES];
-
-#[inline(always)]
-fn slot(fd: c_int) -> Option<&'static AtomicPtr<u8>> {
-    let at = fd as u32 as usize;
-    let page = TABLE.get(at / PAGE)?.load(Ordering::Acquire);
-    if page.is_null() {
-        return None;
-    }
-    // SAFETY: pages are made once and never freed; the index is within one.
-    Some(unsafe { &(&(*page).0)[at % PAGE] })
-}
+/// Above every descriptor that was ever known.
+static END: AtomicUsize = AtomicUsize::new(0);
 
 /// The TCP socket behind a descriptor.
 #[inline(always)]
 pub(crate) fn tcp(fd: c_int) -> Option<&'static Tcp> {
-    let found = slot(fd)?.load(Ordering::Acquire);
-    if found.is_null() || found as usize & 1 != 0 {
+    as_tcp(TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire))
+}
+
+#[inline(always)]
+fn as_tcp(found: *mut u8) -> Option<&'static Tcp> {
+    if found as usize & 1 == 0 {
         return None;
     }
-    // SAFETY: what is in the table was put there by `set`, from a reference that lives for ever.
-    Some(unsafe { &*found.cast::<Tcp>() })
+    // SAFETY: what is in the table was put there by `put`, from a reference that lives for ever; the lowest bit says to what.
+    Some(unsafe {
+        std::hint::assert_unchecked(found as usize > 1);
+        &*found.wrapping_byte_sub(1).cast::<Tcp>()
+    })
 }
 
 /// What a descriptor stands for, if it is known.
 #[inline(always)]
 pub(crate) fn get(fd: c_int) -> Option<File> {
-    let found = slot(fd)?.load(Ordering::Acquire);
+    let found = TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire);
     if found.is_null() {
         return None;
     }
-    if found as usize & 1 == 0 {
-        // SAFETY: see `tcp`.
-        return Some(File::Tcp(unsafe { &*found.cast::<Tcp>() }));
+    if let Some(tcp) = as_tcp(found) {
+        return Some(File::Tcp(tcp));
     }
-    // SAFETY: see `tcp`; the lowest bit says which type it is.
-    Some(File::Set(unsafe { &*found.map_addr(|address| address & !1).cast::<Set>() }))
+    // SAFETY: see `as_tcp`; the lowest bit says which type it is.
+    Some(File::Set(unsafe { &*found.cast::<Set>() }))
 }
 
 /// The set behind a descriptor.
@@ -72,34 +69,21 @@ pub(crate) fn set_of(fd: c_int) -> Option<&'static Set> {
 
 /// Says what a descriptor stands for; None for nothing that matters here.
 pub(crate) fn put(fd: c_int, file: Option<File>) {
-    let at = fd as u32 as usize;
-    let Some(page) = TABLE.get(at / PAGE) else { return };
-    if page.load(Ordering::Acquire).is_null() {
-        if file.is_none() {
-            return;
-        }
-        let made = Box::into_raw(Box::new(Page([const { AtomicPtr::new(std::ptr::null_mut()) }; PAGE])));
-        if page.compare_exchange(std::ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: made above, and nobody else has seen it.
-            drop(unsafe { Box::from_raw(made) });
-        }
-    }
     let value = match file {
         None => std::ptr::null_mut(),
-        Some(File::Tcp(tcp)) => std::ptr::from_ref(tcp).cast_mut().cast::<u8>(),
-        Some(File::Set(set)) => std::ptr::from_ref(set).cast_mut().cast::<u8>().map_addr(|address| address | 1),
+        Some(File::Tcp(tcp)) => std::ptr::from_ref(tcp).cast_mut().cast::<u8>().wrapping_byte_add(1),
+        Some(File::Set(set)) => std::ptr::from_ref(set).cast_mut().cast::<u8>(),
     };
-    if let Some(slot) = slot(fd) {
+    if let Some(slot) = TABLE.get(fd as u32 as usize) {
+        if file.is_some() {
+            END.fetch_max(fd as usize + 1, Ordering::AcqRel);
+        }
         slot.store(value, Ordering::Release);
     }
 }
 
 /// Every known descriptor from `first` to `last`.
 pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)> {
-    let last = (last as usize).min(PAGE * PAGES - 1);
-    (first as usize / PAGE..=last / PAGE)
-        .filter(|page| TABLE.get(*page).is_some_and(|page| !page.load(Ordering::Acquire).is_null()))
-        .flat_map(|page| page * PAGE..(page + 1) * PAGE)
-        .filter(move |at| (first as usize..=last).contains(at))
-        .filter_map(|at| Some((at as c_int, get(at as c_int)?)))
+    let end = END.load(Ordering::Acquire).min(last as usize + 1);
+    (first as usize..end).filter_map(|at| Some((at as c_int, get(at as c_int)?)))
 }

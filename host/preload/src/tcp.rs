@@ -10,7 +10,7 @@ use baton_client::protocol::{Place, Until};
 use baton_client::rules::When;
 use libc::c_int;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -53,8 +53,12 @@ struct Link {
 pub(crate) struct Tcp {
     hands: AtomicU8,
     link: OnceLock<Link>,
+    /// The link while the agent knows the socket, else null.
+    managed: AtomicPtr<Link>,
+    /// The same, but null also if SO_RCVLOWAT is above 1.
+    plain: AtomicPtr<Link>,
     /// Its SO_RCVLOWAT.
-    pub lowat: AtomicU32,
+    lowat: AtomicU32,
     /// Bytes that the program has taken, ever.
     pub taken: AtomicU32,
     /// How often a send found no room.
@@ -74,7 +78,8 @@ pub(crate) struct Tcp {
     /// Attempts to hand it to the agent that failed.
     attempts: AtomicU32,
     fds: Mutex<Vec<c_int>>,
-    watched: AtomicBool,
+    /// Waiters and sets.
+    watchers: AtomicU32,
     waiters: Mutex<Vec<Arc<Waiter>>>,
     sets: Mutex<Vec<(&'static Set, c_int)>>,
 }
@@ -101,6 +106,8 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
         Box::leak(Box::new(Tcp {
             hands: AtomicU8::new(0),
             link: OnceLock::new(),
+            managed: AtomicPtr::new(std::ptr::null_mut()),
+            plain: AtomicPtr::new(std::ptr::null_mut()),
             lowat: AtomicU32::new(1),
             taken: AtomicU32::new(0),
             stuck: AtomicU32::new(0),
@@ -115,13 +122,13 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             inside: AtomicU32::new(0),
             attempts: AtomicU32::new(0),
             fds: Mutex::default(),
-            watched: AtomicBool::new(false),
+            watchers: AtomicU32::new(0),
             waiters: Mutex::default(),
             sets: Mutex::default(),
         }))
     });
-    tcp.hands.store(Hands::Candidate as u8, Ordering::Release);
-    tcp.lowat.store(1, RELAXED);
+    tcp.put_into(Hands::Candidate);
+    tcp.set_lowat(1);
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);
@@ -165,17 +172,49 @@ impl Tcp {
     /// The connection and its session, if the agent knows the socket.
     #[inline(always)]
     pub fn managed(&self) -> Option<(&Connection, &'static Session)> {
-        if self.hands.load(Ordering::Acquire) != Hands::Managed as u8 {
+        self.linked(&self.managed)
+    }
+
+    /// The same, if any byte is worth receiving.
+    #[inline(always)]
+    pub fn plain(&self) -> Option<(&Connection, &'static Session)> {
+        self.linked(&self.plain)
+    }
+
+    #[inline(always)]
+    fn linked(&self, pointer: &AtomicPtr<Link>) -> Option<(&Connection, &'static Session)> {
+        let link = pointer.load(Ordering::Acquire);
+        if link.is_null() {
             return None;
         }
-        let link = self.link.get()?;
+        // SAFETY: `put_into` stored a reference to the link, which is a part of this socket and never changes again.
+        let link = unsafe { &*link };
         Some((&link.connection, link.session))
+    }
+
+    /// SO_RCVLOWAT, at least 1.
+    pub fn set_lowat(&self, lowat: u32) {
+        self.lowat.store(lowat, Ordering::Release);
+        let link = if lowat > 1 { std::ptr::null_mut() } else { self.managed.load(Ordering::Acquire) };
+        self.plain.store(link, Ordering::Release);
+    }
+
+    /// See [`Tcp::set_lowat`].
+    pub fn lowat(&self) -> u32 {
+        self.lowat.load(RELAXED)
+    }
+
+    fn put_into(&self, hands: Hands) {
+        let link = self.link.get().filter(|_| hands == Hands::Managed);
+        self.managed.store(link.map_or(std::ptr::null_mut(), |link| std::ptr::from_ref(link).cast_mut()), Ordering::Release);
+        self.set_lowat(self.lowat.load(RELAXED));
+        self.hands.store(hands as u8, Ordering::Release);
     }
 
     /// Whether the agent knows it.
     #[inline(always)]
     pub fn is_managed(&self) -> bool {
-        self.hands.load(Ordering::Acquire) == Hands::Managed as u8
+        !self.managed.load(Ordering::Acquire).is_null()
     }
 
     /// Whether it may be known to the agent one day.
@@ -262,8 +301,8 @@ impl Tcp {
         let connection = &self.link.get_or_init(|| Link { connection: session.shared.unnamed(), session }).connection;
         // SAFETY: the program's descriptor, during its own call on it.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-        self.lowat
-            .store(baton_kernel::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVLOWAT).unwrap_or(1).max(1) as u32, RELAXED);
+        let lowat = baton_kernel::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVLOWAT).unwrap_or(1);
+        self.set_lowat(lowat.max(1) as u32);
         let registered = if tells_more_than_bytes(borrowed) {
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
@@ -272,7 +311,7 @@ impl Tcp {
         match registered {
             Ok(()) => {
                 session.note_socket(connection.number(), Some(self));
-                self.hands.store(Hands::Managed as u8, Ordering::Release);
+                self.put_into(Hands::Managed);
                 // Not with the list locked: whoever changes a set locks that first, then the list.
                 let sets = locked(&self.sets).clone();
                 sets.iter().for_each(|(set, _)| set.expect_news());
@@ -281,7 +320,7 @@ impl Tcp {
                 }
             }
             // It may be able to move later: a connection that is just being made, for one.
-            Err(_) => self.hands.store(Hands::Candidate as u8, Ordering::Release),
+            Err(_) => self.put_into(Hands::Candidate),
         }
         thread::fail(errno);
     }
@@ -349,10 +388,14 @@ impl Tcp {
     }
 
     /// Something has happened to it: whoever waits looks again. Called with the session's events locked.
+    #[inline]
     pub fn changed(&self) {
-        if !self.watched.load(Ordering::Acquire) {
-            return;
+        if self.watchers.load(Ordering::Acquire) > 0 {
+            self.tell_watchers();
         }
+    }
+
+    fn tell_watchers(&self) {
         for waiter in locked(&self.waiters).iter() {
             waiter.wake();
         }
@@ -376,23 +419,29 @@ impl Tcp {
     /// Somebody waits.
     pub fn add_waiter(&self, waiter: &Arc<Waiter>) {
         locked(&self.waiters).push(waiter.clone());
-        self.watched.store(true, Ordering::Release);
+        self.watchers.fetch_add(1, Ordering::AcqRel);
     }
 
     /// And does no more.
     pub fn remove_waiter(&self, waiter: &Arc<Waiter>) {
-        locked(&self.waiters).retain(|other| !Arc::ptr_eq(other, waiter));
+        self.remove_watchers(&self.waiters, |other| Arc::ptr_eq(other, waiter));
     }
 
     /// It is in an epoll set, under a descriptor.
     pub fn add_set(&self, set: &'static Set, fd: c_int) {
         locked(&self.sets).push((set, fd));
-        self.watched.store(true, Ordering::Release);
+        self.watchers.fetch_add(1, Ordering::AcqRel);
     }
 
     /// It is no more.
     pub fn remove_set(&self, set: &'static Set, fd: c_int) {
-        locked(&self.sets).retain(|(other, of)| !std::ptr::eq(*other, set) || *of != fd);
+        self.remove_watchers(&self.sets, |(other, of)| std::ptr::eq(*other, set) && *of == fd);
+    }
+
+    fn remove_watchers<T>(&self, list: &Mutex<Vec<T>>, which: impl Fn(&T) -> bool) -> Vec<T> {
+        let removed: Vec<T> = locked(list).extract_if(.., |watcher| which(watcher)).collect();
+        self.watchers.fetch_sub(removed.len() as u32, Ordering::AcqRel);
+        removed
     }
 
     /// Another descriptor for the same socket.
@@ -412,19 +461,17 @@ impl Tcp {
         if !last {
             return;
         }
-        let sets = std::mem::take(&mut *locked(&self.sets));
-        for (set, fd) in sets {
+        for (set, fd) in self.remove_watchers(&self.sets, |_| true) {
             set.forget(fd);
         }
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
             let _ = session.shared.forget(connection, thread::token());
         }
-        self.hands.store(Hands::Refused as u8, Ordering::Release);
-        for waiter in std::mem::take(&mut *locked(&self.waiters)) {
+        self.put_into(Hands::Refused);
+        for waiter in self.remove_watchers(&self.waiters, |_| true) {
             waiter.wake();
         }
-        self.watched.store(false, Ordering::Release);
         // One that belongs to a session that was left is not used again.
         let current = process::session();
         if self.link.get().is_none_or(|link| current.is_some_and(|current| std::ptr::eq(link.session, current))) {

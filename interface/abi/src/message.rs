@@ -57,6 +57,7 @@ pub enum Operation {
 }
 
 impl Operation {
+    #[inline]
     fn from_number(number: u8) -> Option<Operation> {
         use Operation::*;
         [
@@ -184,9 +185,32 @@ impl Message {
     }
 }
 
+/// Whether a message with this first word counts bytes: of several with the same one the lengths, modulo 2³², can be added.
+#[inline(always)]
+pub const fn counts_bytes(first: u64) -> bool {
+    first as u8 == Operation::OsRecv as u8 || first as u8 == Operation::OsAck as u8
+}
+
+/// Adds the length of a second word to another.
+#[inline(always)]
+pub const fn add_length(second: u64, more: u64) -> u64 {
+    second.wrapping_add(more & !0xffff_ffff)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lengths_are_added() {
+        let message = |length| Message::new(Operation::OsAck, Cid::new(77, 3), 9, length);
+        let [first, second] = message(u32::MAX).to_words();
+        assert!(
+            counts_bytes(first)
+                && !counts_bytes(Message::control(Operation::OsControl, Control::Fin, Cid(1), 0, 0).to_words()[0])
+        );
+        assert_eq!(Message::from_words([first, add_length(second, message(3).to_words()[1])]), Some(message(2)));
+    }
 
     #[test]
     fn messages_survive_their_words() {

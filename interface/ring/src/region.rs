@@ -215,42 +215,160 @@ impl Circle {
         self.at + (seq & self.mask)
     }
 
-    /// Bytes that a copy from or to `seq` on moves before it goes on at the front.
-    #[inline(always)]
-    fn before_end(&self, seq: u32, length: usize) -> usize {
-        length.min((self.mask - (seq & self.mask)) as usize + 1)
-    }
-
     /// Puts bytes at their places; of more than fit, the last ones stay.
     #[inline(always)]
-    pub fn write(&self, mut seq: u32, mut bytes: &[u8]) {
-        loop {
-            let (piece, rest) = bytes.split_at(self.before_end(seq, bytes.len()));
-            // SAFETY: the place is inside the circle, and so are as many bytes as are left before its end; see `Region::write`.
-            unsafe {
-                let to = self.base.add((seq & self.mask) as usize);
-                core::ptr::copy_nonoverlapping(piece.as_ptr(), to.as_ptr(), piece.len());
-            }
-            if rest.is_empty() {
-                return;
-            }
-            seq = seq.wrapping_add(piece.len() as u32);
-            bytes = rest;
-        }
+    pub fn write(&self, seq: u32, bytes: &[u8]) {
+        // SAFETY: `Region::circle` has seen that the circle lies in the region, which it keeps mapped.
+        unsafe { write_around(self.base, self.mask, seq, bytes) };
     }
 
     /// Reads bytes back.
-    pub fn read(&self, mut seq: u32, mut out: &mut [u8]) {
-        while !out.is_empty() {
-            let (piece, rest) = out.split_at_mut(self.before_end(seq, out.len()));
-            // SAFETY: as in `write`; see `Region::read`.
-            unsafe {
-                let from = self.base.add((seq & self.mask) as usize);
-                core::ptr::copy_nonoverlapping(from.as_ptr(), piece.as_mut_ptr(), piece.len());
-            }
-            seq = seq.wrapping_add(piece.len() as u32);
-            out = rest;
+    pub fn read(&self, seq: u32, out: &mut [u8]) {
+        // SAFETY: as in `write`.
+        unsafe { read_around(self.base, self.mask, seq, out) };
+    }
+}
+
+/// Bytes that a copy from or to `seq` on moves before it goes on at the front.
+#[inline(always)]
+fn before_end(mask: u32, seq: u32, length: usize) -> usize {
+    length.min((mask - (seq & mask)) as usize + 1)
+}
+
+/// # Safety
+/// `mask + 1` bytes from `base` on must be mapped.
+#[inline(always)]
+unsafe fn write_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut bytes: &[u8]) {
+    loop {
+        let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
+        // SAFETY: the place is inside the circle, and so are as many bytes as are left before its end; see `Region::write`.
+        unsafe {
+            let to = base.add((seq & mask) as usize);
+            core::ptr::copy_nonoverlapping(piece.as_ptr(), to.as_ptr(), piece.len());
         }
+        if rest.is_empty() {
+            return;
+        }
+        seq = seq.wrapping_add(piece.len() as u32);
+        bytes = rest;
+    }
+}
+
+/// # Safety
+/// `mask + 1` bytes from `base` on must be mapped.
+#[inline(always)]
+unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut [u8]) {
+    loop {
+        let (piece, rest) = out.split_at_mut(before_end(mask, seq, out.len()));
+        // SAFETY: as in `write_around`; see `Region::read`.
+        unsafe {
+            let from = base.add((seq & mask) as usize);
+            core::ptr::copy_nonoverlapping(from.as_ptr(), piece.as_mut_ptr(), piece.len());
+        }
+        if rest.is_empty() {
+            return;
+        }
+        seq = seq.wrapping_add(piece.len() as u32);
+        out = rest;
+    }
+}
+
+/// A circle that can be exchanged for another one of the same region, at any time.
+#[derive(Debug)]
+pub struct MovableCircle {
+    base: NonNull<u8>,
+    /// Where it lies in the region, and above that its mask: in one word, so that they always belong together.
+    place: AtomicU64,
+    region: Arc<Region>,
+}
+
+// SAFETY: bytes in a mapping that `region` keeps alive, only ever copied from and to.
+unsafe impl Send for MovableCircle {}
+// SAFETY: as above.
+unsafe impl Sync for MovableCircle {}
+
+impl MovableCircle {
+    /// One of a single byte, until it is moved.
+    pub fn new(region: Arc<Region>) -> Self {
+        MovableCircle { base: region.base, place: AtomicU64::new(0), region }
+    }
+
+    /// Stands for `length` bytes at `at` from now on. False, and it stays what it was, if they lie outside of the region or their number
+    /// is no power of two.
+    #[must_use]
+    pub fn move_to(&self, at: u32, length: u32) -> bool {
+        let fits = length.is_power_of_two() && self.region.span(at as usize, length as usize).is_some();
+        if fits {
+            self.place.store(u64::from(length - 1) << 32 | u64::from(at), Ordering::Relaxed);
+        }
+        fits
+    }
+
+    /// Where it lies in the region, and its mask.
+    #[inline(always)]
+    fn place(&self) -> (u32, u32) {
+        let place = self.place.load(Ordering::Relaxed);
+        (place as u32, (place >> 32) as u32)
+    }
+
+    /// Where it begins in the region.
+    #[inline(always)]
+    pub fn at(&self) -> u32 {
+        self.place().0
+    }
+
+    /// Bytes that it has.
+    #[inline(always)]
+    pub fn length(&self) -> u32 {
+        self.place().1.wrapping_add(1)
+    }
+
+    /// Puts bytes that do not go around at their places, and says where that is in the region. None, and nothing is done, if they do.
+    #[inline(always)]
+    pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {
+        let (at, mask) = self.place();
+        let offset = seq & mask;
+        if bytes.len() > (mask - offset) as usize + 1 {
+            return None;
+        }
+        // SAFETY: `move_to` has seen that the circle lies in the region, and so many bytes are left before its end; see
+        // `Region::write`.
+        unsafe {
+            let to = self.base.add(at as usize + offset as usize);
+            core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
+        }
+        Some(at + offset)
+    }
+
+    /// Puts bytes at their places; of more than fit, the last ones stay.
+    pub fn write(&self, seq: u32, bytes: &[u8]) {
+        let (at, mask) = self.place();
+        // SAFETY: `move_to` has seen that the circle lies in the region, which is kept mapped.
+        unsafe { write_around(self.base.add(at as usize), mask, seq, bytes) };
+    }
+
+    /// Reads bytes back that do not go around. False, and nothing is done, if they do.
+    #[inline(always)]
+    #[must_use]
+    pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> bool {
+        let (at, mask) = self.place();
+        let offset = seq & mask;
+        let straight = out.len() <= (mask - offset) as usize + 1;
+        if straight {
+            // SAFETY: as in `write_straight`; see `Region::read`.
+            unsafe {
+                let from = self.base.add(at as usize + offset as usize);
+                core::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len());
+            }
+        }
+        straight
+    }
+
+    /// Reads bytes back.
+    pub fn read(&self, seq: u32, out: &mut [u8]) {
+        let (at, mask) = self.place();
+        // SAFETY: as in `write`.
+        unsafe { read_around(self.base.add(at as usize), mask, seq, out) };
     }
 }
 
@@ -355,6 +473,26 @@ mod tests {
         let mut around = [0u8; 18];
         region.read(63, &mut around).unwrap();
         assert_eq!((around[0], around[17]), (0, 0), "nothing beside the circle is touched");
+    }
+
+    #[test]
+    fn a_circle_moves_within_its_region() {
+        let region = Arc::new(Region::private(4096).unwrap());
+        let circle = MovableCircle::new(region.clone());
+        assert!(!circle.move_to(0, 24) && !circle.move_to(4090, 16) && !circle.move_to(u32::MAX, 16));
+        assert_eq!((circle.at(), circle.length()), (0, 1));
+        assert!(circle.move_to(4080, 16));
+        assert_eq!((circle.at(), circle.length()), (4080, 16));
+        assert_eq!(circle.write_straight(30, b"abc"), None, "it would go around");
+        assert_eq!(circle.write_straight(30, b"ab"), Some(4094));
+        circle.write(30, b"abcdef");
+        let mut out = [0u8; 6];
+        assert!(!circle.read_straight(30, &mut out) && circle.read_straight(30, &mut out[..2]));
+        assert_eq!(&out[..2], b"ab");
+        circle.read(30, &mut out);
+        assert_eq!(&out, b"abcdef");
+        region.read(4080, &mut out).unwrap();
+        assert_eq!(&out[..4], b"cdef");
     }
 
     #[test]

@@ -46,9 +46,9 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
     ///
     /// # Errors
     /// [`Full`] if the consumer has not made room.
-    #[inline]
+    #[inline(always)]
     pub fn push(&mut self, message: [u64; 2]) -> Result<(), Full> {
-        if self.head == self.limit && !self.has_room(1) {
+        if self.head == self.limit && !self.finds_room(1) {
             return Err(Full);
         }
         let words = self.words.as_ref();
@@ -60,11 +60,13 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
     }
 
     /// Whether `count` messages fit. Looks at the consumer's index only if what was last seen of it does not suffice.
-    #[inline]
+    #[inline(always)]
     pub fn has_room(&mut self, count: u64) -> bool {
-        if self.limit.wrapping_sub(self.head) >= count {
-            return true;
-        }
+        self.limit.wrapping_sub(self.head) >= count || self.finds_room(count)
+    }
+
+    #[cold]
+    fn finds_room(&mut self, count: u64) -> bool {
         let tail = self.words.as_ref()[TAIL].load(Ordering::Acquire);
         self.see_room(tail);
         self.limit.wrapping_sub(self.head) >= count
@@ -125,6 +127,23 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         let message = [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)];
         self.tail = self.tail.wrapping_add(1);
         Some(message)
+    }
+
+    /// Takes the messages that follow with this first word, of those that were there when [`Consumer::pop`] last looked. `take` gets
+    /// their second words.
+    #[inline(always)]
+    pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64)) {
+        let words = self.words.as_ref();
+        let mut tail = self.tail;
+        while tail != self.head {
+            let at = SLOTS + 2 * (tail & mask(words)) as usize;
+            if words[at].load(Ordering::Relaxed) != first {
+                break;
+            }
+            take(words[at + 1].load(Ordering::Relaxed));
+            tail = tail.wrapping_add(1);
+        }
+        self.tail = tail;
     }
 
     /// Gives the room of the messages popped back to the producer.
@@ -201,6 +220,23 @@ mod tests {
             assert_eq!(producer.push([9, 9]), Err(Full), "room comes with release");
             consumer.release();
         }
+    }
+
+    #[test]
+    fn like_messages_are_taken_together() {
+        let words = ring(4);
+        let (mut producer, mut consumer) = (Producer::new(words.clone()), Consumer::new(words));
+        for message in [[7, 1], [7, 2], [8, 3]] {
+            producer.push(message).unwrap();
+        }
+        producer.publish();
+        let mut taken = Vec::new();
+        consumer.pop_like(7, |second| taken.push(second));
+        assert!(taken.is_empty(), "nobody has looked yet");
+        assert_eq!(consumer.pop(), Some([7, 1]));
+        consumer.pop_like(7, |second| taken.push(second));
+        assert_eq!(taken, [2]);
+        assert_eq!(consumer.pop(), Some([8, 3]));
     }
 
     /// Room that the consumer has made is found even while the last seen index leaves some, but not enough.

@@ -2,6 +2,12 @@
 
 use crate::connection::{Connection, Due};
 
+/// How far the edge moves at least where segments are larger: half the buffer (section 3.8.6.2.2), less the eighth by which programs are
+/// late in telling what they have read. Otherwise an edge that waits for the last piece would never move.
+fn large_enough(capacity: u32) -> u32 {
+    capacity / 8 * 3
+}
+
 impl Connection {
     /// The window field for the next segment; moves the advertised right edge, which never goes back (RFC 9293, SHLD-14).
     #[inline(always)]
@@ -9,9 +15,9 @@ impl Connection {
         let r = &mut self.receive;
         let offered = r.adv.wrapping_sub(r.nxt);
         let reach = r.read.wrapping_add(r.capacity).wrapping_sub(r.nxt);
-        // Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or half the buffer, or not at all.
+        // Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or a good part of the buffer, or not at all.
         let gain = reach.wrapping_sub(offered) as i32;
-        let moves = gain >= self.send.mss.min(r.capacity / 2) as i32 && gain > 0;
+        let moves = gain >= self.send.mss.min(large_enough(r.capacity)) as i32 && gain > 0;
         let wanted = if moves { reach } else { offered };
         let mut field = wanted >> r.wscale;
         // Rounding down would take back a part of what was advertised, so round up where receive memory has the room; where it has
@@ -31,7 +37,10 @@ impl Connection {
         let r = &mut self.receive;
         let offered = r.adv.wrapping_sub(r.nxt);
         let gain = r.read.wrapping_add(r.capacity).wrapping_sub(r.adv) as i32;
-        if gain > 0 && offered < r.capacity / 2 && gain as u32 >= (r.capacity / 4).max(2 * self.send.mss).min(r.capacity / 2) {
+        if gain > 0
+            && offered < r.capacity / 2
+            && gain as u32 >= (r.capacity / 4).max(2 * self.send.mss).min(large_enough(r.capacity))
+        {
             self.due |= Due::ACK;
         }
     }

@@ -4,34 +4,76 @@ use crate::{io, real, table, thread};
 use baton_client::protocol::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
+/// What is not as plain as can be; without flags it is read(2).
+#[inline(never)]
+unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    // SAFETY: the caller's promise.
+    let native = || unsafe {
+        match flags {
+            Some(flags) => real::recv(fd, buffer, length, flags),
+            None => real::read(fd, buffer, length),
+        }
+    };
+    match table::tcp(fd) {
+        // Reading nothing tells nothing.
+        Some(tcp) if tcp.is_managed() && length == 0 && flags.is_none() => 0,
+        // SAFETY: the caller's promise.
+        Some(tcp) if tcp.is_managed() => unsafe { io::receive(tcp, fd, buffer, length, flags.unwrap_or(0)) },
+        Some(tcp) => {
+            let inside = tcp.inside_kernel();
+            let received = native();
+            drop(inside);
+            tcp.count(fd, received, false);
+            received
+        }
+        None => native(),
+    }
+}
+
+/// What is not as plain as can be; without flags it is write(2).
+#[inline(never)]
+unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    // SAFETY: the caller's promise.
+    let native = || unsafe {
+        match flags {
+            Some(flags) => real::send(fd, buffer, length, flags),
+            None => real::write(fd, buffer, length),
+        }
+    };
+    match table::tcp(fd) {
+        // SAFETY: the caller's promise.
+        Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags.unwrap_or(0)) },
+        Some(tcp) => {
+            let inside = tcp.inside_kernel();
+            let sent = native();
+            drop(inside);
+            tcp.count(fd, sent, true);
+            sent
+        }
+        None => native(),
+    }
+}
+
 macro_rules! receives {
-    ($name:ident, $fd:ident, $buffer:ident, $length:ident, ($($extra:ident: $type:ty),*), $flags:expr, $native:expr) => {
+    ($name:ident, $fd:ident, $buffer:ident, $length:ident, ($($extra:ident: $type:ty),*), $flags:ident) => {
         /// See the C library.
         ///
         /// # Safety
         /// As there.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
-            match table::tcp($fd) {
-                // SAFETY: the caller's promise.
-                Some(tcp) if tcp.is_managed() => unsafe { io::receive(tcp, $fd, $buffer, $length, $flags) },
-                Some(tcp) => {
-                    let inside = tcp.inside_kernel();
-                    // SAFETY: the caller's promise.
-                    let received = unsafe { $native };
-                    drop(inside);
-                    tcp.count($fd, received, false);
-                    received
-                }
-                // SAFETY: the caller's promise.
-                None => unsafe { $native },
+            // SAFETY: the caller's promise.
+            if let Some(received) = unsafe { io::receive_at_once($fd, $buffer, $length, $flags) } {
+                return received;
             }
+            // SAFETY: the caller's promise.
+            unsafe { receive($fd, $buffer, $length, Some($flags)) }
         }
     };
 }
 
-receives!(recv, fd, buffer, length, (flags: c_int), flags, real::recv(fd, buffer, length, flags));
-receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags, real::recv(fd, buffer, length, flags));
+receives!(recv, fd, buffer, length, (flags: c_int), flags);
+receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags);
 
 /// See the C library.
 ///
@@ -39,22 +81,12 @@ receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags, 
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
-    match table::tcp(fd) {
-        // Reading nothing tells nothing.
-        Some(tcp) if tcp.is_managed() && length == 0 => 0,
-        // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { io::receive(tcp, fd, buffer, length, 0) },
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            // SAFETY: the caller's promise.
-            let received = unsafe { real::read(fd, buffer, length) };
-            drop(inside);
-            tcp.count(fd, received, false);
-            received
-        }
-        // SAFETY: the caller's promise.
-        None => unsafe { real::read(fd, buffer, length) },
+    // SAFETY: the caller's promise.
+    if let Some(received) = unsafe { io::receive_at_once(fd, buffer, length, 0) } {
+        return received;
     }
+    // SAFETY: the caller's promise.
+    unsafe { receive(fd, buffer, length, None) }
 }
 
 /// See the C library.
@@ -93,7 +125,9 @@ pub unsafe extern "C" fn recvfrom(
         return received;
     }
     // SAFETY: the caller's promise.
-    let received = unsafe { io::receive(tcp, fd, buffer, length, flags) };
+    let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
+    // SAFETY: the caller's promise.
+    let received = at_once.unwrap_or_else(|| unsafe { io::receive(tcp, fd, buffer, length, flags) });
     if received >= 0 && !address.is_null() && !size.is_null() {
         // A connected stream names no sender.
         // SAFETY: the caller's promise.
@@ -222,20 +256,12 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
-    match table::tcp(fd) {
-        // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, 0) },
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            // SAFETY: the caller's promise.
-            let sent = unsafe { real::write(fd, buffer, length) };
-            drop(inside);
-            tcp.count(fd, sent, true);
-            sent
-        }
-        // SAFETY: the caller's promise.
-        None => unsafe { real::write(fd, buffer, length) },
+    // SAFETY: the caller's promise.
+    if unsafe { io::send_at_once(fd, buffer, length, 0) } {
+        return length as ssize_t;
     }
+    // SAFETY: the caller's promise.
+    unsafe { transmit(fd, buffer, length, None) }
 }
 
 /// See the C library.
@@ -244,20 +270,12 @@ pub unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, length: size_t)
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
-    match table::tcp(fd) {
-        // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            // SAFETY: the caller's promise.
-            let sent = unsafe { real::send(fd, buffer, length, flags) };
-            drop(inside);
-            tcp.count(fd, sent, true);
-            sent
-        }
-        // SAFETY: the caller's promise.
-        None => unsafe { real::send(fd, buffer, length, flags) },
+    // SAFETY: the caller's promise.
+    if unsafe { io::send_at_once(fd, buffer, length, flags) } {
+        return length as ssize_t;
     }
+    // SAFETY: the caller's promise.
+    unsafe { transmit(fd, buffer, length, Some(flags)) }
 }
 
 /// See the C library.
@@ -273,6 +291,10 @@ pub unsafe extern "C" fn sendto(
     address: *const sockaddr,
     size: socklen_t,
 ) -> ssize_t {
+    // SAFETY: the caller's promise.
+    if unsafe { io::send_at_once(fd, buffer, length, flags) } {
+        return length as ssize_t;
+    }
     match table::tcp(fd) {
         // SAFETY: the caller's promise. A connected stream does not look at the address.
         Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
