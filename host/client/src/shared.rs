@@ -640,9 +640,9 @@ impl Shared {
     fn on_event(&self, events: &mut Events, connections: &Connections, message: &Message) -> Option<u32> {
         let mut connection = events.find(connections, message.cid);
         if connection.is_none() {
-            // The first news since a move: find out whose it is.
+            // The first news since a move, or since an earlier tenant of the slot was looked at last: find out whose it is.
             self.refresh_names(events, connections);
-            connection = events.find(connections, message.cid);
+            connection = events.search(connections, message.cid);
         }
         let connection = connection?;
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
@@ -713,6 +713,13 @@ impl Events {
         connections.get(number as usize)?.as_deref().filter(|connection| connection.name() == cid)
     }
 
+    #[cold]
+    fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+        let found = connections.iter().flatten().find(|connection| connection.name() == cid)?;
+        self.note(found);
+        Some(found)
+    }
+
     fn forget(&mut self, connection: &Connection) {
         if let Some(known) = self.by_slot.get_mut(connection.name().slot() as usize)
             && *known == Some(connection.number())
@@ -747,5 +754,35 @@ fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Re
             body if answer.tag == tag => return Ok(Some(body)),
             _ => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_abi::layout::block;
+
+    /// A connection that has left the NIC is looked at later than the next one in its slot: the next one's news still find it.
+    #[test]
+    fn slots_change_their_tenants() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let connection = |number, cid: Cid| {
+            let connection = Connection::unnamed(memory.clone());
+            connection.rename(number);
+            memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
+            connection.refresh();
+            Some(Arc::new(connection))
+        };
+        let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
+        let connections = vec![connection(0, first), connection(1, next)];
+        let mut events = Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_slot: Vec::new() };
+        let number = |found: Option<&Connection>| found.map(Connection::number);
+        for late in [1, 0] {
+            events.note(connections[late].as_ref().unwrap());
+        }
+        assert_eq!(number(events.find(&connections, next)), None);
+        assert_eq!(number(events.search(&connections, next)), Some(1));
+        assert_eq!(number(events.find(&connections, next)), Some(1));
+        assert_eq!(number(events.search(&connections, Cid::new(5, 3))), None);
     }
 }
