@@ -3,6 +3,7 @@
 use crate::http::{self, LoadCounters};
 use crate::probe;
 use crate::report;
+use crate::server::{Files, Program, Server};
 use crate::statistics::{Percentiles, quantile};
 use crate::testbed::{Testbed, TestbedSettings, Tool, address_a};
 use anyhow::{Context, Result, bail};
@@ -12,15 +13,15 @@ use baton_kernel::events::monotonic_micros;
 use baton_kernel::process;
 use baton_sim::{Rng, stream};
 use serde::Serialize;
-use std::io::{BufRead, BufReader, IsTerminal};
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// A figure with everything in the kernel, and with everything on the NIC.
+/// A figure of a program that knows nothing of Baton, with its connections in the kernel, and of the same one with them on the NIC.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Both<T> {
     /// Connections in the kernel.
@@ -41,6 +42,8 @@ pub struct Latency {
 /// What the demonstration measured and checked.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct DemoReport {
+    /// The program that was served with.
+    pub server: String,
     /// Requests answered per second.
     pub requests_per_second: Both<f64>,
     /// CPU of the server's host per request: the server, its agent, and the kernel's receive thread.
@@ -95,26 +98,30 @@ const LENGTH: usize = 256;
 const PAIRS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1200);
 
+/// The servers' ports: one that knows nothing of Baton, and one under `baton run`.
+const PORTS: [u16; 2] = [8080, 8081];
+/// What an ordinary client fetches: stream and length.
+const LARGE: (u64, usize) = (424_242, 32 << 20);
+
+/// A server and its load.
+struct Side {
+    place: Place,
+    server: Server,
+    counters: LoadCounters,
+    latencies: Mutex<Vec<u32>>,
+}
+
 struct Stage<'a> {
     bed: &'a Testbed,
     tool: Tool,
-    server: Child,
-    session: u32,
-    counters: &'a LoadCounters,
-    latencies: &'a Mutex<Vec<u32>>,
+    /// Without Baton, and with it.
+    sides: &'a [Side; 2],
     napi: Vec<u32>,
     live: bool,
 }
 
-fn start_server(bed: &Testbed, address: SocketAddr) -> Result<(Child, u32)> {
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["demo-server", "--listen", &address.to_string(), "--agent"]).arg(bed.socket());
-    command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut server = bed.host_a.spawn(&mut command).context("starting the server")?;
-    let mut line = String::new();
-    BufReader::new(server.stdout.take().context("the server's output")?).read_line(&mut line)?;
-    let session = line.trim().parse().context("the server did not start")?;
-    Ok((server, session))
+fn address(side: usize) -> SocketAddr {
+    SocketAddr::new(address_a(false), PORTS[side])
 }
 
 /// Runs the demonstration and writes `demo.json` and `report.html` into `directory`.
@@ -123,49 +130,53 @@ fn start_server(bed: &Testbed, address: SocketAddr) -> Result<(Child, u32)> {
 /// If it cannot be set up. Checks that fail are in the report.
 pub fn run(directory: &Path) -> Result<DemoReport> {
     std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
-    say("Two hosts, a link, and a NIC in front of host A (namespaces of this process; nothing outside is touched)");
+    let program = Program::find();
+    say(&format!(
+        "Two hosts, a link, a NIC in front of host A, and {} twice: as it is, and under `baton run` (all in namespaces of this process)",
+        program.name()
+    ));
+    let files = Files::new()?;
+    (0..http::KEYS).try_for_each(|key| files.add(key, LENGTH))?;
+    files.add(LARGE.0, LARGE.1)?;
     let bed = Testbed::new(&TestbedSettings { threaded_napi: true, spin: 60, ..TestbedSettings::default() })?;
-    let address = SocketAddr::new(address_a(false), 8080);
-    let (server, session) = start_server(&bed, address)?;
-    let counters = LoadCounters::default();
-    let latencies = Mutex::new(Vec::new());
-    let mut report = DemoReport::default();
+    let side = |at: usize, place: Place| -> Result<Side> {
+        let agent = (place == Place::Nic).then(|| bed.socket());
+        let server = program.start(&bed.host_a, &files, address(at), agent.as_deref())?;
+        Ok(Side { place, server, counters: LoadCounters::default(), latencies: Mutex::default() })
+    };
+    let sides = [side(0, Place::Kernel)?, side(1, Place::Nic)?];
     let napi = process::napi_threads("baton0");
-    report.threaded_napi = !napi.is_empty();
+    let mut report = DemoReport { server: program.name().into(), threaded_napi: !napi.is_empty(), ..DemoReport::default() };
     for thread in napi.iter().chain(&process::napi_threads("eth0")) {
         process::pin(*thread as i32, process::cores() - 1);
     }
-    let mut stage = Stage {
-        bed: &bed,
-        tool: bed.tool()?,
-        server,
-        session,
-        counters: &counters,
-        latencies: &latencies,
-        napi,
-        live: std::io::stdout().is_terminal(),
-    };
-    let result = std::thread::scope(|scope| -> Result<()> {
-        let load = scope.spawn(|| {
-            bed.host_b.run(|| http::load(address, CONNECTIONS, LENGTH, &counters, &latencies).map_err(std::io::Error::other))
+    let live = std::io::stdout().is_terminal();
+    let mut stage = Stage { bed: &bed, tool: bed.tool()?, sides: &sides, napi, live };
+    std::thread::scope(|scope| -> Result<()> {
+        let loads = [0, 1].map(|at| {
+            let (bed, side) = (&bed, &sides[at]);
+            let load = move || http::load(address(at), CONNECTIONS, LENGTH, &side.counters, &side.latencies);
+            scope.spawn(move || bed.host_b.run(|| load().map_err(std::io::Error::other)))
         });
-        let played = stage.play(&mut report, address);
-        counters.stop.store(true, Ordering::Relaxed);
-        let loaded = load.join().map_err(|_| anyhow::anyhow!("the load's thread panicked"))?;
-        played.and(loaded.map_err(Into::into))
-    });
-    let _ = stage.server.kill();
-    let _ = stage.server.wait();
-    result?;
+        let played = stage.play(&mut report);
+        sides.iter().for_each(|side| side.counters.stop.store(true, Ordering::Relaxed));
+        for load in loads {
+            load.join().map_err(|_| anyhow::anyhow!("the load's thread panicked"))??;
+        }
+        played
+    })?;
+    for counters in sides.iter().map(|side| &side.counters) {
+        report.bytes_verified += counters.bytes.load(Ordering::Relaxed);
+        report.mismatches += counters.mismatches.load(Ordering::Relaxed);
+        report.resets_seen_by_peer += counters.broken.load(Ordering::Relaxed);
+    }
+    drop(stage);
+    drop(sides);
     say("A probe every 20 µs on a connection that moves 200 times: how long does it fall silent?");
     let cores = process::cores();
     let blackout = probe::measure(&bed, 200, false, (cores > 1).then_some(cores - 1), 0)?;
     report.blackout_us = blackout.blackout;
     report.moves += blackout.moves;
-    report.bytes_verified += counters.bytes.load(Ordering::Relaxed);
-    report.mismatches += counters.mismatches.load(Ordering::Relaxed);
-    report.resets_seen_by_peer += counters.broken.load(Ordering::Relaxed);
-    drop(stage);
     conclude(&mut report);
     write_results(&report, directory)?;
     Ok(report)
@@ -176,16 +187,17 @@ fn say(text: &str) {
 }
 
 impl Stage<'_> {
-    fn play(&mut self, report: &mut DemoReport, address: SocketAddr) -> Result<()> {
+    fn play(&mut self, report: &mut DemoReport) -> Result<()> {
+        say(&format!(
+            "{CONNECTIONS} HTTP connections to each, {LENGTH} B answers: the kernel's connections and the NIC's in turn"
+        ));
         self.wait_for_connections(CONNECTIONS)?;
-        say(&format!("{CONNECTIONS} HTTP connections, {LENGTH} B answers: kernel and NIC in turn, the server unaware"));
         for _ in 0..PAIRS {
-            for place in [Place::Kernel, Place::Nic] {
-                report.moves += self.move_all(place)?;
-                let round = self.measure(place)?;
+            for side in self.sides {
+                let round = self.measure(side)?;
                 println!(
                     "  {:>6}  {:>8.0} requests/s   host CPU {:>6.2} µs   NIC CPU {:>6.2} µs   p50 {:>5.0} µs   p99 {:>6.0} µs",
-                    name(place),
+                    name(round.place),
                     round.requests_per_second,
                     round.host_cpu_us,
                     round.nic_cpu_us,
@@ -197,31 +209,41 @@ impl Stage<'_> {
         }
         summarise(report);
         say("Random connections move at random moments, under full load");
+        self.counters().active.store(true, Ordering::Relaxed);
         report.moves += self.move_at_random(2000)?;
-        report.http_client = self.fetch_with_curl(address)?;
+        report.http_client = self.fetch_with_curl()?;
         say("The NIC is killed (SIGKILL) while it runs half of the connections");
         self.kill_nic(report)?;
         Ok(())
+    }
+
+    /// Of the load on the connections that move.
+    fn counters(&self) -> &LoadCounters {
+        &self.sides[1].counters
     }
 
     fn list(&mut self) -> Result<Vec<ConnectionInfo>> {
         self.tool.connections()
     }
 
+    /// The connections that are to move are on the NIC. They get there with their first requests.
     fn wait_for_connections(&mut self, count: usize) -> Result<()> {
         let deadline = monotonic_micros() + 10_000_000;
-        while self.list()?.len() < count {
+        self.counters().active.store(true, Ordering::Relaxed);
+        while self.list()?.iter().filter(|info| info.place == Place::Nic).count() < count {
             if monotonic_micros() > deadline {
-                bail!("the clients did not connect within 10 s");
+                bail!("the clients' connections were not on the NIC within 10 s");
             }
             std::thread::sleep(Duration::from_millis(5));
         }
+        self.counters().active.store(false, Ordering::Relaxed);
         Ok(())
     }
 
-    fn move_one(&mut self, connection: u32, to: Place) -> Result<bool> {
+    fn move_one(&mut self, info: &ConnectionInfo, to: Place) -> Result<bool> {
+        let (session, connection) = (info.session, info.connection);
         for _ in 0..50 {
-            match self.tool.ask(Ask::MoveAny { session: self.session, connection, to })? {
+            match self.tool.ask(Ask::MoveAny { session, connection, to })? {
                 Reply::Done => return Ok(true),
                 Reply::Stayed { transient: true, .. } => std::thread::sleep(Duration::from_millis(2)),
                 Reply::Stayed { reason, .. } => bail!("connection {connection} stays: {reason}"),
@@ -232,20 +254,10 @@ impl Stage<'_> {
         bail!("connection {connection} could not be moved in fifty tries");
     }
 
-    fn move_all(&mut self, to: Place) -> Result<u64> {
-        let mut moved = 0;
-        for connection in self.list()? {
-            if connection.place != to {
-                moved += u64::from(self.move_one(connection.connection, to)?);
-            }
-        }
-        Ok(moved)
-    }
-
-    /// CPU nanoseconds of the server's host and of the NIC so far.
-    fn cpu(&mut self) -> Result<(u64, u64)> {
+    /// CPU nanoseconds of a server's host and of the NIC so far.
+    fn cpu(&mut self, side: &Side) -> Result<(u64, u64)> {
         let statistics = self.tool.statistics()?;
-        let mut host = process::cpu_nanos(self.server.id()).context("the server has ended")?;
+        let mut host = side.server.cpu().context("the server has ended")?;
         host += process::cpu_nanos(statistics.agent_process).unwrap_or(0);
         for thread in &self.napi {
             host += process::cpu_nanos(*thread).unwrap_or(0);
@@ -253,23 +265,26 @@ impl Stage<'_> {
         Ok((host, statistics.counters[Counter::BusyNanoseconds as usize]))
     }
 
-    fn measure(&mut self, place: Place) -> Result<Round> {
+    fn measure(&mut self, side: &Side) -> Result<Round> {
+        let counters = &side.counters;
+        counters.active.store(true, Ordering::Relaxed);
         std::thread::sleep(Duration::from_millis(50));
-        if let Ok(mut all) = self.latencies.lock() {
+        if let Ok(mut all) = side.latencies.lock() {
             all.clear();
         }
-        self.counters.timing.store(true, Ordering::Relaxed);
-        let (host, nic) = self.cpu()?;
-        let (requests, started) = (self.counters.requests.load(Ordering::Relaxed), monotonic_micros());
+        counters.timing.store(true, Ordering::Relaxed);
+        let (host, nic) = self.cpu(side)?;
+        let (requests, started) = (counters.requests.load(Ordering::Relaxed), monotonic_micros());
         std::thread::sleep(ROUND);
-        let served = (self.counters.requests.load(Ordering::Relaxed) - requests).max(1) as f64;
+        let served = (counters.requests.load(Ordering::Relaxed) - requests).max(1) as f64;
         let seconds = (monotonic_micros() - started) as f64 / 1e6;
-        let (host_after, nic_after) = self.cpu()?;
-        self.counters.timing.store(false, Ordering::Relaxed);
+        let (host_after, nic_after) = self.cpu(side)?;
+        counters.timing.store(false, Ordering::Relaxed);
+        counters.active.store(false, Ordering::Relaxed);
         let mut times: Vec<f64> =
-            self.latencies.lock().map(|all| all.iter().map(|time| f64::from(*time)).collect()).unwrap_or_default();
+            side.latencies.lock().map(|all| all.iter().map(|time| f64::from(*time)).collect()).unwrap_or_default();
         Ok(Round {
-            place,
+            place: side.place,
             requests_per_second: served / seconds,
             host_cpu_us: (host_after - host) as f64 / 1000.0 / served,
             nic_cpu_us: (nic_after - nic) as f64 / 1000.0 / served,
@@ -286,7 +301,7 @@ impl Stage<'_> {
         while done < moves {
             let at = rng.below(places.len() as u64) as usize;
             let to = if places[at].place == Place::Nic { Place::Kernel } else { Place::Nic };
-            if self.move_one(places[at].connection, to)? {
+            if self.move_one(&places[at], to)? {
                 places[at].place = to;
                 done += 1;
             }
@@ -304,40 +319,34 @@ impl Stage<'_> {
     /// One line: a sign per connection, where it is.
     fn show(&self, places: &[ConnectionInfo], done: u64) {
         let row: String = places.iter().map(|info| if info.place == Place::Nic { '█' } else { '·' }).collect();
-        let requests = self.counters.requests.load(Ordering::Relaxed);
-        let wrong = self.counters.mismatches.load(Ordering::Relaxed);
+        let requests = self.counters().requests.load(Ordering::Relaxed);
+        let wrong = self.counters().mismatches.load(Ordering::Relaxed);
         let end = if self.live { "\r" } else { "\n" };
         print!("  {row}  {done:>5} moves  {requests:>8} requests  {wrong} wrong bytes{end}");
         let _ = std::io::Write::flush(&mut std::io::stdout());
     }
 
-    /// An ordinary HTTP client fetches 32 MB while its connection moves.
-    fn fetch_with_curl(&mut self, address: SocketAddr) -> Result<Option<String>> {
-        const SIZE: u64 = 32 << 20;
+    /// An ordinary HTTP client fetches a large file while its connection moves.
+    fn fetch_with_curl(&mut self) -> Result<Option<String>> {
+        let (key, size) = (LARGE.0, LARGE.1 as u64);
+        let before: Vec<(u32, u32)> = self.list()?.iter().map(|info| (info.session, info.connection)).collect();
         let mut command = Command::new("curl");
-        let url = format!("http://{address}/424242/{SIZE}");
+        let url = format!("http://{}/{key}/{size}", address(1));
         command.args(["--silent", "--show-error", "--noproxy", "*", "--max-time", "30", &url]).stdout(Stdio::piped());
+        process::inherit(&mut command, &[], true);
         let Ok(mut curl) = self.bed.host_b.spawn(&mut command) else { return Ok(None) };
         let mut output = curl.stdout.take().context("curl's output")?;
-        let before: Vec<u32> = self.list()?.iter().map(|info| info.connection).collect();
         let (wrong, moves) = std::thread::scope(|scope| -> Result<(u64, u64)> {
-            let check = scope.spawn(move || check_stream(&mut output, 424_242, SIZE));
+            let check = scope.spawn(move || check_stream(&mut output, key, size));
             let mut moves = 0;
             let mut known = None;
             while !check.is_finished() {
-                // The newest connection is curl's, since all others were there before.
                 if known.is_none() {
-                    let listed = self.list()?;
-                    known = listed
-                        .iter()
-                        .rev()
-                        .find(|info| !before.contains(&info.connection))
-                        .map(|info| info.connection)
-                        .or_else(|| listed.last().map(|info| info.connection));
+                    known = self.list()?.into_iter().find(|info| !before.contains(&(info.session, info.connection)));
                 }
-                if let Some(connection) = known {
-                    let to = if moves % 2 == 0 { Place::Nic } else { Place::Kernel };
-                    match self.tool.ask(Ask::MoveAny { session: self.session, connection, to })? {
+                if let Some(info) = &known {
+                    let to = if moves % 2 == 0 { Place::Kernel } else { Place::Nic };
+                    match self.tool.ask(Ask::MoveAny { session: info.session, connection: info.connection, to })? {
                         Reply::Done => moves += 1,
                         _ => std::thread::sleep(Duration::from_millis(1)),
                     }
@@ -351,17 +360,18 @@ impl Stage<'_> {
         if wrong > 0 || !status.success() {
             bail!("curl: {wrong} wrong bytes, {status}");
         }
-        let text = format!("curl fetched {} MB over a connection that moved {moves} times: every byte right", SIZE >> 20);
+        let text = format!("curl fetched {} MB over a connection that moved {moves} times: every byte right", size >> 20);
         println!("  {text}");
         Ok(Some(text))
     }
 
     fn kill_nic(&mut self, report: &mut DemoReport) -> Result<()> {
         for info in self.list()?.iter().step_by(2) {
-            self.move_one(info.connection, Place::Nic)?;
+            // One that curl has closed stays where it is.
+            let _ = self.move_one(info, Place::Nic);
         }
         let before = self.tool.statistics()?;
-        let requests = self.counters.requests.load(Ordering::Relaxed);
+        let requests = self.counters().requests.load(Ordering::Relaxed);
         process::signal(before.nic_process, 9)?;
         let after = loop {
             let now = self.tool.statistics()?;
@@ -377,8 +387,11 @@ impl Stage<'_> {
         }
         // The load must go on, on every connection.
         std::thread::sleep(Duration::from_millis(500));
-        let served = self.counters.requests.load(Ordering::Relaxed) - requests;
+        let served = self.counters().requests.load(Ordering::Relaxed) - requests;
         println!("  {} connections went on in the kernel, {served} requests answered in the half second after", after.recovered);
+        if after.recovered == 0 {
+            report.failures.push("no connection was on the NIC when it was killed".into());
+        }
         if served == 0 {
             report.failures.push("no request was answered after the NIC was killed".into());
         }

@@ -9,6 +9,7 @@ pub mod options;
 pub mod probe;
 pub mod recovery;
 mod report;
+pub mod server;
 pub mod soak;
 pub mod statistics;
 pub mod testbed;

@@ -79,6 +79,7 @@ pub fn html(r: &DemoReport) -> Result<String> {
         "This machine offers no threaded NAPI: the host's receive work is on the NIC's account."
     };
     let b = r.blackout_us;
+    let server = &r.server;
     let figures: String = plots.iter().map(|svg| format!("<figure>{svg}</figure>\n")).collect();
     Ok(format!(
         "<!doctype html><html lang=en><meta charset=utf-8><title>Baton: demonstration</title>
@@ -88,8 +89,8 @@ table{{border-collapse:collapse;margin:1rem 0}}th,td{{padding:.3rem .9rem;border
 th:first-child{{text-align:left;font-weight:500}}figure{{display:inline-block;margin:.3rem}}.good{{color:#1a7f37;font-weight:600}}
 .bad{{color:#b3261e;font-weight:600}}.key i{{display:inline-block;width:.9em;height:.9em;vertical-align:-.1em;margin:0 .3em 0 1em}}</style>
 <h1>Baton: demonstration</h1>
-<p>An HTTP server on host A; its connections were accepted by the kernel and moved to the NIC and back under load, while clients on
-host B checked every byte.</p>{verdict}
+<p>{server} on host A, twice: as it is, and under <code>baton run</code>, which gives its connections to the NIC. The kernel accepted
+them; later they moved to the kernel and back under load. Clients on host B checked every byte.</p>{verdict}
 <table><tr><th></th><th>kernel</th><th>NIC</th><th>change</th></tr>
 {table}</table>
 <p>{} moves, {} bytes verified, {} wrong, {} connections broken, {} recovered when the NIC was killed.
@@ -97,7 +98,7 @@ Blackout of a move: p50 {:.0} µs, p99 {:.0} µs, max {:.0} µs. {}</p>
 <p class=key><i style='background:#8a8f98'></i>kernel<i style='background:#1f6feb'></i>NIC</p>
 {figures}
 <p>Medians of {} interleaved rounds each. {accounting} With connections in the kernel their frames still pass the NIC, which hands
-them on: that is its CPU in the kernel's column. Both kernels use CUBIC, the same MTU and the same offloads.</p></html>\n",
+them on: that is its CPU in the kernel's column. MTU, offloads and congestion control are the same.</p></html>\n",
         r.moves,
         r.bytes_verified,
         r.mismatches,

@@ -35,13 +35,6 @@ enum Command {
         #[arg(long, default_value = "target/demo")]
         output: std::path::PathBuf,
     },
-    #[command(hide = true)]
-    DemoServer {
-        #[arg(long)]
-        listen: std::net::SocketAddr,
-        #[arg(long)]
-        agent: std::path::PathBuf,
-    },
     /// Makes two hosts with a link between them and Baton on the first, and runs a program there.
     #[command(
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
@@ -317,7 +310,6 @@ fn run(command: Command) -> Result<bool> {
             }
             Ok(status == 0)
         }
-        Command::DemoServer { listen, agent } => baton_lab::http::serve(listen, &agent).map(|()| true),
         Command::Bench(what) => bench(&what),
         Command::Options => {
             print!("{}", baton_lab::options::markdown());

@@ -1,0 +1,167 @@
+//! Unmodified web servers, as they are installed on this machine: nginx, or Python's http.server. They serve files whose bytes anybody can
+//! check: `/KEY/LENGTH` holds the first LENGTH bytes of stream KEY.
+
+use anyhow::{Context, Result};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::process;
+use baton_sim::stream;
+use std::ffi::OsString;
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A directory of files to serve, which goes with this value.
+#[derive(Debug)]
+pub struct Files {
+    root: PathBuf,
+}
+
+impl Files {
+    /// Makes it.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new() -> Result<Files> {
+        let root = std::env::temp_dir().join(format!("baton-files-{}", std::process::id()));
+        std::fs::create_dir(&root).with_context(|| format!("making {}", root.display()))?;
+        Ok(Files { root })
+    }
+
+    /// The file of the first `length` bytes of stream `key`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn add(&self, key: u64, length: usize) -> Result<()> {
+        let directory = self.root.join(key.to_string());
+        std::fs::create_dir_all(&directory)?;
+        let mut bytes = vec![0; length];
+        stream::fill(key, 0, &mut bytes);
+        let path = directory.join(length.to_string());
+        std::fs::write(&path, bytes).with_context(|| format!("writing {}", path.display()))
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.root);
+    }
+}
+
+/// A program that serves files.
+#[derive(Clone, Debug)]
+pub enum Program {
+    /// nginx, at this path.
+    Nginx(PathBuf),
+    /// Python's http.server.
+    Python,
+}
+
+/// One thread, as many requests on a connection as the clients like, and nothing that depends on where nginx is installed.
+const NGINX: &str = "daemon off; master_process off; pid ROOT/nginx-PORT.pid; error_log stderr crit;
+events { worker_connections 1024; }
+http {
+    access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000; open_file_cache max=4096;
+    client_body_temp_path ROOT/t; proxy_temp_path ROOT/t; fastcgi_temp_path ROOT/t; uwsgi_temp_path ROOT/t; scgi_temp_path ROOT/t;
+    server { listen ADDRESS; root ROOT; default_type application/octet-stream; }
+}
+";
+
+/// What `python3 -m http.server` does, for connections that stay.
+const PYTHON: &str = "
+import http.server as h, sys
+h.SimpleHTTPRequestHandler.protocol_version = 'HTTP/1.1'
+h.SimpleHTTPRequestHandler.disable_nagle_algorithm = True
+h.SimpleHTTPRequestHandler.log_message = lambda *_: None
+h.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), h.SimpleHTTPRequestHandler).serve_forever()
+";
+
+impl Program {
+    /// The best that this machine has.
+    pub fn find() -> Program {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let places = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin"), PathBuf::from("/usr/local/sbin")]);
+        let nginx = places.map(|place| place.join("nginx")).find(|place| place.is_file());
+        nginx.map_or(Program::Python, Program::Nginx)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Program::Nginx(_) => "nginx",
+            Program::Python => "Python's http.server",
+        }
+    }
+
+    fn command(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
+        Ok(match self {
+            Program::Nginx(path) => {
+                let path = path.clone().into_os_string();
+                let configuration = files.root.join(format!("nginx-{}.conf", address.port()));
+                let root = files.root.display().to_string();
+                let text = NGINX.replace("ROOT", &root).replace("ADDRESS", &address.to_string());
+                std::fs::write(&configuration, text.replace("PORT", &address.port().to_string()))?;
+                vec![path, "-e".into(), "stderr".into(), "-p".into(), root.into(), "-c".into(), configuration.into()]
+            }
+            Program::Python => {
+                let (ip, port) = (address.ip().to_string(), address.port().to_string());
+                vec!["python3".into(), "-c".into(), PYTHON.into(), ip.into(), port.into()]
+            }
+        })
+    }
+
+    /// Starts it on a host, and waits until it listens; under `baton run` if there is an agent whose connections are to be its own.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn start(&self, host: &Namespace, files: &Files, address: SocketAddr, agent: Option<&Path>) -> Result<Server> {
+        let words = self.command(files, address)?;
+        let mut command = match agent {
+            None => {
+                let mut command = Command::new(&words[0]);
+                command.args(&words[1..]);
+                command
+            }
+            Some(agent) => {
+                let mut command = Command::new(std::env::current_exe()?);
+                command.arg("run").arg("--socket").arg(agent).args(["--rule", "accepted", "--"]).args(&words);
+                command
+            }
+        };
+        let messages = files.root.join(format!("messages-{}", address.port()));
+        command.current_dir(&files.root).stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&messages)?);
+        process::inherit(&mut command, &[], true);
+        let child = host.spawn(&mut command).with_context(|| format!("starting {}", self.name()))?;
+        let mut server = Server { child };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while host.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(1))).is_err() {
+            if let Some(status) = server.child.try_wait()? {
+                let said = std::fs::read_to_string(&messages).unwrap_or_default();
+                anyhow::bail!("{} ended at once ({status}): {}", self.name(), said.trim());
+            }
+            anyhow::ensure!(Instant::now() < deadline, "{} does not listen at {address}", self.name());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(server)
+    }
+}
+
+/// A running server; it ends with this value.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+}
+
+impl Server {
+    /// Nanoseconds of CPU that it has used.
+    pub fn cpu(&self) -> Option<u64> {
+        process::cpu_nanos(self.child.id())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
