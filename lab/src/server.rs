@@ -2,6 +2,7 @@
 //! check: `/KEY/LENGTH` holds the first LENGTH bytes of stream KEY.
 
 use anyhow::{Context, Result};
+use baton_kernel::events::monotonic_micros;
 use baton_kernel::namespace::Namespace;
 use baton_kernel::process;
 use baton_sim::stream;
@@ -9,7 +10,7 @@ use std::ffi::OsString;
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A directory of files to serve, which goes with this value.
 #[derive(Debug)]
@@ -133,13 +134,13 @@ impl Program {
         process::inherit(&mut command, &[], true);
         let child = host.spawn(&mut command).with_context(|| format!("starting {}", self.name()))?;
         let mut server = Server { child };
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = monotonic_micros() + 20_000_000;
         while host.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(1))).is_err() {
             if let Some(status) = server.child.try_wait()? {
                 let said = std::fs::read_to_string(&messages).unwrap_or_default();
                 anyhow::bail!("{} ended at once ({status}): {}", self.name(), said.trim());
             }
-            anyhow::ensure!(Instant::now() < deadline, "{} does not listen at {address}", self.name());
+            anyhow::ensure!(monotonic_micros() < deadline, "{} does not listen at {address}", self.name());
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(server)
