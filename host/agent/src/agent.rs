@@ -589,7 +589,7 @@ impl Agent {
         };
         connection.block.set_owner(Owner::Nobody);
         if let Some(group) = self.groups.get(entry.opening.group) {
-            group.forgotten(connection.made);
+            group.forgotten(&connection);
         }
         self.keep(&Kept::Forgotten(session, number), &[]);
         if connection.place() == Place::Nic {

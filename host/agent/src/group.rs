@@ -1,6 +1,8 @@
 //! Groups of sessions: a program and what it starts. Their connections may be moved to and fro at random, and are reported together.
 
+use crate::connection::Connection;
 use baton_client::protocol::{Flip, Report};
+use baton_kernel::events::monotonic_micros;
 use baton_kernel::examine::Stay;
 use std::collections::HashMap;
 use std::fs::File;
@@ -40,9 +42,13 @@ impl Group {
         }
     }
 
-    /// A connection is the program's alone again, after so many moves.
-    pub fn forgotten(&mut self, moves: u32) {
-        *self.report.connections_by_moves.entry(moves).or_default() += 1;
+    /// A connection is the program's alone again.
+    pub fn forgotten(&mut self, connection: &Connection) {
+        *self.report.connections_by_moves.entry(connection.made).or_default() += 1;
+        if connection.made == 0 {
+            let longest = self.report.unmoved.entry(connection.reason.clone()).or_default();
+            *longest = (monotonic_micros().saturating_sub(connection.since) / 1000).max(*longest);
+        }
     }
 
     /// Writes the report as one line into its file, in place of what is there.

@@ -155,6 +155,8 @@ pub struct Report {
     pub moves: u64,
     /// Connections by the number of moves that they made.
     pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
+    /// Of connections that never moved the longest life in milliseconds, by why they stayed; no word for those that never came to it.
+    pub unmoved: std::collections::BTreeMap<String, u64>,
     /// Moves back that the program brought about, by cause.
     pub given_back: std::collections::BTreeMap<String, u64>,
     /// Moves that did not take place, by cause.

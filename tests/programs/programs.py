@@ -1,0 +1,614 @@
+#!/usr/bin/env python3
+"""Whole programs: each serves or fetches the same bytes as it is, under `baton run`, under `baton run --flip 1..50`, and some under
+`baton attach --flip 5..50`; every byte is compared. Prints a table; with --json, one object per line.
+
+A pass needs moves: `EXPECTED` has for each program the least number under flip, and the causes for which its connections may go back.
+
+    tests/programs/programs.py                      # everything that is installed here
+    tests/programs/programs.py --only nginx,redis --seconds 10
+
+It needs root, makes a network namespace of its own, and says which programs are missing. `--all` fails if any is.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import http.client
+import http.server
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BATON = HERE.parent.parent / "target" / "release" / "baton"
+MODES = ("native", "run", "flip", "attach")
+
+# The least number of moves in four seconds, under flip and attached, and why connections go back, apart from moving at random:
+#   fork            a child that is started has the socket, too: until it is alone again the connection is in the kernel. redis starts one
+#                   for BGSAVE, rsync and sshd for each session.
+#   option          ssh marks its packets (IP_TOS), which is the kernel's to do; then it moves on.
+#   end of stream   attached: the peer has closed, and only the kernel can put that into the program's queue.
+#   detached        attached: the end of the trial.
+ATTACHED_CAUSES = {"end of stream", "detached"}
+EXPECTED = {
+    "nginx": (300, 200, set()),
+    "redis": (60, 150, {"fork"}),
+    "memcached": (60, 0, set()),
+    "haproxy": (400, 0, set()),
+    "python asyncio": (200, 0, set()),
+    "python selectors": (200, 0, set()),
+    "python ssl": (200, 0, set()),
+    "python http.server": (250, 0, set()),
+    "python socketserver": (200, 0, set()),
+    "python fork": (150, 0, {"fork"}),
+    "node": (200, 0, set()),
+    "java nio": (200, 0, set()),
+    "curl": (20, 0, set()),
+    "iperf3 server": (60, 0, set()),
+    "iperf3 client": (120, 0, set()),
+    "rsync daemon": (20, 0, {"fork"}),
+    # Two processes share its socket nearly all the time.
+    "rsync client": (2, 0, {"fork"}),
+    "sshd": (20, 0, {"fork", "option"}),
+    "ssh": (25, 0, {"option"}),
+    "go server": (0, 250, set()),
+    "go client": (0, 100, set()),
+}
+
+
+class Missing(Exception):
+    """A program that is not installed."""
+
+
+class Wrong(Exception):
+    """Bytes that differ, or a program that failed."""
+
+
+def tool(name):
+    for place in (shutil.which(name), f"/usr/sbin/{name}", f"/usr/local/go/bin/{name}"):
+        if place and os.access(place, os.X_OK):
+            return place
+    raise Missing(name)
+
+
+def check(holds, text):
+    if not holds:
+        raise Wrong(text)
+
+
+class Trial:
+    """One program in one mode: what it starts ends with it."""
+
+    def __init__(self, mode, seconds, directory):
+        self.mode, self.seconds, self.directory = mode, seconds, directory
+        self.processes, self.report = [], directory / "report.json"
+        self.attacher = None
+        self.work = 0
+
+    def under_baton(self, command, **options):
+        """Starts the program that is tried."""
+        prefix = []
+        if self.mode in ("run", "flip"):
+            prefix = [str(BATON), "run", "--log", str(self.directory / "baton.log")]
+            prefix += ["--flip-report", str(self.report)]
+            prefix += ["--flip", "1..50"] if self.mode == "flip" else ["--rule", "established"]
+            prefix.append("--")
+        return self.start(prefix + command, **options)
+
+    def start(self, command, **options):
+        log = open(self.directory / "messages", "ab")
+        options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": self.directory} | options
+        process = subprocess.Popen([str(word) for word in command], **options)
+        self.processes.append(process)
+        return process
+
+    def attach(self, process):
+        """The program runs and listens: now it is attached to, if it is to be."""
+        if self.mode == "attach":
+            command = [BATON, "attach", "--flip", "5..50", "--flip-report", self.report, "--json", process.pid]
+            self.attacher = self.start(command, stdout=subprocess.DEVNULL)
+            self.await_that(lambda: self.report.exists() and self.report.stat().st_size > 0, "the attacher")
+
+    def await_that(self, what, name):
+        end = time.monotonic() + 20
+        while not what():
+            check(time.monotonic() < end, f"{name} does not come about")
+            time.sleep(0.01)
+
+    def await_port(self, port):
+        def listens():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return True
+            return False
+
+        self.await_that(listens, f"port {port}")
+
+    def finish(self, process):
+        """A program that ends by itself."""
+        check(process.wait(120) == 0, f"{process.args[-1]} ended with {process.returncode}")
+
+    def end(self):
+        if self.attacher:
+            self.attacher.send_signal(signal.SIGINT)
+            self.attacher.wait(20)
+        for process in reversed(self.processes):
+            if process.poll() is None:
+                process.terminate()
+        for process in reversed(self.processes):
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def result(self):
+        """The report, once the Baton that was started for the program has ended."""
+        if self.mode == "native":
+            return {}
+        users = [self.attacher] if self.attacher else self.processes
+        places = [Path(tempfile.gettempdir()) / f"baton-run-{process.pid}" for process in users]
+        self.await_that(lambda: not any(place.exists() for place in places), "the end of Baton")
+        return json.loads(self.report.read_text())
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def together(count, work):
+    """Runs `work(number)` in threads; the first failure is raised."""
+    failures = []
+
+    def guarded(number):
+        try:
+            work(number)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is raised again
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+# ---- loads -----------------------------------------------------------------------------------------------------------------------
+
+
+def make_files(directory, lengths=(100, 5000, 70_000, 3_000_000)):
+    """Files by name, with their bytes."""
+    directory.mkdir()
+    files = {f"f{length}": random.Random(length).randbytes(length) for length in lengths}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    directory.chmod(0o755)
+    return files
+
+
+def http_load(trial, port, files, connections=8, alive=True):
+    def fetch(number):
+        chance, end = random.Random(number), time.monotonic() + trial.seconds
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        while time.monotonic() < end:
+            name = chance.choice(list(files))
+            link.request("GET", f"/{name}", headers={} if alive else {"Connection": "close"})
+            answer = link.getresponse().read()
+            check(answer == files[name], f"/{name} came wrong")
+            trial.work += 1
+        link.close()
+
+    together(connections, fetch)
+
+
+def echo_load(trial, port, connections=6, wrap=lambda sock: sock):
+    def talk(number):
+        chance, end = random.Random(number), time.monotonic() + trial.seconds
+        with wrap(socket.create_connection(("127.0.0.1", port), 30)) as sock:
+            while time.monotonic() < end:
+                sent = chance.randbytes(chance.choice((1, 64, 1500, 40_000)))
+                sock.sendall(sent)
+                got = bytearray()
+                while len(got) < len(sent):
+                    piece = sock.recv(65536)
+                    check(piece, "the server closed")
+                    got += piece
+                check(got == sent, "an echo came wrong")
+                trial.work += 1
+
+    together(connections, talk)
+
+
+@contextlib.contextmanager
+def web_server(files, directory):
+    """An HTTP server of this script's own, for clients."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def __init__(self, *given):
+            super().__init__(*given, directory=directory)
+
+        def log_message(self, *_):
+            pass
+
+        def handle(self):
+            # Clients that have what they want go away.
+            with contextlib.suppress(ConnectionError):
+                super().handle()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------------------
+
+
+def nginx(trial):
+    files, port = make_files(trial.directory / "www"), free_port()
+    (trial.directory / "nginx.conf").write_text(f"""
+        user root; daemon off; worker_processes 2; pid {trial.directory}/nginx.pid; error_log stderr warn;
+        events {{ worker_connections 1024; }}
+        http {{ access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000;
+                server {{ listen 127.0.0.1:{port}; root {trial.directory}/www; }} }}""")
+    process = trial.under_baton([tool("nginx"), "-e", "stderr", "-c", trial.directory / "nginx.conf"])
+    trial.await_port(port)
+    trial.attach(process)
+    http_load(trial, port, files)
+
+
+class Redis:
+    """A connection that speaks the protocol of redis."""
+
+    def __init__(self, port):
+        self.sock = socket.create_connection(("127.0.0.1", port), 30)
+        self.file = self.sock.makefile("rb")
+
+    def ask(self, *words):
+        words = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        self.sock.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words))
+        line = self.file.readline()
+        if line[:1] != b"$":
+            return line.strip()
+        return self.file.read(int(line[1:]) + 2)[:-2]
+
+
+def redis(trial):
+    port = free_port()
+    process = trial.under_baton([tool("redis-server"), "--port", port, "--dir", trial.directory, "--save", ""])
+    trial.await_port(port)
+    trial.attach(process)
+
+    def use(number):
+        chance, end, link, asked = random.Random(number), time.monotonic() + trial.seconds, Redis(port), 0
+        while time.monotonic() < end:
+            key, value = f"k{number}.{chance.randrange(50)}", chance.randbytes(chance.choice((3, 300, 30_000, 200_000)))
+            check(link.ask("SET", key, value) == b"+OK", "SET failed")
+            check(link.ask("GET", key) == value, "GET gave something else")
+            asked += 1
+            if number == 0 and asked % 50 == 0:
+                check(link.ask("BGSAVE")[:1] in b"+-", "BGSAVE failed")
+            trial.work += 1
+
+    together(6, use)
+
+
+def memcached(trial):
+    port = free_port()
+    trial.under_baton([tool("memcached"), "-l", "127.0.0.1", "-p", port, "-U", 0, "-u", "root"])
+    trial.await_port(port)
+
+    def use(number):
+        chance, end = random.Random(number), time.monotonic() + trial.seconds
+        sock = socket.create_connection(("127.0.0.1", port), 30)
+        file = sock.makefile("rb")
+        while time.monotonic() < end:
+            value = chance.randbytes(chance.choice((3, 300, 30_000, 200_000)))
+            sock.sendall(b"set k%d 0 0 %d\r\n%s\r\n" % (number, len(value), value))
+            check(file.readline() == b"STORED\r\n", "set failed")
+            sock.sendall(b"get k%d\r\n" % number)
+            check(file.readline().startswith(b"VALUE"), "get failed")
+            check(file.read(len(value)) == value and file.read(7) == b"\r\nEND\r\n", "get gave something else")
+            trial.work += 1
+
+    together(6, use)
+
+
+def haproxy(trial):
+    files, port = make_files(trial.directory / "www"), free_port()
+    with web_server(files, trial.directory / "www") as backend:
+        (trial.directory / "haproxy.cfg").write_text(f"""
+defaults
+    mode http
+    timeout connect 10s
+    timeout client 30s
+    timeout server 30s
+frontend f
+    bind 127.0.0.1:{port}
+    default_backend b
+backend b
+    server s 127.0.0.1:{backend}
+""")
+        trial.under_baton([tool("haproxy"), "-db", "-f", trial.directory / "haproxy.cfg"])
+        trial.await_port(port)
+        http_load(trial, port, files)
+
+
+def announced(trial, command, load, **options):
+    process = trial.under_baton(command, stdout=subprocess.PIPE, **options)
+    port = int(process.stdout.readline())
+    trial.attach(process)
+    load(port)
+
+
+def python_server(way):
+    return lambda trial: announced(trial, [sys.executable, HERE / "servers.py", way], lambda port: echo_load(trial, port))
+
+
+def python_ssl(trial):
+    certificate = trial.directory / "certificate.pem"
+    command = [tool("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", certificate, "-out", trial.directory / "c"], check=True, capture_output=True)
+    certificate.write_text(certificate.read_text() + (trial.directory / "c").read_text())
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    command = [sys.executable, HERE / "servers.py", "ssl", certificate]
+    announced(trial, command, lambda port: echo_load(trial, port, wrap=context.wrap_socket))
+
+
+def python_http(trial):
+    files, port = make_files(trial.directory / "www"), free_port()
+    trial.under_baton([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "--protocol", "HTTP/1.1", port], cwd=trial.directory / "www")
+    trial.await_port(port)
+    http_load(trial, port, files)
+
+
+def node(trial):
+    announced(trial, [tool("node"), HERE / "echo.js"], lambda port: echo_load(trial, port))
+
+
+def java(trial):
+    announced(trial, [tool("java"), HERE / "Echo.java"], lambda port: echo_load(trial, port))
+
+
+def go_program(trial):
+    program = trial.directory / "files"
+    environment = os.environ | {"CGO_ENABLED": "0", "GOCACHE": str(trial.directory / "cache"), "GO111MODULE": "off"}
+    subprocess.run([tool("go"), "build", "-o", program, HERE / "files.go"], check=True, env=environment)
+    return program
+
+
+def go_server(trial):
+    files = make_files(trial.directory / "www")
+    announced(trial, [go_program(trial), "serve", trial.directory / "www"], lambda port: http_load(trial, port, files))
+
+
+# ---- clients ---------------------------------------------------------------------------------------------------------------------
+
+
+def go_client(trial):
+    files = make_files(trial.directory / "www")
+    with web_server(files, trial.directory / "www") as port:
+        words = [word for name, content in files.items() for word in (name, hashlib.sha256(content).hexdigest())]
+        command = [go_program(trial), "fetch", f"127.0.0.1:{port}", *words]
+        process = trial.under_baton(command, stdout=subprocess.PIPE, env=os.environ | {"SECONDS": str(trial.seconds)})
+        trial.attach(process)
+        trial.work = int(process.stdout.readline() or 0)
+        trial.finish(process)
+
+
+def curl(trial):
+    length = 20_000_000
+    files = make_files(trial.directory / "www", (length,))
+    with web_server(files, trial.directory / "www") as port:
+        count = max(1, int(trial.seconds / 2))
+        script = f"for n in $(seq {count}); do {tool('curl')} -sS --noproxy '*' --limit-rate 10M -o got.$n http://127.0.0.1:{port}/f{length} || exit 1; done"
+        trial.finish(trial.under_baton(["/bin/sh", "-c", script]))
+        for number in range(1, count + 1):
+            check((trial.directory / f"got.{number}").read_bytes() == files[f"f{length}"], f"download {number} came wrong")
+            trial.work += 1
+
+
+def iperf3_server(trial):
+    port = free_port()
+    server = trial.under_baton([tool("iperf3"), "-s", "-1", "-p", port, "-B", "127.0.0.1"])
+    client = [tool("iperf3"), "-c", "127.0.0.1", "-p", port, "-t", int(trial.seconds), "-P", 2, "--connect-timeout", 1000]
+    end = time.monotonic() + 20
+    while (process := trial.start(client)).wait() != 0:
+        check(time.monotonic() < end and server.poll() is None, "the client failed")
+        time.sleep(0.05)
+    trial.finish(server)
+    trial.work = 1
+
+
+def iperf3_client(trial):
+    port = free_port()
+    server = trial.start([tool("iperf3"), "-s", "-p", port, "-B", "127.0.0.1"])
+    # The server has one client at a time, and whoever asks whether it listens is one.
+    trial.await_that(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text(), "the server")
+    trial.finish(trial.under_baton([tool("iperf3"), "-c", "127.0.0.1", "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
+    server.terminate()
+    trial.work = 1
+
+
+def tree(directory):
+    directory.mkdir()
+    for number in range(40):
+        (directory / str(number)).write_bytes(random.Random(number).randbytes(200_000 + 1000 * number))
+
+
+def same(one, other):
+    names = sorted(path.name for path in one.iterdir())
+    check(names == sorted(path.name for path in other.iterdir()), "files are missing")
+    check(all((one / name).read_bytes() == (other / name).read_bytes() for name in names), "files differ")
+
+
+def rsync(trial, client):
+    tree(trial.directory / "from")
+    port = free_port()
+    configuration = trial.directory / "rsyncd.conf"
+    configuration.write_text(f"port = {port}\naddress = 127.0.0.1\nuse chroot = no\nuid = root\ngid = root\n[all]\npath = {trial.directory}/from\n")
+    daemon = [tool("rsync"), "--daemon", "--no-detach", f"--config={configuration}"]
+    (trial.start if client else trial.under_baton)(daemon)
+    trial.await_port(port)
+    rounds = max(1, int(trial.seconds / 2))
+    fetch = f"{tool('rsync')} -a --bwlimit=8M rsync://127.0.0.1:{port}/all/ "
+    script = " && ".join(f"{fetch} {trial.directory}/to{number}/" for number in range(rounds))
+    trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
+    for number in range(rounds):
+        same(trial.directory / "from", trial.directory / f"to{number}")
+        trial.work += 1
+
+
+def ssh(trial, client):
+    port, directory = free_port(), trial.directory
+    for name in ("host", "user"):
+        subprocess.run([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True)
+    (directory / "authorized").write_text((directory / "user.pub").read_text())
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = {"Port": port, "ListenAddress": "127.0.0.1", "HostKey": directory / "host", "PidFile": "none", "UsePAM": "no"}
+    options |= {"AuthorizedKeysFile": directory / "authorized", "StrictModes": "no", "PermitRootLogin": "yes"}
+    (directory / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in options.items()))
+    daemon = [tool("sshd"), "-D", "-e", "-f", directory / "sshd_config"]
+    (trial.start if client else trial.under_baton)(daemon)
+    trial.await_port(port)
+    content = random.Random(1).randbytes(20_000_000)
+    (directory / "content").write_bytes(content)
+    rounds = max(1, int(trial.seconds / 2))
+    words = f"{tool('ssh')} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@127.0.0.1"
+    both_ways = f"{words} 'cat; sleep 0.5; cat {directory}/content' < {directory}/content"
+    script = " && ".join(f"{both_ways} > got.{number}" for number in range(rounds))
+    trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
+    for number in range(rounds):
+        check((directory / f"got.{number}").read_bytes() == content * 2, "what ssh brought is wrong")
+        trial.work += 1
+
+
+PROGRAMS = {
+    "nginx": nginx,
+    "redis": redis,
+    "memcached": memcached,
+    "haproxy": haproxy,
+    "python asyncio": python_server("asyncio"),
+    "python selectors": python_server("selectors"),
+    "python ssl": python_ssl,
+    "python http.server": python_http,
+    "python socketserver": python_server("socketserver"),
+    "python fork": python_server("fork"),
+    "node": node,
+    "java nio": java,
+    "curl": curl,
+    "iperf3 server": iperf3_server,
+    "iperf3 client": iperf3_client,
+    "rsync daemon": lambda trial: rsync(trial, client=False),
+    "rsync client": lambda trial: rsync(trial, client=True),
+    "sshd": lambda trial: ssh(trial, client=False),
+    "ssh": lambda trial: ssh(trial, client=True),
+    "go server": go_server,
+    "go client": go_client,
+}
+ATTACHED = {"nginx", "redis", "go server", "go client"}
+# Static: nothing can be preloaded.
+STATIC = {"go server", "go client"}
+
+
+def modes_of(name):
+    return [mode for mode in MODES if not (mode == "attach" and name not in ATTACHED or mode in ("run", "flip") and name in STATIC)]
+
+
+def judge(name, mode, report, seconds):
+    """What does not hold."""
+    if mode == "native":
+        return []
+    wrong = [f"{report[what]} {what}" for what in ("resets", "errors") if report[what]]
+    if mode == "run":
+        return wrong
+    flipped, attached, causes = EXPECTED[name]
+    least = int((attached if mode == "attach" else flipped) * min(1, seconds / 4))
+    if report["moves"] < least:
+        wrong.append(f"only {report['moves']} moves, not {least}")
+    known = causes | ATTACHED_CAUSES if mode == "attach" else causes
+    wrong += [f"went back for {cause!r}" for cause in report["given_back"] if cause not in known]
+    return wrong
+
+
+def trial_of(name, mode, seconds):
+    with tempfile.TemporaryDirectory(prefix="baton-programs-") as directory:
+        os.chmod(directory, 0o755)
+        trial = Trial(mode, seconds, Path(directory))
+        row = {"program": name, "mode": mode, "failures": []}
+        try:
+            try:
+                PROGRAMS[name](trial)
+            finally:
+                trial.end()
+            report = trial.result()
+            row |= {"work": trial.work} | report
+            row["failures"] = judge(name, mode, report, seconds) + ([] if trial.work else ["nothing was done"])
+        except Missing:
+            raise
+        except Exception as failure:  # noqa: BLE001 - the table has it
+            messages = (trial.directory / "messages").read_text(errors="replace")[-600:] if (trial.directory / "messages").exists() else ""
+            row["failures"] = [f"{type(failure).__name__}: {failure}", messages.strip()]
+        return row
+
+
+def show(row):
+    given = ", ".join(f"{cause} {count}" for cause, count in row.get("given_back", {}).items())
+    moves, connections = row.get("moves", ""), row.get("connections", "")
+    state = "; ".join(filter(None, row["failures"])) or "ok"
+    print(f"{row['program']:<20} {row['mode']:<7} {row.get('work', 0):>7} {connections:>6} {moves:>6}  {state}  {given}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="programs, separated by commas", type=lambda text: text.split(","))
+    parser.add_argument("--modes", help="of native, run, flip, attach", type=lambda text: text.split(","), default=list(MODES))
+    parser.add_argument("--seconds", type=float, default=4, help="length of each load")
+    parser.add_argument("--all", action="store_true", help="fail if a program is not installed")
+    parser.add_argument("--json", action="store_true", help="one object per line")
+    given = parser.parse_args()
+    unknown = [name for name in given.only or [] if name not in PROGRAMS] + [mode for mode in given.modes if mode not in MODES]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: there is no such thing; programs are {', '.join(PROGRAMS)}")
+    if os.environ.get("BATON_PROGRAMS_INSIDE") != "1":
+        inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, __file__, *sys.argv[1:]]
+        os.execvpe("unshare", inside, os.environ | {"BATON_PROGRAMS_INSIDE": "1"})
+    if not given.json:
+        print(f"{'program':<20} {'mode':<7} {'work':>7} {'conns':>6} {'moves':>6}  result")
+    failed, missing = False, []
+    for name in given.only or PROGRAMS:
+        for mode in modes_of(name):
+            if mode not in given.modes:
+                continue
+            try:
+                row = trial_of(name, mode, given.seconds)
+            except Missing as what:
+                missing.append(f"{name} ({what})")
+                break
+            failed |= bool(row["failures"])
+            print(json.dumps(row), flush=True) if given.json else show(row)
+    if missing:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+    return 1 if failed or given.all and missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

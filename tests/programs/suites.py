@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Python's own test suites, as they are and under `baton run --flip 1..50`: the same result for each test, and no connection that lived
+longer than the longest interval without a move, but for those that had to stay.
+
+    tests/programs/suites.py                        # asyncio, selectors, ssl, http, ftplib, imaplib
+    tests/programs/suites.py test_ssl test_poplib
+
+It needs root, and a Python that has its tests (Debian's package libpython3-testsuite).
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as tree
+from pathlib import Path
+
+BATON = Path(__file__).resolve().parent.parent.parent / "target" / "release" / "baton"
+SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
+LONGEST = 50
+# A connection is registered a moment after it was made, and moved a moment after its time has come.
+SLACK = 50
+# Why a connection may never move although it lived on: what only the kernel can do with it.
+STAYS = ("CLOSED", "MSG_OOB", "shutdown of receiving", "fork", "exec", "inherited", "SCM_RIGHTS", "end of both streams")
+
+
+def results(prefix, suite, directory):
+    """Each test's result."""
+    report = directory / "results.xml"
+    command = [*prefix, sys.executable, "-m", "test", "--timeout", "300", "--junit-xml", str(report), suite]
+    with open(directory / "messages", "wb") as messages:
+        subprocess.run(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, timeout=900, check=False)
+    found = {}
+    for case in tree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '')}.{case.get('name')}"
+        found[name] = ",".join(sorted({child.tag for child in case} - {"system-out", "system-err"})) or case.get("result", "passed")
+    return found
+
+
+def main():
+    failed = False
+    for suite in sys.argv[1:] or SUITES:
+        with tempfile.TemporaryDirectory(prefix="baton-suites-") as directory:
+            directory = Path(directory)
+            native = results([], suite, directory)
+            prefix = [str(BATON), "run", "--flip", f"1..{LONGEST}", "--flip-report", str(directory / "flips"), "--"]
+            moved = results(prefix, suite, directory)
+            flips = json.loads((directory / "flips").read_text())
+        different = sorted(name for name in native.keys() | moved.keys() if native.get(name) != moved.get(name))
+        wrong = [f"{name}: {native.get(name)} became {moved.get(name)}" for name in different]
+        wrong += [f"{flips[what]} {what}" for what in ("resets", "errors") if flips[what]]
+        for cause, life in flips["unmoved"].items():
+            if life > LONGEST + SLACK and not any(known in cause for known in STAYS):
+                wrong.append(f"a connection lived {life} ms and never moved ({cause or 'it never came to it'})")
+        failed |= bool(wrong) or not native
+        print(f"{suite:<18} {len(native):>5} tests  {flips['connections']:>4} connections  {flips['moves']:>5} moves  {'; '.join(wrong) or 'the same'}")
+        print(f"{'':<18} given back {flips['given_back']}  never moved, longest ms {flips['unmoved']}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
