@@ -1,0 +1,148 @@
+//! Baton in a container: its connections come through a published port, which another namespace translates, and past a firewall that
+//! drops what it does not understand.
+
+mod scratch;
+
+use baton_kernel::namespace::Namespace;
+use baton_kernel::rtnetlink;
+use scratch::{Scratch, script};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Both cores of a small machine are busy with one of these tests: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// What the host of containers does with frames: port 8080 is the container's, and what conntrack calls invalid is counted and dropped.
+const RULES: &str = "table ip nat {
+  chain prerouting { type nat hook prerouting priority -100; tcp dport 8080 dnat to 10.88.0.2:PORT; }
+  chain postrouting { type nat hook postrouting priority 100; oifname c0 masquerade; }
+}
+table ip filter {
+  counter invalid { }
+  chain forward { type filter hook forward priority 0; ct state invalid counter name invalid drop; }
+}";
+
+/// A client, the host that publishes the port, and a container.
+struct Network {
+    client: Namespace,
+    gateway: Namespace,
+    container: Namespace,
+}
+
+fn shell(namespace: &Namespace, text: &str) -> String {
+    let mut command = Command::new("/bin/sh");
+    command.args(["-ec", text]).stdout(Stdio::piped());
+    let ran = namespace.spawn(&mut command).expect("a shell").wait_with_output().expect("its output");
+    assert!(ran.status.success(), "{text}");
+    scratch::text(&ran.stdout)
+}
+
+impl Network {
+    fn new() -> Network {
+        let made = || Namespace::new().expect("a namespace (root is needed)");
+        let (client, gateway, container) = (made(), made(), made());
+        for (name, other) in [("b0", &client), ("c0", &container)] {
+            gateway.run(|| rtnetlink::add_veth(&rtnetlink::open()?, name, "eth0", other.as_fd())).expect("a veth pair");
+        }
+        shell(&gateway, "ip addr add 10.87.0.1/24 dev b0; ip addr add 10.88.0.1/24 dev c0; ip link set b0 up; ip link set c0 up");
+        shell(&client, "ip addr add 10.87.0.2/24 dev eth0; ip link set eth0 up; ip route add default via 10.87.0.1");
+        shell(&container, "ip addr add 10.88.0.2/24 dev eth0; ip link set eth0 up; ip route add default via 10.88.0.1");
+        // The setting is the namespace's that the writing thread is in.
+        gateway.run(|| std::fs::write("/proc/sys/net/ipv4/ip_forward", "1")).expect("forwarding");
+        Network { client, gateway, container }
+    }
+
+    fn publish(&self, port: u16) {
+        shell(&self.gateway, &format!("nft '{}'", RULES.replace("PORT", &port.to_string())));
+    }
+
+    /// Frames that the firewall dropped.
+    fn invalid(&self) -> u64 {
+        let text = shell(&self.gateway, "nft -j list counters");
+        let listed: Value = serde_json::from_str(&text).expect("JSON");
+        let counters = listed["nftables"].as_array().expect("a list");
+        counters.iter().find_map(|entry| entry["counter"]["packets"].as_u64()).expect("the counter")
+    }
+}
+
+/// Echoes for a while over `count` connections to the published port; every byte is compared.
+fn talk(network: &Network, count: usize) {
+    std::thread::scope(|scope| {
+        for number in 0..count {
+            scope.spawn(move || {
+                let connect = || TcpStream::connect_timeout(&([10, 87, 0, 1], 8080).into(), Duration::from_secs(10));
+                let mut stream = network.client.run(connect).expect("a connection to the published port");
+                stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+                let end = Instant::now() + Duration::from_secs(3);
+                let mut rng = baton_sim::Rng::new(number as u64);
+                let mut position = 0;
+                while Instant::now() < end {
+                    let mut sent = vec![0; 1 + rng.below(20_000) as usize];
+                    baton_sim::stream::fill(number as u64, position, &mut sent);
+                    position += sent.len() as u64;
+                    let mut got = vec![0; sent.len()];
+                    stream.write_all(&sent).expect("sent");
+                    stream.read_exact(&mut got).expect("an echo");
+                    assert!(sent == got, "an echo came wrong");
+                }
+            });
+        }
+    });
+}
+
+fn listening_port(server: &mut Child) -> u16 {
+    let mut line = String::new();
+    BufReader::new(server.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    line.trim().parse().expect("a port")
+}
+
+fn report(path: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).expect("a report")).expect("JSON")
+}
+
+fn expect_moves(report: &Value, network: &Network) {
+    assert!(report["moves"].as_u64() >= Some(100), "{report}");
+    assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
+    assert_eq!(network.invalid(), 0, "the firewall has dropped frames");
+}
+
+#[test]
+fn a_published_port_leads_to_moving_connections() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (network, scratch) = (Network::new(), Scratch::new("published"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--flip", "1..20", "--flip-report", &scratch.file("report"), "--"]);
+    command.args(["python3", &script("echo.py"), "10.88.0.2"]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+    let mut server = network.container.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("baton");
+    network.publish(listening_port(&mut server));
+    talk(&network, 4);
+    drop(server.stdin.take());
+    assert!(server.wait().expect("the server").success());
+    expect_moves(&report(&scratch.file("report")), &network);
+}
+
+#[test]
+fn a_published_port_leads_to_attached_connections() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (network, scratch) = (Network::new(), Scratch::new("published-attached"));
+    let mut command = Command::new("python3");
+    command.args([&script("echo.py"), "10.88.0.2"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut server = network.container.spawn(&mut command).expect("python3");
+    network.publish(listening_port(&mut server));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["attach", "--flip", "5..20", "--flip-report", &scratch.file("report"), &server.id().to_string()]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stderr(Stdio::piped());
+    let mut attacher = network.container.spawn(&mut command).expect("baton");
+    talk(&network, 4);
+    drop(server.stdin.take());
+    assert!(server.wait().expect("the server").success());
+    let mut said = String::new();
+    attacher.stderr.take().expect("its messages").read_to_string(&mut said).expect("text");
+    assert!(attacher.wait().expect("the attacher").success(), "{said}");
+    expect_moves(&report(&scratch.file("report")), &network);
+}

@@ -1,0 +1,24 @@
+"""An echo server at an address: it prints its port, and ends when its input does."""
+
+import selectors
+import socket
+import sys
+
+selector = selectors.DefaultSelector()
+listener = socket.create_server((sys.argv[1], 0))
+selector.register(listener, selectors.EVENT_READ)
+selector.register(sys.stdin, selectors.EVENT_READ)
+print(listener.getsockname()[1], flush=True)
+while True:
+    for key, _ in selector.select():
+        if key.fileobj is sys.stdin:
+            sys.exit()
+        if key.fileobj is listener:
+            selector.register(listener.accept()[0], selectors.EVENT_READ)
+            continue
+        data = key.fileobj.recv(65536)
+        if data:
+            key.fileobj.sendall(data)
+        else:
+            selector.unregister(key.fileobj)
+            key.fileobj.close()
