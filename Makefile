@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak bench clean
+.PHONY: demo test build lint dependencies soak programs suites bench clean
 
 demo: build
 	$(BATON) demo
@@ -35,6 +35,13 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
 	BATON_FUZZ_CASES=200000 $(CARGO) test --release -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --release --locked -p baton --test moves keep_alive
+
+# Whole programs, as far as they are installed here, and Python's own test suites, while their connections move. Each takes some minutes.
+programs: build
+	tests/programs/programs.py
+
+suites: build
+	tests/programs/suites.py
 
 bench: build
 	$(BATON) bench datapath --json

@@ -93,7 +93,8 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
             }
         }
         let running = Channel::connect(Path::new(DEFAULT_SOCKET)).is_ok();
-        println!("\n{} runs at {DEFAULT_SOCKET}", if running { "A Baton" } else { "No Baton" });
+        let advice = if running { "" } else { " (`baton up` starts one; `baton run` needs none)" };
+        println!("\n{} runs at {DEFAULT_SOCKET}{advice}", if running { "A Baton" } else { "No Baton" });
     }
     for path in leftovers() {
         if arguments.cleanup {

@@ -7,6 +7,7 @@ mod hosts;
 mod run;
 mod start;
 mod tools;
+mod up;
 
 use anyhow::{Context, Result};
 use baton_control::LinkSettings;
@@ -35,6 +36,9 @@ enum Command {
         #[arg(long, default_value = "target/demo")]
         output: std::path::PathBuf,
     },
+    /// Starts a Baton that stays, for the programs of every network namespace on this machine.
+    #[command(after_help = up::EXAMPLES)]
+    Up(up::UpArguments),
     /// Makes two hosts with a link between them and Baton on the first, and runs a program there.
     #[command(
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
@@ -293,6 +297,7 @@ fn run(command: Command) -> Result<bool> {
             println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
             Ok(report.failures.is_empty())
         }
+        Command::Up(arguments) => up::up(&arguments).map(|()| true),
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),

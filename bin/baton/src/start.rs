@@ -122,7 +122,7 @@ impl FlipArguments {
 }
 
 /// Settings of a Baton beside the kernel.
-fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSettings> {
+pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSettings> {
     let mut key = [0u8; 32];
     process::random(&mut key).context("random numbers")?;
     let word = |at: usize| u64::from_ne_bytes(std::array::from_fn(|n| key[8 * at + n]));
@@ -148,6 +148,6 @@ fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<AgentSet
 }
 
 /// Connections that a NIC holds.
-const SLOTS: usize = 4096;
+pub const SLOTS: usize = 4096;
 /// Memory that a session may use.
 const SESSION_BYTES: usize = 2 << 30;

@@ -105,8 +105,23 @@ fn report(path: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).expect("a report")).expect("JSON")
 }
 
+/// A server in a container, under `baton run`.
+fn run(network: &Network, scratch: &Scratch, arguments: &[&str]) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--flip", "1..20"]).args(arguments).args(["--", "python3", &script("echo.py"), "10.88.0.2"]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+    let mut server = network.container.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("baton");
+    network.publish(listening_port(&mut server));
+    server
+}
+
+fn end(server: &mut Child) {
+    drop(server.stdin.take());
+    assert!(server.wait().expect("the server").success());
+}
+
 fn expect_moves(report: &Value, network: &Network) {
-    assert!(report["moves"].as_u64() >= Some(100), "{report}");
+    assert!(report["moves"].as_u64() >= Some(40), "{report}");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
     assert_eq!(network.invalid(), 0, "the firewall has dropped frames");
 }
@@ -115,14 +130,9 @@ fn expect_moves(report: &Value, network: &Network) {
 fn a_published_port_leads_to_moving_connections() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (network, scratch) = (Network::new(), Scratch::new("published"));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-    command.args(["run", "--flip", "1..20", "--flip-report", &scratch.file("report"), "--"]);
-    command.args(["python3", &script("echo.py"), "10.88.0.2"]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
-    let mut server = network.container.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("baton");
-    network.publish(listening_port(&mut server));
+    let mut server = run(&network, &scratch, &["--flip-report", &scratch.file("report")]);
     talk(&network, 4);
-    drop(server.stdin.take());
-    assert!(server.wait().expect("the server").success());
+    end(&mut server);
     expect_moves(&report(&scratch.file("report")), &network);
 }
 
@@ -139,10 +149,43 @@ fn a_published_port_leads_to_attached_connections() {
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stderr(Stdio::piped());
     let mut attacher = network.container.spawn(&mut command).expect("baton");
     talk(&network, 4);
-    drop(server.stdin.take());
-    assert!(server.wait().expect("the server").success());
+    end(&mut server);
     let mut said = String::new();
     attacher.stderr.take().expect("its messages").read_to_string(&mut said).expect("text");
     assert!(attacher.wait().expect("the attacher").success(), "{said}");
     expect_moves(&report(&scratch.file("report")), &network);
+}
+
+/// One Baton for the machine: the programs of two containers find it at the same path.
+#[test]
+fn one_baton_serves_two_containers() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (host, networks, scratch) =
+        (Namespace::new().expect("a namespace"), [Network::new(), Network::new()], Scratch::new("up"));
+    let socket = scratch.file("agent.sock");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["up", "--socket", &socket]).stderr(Stdio::piped());
+    let mut up = host.spawn(&mut command).expect("baton");
+    let mut said = String::new();
+    let mut messages = BufReader::new(up.stderr.take().expect("its messages"));
+    messages.read_line(&mut said).expect("a line");
+    assert!(said.contains("is up"), "{said}");
+    let reports = ["report0", "report1"].map(|name| scratch.file(name));
+    let start = |at: usize| run(&networks[at], &scratch, &["--socket", &socket, "--flip-report", &reports[at]]);
+    let mut servers = [start(0), start(1)];
+    std::thread::scope(|scope| {
+        for network in &networks {
+            scope.spawn(|| talk(network, 2));
+        }
+    });
+    servers.iter_mut().for_each(end);
+    for (network, path) in networks.iter().zip(&reports) {
+        expect_moves(&report(path), network);
+    }
+    baton_kernel::process::signal(up.id(), libc::SIGTERM).expect("our child");
+    assert!(up.wait().expect("baton").success());
+    messages.read_to_string(&mut said).expect("text");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    let left: Vec<_> = std::fs::read_dir(&scratch.0).expect("the directory").flatten().map(|entry| entry.file_name()).collect();
+    assert!(left.iter().all(|name| name.to_string_lossy().starts_with("report")), "{left:?}");
 }

@@ -216,6 +216,15 @@ impl Agent {
         Ok(())
     }
 
+    /// Somebody brings a client that came to another door.
+    fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
+        let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
+        if asker != 0 && asker != process::user() {
+            anyhow::bail!("only this agent's user and root may bring others");
+        }
+        self.admit(channel)
+    }
+
     /// Listens to a session.
     pub(crate) fn watch(&self, number: u32, session: &Session) -> Result<()> {
         Ok(self.poller.add(session.channel.as_fd(), u64::from(number), Trigger::Readable)?)
@@ -275,6 +284,11 @@ impl Agent {
             Ask::Open(opening) => match self.open(number, &opening) {
                 Ok(given) => Some((Reply::Opened { session: number }, given)),
                 Err(error) => failed(format!("{error:#}")),
+            },
+            Ask::Admit => match descriptors.pop().map(|fd| self.admit_another(number, Channel::from_fd(fd))) {
+                Some(Ok(())) => Some((Reply::Done, Vec::new())),
+                Some(Err(error)) => failed(format!("{error:#}")),
+                None => failed("there is no control connection".into()),
             },
             Ask::Group { flip } => Some((self.make_group(flip, descriptors.pop()), Vec::new())),
             Ask::Register { inherited, process } => match descriptors.pop() {
@@ -759,6 +773,7 @@ impl Agent {
         self.statistics.counters = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
         self.statistics.nic_process = self.nic.process();
         self.statistics.agent_process = std::process::id();
+        self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
         self.statistics.clone()
     }
 }

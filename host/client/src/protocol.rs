@@ -29,6 +29,8 @@ pub struct Request {
 pub enum Ask {
     /// Opens a session: the answer carries its memory, the NIC's doorbell and the program's.
     Open(Opening),
+    /// A client that came to somebody else's door (same user or root): its control connection comes along.
+    Admit,
     /// Makes a group, which programs join when they open their sessions. A descriptor that comes along is the file for its report.
     Group {
         /// How its connections are to be moved to and fro, if at all.
@@ -321,6 +323,8 @@ pub struct Statistics {
     pub agent_process: u32,
     /// How often the NIC was started.
     pub nic_starts: u32,
+    /// Control connections, this one among them.
+    pub sessions: u32,
     /// Moves done.
     pub moves: u64,
     /// Moves that failed and lost the connection: must stay 0.

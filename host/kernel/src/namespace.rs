@@ -28,6 +28,14 @@ impl Namespace {
         Ok(Namespace { file: File::open("/proc/thread-self/ns/net")? })
     }
 
+    /// A process's namespace.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn of_process(process: u32) -> io::Result<Namespace> {
+        Ok(Namespace { file: File::open(format!("/proc/{process}/ns/net"))? })
+    }
+
     /// A new namespace with its loopback up. The calling thread stays where it is.
     ///
     /// # Errors

@@ -109,6 +109,12 @@ pub fn pin(thread: i32, core: usize) -> bool {
     }
 }
 
+/// The effective user.
+pub fn user() -> u32 {
+    // SAFETY: a query.
+    unsafe { libc::geteuid() }
+}
+
 /// How many cores this process may run on.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)

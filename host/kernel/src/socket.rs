@@ -371,12 +371,19 @@ pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
 /// # Errors
 /// The system's; `ENOPROTOOPT` before Linux 5.14.
 pub fn is_of_this_namespace(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    const SO_NETNS_COOKIE: i32 = 71;
-    let namespace = |fd| {
-        let mut raw = [0u8; 8];
-        get_bytes(fd, libc::SOL_SOCKET, SO_NETNS_COOKIE, &mut raw).map(|_| raw)
-    };
     Ok(namespace(fd)? == namespace(stream(false, 0)?.as_fd())?)
+}
+
+/// The network namespace of a socket, as a number that no other has as long as the machine runs; of a Unix socket that was accepted, that
+/// of its peer.
+///
+/// # Errors
+/// The system's.
+pub fn namespace(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    const SO_NETNS_COOKIE: i32 = 71;
+    let mut raw = [0u8; 8];
+    get_bytes(fd, libc::SOL_SOCKET, SO_NETNS_COOKIE, &mut raw)?;
+    Ok(u64::from_ne_bytes(raw))
 }
 
 /// Makes close(2) reset the connection instead of ending it in order.

@@ -1,0 +1,198 @@
+//! `baton up`: a Baton that stays. Programs of every network namespace find it at one path; each namespace gets an agent and a NIC of its
+//! own when its first program comes, since devices, routes and firewall are each namespace's own.
+
+use crate::start::{SLOTS, beside_settings};
+use anyhow::{Context, Result, bail};
+use baton_client::protocol::{Answer, Ask, Reply, Request};
+use baton_keeper::Devices;
+use baton_kernel::control::{Channel, Listener};
+use baton_kernel::events::{Poller, Trigger};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::{process, socket};
+use clap::Args;
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+pub const EXAMPLES: &str = "Examples:
+  baton up &
+  baton run -- nginx -g 'daemon off;'
+  docker run -v /run/baton:/run/baton … baton run -- ./server
+
+Programs find it by themselves at /run/baton/agent.sock, those in containers too if that directory is theirs. The agent of a network
+namespace listens beside it as well, at that path with the namespace's number behind it (for `baton ls --socket`). It needs root, and
+ends with Ctrl-C or SIGTERM: every connection is then in the kernel.";
+
+/// Namespaces that are served at a time.
+const MOST: usize = 64;
+
+/// How often is looked whether a namespace is still used. It goes when nobody has used it at two looks.
+const LOOK: Duration = Duration::from_secs(10);
+
+const LISTENER: u64 = 0;
+const SIGNALS: u64 = 1;
+
+#[derive(Args)]
+pub struct UpArguments {
+    /// Where programs find it.
+    #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
+    socket: PathBuf,
+    /// Microseconds that a NIC polls without work before it sleeps.
+    #[arg(long, default_value_t = 100)]
+    spin: u64,
+}
+
+/// A namespace's Baton.
+struct Served {
+    keeper: Child,
+    /// It ends when this is closed.
+    parent: Channel,
+    agent: Channel,
+    socket: PathBuf,
+    tag: u32,
+    unused: u32,
+}
+
+impl Served {
+    /// Starts one in the calling thread's namespace.
+    fn start(socket: &Path, spin: u64) -> Result<Served> {
+        let devices = Devices::beside(SLOTS)?;
+        let settings = beside_settings(socket.to_owned(), false, spin)?;
+        let (keeper, parent) = baton_keeper::launch(Command::new(std::env::current_exe()?), &settings, &devices, None)?;
+        let agent = Channel::connect(socket).context("the agent that was just started")?;
+        Ok(Served { keeper, parent, agent, socket: socket.to_owned(), tag: 0, unused: 0 })
+    }
+
+    fn ask(&mut self, body: &Ask, channel: Option<&Channel>) -> Result<Reply> {
+        self.tag += 1;
+        let descriptors: Vec<_> = channel.iter().map(|channel| channel.as_fd()).collect();
+        self.agent.send(&Request { tag: self.tag, body: body.clone() }, &descriptors)?;
+        loop {
+            let answer = self.agent.receive::<Answer>()?.0;
+            match answer.body {
+                // The question died with the agent.
+                Reply::Restarted { .. } => self.agent.send(&Request { tag: self.tag, body: body.clone() }, &descriptors)?,
+                body if answer.tag == self.tag => return Ok(body),
+                _ => {}
+            }
+        }
+    }
+
+    fn admit(&mut self, client: &Channel) -> Result<()> {
+        self.unused = 0;
+        match self.ask(&Ask::Admit, Some(client))? {
+            Reply::Done => Ok(()),
+            Reply::Failed { reason } => bail!(reason),
+            other => bail!("the agent's answer makes no sense: {other:?}"),
+        }
+    }
+
+    /// Whether nobody has used it for a while.
+    fn is_idle(&mut self) -> bool {
+        let used = matches!(self.ask(&Ask::Statistics, None), Ok(Reply::Statistics(of)) if of.sessions > 1);
+        self.unused = if used { 0 } else { self.unused + 1 };
+        self.unused > 1
+    }
+
+    fn end(mut self) {
+        drop(self.parent);
+        let _ = self.keeper.wait();
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+struct Up<'a> {
+    arguments: &'a UpArguments,
+    /// By the namespace's number.
+    served: BTreeMap<u64, Served>,
+    own: u64,
+}
+
+/// Serves until a signal asks for the end.
+pub fn up(arguments: &UpArguments) -> Result<()> {
+    let path = &arguments.socket;
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
+    }
+    let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
+    let signals = process::hear_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+    let own = socket::namespace(listener.as_fd())?;
+    let mut up = Up { arguments, served: BTreeMap::new(), own };
+    up.served.insert(own, Served::start(&up.socket_of(own), arguments.spin).context("starting a Baton")?);
+    eprintln!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
+    let poller = Poller::new()?;
+    poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
+    poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
+    let mut tokens = Vec::new();
+    loop {
+        let look = (up.served.len() > 1).then_some(LOOK);
+        poller.wait(look, &mut tokens)?;
+        if tokens.contains(&SIGNALS) {
+            break;
+        }
+        if tokens.drain(..).count() == 0 {
+            up.end_what_is_idle();
+            continue;
+        }
+        let client = listener.accept()?;
+        if let Err(error) = up.admit(&client) {
+            // It finds its connection closed.
+            eprintln!("baton up: a client cannot be served: {error:#}");
+        }
+    }
+    drop(listener);
+    std::mem::take(&mut up.served).into_values().for_each(Served::end);
+    Ok(())
+}
+
+impl Up<'_> {
+    fn socket_of(&self, namespace: u64) -> PathBuf {
+        let mut path = self.arguments.socket.clone().into_os_string();
+        path.push(format!(".{namespace}"));
+        path.into()
+    }
+
+    fn admit(&mut self, client: &Channel) -> Result<()> {
+        let namespace = socket::namespace(client.as_fd())?;
+        if !self.served.contains_key(&namespace) {
+            if self.served.len() >= MOST {
+                self.end_what_is_idle();
+            }
+            if self.served.len() >= MOST {
+                bail!("{MOST} network namespaces are served already");
+            }
+            let served =
+                self.serve(client.peer_process()?, namespace).context("starting a Baton for another network namespace")?;
+            self.served.insert(namespace, served);
+        }
+        let Some(served) = self.served.get_mut(&namespace) else { return Ok(()) };
+        served.admit(client)
+    }
+
+    /// Starts a Baton in the namespace of a process.
+    fn serve(&self, process: u32, namespace: u64) -> Result<Served> {
+        let (socket, spin) = (self.socket_of(namespace), self.arguments.spin);
+        let started = Namespace::of_process(process)?.run(|| {
+            // The process may have ended, and its number be another's.
+            if socket::namespace(socket::stream(false, 0)?.as_fd())? != namespace {
+                return Err(io::Error::other("the client is gone"));
+            }
+            Ok(Served::start(&socket, spin))
+        });
+        started?
+    }
+
+    fn end_what_is_idle(&mut self) {
+        let own = self.own;
+        let idle = self.served.iter_mut().filter_map(|(at, of)| (*at != own && of.is_idle()).then_some(*at));
+        let idle: Vec<u64> = idle.collect();
+        for namespace in idle {
+            if let Some(served) = self.served.remove(&namespace) {
+                served.end();
+            }
+        }
+    }
+}
