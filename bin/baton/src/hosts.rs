@@ -1,9 +1,11 @@
 //! `baton hosts`: two hosts and a Baton, for a program of the user's.
 
 use anyhow::{Context, Result};
+use baton_kernel::process;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use clap::Args;
 use std::io::IsTerminal;
+use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 #[derive(Args)]
@@ -43,16 +45,19 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
         let mut command = Command::new("/bin/sh");
         command.arg("-c").arg(text);
         environment(&mut command);
-        baton_kernel::process::inherit(&mut command, &[], true);
+        process::inherit(&mut command, &[], true);
+        command.process_group(0);
         peer = Some(bed.host_b.spawn(&mut command).context("starting the peer's command")?);
     }
     let mut program = Command::new(&command[0]);
     program.args(&command[1..]);
     environment(&mut program);
     let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
+    // Ctrl-C is the program's: what ends here is ended after it.
+    let _signals = process::hear_signals(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;
     if let Some(mut peer) = peer {
-        let _ = peer.kill();
+        let _ = process::signal_group(peer.id(), libc::SIGKILL);
         let _ = peer.wait();
     }
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))

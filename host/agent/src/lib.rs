@@ -12,7 +12,6 @@ mod flips;
 mod forth;
 mod ground;
 mod group;
-mod heap;
 mod journal;
 mod kept;
 mod nic;

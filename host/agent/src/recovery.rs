@@ -12,7 +12,7 @@ use crate::step::{Chaos, Step};
 use baton_abi::layout::{Owner, block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
 use baton_backends::{Kernel, VnetDevice};
-use baton_datapath::LastWords;
+use baton_datapath::{LastWords, gather, posts_of};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_image::{Image, State};
 use baton_kernel::events::monotonic_micros;
@@ -191,6 +191,9 @@ fn recover_one(
     let base = layout::slot(on_nic.cid.slot());
     let record = read_record(nic_memory, base);
     let image = record.as_ref().map_or(Some(on_nic.image), |record| image_at_death(&on_nic, record, connection));
+    if let (Some(record), Some(circle)) = (&record, session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1)) {
+        gather(&posts_of(nic_memory, base), &session.memory, &circle, record.rcv_read);
+    }
     let result = match image {
         Some(image) => {
             let ranges = record.map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();

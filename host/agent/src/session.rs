@@ -1,8 +1,8 @@
 //! A program's session as the agent holds it.
 
 use crate::connection::{Connection, Memory};
-use crate::heap::Heap;
 use baton_abi::layout::session as at;
+use baton_client::heap::Heap;
 use baton_client::protocol::Opening;
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
@@ -45,7 +45,7 @@ impl OpenSession {
 
     /// Memory that a session has already.
     pub fn with_memory(memory: Arc<Region>, bell: Doorbell) -> OpenSession {
-        OpenSession { heap: Heap::new(at::HEAP, memory.len()), memory, bell, ended: Vec::new() }
+        OpenSession { heap: Heap::new(at::HEAP, at::heap_end(memory.len())), memory, bell, ended: Vec::new() }
     }
 
     /// Tells the program that something has moved.

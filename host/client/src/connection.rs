@@ -4,8 +4,9 @@ use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
 use baton_kernel::events;
 use baton_ring::{MovableCircle, MovableWords, Region, Token};
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -36,6 +37,8 @@ pub struct Connection {
     /// Behind the last queued byte, and behind the last one that there is room for: a send memory behind what is acknowledged.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
+    /// Answers to posted buffers that nobody has looked at: the first sequence number that the NIC puts into each.
+    pub(crate) posted: Mutex<VecDeque<u32>>,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
     /// It is shut, or it has ended: nothing can be sent.
@@ -118,6 +121,7 @@ impl Connection {
             received: zero(),
             queued: zero(),
             room_ends: zero(),
+            posted: Mutex::default(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
@@ -262,6 +266,7 @@ impl Connection {
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
+        self.posted.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.fin.store(flags & 1 != 0, RELAXED);
         self.set_shut(flags & 2 != 0);
         self.moves.store(moves, Ordering::Release);
@@ -314,6 +319,11 @@ impl Connection {
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
         }
+    }
+
+    /// First unread sequence number.
+    pub(crate) fn read_seq(&self) -> u32 {
+        self.read.load(RELAXED)
     }
 
     /// The program has read up to here.

@@ -5,12 +5,15 @@
 //! Below it is [`Shared`], for any number of threads, which leaves the kernel's part of every operation to its caller.
 #![forbid(unsafe_code)]
 
+mod buffer;
 mod connection;
+pub mod heap;
 pub mod protocol;
 pub mod rules;
 mod session;
 mod shared;
 
+pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use session::{ConnectionId, Session};
 pub use shared::{Listener, Shared};

@@ -1,5 +1,6 @@
 //! A session that belongs to one thread.
 
+use crate::buffer::{Buffer, Filled, Posts, Store};
 use crate::connection::Connection;
 use crate::protocol::{Opening, Place};
 use crate::shared::{Listener, Shared};
@@ -28,6 +29,8 @@ struct Adopted {
     connection: Arc<Connection>,
     /// It is in the list of connections to look at.
     ready: bool,
+    /// Buffers for what comes next.
+    posts: Posts,
 }
 
 /// A program's session with the agent. It belongs to one thread.
@@ -39,6 +42,15 @@ pub struct Session {
     connections: Vec<Option<Adopted>>,
     ready: Vec<ConnectionId>,
     tokens: Vec<u64>,
+    store: Store,
+}
+
+/// What cannot be done just now is done later.
+fn later(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+        other => other,
+    }
 }
 
 fn would_block() -> io::Error {
@@ -57,7 +69,8 @@ impl Session {
         let shared = Shared::connect(path, Opening::alone(), listener)?;
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
-        Ok(Session { shared, heard, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new() })
+        let store = Store::new(shared.memory().clone());
+        Ok(Session { shared, heard, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
     }
 
     /// The session's number, as tools show it.
@@ -76,7 +89,7 @@ impl Session {
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);
         }
-        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false });
+        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false, posts: Posts::default() });
         self.mark_ready(id);
         Ok(id)
     }
@@ -150,12 +163,59 @@ impl Session {
         if entered.owner == Owner::Nic { self.shared.send(connection, ME, bytes) } else { socket::send(fd.as_fd(), bytes) }
     }
 
+    /// A buffer for [`Session::post`], in memory that the NIC can reach.
+    ///
+    /// # Errors
+    /// `InvalidInput` for no bytes or more than 2²⁸, `OutOfMemory` if the session has no room left for buffers: [`Session::receive`] needs
+    /// none.
+    pub fn buffer(&self, length: usize) -> io::Result<Buffer> {
+        self.store.buffer(length)
+    }
+
+    /// Posts a buffer: the next bytes that are received, behind those for buffers that were posted before, go there. While the connection is
+    /// on the NIC it puts them there itself (`nic_post` of the handoff paper), with no copy by this program; where it cannot, they are
+    /// copied. [`Session::take_posted`] gives the buffer back; until then [`Session::receive`] must not be used on the connection.
+    ///
+    /// # Errors
+    /// If there is no such connection, or the agent or the ring cannot be reached just now: see there. The buffer is kept all the same.
+    pub fn post(&mut self, id: ConnectionId, buffer: Buffer) -> io::Result<()> {
+        let Adopted { connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
+        posts.add(buffer);
+        match self.shared.enter(connection, ME) {
+            Some(entered) if entered.owner == Owner::Nic => later(posts.tell(&self.shared, connection, ME)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The first buffer that was posted, once it is full or the stream has ended.
+    ///
+    /// # Errors
+    /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else what the connection
+    /// ended with.
+    pub fn take_posted(&mut self, id: ConnectionId) -> io::Result<Filled> {
+        let Adopted { fd, connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
+        let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
+        if entered.owner == Owner::Nic {
+            posts.advance(&self.shared, connection, ME)
+        } else {
+            posts.advance_in_kernel(|out| socket::receive(fd.as_fd(), out))
+        }
+    }
+
+    fn adopted_mut(connections: &mut [Option<Adopted>], id: ConnectionId) -> io::Result<&mut Adopted> {
+        connections.get_mut(id as usize).and_then(Option::as_mut).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
     /// Receives bytes; 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if nothing waits or the connection is being moved, else what the connection ended with.
+    /// `WouldBlock` if nothing waits or the connection is being moved, `InvalidInput` while buffers are posted, else what the connection
+    /// ended with.
     pub fn receive(&mut self, id: ConnectionId, out: &mut [u8]) -> io::Result<usize> {
-        let Adopted { fd, connection, .. } = self.adopted(id)?;
+        let Adopted { fd, connection, posts, .. } = self.adopted(id)?;
+        if !posts.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "buffers are posted: what is received goes there"));
+        }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic { self.shared.receive(connection, ME, out) } else { socket::receive(fd.as_fd(), out) }
     }

@@ -544,6 +544,33 @@ impl Shared {
         }
     }
 
+    /// `nic_post`: the bytes that follow those that buffers were posted for, or the first unread ones, go to this place in session memory.
+    /// The connection must be entered, and the NIC's.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub(crate) fn post(&self, connection: &Connection, token: Token, address: u32, length: u32) -> io::Result<()> {
+        self.tell_all(connection, token)?;
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands
+            .push(Message::new(Operation::NicPost, connection.name(), address, length).to_words())
+            .map_err(|_| would_block())?;
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// The NIC hears how far the program has read, however little that is.
+    pub(crate) fn tell_all(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let read = connection.read.load(RELAXED);
+        if read == connection.told_read.load(RELAXED) { Ok(()) } else { self.tell_read(connection, token, read) }
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<Region> {
+        &self.memory
+    }
+
     /// Shuts the sending side down. The connection must be entered, and the NIC's.
     ///
     /// # Errors
@@ -650,6 +677,9 @@ impl Shared {
             Operation::OsRecv => add(&connection.received),
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
+                Some(Control::Posted) => {
+                    connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
+                }
                 Some(Control::Fin) => connection.fin.store(true, RELAXED),
                 Some(Control::Closed) => connection.set_ended(message.address),
                 _ => return None,

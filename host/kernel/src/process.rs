@@ -181,6 +181,15 @@ pub fn signal(process: u32, signal: i32) -> io::Result<()> {
     check(unsafe { libc::kill(process as i32, signal) }).map(|_| ())
 }
 
+/// Sends a signal to a group of processes whose leader we started.
+///
+/// # Errors
+/// The system's.
+pub fn signal_group(leader: u32, signal: i32) -> io::Result<()> {
+    // SAFETY: no pointers are involved.
+    check(unsafe { libc::kill(-(leader as i32), signal) }).map(|_| ())
+}
+
 /// Lets the calling thread's sleeps end when they should, instead of up to 50 µs later.
 pub fn sleep_exactly() {
     // SAFETY: no pointers are involved.

@@ -59,6 +59,10 @@ pub mod slot {
     pub const NEXT_NAME: usize = PARAMETERS + 24;
     /// The encoded flow: local address, remote address, local port, remote port (36 bytes, ports little-endian).
     pub const FLOW: usize = 256;
+    /// The buffers that the program has posted, for whoever finds the NIC dead: 16 bytes each (sequence number, address, length, 0).
+    pub const POSTS: usize = 384;
+    /// Bytes of that table.
+    pub const POSTS_BYTES: usize = 16 * super::POSTS;
     /// The image.
     pub const IMAGE: usize = 512;
     /// The agent's journal of a move: phase, length, entry.
@@ -75,6 +79,9 @@ pub mod slot {
 
 /// (Address, length) pairs that a connection's send queue holds; a power of two.
 pub const PAIRS: usize = 16;
+
+/// Buffers that a program may have posted on one connection at a time.
+pub const POSTS: usize = 4;
 
 /// Session memory.
 pub mod session {
@@ -100,6 +107,11 @@ pub mod session {
     pub const MAX_CONNECTIONS: usize = 16384;
     /// The heap.
     pub const HEAP: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
+
+    /// Where the heap ends that connections have their memory in. The rest of session memory is for buffers of the program's own.
+    pub const fn heap_end(bytes: usize) -> usize {
+        (bytes - bytes / 4) & !4095
+    }
 
     /// Offset of a connection block.
     pub const fn block(connection: u32) -> usize {

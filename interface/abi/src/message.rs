@@ -106,6 +106,9 @@ pub enum Control {
     Fin = 34,
     /// To the host: the connection has ended; the address field has the error number, 0 for none.
     Closed = 35,
+    /// A posted buffer was taken note of. Address field: the sequence number of the first byte that goes into it; those before it stay
+    /// in receive memory.
+    Posted = 36,
 }
 
 impl Control {
@@ -129,6 +132,7 @@ impl Control {
             Refused,
             Fin,
             Closed,
+            Posted,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)

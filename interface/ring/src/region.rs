@@ -2,7 +2,7 @@
 
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -137,6 +137,13 @@ impl Region {
         Ok(())
     }
 
+    /// `length` bytes at `at`, which others may write at any time. None if they lie outside.
+    pub fn bytes(&self, at: usize, length: usize) -> Option<&[AtomicU8]> {
+        let base = self.span(at, length)?;
+        // SAFETY: inside the mapping, and atomics may be shared with anyone.
+        Some(unsafe { core::slice::from_raw_parts(base.as_ptr().cast(), length) })
+    }
+
     /// `count` atomic words of 8 bytes at `at`.
     ///
     /// # Panics
@@ -209,6 +216,11 @@ pub struct Circle {
 unsafe impl Send for Circle {}
 
 impl Circle {
+    /// Bytes that it has.
+    pub fn length(&self) -> u32 {
+        self.mask.wrapping_add(1)
+    }
+
     /// Where the byte of a sequence number lies in the region.
     #[inline]
     pub fn offset_of(&self, seq: u32) -> u32 {

@@ -194,6 +194,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::WrongState);
         }
         let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
+        offloaded.receive.gather(offloaded.tcp.rcv_read());
         slot.custody = Custody::Leaving(offloaded);
         Ok(0)
     }

@@ -12,6 +12,7 @@ mod custody;
 mod icmp;
 mod lookup;
 mod offloaded;
+mod posted;
 mod program;
 mod replay;
 mod transmit;
@@ -19,5 +20,6 @@ mod wheel;
 mod worker;
 
 pub use custody::Refusal;
+pub use posted::{Post, gather, posts_of};
 pub use replay::LastWords;
 pub use worker::{Settings, Worker};

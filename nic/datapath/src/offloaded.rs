@@ -1,9 +1,10 @@
 //! A connection on the NIC: its TCP, its memory, its record.
 
+use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
 use baton_image::Image;
-use baton_ring::{Circle, Region, WordArray};
+use baton_ring::{Region, WordArray};
 use baton_tcp::{Connection, Instant};
 use baton_wire::frame::Template;
 use core::sync::atomic::Ordering;
@@ -29,12 +30,15 @@ pub(crate) struct Pending {
     pub fin: bool,
     pub closed: bool,
     pub error: u32,
+    /// Answers to posts, in order.
+    pub posted: [u32; layout::POSTS],
+    pub answers: u8,
 }
 
 impl Pending {
     #[inline(always)]
     pub fn ended(&self) -> bool {
-        self.fin | self.closed
+        self.fin | self.closed | (self.answers > 0)
     }
 
     #[inline(always)]
@@ -53,7 +57,7 @@ pub(crate) struct Offloaded {
     pub image: Image,
     pub session: u32,
     pub session_memory: Arc<Region>,
-    pub receive: Circle,
+    pub receive: Receive,
     pub pending: Pending,
     pub ident: u16,
     pairs: [Pair; layout::PAIRS],
@@ -102,13 +106,13 @@ impl Offloaded {
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
-            session_memory,
-            receive,
+            receive: Receive::new(receive, session_memory.clone(), nic_memory.clone(), layout::nic::slot(slot)),
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
+            session_memory,
             nic_memory,
             slot_offset: layout::nic::slot(slot),
             ranges_table: 0,
@@ -186,6 +190,18 @@ impl Offloaded {
             }
             index = index.wrapping_add(1);
         }
+        true
+    }
+
+    /// `nic_post`: a buffer for the bytes that follow. False if more answers wait than buffers can be posted.
+    pub fn post(&mut self, address: u32, length: u32) -> bool {
+        let waiting = usize::from(self.pending.answers);
+        if waiting == layout::POSTS {
+            return false;
+        }
+        let free = self.tcp.out_of_order().last().map_or(self.tcp.rcv_nxt(), |(_, right)| *right);
+        self.pending.posted[waiting] = self.receive.post(address, length, self.tcp.rcv_read(), free);
+        self.pending.answers += 1;
         true
     }
 

@@ -80,7 +80,16 @@ impl<H: Device, W: Device> Worker<H, W> {
                     room
                 }
             }
-            Operation::NicRecvd => offloaded.tcp.consumed(message.length),
+            Operation::NicRecvd => {
+                let understood = offloaded.tcp.consumed(message.length);
+                offloaded.receive.forget_before(offloaded.tcp.rcv_read());
+                understood
+            }
+            Operation::NicPost => {
+                let (address, length) = (message.address as usize, message.length as usize);
+                let inside = address >= session::HEAP && length > 0 && length <= 1 << 30 && address + length <= memory;
+                inside && offloaded.post(message.address, message.length)
+            }
             Operation::NicControl => match control(offloaded, message, now) {
                 Some(happened) => {
                     events |= happened;
@@ -147,6 +156,11 @@ fn tell_end(
     cid: baton_abi::Cid,
     pending: &mut Pending,
 ) -> Result<(), Full> {
+    while pending.answers > 0 {
+        events.push(Message::control(Operation::OsControl, Control::Posted, cid, pending.posted[0], 0).to_words())?;
+        pending.posted.rotate_left(1);
+        pending.answers -= 1;
+    }
     if pending.fin {
         events.push(Message::control(Operation::OsControl, Control::Fin, cid, 0, 0).to_words())?;
         pending.fin = false;

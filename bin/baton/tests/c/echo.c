@@ -1,6 +1,7 @@
 /* Accepts one connection, echoes what comes until the peer closes, and moves the
  * connection to the NIC or back after every kilobyte. argv: agent's socket.
- * The listener is descriptor 3. Prints how often the connection moved. */
+ * The listener is descriptor 3. Prints how often the connection moved. With a second
+ * argument it receives into posted buffers, and prints how many bytes the NIC put there. */
 #define _GNU_SOURCE
 #include <baton.h>
 #include <errno.h>
@@ -12,6 +13,28 @@
 
 #define CHECK(call) do { if ((call) < 0) { fprintf(stderr, "%s: %s (%s)\n", #call, baton_error(), strerror(errno)); return 1; } } while (0)
 
+static int posts;
+static size_t by_nic;
+
+/* Like baton_receive(), by way of buffers of which four are posted at any time. */
+static ssize_t receive(baton_session *s, int c, char *bytes, size_t length)
+{
+    static int posted;
+    size_t got, placed;
+    if (!posts) return baton_receive(s, c, bytes, length);
+    for (; posted < 4; posted++) {
+        baton_buffer *buffer = baton_buffer_new(s, 700);
+        if (buffer == NULL || baton_post(s, c, buffer) < 0) return -1;
+    }
+    baton_buffer *buffer = baton_take_posted(s, c, &got, &placed);
+    if (buffer == NULL) return -1;
+    posted--;
+    memcpy(bytes, baton_buffer_bytes(buffer), got);
+    baton_buffer_free(buffer);
+    by_nic += placed;
+    return got;
+}
+
 static int echo(baton_session *s, int c)
 {
     static char bytes[65536];
@@ -20,7 +43,7 @@ static int echo(baton_session *s, int c)
     while (!ended || done < held) {
         ssize_t n;
         if (done == held && !ended) {
-            n = baton_receive(s, c, bytes, sizeof bytes);
+            n = receive(s, c, bytes, sizeof bytes);
             if (n > 0) { held = n; done = 0; since += n; }
             else if (n == 0) ended = 1;
             else if (errno != EAGAIN) CHECK(n);
@@ -44,12 +67,13 @@ static int echo(baton_session *s, int c)
     if (value != 1) return fprintf(stderr, "TCP_NODELAY is %d\n", value), 1;
     CHECK(baton_shutdown(s, c));
     CHECK(baton_close(s, c));
-    printf("%zu\n", moves);
+    printf("%zu %zu\n", moves, by_nic);
     return 0;
 }
 
 int main(int argc, char **argv)
 {
+    posts = argc > 2;
     if (baton_open("/nowhere/agent.sock") != NULL || strstr(baton_error(), "no agent at") == NULL) {
         fprintf(stderr, "an agent that is not there was found: %s\n", baton_error());
         return 1;

@@ -59,6 +59,26 @@ int baton_place(baton_session *session, int connection);
 ssize_t baton_send(baton_session *session, int connection, const void *bytes, size_t length);
 ssize_t baton_receive(baton_session *session, int connection, void *bytes, size_t length);
 
+/* Receiving without a copy by the program: buffers in memory that the NIC can
+ * reach. The bytes received next go into the posted buffers, in order; while the
+ * connection is on the NIC it puts them there itself, else they are copied. Until
+ * a buffer is taken back it must not be touched or freed, and baton_receive()
+ * fails with EINVAL.
+ *
+ * baton_buffer_new() returns NULL with ENOMEM if the session has no room left:
+ * baton_receive() needs none. baton_post() takes the buffer over, whether it
+ * fails or not. baton_take_posted() gives back the first posted buffer once it is
+ * full (NULL with EAGAIN until then); *LENGTH is how many bytes came into it, less
+ * than it has only at the end of the stream, *PLACED (unless PLACED is NULL) how
+ * many of them the NIC has put there itself. Buffers are freed before their
+ * session ends. */
+typedef struct baton_buffer baton_buffer;
+baton_buffer *baton_buffer_new(baton_session *session, size_t length);
+const void *baton_buffer_bytes(const baton_buffer *buffer);
+void baton_buffer_free(baton_buffer *buffer);
+int baton_post(baton_session *session, int connection, baton_buffer *buffer);
+baton_buffer *baton_take_posted(baton_session *session, int connection, size_t *length, size_t *placed);
+
 /* Like shutdown(2) with SHUT_WR. */
 int baton_shutdown(baton_session *session, int connection);
 

@@ -5,7 +5,7 @@
 //! at a time, and buffers of the lengths named.
 
 use baton_client::protocol::Place;
-use baton_client::{Session, agent_socket};
+use baton_client::{Buffer, Session, agent_socket};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::io;
@@ -29,6 +29,7 @@ fn fail(error: &io::Error) -> c_int {
         io::ErrorKind::WouldBlock => libc::EAGAIN,
         io::ErrorKind::NotFound => libc::EBADF,
         io::ErrorKind::InvalidInput => libc::EINVAL,
+        io::ErrorKind::OutOfMemory => libc::ENOMEM,
         io::ErrorKind::InvalidData => libc::EPROTO,
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => libc::ECONNRESET,
         _ => libc::EOPNOTSUPP,
@@ -170,6 +171,88 @@ pub unsafe extern "C" fn baton_receive(pointer: *mut CSession, connection: c_int
         (session(pointer), bytes)
     };
     count(session.and_then(|s| s.session.receive(connection as u32, bytes)))
+}
+
+fn boxed<T>(result: io::Result<T>) -> *mut T {
+    match result {
+        Ok(value) => Box::into_raw(Box::new(value)),
+        Err(error) => {
+            fail(&error);
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_buffer_new(pointer: *mut CSession, length: usize) -> *mut Buffer {
+    // SAFETY: the caller's promise.
+    boxed(unsafe { session(pointer) }.and_then(|s| s.session.buffer(length)))
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// `buffer` must be null or a buffer of the caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_buffer_bytes(buffer: *const Buffer) -> *const c_void {
+    // SAFETY: the caller's promise.
+    unsafe { buffer.as_ref() }.map_or(std::ptr::null(), |buffer| buffer.bytes().as_ptr().cast())
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// `buffer` must be null or a buffer of the caller's, who gives it up.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_buffer_free(buffer: *mut Buffer) {
+    if !buffer.is_null() {
+        // SAFETY: it came from `boxed`, and the caller gives it up.
+        drop(unsafe { Box::from_raw(buffer) });
+    }
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `buffer` must be null or a buffer of the caller's, who gives it up.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_post(pointer: *mut CSession, connection: c_int, buffer: *mut Buffer) -> c_int {
+    if buffer.is_null() {
+        return fail(&io::Error::from_raw_os_error(libc::EFAULT));
+    }
+    // SAFETY: the caller's promises; the buffer came from `boxed`.
+    let (session, buffer) = unsafe { (session(pointer), Box::from_raw(buffer)) };
+    answer(session.and_then(|s| s.session.post(connection as u32, *buffer)), |()| 0)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `length` must point at a number, `placed` too or be null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_take_posted(
+    pointer: *mut CSession,
+    connection: c_int,
+    length: *mut usize,
+    placed: *mut usize,
+) -> *mut Buffer {
+    // SAFETY: the caller's promises.
+    let (session, length, placed) = unsafe { (session(pointer), length.as_mut(), placed.as_mut()) };
+    let Some(length) = length else {
+        fail(&io::Error::from_raw_os_error(libc::EFAULT));
+        return std::ptr::null_mut();
+    };
+    boxed(session.and_then(|s| s.session.take_posted(connection as u32)).map(|filled| {
+        *length = filled.length;
+        if let Some(placed) = placed {
+            *placed = filled.placed;
+        }
+        filled.buffer
+    }))
 }
 
 /// See `baton.h`.

@@ -1,4 +1,4 @@
-//! Send and receive memory in a session: blocks of powers of two.
+//! Memory in a session: blocks of powers of two.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ const MIN_ORDER: u32 = 12;
 
 /// A buddy allocator over offsets.
 #[derive(Debug)]
-pub(crate) struct Heap {
+pub struct Heap {
     start: u64,
     /// Free blocks by order.
     free: BTreeMap<u32, Vec<u64>>,
