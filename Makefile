@@ -17,6 +17,7 @@ dependencies:
 test: build lint
 	$(CARGO) test --release --locked --workspace
 	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
+	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl"
 	$(BATON) soak --connections 64 --moves 2000 --json
 	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
 	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
@@ -39,6 +40,7 @@ soak: build
 # Whole programs, as far as they are installed here, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
 	tests/programs/programs.py
+	tests/programs/leaks.py
 
 suites: build
 	tests/programs/suites.py
