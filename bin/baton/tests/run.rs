@@ -43,6 +43,17 @@ fn programs_that_talk_to_themselves_do_not_notice() {
     }
 }
 
+/// What is sent in one call leaves as one, be it in pieces, or around the end of the send memory: nothing waits for an acknowledgement that
+/// the peer's kernel delays by 40 ms.
+#[test]
+fn what_is_sent_at_once_leaves_at_once() {
+    let scratch = Scratch::new("rounds");
+    let ran = baton_run(&scratch, &["--rule", "accepted", "--", "python3", &script("rounds.py")]);
+    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    let ninetieth: u64 = text(&ran.stdout).trim().parse().expect("microseconds");
+    assert!(ninetieth < 20_000, "a tenth of the rounds took {ninetieth} µs and more");
+}
+
 /// Process number, exit status, signals and standard streams are the program's own.
 #[test]
 fn the_program_is_itself() {

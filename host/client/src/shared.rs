@@ -5,7 +5,7 @@ use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
-use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
+use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_ring::{
@@ -18,9 +18,6 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 const RELAXED: Ordering = Ordering::Relaxed;
-
-/// Pieces of one send at most: the send memory's end may lie inside.
-const PIECES: u64 = 2;
 
 /// A session with the agent.
 #[derive(Debug)]
@@ -315,45 +312,66 @@ impl Shared {
     ///
     /// # Errors
     /// `WouldBlock` if there is no room, else what the connection ended with.
-    #[inline(always)]
+    #[inline]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
+        self.send_pieces(connection, token, bytes.len(), std::iter::once(bytes))
+    }
+
+    /// As [`Shared::send`], of `total` bytes in pieces, which leave as if they were one.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn send_pieces<'a>(
+        &self,
+        connection: &Connection,
+        token: Token,
+        total: usize,
+        pieces: impl Iterator<Item = &'a [u8]>,
+    ) -> io::Result<usize> {
         if connection.stopped.load(RELAXED) {
             return Err(self.send_error(connection));
         }
-        if bytes.is_empty() {
-            return Ok(0);
-        }
-        let mut length = bytes.len().min(connection.room() as usize);
-        if length < bytes.len() {
+        let mut length = total.min(connection.room() as usize);
+        if length < total {
             self.catch_up(token);
-            length = bytes.len().min(connection.room() as usize);
+            length = total.min(connection.room() as usize);
             if length == 0 {
                 return Err(would_block());
             }
         }
+        if length == 0 {
+            return Ok(0);
+        }
         let memory = &connection.send_memory;
         let queued = connection.queued.load(RELAXED);
-        let before_end = memory.length() - (queued & (memory.length() - 1));
-        let (first, second) = bytes[..length].split_at(length.min(before_end as usize));
+        let mut left = length;
+        for piece in pieces {
+            let piece = &piece[..piece.len().min(left)];
+            memory.write(queued.wrapping_add((length - left) as u32), piece);
+            left -= piece.len();
+        }
+        let (length, end) = (length as u32, queued.wrapping_add(length as u32));
+        let first = length.min(memory.length() - (queued & (memory.length() - 1)));
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
-        if !commands.has_room(PIECES) {
+        if !commands.has_room(2) {
             return Err(would_block());
         }
-        let mut put = |seq: u32, piece: &[u8]| {
-            if let Some(address) = memory.write_straight(seq, piece) {
-                let message = Message::new(Operation::NicSend, connection.name(), address, piece.len() as u32);
-                let _ = commands.push(message.to_words());
-            }
+        let mut push = |seq: u32, length: u32, more: u16| {
+            let message = Message::new(Operation::NicSend, connection.name(), memory.offset_of(seq), length);
+            let _ = commands.push(Message { kind: more, ..message }.to_words());
         };
-        put(queued, first);
-        if !second.is_empty() {
-            put(queued.wrapping_add(first.len() as u32), second);
+        if first < length {
+            // Around the memory's end: the NIC hears of two pieces, but sends them as one.
+            push(queued, first, MORE);
+            push(queued.wrapping_add(first), length - first, 0);
+        } else {
+            push(queued, length, 0);
         }
-        connection.note_queued(connection.inside(), queued.wrapping_add(length as u32));
+        connection.note_queued(connection.inside(), end);
         commands.publish();
         drop(commands);
         self.ring_nic();
-        Ok(length)
+        Ok(length as usize)
     }
 
     /// [`Shared::enter`], [`Shared::send`] and leaving, in the plainest case: the NIC has the connection, nobody is in the way, and all

@@ -230,26 +230,10 @@ unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c
     if entered.owner != Owner::Nic {
         return native();
     }
-    if behind(message, done).next().is_none() {
-        // Nothing is to be sent: whether anything could be is all that is told.
-        return attempt(session.shared.send(connection, token(), &[]));
-    }
-    let mut sent = 0;
-    for vector in behind(message, done) {
-        // SAFETY: the caller's promise.
-        let piece = unsafe { bytes(vector.iov_base, vector.iov_len) };
-        match session.shared.send(connection, token(), piece) {
-            Ok(count) => {
-                sent += count;
-                if count < piece.len() {
-                    break;
-                }
-            }
-            Err(error) if sent == 0 => return Attempt::Failed(thread::number(&error)),
-            Err(_) => break,
-        }
-    }
-    Attempt::Done(sent)
+    let left: usize = behind(message, done).map(|vector| vector.iov_len).sum();
+    // SAFETY: the caller's promise.
+    let pieces = behind(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
+    attempt(session.shared.send_pieces(connection, token(), left, pieces))
 }
 
 /// recv(2) into one buffer, in the plainest case: the connection is on the NIC, and something is there. None, and nothing has been

@@ -139,12 +139,15 @@ impl Control {
     }
 }
 
+/// Of `nic_send`: the rest of what the program sends at once follows in the next message, and nothing has to leave before.
+pub const MORE: u16 = 1;
+
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message {
     /// What it asks or tells.
     pub operation: Operation,
-    /// For control messages the [`Control`] number, else 0.
+    /// For control messages the [`Control`] number, for `nic_send` 0 or [`MORE`], else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,

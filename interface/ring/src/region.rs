@@ -335,6 +335,12 @@ impl MovableCircle {
         self.place().1.wrapping_add(1)
     }
 
+    /// Where the byte of a sequence number lies in the region.
+    pub fn offset_of(&self, seq: u32) -> u32 {
+        let (at, mask) = self.place();
+        at + (seq & mask)
+    }
+
     /// Puts bytes that do not go around at their places, and says where that is in the region. None, and nothing is done, if they do.
     #[inline(always)]
     pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {

@@ -5,7 +5,7 @@ use crate::custody::Custody;
 use crate::offloaded::Pending;
 use crate::worker::{Session, Worker};
 use baton_abi::layout::{Counter, session};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Control, MORE, Message, Operation};
 use baton_device::Device;
 use baton_ring::Full;
 use baton_tcp::{Events, Instant};
@@ -100,7 +100,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             _ => false,
         };
         offloaded.note_events(events);
-        self.output.send_all(offloaded, &self.counters, now);
+        if message.operation != Operation::NicSend || message.kind & MORE == 0 {
+            self.output.send_all(offloaded, &self.counters, now);
+        }
         self.after(index, events);
         understood
     }

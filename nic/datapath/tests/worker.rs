@@ -2,7 +2,7 @@
 //! for byte. Forwarded frames, and ICMP.
 
 use baton_abi::layout::{nic, session, slot};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
@@ -283,6 +283,30 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut found = [0u8; 5];
     stage.programs[1].memory.read(heap as usize + 1, &mut found).unwrap();
     assert_eq!(&found, b"early");
+}
+
+/// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold the second one back.
+#[test]
+fn two_pieces_of_one_send_leave_together() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(0, 1);
+    let heap = session::HEAP as u32 + BUFFER;
+    let mut frames = |messages: &[Message]| {
+        for message in messages {
+            stage.programs[0].commands.push(message.to_words()).unwrap();
+        }
+        stage.programs[0].commands.publish();
+        stage.worker.poll(stage.now);
+        let mut lengths = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            lengths.push(TcpFrame::parse(stage.frame.bytes()).unwrap().payload_length);
+        }
+        lengths
+    };
+    let send = |at: u32, length: u32| Message::new(Operation::NicSend, cid, heap + 1 + at, length);
+    assert!(frames(&[Message::control(Operation::NicControl, Control::NoDelay, cid, 0, 0)]).is_empty());
+    assert_eq!(frames(&[Message { kind: MORE, ..send(0, 500) }, send(500, 300)]), [800]);
+    assert_eq!(frames(&[send(800, 10)]), [0usize; 0], "a small segment is unacknowledged");
 }
 
 /// "Fragmentation needed" about a segment in flight: it is cut and sent again. One about what was never sent, or with a wrong
