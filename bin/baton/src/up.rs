@@ -143,7 +143,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
             eprintln!("baton up: a client cannot be served: {error:#}");
         }
     }
-    drop(listener);
+    // The listener goes last: keepers remove a directory that they leave empty, and this one may be somebody's mount.
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
 }
@@ -157,19 +157,21 @@ impl Up<'_> {
 
     fn admit(&mut self, client: &Channel) -> Result<()> {
         let namespace = socket::namespace(client.as_fd())?;
-        if !self.served.contains_key(&namespace) {
-            if self.served.len() >= MOST {
-                self.end_what_is_idle();
-            }
-            if self.served.len() >= MOST {
-                bail!("{MOST} network namespaces are served already");
-            }
-            let served =
-                self.serve(client.peer_process()?, namespace).context("starting a Baton for another network namespace")?;
-            self.served.insert(namespace, served);
+        if let Some(served) = self.served.get_mut(&namespace) {
+            let Err(error) = served.admit(client) else { return Ok(()) };
+            eprintln!("baton up: the Baton of namespace {namespace} does not answer ({error:#}); another one is started");
+            self.served.remove(&namespace).map(Served::end);
         }
-        let Some(served) = self.served.get_mut(&namespace) else { return Ok(()) };
-        served.admit(client)
+        if self.served.len() >= MOST {
+            self.end_what_is_idle();
+        }
+        if self.served.len() >= MOST {
+            bail!("{MOST} network namespaces are served already");
+        }
+        let mut served = self.serve(client.peer_process()?, namespace).context("starting a Baton for a network namespace")?;
+        let admitted = served.admit(client);
+        self.served.insert(namespace, served);
+        admitted
     }
 
     /// Starts a Baton in the namespace of a process.
