@@ -160,7 +160,9 @@ impl Up<'_> {
         if let Some(served) = self.served.get_mut(&namespace) {
             let Err(error) = served.admit(client) else { return Ok(()) };
             eprintln!("baton up: the Baton of namespace {namespace} does not answer ({error:#}); another one is started");
-            self.served.remove(&namespace).map(Served::end);
+            if let Some(served) = self.served.remove(&namespace) {
+                served.end();
+            }
         }
         if self.served.len() >= MOST {
             self.end_what_is_idle();
