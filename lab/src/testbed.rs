@@ -19,7 +19,7 @@ use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, rtnetlink};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -299,8 +299,12 @@ impl Tool {
     /// # Errors
     /// If the agent is gone.
     pub fn send(&mut self, body: Ask) -> Result<u32> {
+        self.send_with(body, &[])
+    }
+
+    fn send_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<u32> {
         self.tag = self.tag.wrapping_add(1);
-        self.channel.send(&Request { tag: self.tag, body }, &[])?;
+        self.channel.send(&Request { tag: self.tag, body }, descriptors)?;
         Ok(self.tag)
     }
 
@@ -322,12 +326,20 @@ impl Tool {
     /// # Errors
     /// If the agent is gone.
     pub fn ask(&mut self, body: Ask) -> Result<Reply> {
-        let mut tag = self.send(body.clone())?;
+        self.ask_with(body, &[])
+    }
+
+    /// As [`Tool::ask`], with descriptors that come along.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
+        let mut tag = self.send_with(body.clone(), descriptors)?;
         loop {
             let answer = self.channel.receive::<Answer>()?.0;
             match answer.body {
                 // The question may have died with the agent; an answer that comes all the same is not waited for.
-                Reply::Restarted { .. } => tag = self.send(body.clone())?,
+                Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,
                 body if answer.tag == tag => return Ok(body),
                 _ => {}
             }

@@ -3,12 +3,13 @@
 
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
-use baton_client::protocol::{Answer, Ask, Reply, Request};
+use baton_client::protocol::{Ask, Reply};
 use baton_keeper::Devices;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Poller, Trigger};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, socket};
+use baton_lab::testbed::Tool;
 use clap::Args;
 use std::collections::BTreeMap;
 use std::io;
@@ -50,9 +51,8 @@ struct Served {
     keeper: Child,
     /// It ends when this is closed.
     parent: Channel,
-    agent: Channel,
+    agent: Tool,
     socket: PathBuf,
-    tag: u32,
     unused: u32,
 }
 
@@ -62,28 +62,13 @@ impl Served {
         let devices = Devices::beside(SLOTS)?;
         let settings = beside_settings(socket.to_owned(), false, spin)?;
         let (keeper, parent) = baton_keeper::launch(Command::new(std::env::current_exe()?), &settings, &devices, None)?;
-        let agent = Channel::connect(socket).context("the agent that was just started")?;
-        Ok(Served { keeper, parent, agent, socket: socket.to_owned(), tag: 0, unused: 0 })
-    }
-
-    fn ask(&mut self, body: &Ask, channel: Option<&Channel>) -> Result<Reply> {
-        self.tag += 1;
-        let descriptors: Vec<_> = channel.iter().map(|channel| channel.as_fd()).collect();
-        self.agent.send(&Request { tag: self.tag, body: body.clone() }, &descriptors)?;
-        loop {
-            let answer = self.agent.receive::<Answer>()?.0;
-            match answer.body {
-                // The question died with the agent.
-                Reply::Restarted { .. } => self.agent.send(&Request { tag: self.tag, body: body.clone() }, &descriptors)?,
-                body if answer.tag == self.tag => return Ok(body),
-                _ => {}
-            }
-        }
+        let agent = Tool::connect(socket).context("the agent that was just started")?;
+        Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0 })
     }
 
     fn admit(&mut self, client: &Channel) -> Result<()> {
         self.unused = 0;
-        match self.ask(&Ask::Admit, Some(client))? {
+        match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
             Reply::Failed { reason } => bail!(reason),
             other => bail!("the agent's answer makes no sense: {other:?}"),
@@ -92,7 +77,7 @@ impl Served {
 
     /// Whether nobody has used it for a while.
     fn is_idle(&mut self) -> bool {
-        let used = matches!(self.ask(&Ask::Statistics, None), Ok(Reply::Statistics(of)) if of.sessions > 1);
+        let used = self.agent.statistics().is_ok_and(|of| of.sessions > 1);
         self.unused = if used { 0 } else { self.unused + 1 };
         self.unused > 1
     }

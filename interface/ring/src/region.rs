@@ -323,12 +323,6 @@ impl MovableCircle {
         (place as u32, (place >> 32) as u32)
     }
 
-    /// Where it begins in the region.
-    #[inline(always)]
-    pub fn at(&self) -> u32 {
-        self.place().0
-    }
-
     /// Bytes that it has.
     #[inline(always)]
     pub fn length(&self) -> u32 {
@@ -498,9 +492,9 @@ mod tests {
         let region = Arc::new(Region::private(4096).unwrap());
         let circle = MovableCircle::new(region.clone());
         assert!(!circle.move_to(0, 24) && !circle.move_to(4090, 16) && !circle.move_to(u32::MAX, 16));
-        assert_eq!((circle.at(), circle.length()), (0, 1));
+        assert_eq!((circle.offset_of(0), circle.length()), (0, 1));
         assert!(circle.move_to(4080, 16));
-        assert_eq!((circle.at(), circle.length()), (4080, 16));
+        assert_eq!((circle.offset_of(0), circle.length()), (4080, 16));
         assert_eq!(circle.write_straight(30, b"abc"), None, "it would go around");
         assert_eq!(circle.write_straight(30, b"ab"), Some(4094));
         circle.write(30, b"abcdef");

@@ -145,12 +145,14 @@ impl Receive {
     fn store(&self) {
         let words = self.nic.words(self.table, at::POSTS_BYTES / 8);
         for (at, entry) in words.chunks_exact(2).enumerate() {
-            let post = self.posts[at];
-            // An entry without a length is none while it is being written.
-            entry[1].store(0, Ordering::Release);
-            if at < self.count {
-                entry[0].store(u64::from(post.seq) | u64::from(post.address) << 32, Ordering::Release);
-                entry[1].store(u64::from(post.length), Ordering::Release);
+            let Post { seq, length, address } = if at < self.count { self.posts[at] } else { Post::default() };
+            let (place, length) = (u64::from(seq) | u64::from(address) << 32, u64::from(length));
+            // One that stays where it was is there at any moment; what moves to the front is there before its old entry goes.
+            if (entry[0].load(Ordering::Relaxed), entry[1].load(Ordering::Relaxed)) != (place, length) {
+                // An entry without a length is none while it is being written.
+                entry[1].store(0, Ordering::Release);
+                entry[0].store(place, Ordering::Release);
+                entry[1].store(length, Ordering::Release);
             }
         }
     }
