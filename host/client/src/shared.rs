@@ -404,8 +404,8 @@ impl Shared {
         pushed
     }
 
-    /// [`Shared::enter`], [`Shared::receive`] and leaving, in the plainest case: something is there, and
-    /// the NIC need not hear of it. 0, and nothing has been received, in any other.
+    /// [`Shared::enter`], [`Shared::receive`] and leaving, in the plainest case: something is there.
+    /// 0, and nothing has been received, in any other.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
         let Some(block) = connection.step_in(token) else { return 0 };
