@@ -14,8 +14,9 @@ dependencies:
 	@scripts/dependencies
 
 # Everything that must hold: lints, crates without std, units, properties, simulated pairs, the ring's model, the real kernel.
+# What hangs is ended, so that the output names it.
 test: build lint
-	$(CARGO) test --release --locked --workspace
+	timeout --foreground 1200 $(CARGO) test --release --locked --workspace
 	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl"
 	$(BATON) soak --connections 64 --moves 2000 --json

@@ -337,6 +337,24 @@ fn a_nic_may_die_after_any_step() {
     Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, false));
 }
 
+/// Moves that have only begun, and wait for the copy to cover what the kernel holds out of order, are answered, too.
+#[test]
+fn a_nic_may_die_while_a_move_waits() {
+    let link = LinkSettings { delay: 2000, reorder: 300_000, hold: 3000, seed: 7, ..LinkSettings::default() };
+    let crash = Some(Crash { after: Step::Mirrored, agent: false });
+    let (done, over) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut scene = scene(TestbedSettings { crash, link, ..TestbedSettings::default() });
+        for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(60) {
+            scene.fill(200_000);
+            scene.try_to_move(to);
+            scene.drain();
+        }
+        let _ = done.send(());
+    });
+    over.recv_timeout(Duration::from_secs(60)).expect("every move is answered");
+}
+
 /// The keeper starts the next agent, and the program's session goes on with that.
 #[test]
 fn an_agent_may_die_after_any_step() {

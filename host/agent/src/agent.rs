@@ -508,9 +508,8 @@ impl Agent {
                 return Some((Reply::Stayed { reason: "it has ended".into(), transient: false }, Vec::new()));
             }
             (Stage::Mirroring { askers, .. }, Place::Nic) => askers.push(asker),
-            (Stage::Mirroring { cid, .. }, Place::Kernel) => {
-                let cid = *cid;
-                forth::call_off(&mut ground, connection, cid);
+            (Stage::Mirroring { .. }, Place::Kernel) => {
+                self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
             }
             (Stage::Kernel, Place::Nic) if connection.stays => {
@@ -612,16 +611,26 @@ impl Agent {
         Reply::Done
     }
 
+    /// Calls a move off that has only begun, and tells those who asked for it.
+    fn call_off(&mut self, session: u32, number: u32) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Stage::Mirroring { cid, .. } = connection.stage else { return };
+        let askers = forth::take_askers(connection);
+        forth::call_off(&mut ground, connection, cid);
+        let reply = Reply::Stayed { reason: Stay::CalledOff.to_string(), transient: false };
+        for (asker, tag) in askers {
+            self.answer(asker, tag, reply.clone(), &[]);
+        }
+    }
+
     /// Whatever stage a connection is in: it is in the kernel afterwards, or has ended.
     fn bring_back(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         match &connection.stage {
             Stage::Kernel => {}
-            Stage::Mirroring { cid, .. } => {
-                let cid = *cid;
-                forth::call_off(&mut ground, connection, cid);
-            }
+            Stage::Mirroring { .. } => self.call_off(session, number),
             Stage::Ended(_) => {
                 connection.stage = Stage::Kernel;
                 if let Some(open) = entry.open.as_mut()

@@ -363,7 +363,8 @@ fn ask_for_sack_blocks(session: &OpenSession, connection: &mut Connection) {
     }
 }
 
-fn take_askers(connection: &mut Connection) -> Vec<Asker> {
+/// Those who wait for a move's end, who then have to be told.
+pub(crate) fn take_askers(connection: &mut Connection) -> Vec<Asker> {
     match &mut connection.stage {
         Stage::Mirroring { askers, .. } => std::mem::take(askers),
         _ => Vec::new(),

@@ -187,7 +187,14 @@ fn recover_one(
     session: &mut OpenSession,
     connection: &mut Connection,
 ) -> Result<bool, ImportError> {
-    let Stage::Nic(on_nic) = std::mem::replace(&mut connection.stage, Stage::Kernel) else { return Ok(false) };
+    let on_nic = match std::mem::replace(&mut connection.stage, Stage::Kernel) {
+        Stage::Nic(on_nic) => on_nic,
+        // Whoever asked for a move that has only begun still waits for an answer.
+        other => {
+            connection.stage = other;
+            return Ok(false);
+        }
+    };
     let base = layout::slot(on_nic.cid.slot());
     let record = read_record(nic_memory, base);
     let image = record.as_ref().map_or(Some(on_nic.image), |record| image_at_death(&on_nic, record, connection));

@@ -61,6 +61,9 @@ pub enum Stay {
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
+    /// Somebody asked for it in the kernel before its move was made.
+    #[error("it was asked to be in the kernel before it had moved")]
+    CalledOff,
     /// The firewall has changed since it was last seen to let the connection through.
     #[error("the firewall has changed, and no traffic of it has been seen to pass since")]
     Unproved,
