@@ -54,6 +54,18 @@ fn what_is_sent_at_once_leaves_at_once() {
     assert!(ninetieth < 20_000, "a tenth of the rounds took {ninetieth} µs and more");
 }
 
+/// A connection is back in the kernel before its process forks, whatever signals come meanwhile.
+#[test]
+fn forks_and_signals_meet() {
+    let scratch = Scratch::new("forks");
+    for arguments in [&["--rule", "accepted"][..], &["--rule", "established"], &["--flip", "1..5"]] {
+        let program = ["--", "python3", &script("forks.py"), "1.5"];
+        let ran = baton_run(&scratch, &[arguments, &program].concat());
+        let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+        assert!(ran.status.success() && log.is_empty(), "{arguments:?}: {}{}{log}", text(&ran.stdout), text(&ran.stderr));
+    }
+}
+
 /// Process number, exit status, signals and standard streams are the program's own.
 #[test]
 fn the_program_is_itself() {

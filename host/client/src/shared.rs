@@ -8,6 +8,7 @@ use baton_abi::layout::session as at;
 use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
+use baton_kernel::process::Undisturbed;
 use baton_ring::{
     Consumer, Lock, MovableWords, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper,
 };
@@ -138,6 +139,8 @@ impl Shared {
     }
 
     fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        // A handler of the program's may close a socket, which asks, too.
+        let _undisturbed = Undisturbed::begin();
         let descriptors: Vec<_> = descriptor.into_iter().collect();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -208,6 +211,7 @@ impl Shared {
     /// # Errors
     /// If the agent is gone.
     pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
+        let _undisturbed = Undisturbed::begin();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
         channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
     }

@@ -1,6 +1,7 @@
-//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep them apart.
+//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep them apart. They run in
+//! programs that have signals of their own: whatever one interrupts goes on.
 
-use crate::socket::{check, check_size};
+use crate::socket::{check, check_size, uninterrupted};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
@@ -63,7 +64,7 @@ impl Channel {
         let fd = unix_socket()?;
         let (address, length) = unix_address(path)?;
         // SAFETY: the pointer and length describe `address`.
-        check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
+        uninterrupted(|| check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) }))?;
         Ok(Channel { fd })
     }
 
@@ -115,7 +116,8 @@ impl Channel {
             }
         }
         // SAFETY: header, vector, bytes and control live through the call.
-        check_size(unsafe { libc::sendmsg(self.fd.as_raw_fd(), &header, flags | libc::MSG_NOSIGNAL) }).map(|_| ())
+        let send = || check_size(unsafe { libc::sendmsg(self.fd.as_raw_fd(), &header, flags | libc::MSG_NOSIGNAL) });
+        uninterrupted(send).map(|_| ())
     }
 
     /// Receives a message and its descriptors, waiting for one.
@@ -145,7 +147,8 @@ impl Channel {
         header.msg_control = control.as_mut_ptr().cast();
         header.msg_controllen = size_of_val(&control);
         // SAFETY: header, vector, bytes and control live through the call.
-        let got = check_size(unsafe { libc::recvmsg(self.fd.as_raw_fd(), &mut header, flags | libc::MSG_CMSG_CLOEXEC) })?;
+        let receive = || check_size(unsafe { libc::recvmsg(self.fd.as_raw_fd(), &mut header, flags | libc::MSG_CMSG_CLOEXEC) });
+        let got = uninterrupted(receive)?;
         let descriptors = received_descriptors(&header);
         if got == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -244,9 +247,10 @@ impl Listener {
     /// # Errors
     /// The system's.
     pub fn accept(&self) -> io::Result<Channel> {
-        // SAFETY: the peer's address is not asked for.
-        let raw =
-            check(unsafe { libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC) })?;
+        let raw = uninterrupted(|| {
+            // SAFETY: the peer's address is not asked for.
+            check(unsafe { libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC) })
+        })?;
         // SAFETY: the descriptor is new and ours.
         Ok(Channel { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
     }

@@ -267,6 +267,40 @@ pub fn hear_signals(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
     Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
 }
 
+/// While this lives no signal is delivered to the calling thread, except those that are its own fault: a signal's handler may do anything
+/// that the thread is in the middle of.
+#[derive(Debug)]
+pub struct Undisturbed {
+    before: libc::sigset_t,
+    /// The mask is this thread's.
+    _here: std::marker::PhantomData<*const ()>,
+}
+
+impl Undisturbed {
+    /// From now on.
+    pub fn begin() -> Undisturbed {
+        // SAFETY: both sets are plain data; the first is filled by sigfillset, the second by the call.
+        let before = unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            let mut before: libc::sigset_t = std::mem::zeroed();
+            libc::sigfillset(&mut set);
+            for own in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS] {
+                libc::sigdelset(&mut set, own);
+            }
+            libc::pthread_sigmask(libc::SIG_BLOCK, &set, &mut before);
+            before
+        };
+        Undisturbed { before, _here: std::marker::PhantomData }
+    }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        // SAFETY: a set that the system filled.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+    }
+}
+
 /// Ends this process in silence when it writes into a pipe that nobody reads any more, as programs in a shell's pipeline do.
 pub fn end_with_the_reader() {
     // SAFETY: the default action takes no handler.

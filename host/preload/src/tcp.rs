@@ -32,6 +32,9 @@ const NEVER: u64 = u64::MAX;
 const REQUESTS: u64 = 1 << 63;
 const UNPLANNED: u64 = u64::MAX - 1;
 
+/// A connection that is to be given back is asked for so often; the agent waits 20 ms each time for the program's threads to leave it.
+const ATTEMPTS: u32 = 20;
+
 /// Why connections go back while the process forks; they may move again afterwards.
 pub(crate) const FORK: &str = "fork";
 
@@ -336,8 +339,13 @@ impl Tcp {
         if connection.is_inside(thread::token()) {
             return;
         }
-        // Should it not be possible now, the program's call will find the connection where it is.
-        let _ = session.shared.give_back(connection.number(), reason, until);
+        // Not while another thread is inside an operation on it, which may have lost its core there. Should it not be possible at all, the
+        // program's call will find the connection where it is.
+        for _ in 0..ATTEMPTS {
+            if session.shared.give_back(connection.number(), reason, until).is_ok() {
+                break;
+            }
+        }
         session.shared.catch_up(thread::token());
         thread::fail(errno);
     }
