@@ -60,3 +60,36 @@ fn a_changed_neighbour_brings_the_connection_back() {
     on_host_a(&scene, "ip", &change("02:00:00:00:00:0b"));
     scene.exchange(10_000, Place::Kernel);
 }
+
+/// A connection whose route or address is taken away says nothing more, wherever it is, and goes on when that comes back.
+#[test]
+fn without_a_route_nothing_is_sent() {
+    let commands: [[&[&str]; 2]; 3] = [
+        [&["route", "add", "blackhole", "10.77.0.2/32"], &["route", "del", "blackhole", "10.77.0.2/32"]],
+        [&["route", "del", "10.77.0.0/24"], &["route", "add", "10.77.0.0/24", "dev", "baton0", "src", "10.77.0.1"]],
+        [&["address", "del", "10.77.0.1/24", "dev", "baton0"], &["address", "add", "10.77.0.1/24", "dev", "baton0"]],
+    ];
+    for beside in [true, false] {
+        for [away, back] in commands {
+            let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+            scene.exchange(10_000, Place::Nic);
+            on_host_a(&scene, "ip", away);
+            let reason = |scene: &Scene| {
+                let connections = scene.bed.tool().and_then(|mut tool| tool.connections()).expect("connections");
+                connections.into_iter().map(|connection| connection.reason).collect::<String>()
+            };
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while !reason(&scene).contains("no route") && !reason(&scene).contains("not one of this host's") {
+                assert!(Instant::now() < deadline, "{away:?}: {}", reason(&scene));
+            }
+            scene.send(1000);
+            // Long enough for some retransmissions.
+            std::thread::sleep(Duration::from_millis(700));
+            assert_eq!(scene.peer_receives(), 0, "beside: {beside}, {away:?}: it goes on sending");
+            scene.session.move_to(scene.id, Place::Kernel).expect_err("without a route the kernel cannot have it");
+            on_host_a(&scene, "ip", back);
+            scene.drain();
+            scene.exchange(10_000, Place::Kernel);
+        }
+    }
+}

@@ -36,8 +36,12 @@ impl From<ImportError> for Failure {
 /// Moves a connection back to the kernel.
 pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) -> Result<(), Failure> {
     connection.fd().map_err(Failure::Stays)?;
-    // Without a route the import would close the socket for good: then the connection waits on the NIC.
-    ground.link_of(connection).map_err(Failure::Stays)?;
+    // Without a route the import would close the socket for good: then the connection waits on the NIC. Where the NIC could not go itself,
+    // the kernel can.
+    match ground.link_of(connection) {
+        Ok(_) | Err(Stay::NoNeighbour | Stay::OtherInterface(_) | Stay::NotEthernet(_)) => {}
+        Err(stay) => return Err(Failure::Stays(stay)),
+    }
     let Stage::Nic(on_nic) = &connection.stage else { return Ok(()) };
     let cid = on_nic.cid;
     if !connection.block.quiesce(Owner::Nic) {

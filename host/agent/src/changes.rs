@@ -3,6 +3,10 @@
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage};
+use crate::ground::Ground;
+use baton_abi::Control;
+use baton_device::NOWHERE;
+use baton_kernel::examine::Stay;
 use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
 use baton_kernel::tcp_info::TcpInfo;
 use std::io;
@@ -30,8 +34,29 @@ fn doubt(connection: &mut Connection) {
     connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
+/// Mutes a connection on the NIC that has no route any more, as it would be in the kernel, and lets it speak when it has one again. False
+/// if it has another one: that is the kernel's to follow.
+fn follow_route(ground: &mut Ground<'_>, connection: &mut Connection) -> bool {
+    let now = ground.link_of(connection);
+    let Stage::Nic(on_nic) = &mut connection.stage else { return true };
+    let link = on_nic.image.link;
+    let (muted, interface) = match &now {
+        Ok(now) if (now.interface, now.source, now.destination) == (link.interface, link.source, link.destination) => {
+            (false, link.interface)
+        }
+        Err(Stay::NoRoute | Stay::SourceGone(_)) => (true, NOWHERE),
+        _ => return false,
+    };
+    if muted != on_nic.muted && ground.nic.control(Control::Interface, on_nic.cid, interface).is_ok() {
+        on_nic.muted = muted;
+        connection.reason = now.map_or_else(|stay| stay.to_string(), |_| "its route is there again".into());
+    }
+    true
+}
+
 impl Agent {
-    /// Routes, addresses or neighbours have changed: connections whose frames would go another way now, or none, go back.
+    /// Routes, addresses or neighbours have changed: connections whose frames would go another way now go back, those that have none
+    /// fall silent.
     pub(crate) fn routes_changed(&mut self) {
         if !self.watched.routes.any() {
             return;
@@ -39,12 +64,7 @@ impl Agent {
         for (session, number) in self.on_nic() {
             let Some((mut ground, entry)) = self.split(session) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
-            let Stage::Nic(on_nic) = &connection.stage else { continue };
-            let link = on_nic.image.link;
-            let same = ground
-                .link_of(connection)
-                .is_ok_and(|now| (now.interface, now.source, now.destination) == (link.interface, link.source, link.destination));
-            if !same {
+            if !follow_route(&mut ground, connection) {
                 self.must_return(session, number, "its route has changed");
             }
         }

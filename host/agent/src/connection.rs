@@ -42,6 +42,8 @@ pub(crate) struct OnNic {
     pub memory: Memory,
     /// Microseconds of the monotonic clock just before the handoff.
     pub handed_off_at: u64,
+    /// There is no route to its peer: nothing of it leaves the NIC.
+    pub muted: bool,
 }
 
 /// What is known of a connection's path.

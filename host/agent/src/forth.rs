@@ -196,7 +196,7 @@ fn steal_and_hand_off(
                     if connection.attached {
                         let _ = shell::show_closing(fd);
                     }
-                    return Ok(OnNic { cid, image, saved, memory, handed_off_at });
+                    return Ok(OnNic { cid, image, saved, memory, handed_off_at, muted: false });
                 }
                 Err(stay) => (saved, stay),
             }

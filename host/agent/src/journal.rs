@@ -62,7 +62,7 @@ impl Entry {
         bytes.get_mut(..self.image.len())?.copy_from_slice(&self.image);
         let image = Image::decode(&bytes).ok()?;
         let (saved, memory) = (self.saved.clone(), self.memory());
-        Some(OnNic { cid: Cid(self.cid), image, saved, memory, handed_off_at: self.handed_off_at })
+        Some(OnNic { cid: Cid(self.cid), image, saved, memory, handed_off_at: self.handed_off_at, muted: false })
     }
 }
 

@@ -98,6 +98,8 @@ pub enum Control {
     Mtu = 11,
     /// A session ends: its memory is unmapped.
     Detach = 12,
+    /// The connection's frames leave through the interface in the address field from now on; 2³²-1: they leave nowhere.
+    Interface = 13,
     /// To the host: the command has been carried out.
     Done = 32,
     /// To the host: the command was refused; the reason is in the address field.
@@ -128,6 +130,7 @@ impl Control {
             UserTimeout,
             Mtu,
             Detach,
+            Interface,
             Done,
             Refused,
             Fin,

@@ -1,7 +1,7 @@
 //! Descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket with `PACKET_VNET_HDR`.
 //! The header tells of partial checksums and of frames up to 64 KB that stand for many (Linux, `include/uapi/linux/virtio_net.h`).
 
-use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, Segmentation};
+use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Segmentation};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 pub(crate) const HEADER: usize = 10;
@@ -91,6 +91,9 @@ impl Device for VnetDevice {
     }
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
+        if frame.interface == NOWHERE {
+            return false;
+        }
         let header = encode(frame);
         let length = HEADER + frame.bytes().len();
         let room = &mut frame.room()[HEADROOM - HEADER..];

@@ -60,6 +60,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
             (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0, now),
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
         }
@@ -297,6 +298,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.output.send_all(offloaded, &self.counters, now);
         }
         self.after(index, Events::empty());
+        Ok(0)
+    }
+
+    /// The connection's way out has changed, or there is none any more: its segments are lost then, as they would be in a kernel without a
+    /// route, and come again when their time is up.
+    fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
+        let Custody::Active(offloaded) = &mut self.tenant(cid)?.custody else { return Err(Refusal::WrongState) };
+        offloaded.image.link.interface = interface;
         Ok(0)
     }
 

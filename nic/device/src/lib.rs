@@ -13,6 +13,9 @@ pub const HEADROOM: usize = 16;
 /// Room for the largest frame, a 64 KB IP packet and its Ethernet header, with what a header may turn out to be shorter than.
 pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 
+/// As a frame's interface: no wire takes it.
+pub const NOWHERE: u32 = u32::MAX;
+
 /// What is known about a frame's TCP or UDP checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Checksum {
@@ -56,7 +59,7 @@ pub struct Parts {
     pub checksum: Checksum,
     /// Present on a frame that has to be, or was not yet, cut.
     pub segmentation: Option<Segmentation>,
-    /// Index of the interface that it came from or goes to, for a wire that has several; 0 elsewhere.
+    /// Index of the interface that it came from or goes to, for a wire that has several; 0 elsewhere. [`NOWHERE`]: no wire takes it.
     pub interface: u32,
 }
 
