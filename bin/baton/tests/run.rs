@@ -66,6 +66,19 @@ fn forks_and_signals_meet() {
     }
 }
 
+/// A program at the connection's control group that drops its packets stops it within 100 ms, and lets it go on when it is gone.
+#[test]
+fn programs_at_control_groups_count() {
+    let scratch = Scratch::new("cgroup");
+    let program = ["--rule", "established", "--", "python3", &script("cgroup.py"), env!("CARGO_BIN_EXE_baton")];
+    let ran = baton_run(&scratch, &program);
+    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    let printed = text(&ran.stdout);
+    let (took, there) = printed.trim().split_once(' ').expect("two numbers");
+    assert_eq!(there, "2", "connections on the NIC");
+    assert!(took.parse::<u64>().expect("milliseconds") < 100, "it took {took} ms");
+}
+
 /// Process number, exit status, signals and standard streams are the program's own.
 #[test]
 fn the_program_is_itself() {

@@ -153,6 +153,7 @@ impl Agent {
             for connection in session.connections.iter_mut().flatten() {
                 self.serials += 1;
                 connection.serial = self.serials;
+                connection.cgroup = self.cgroups.of(connection.process);
                 if let Some(after) = self.groups.get(session.opening.group).and_then(Group::interval) {
                     self.schedule.add(after, at as u32, connection.number, connection.serial);
                 }

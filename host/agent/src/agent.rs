@@ -2,6 +2,7 @@
 
 use crate::adoption::Legacy;
 use crate::back::{self, Failure};
+use crate::cgroups::Cgroups;
 use crate::changes::Watched;
 use crate::connection::{Asker, Block, Connection, Stage};
 use crate::flips::Schedule;
@@ -86,6 +87,7 @@ pub(crate) struct Agent {
     pub schedule: Schedule,
     pub serials: u64,
     pub watched: Watched,
+    pub cgroups: Cgroups,
     pub shape: Shape,
     keeper: Channel,
     routes: Netlink,
@@ -158,6 +160,7 @@ pub fn run(settings: AgentSettings) -> Result<()> {
         schedule,
         serials: 0,
         watched,
+        cgroups: Cgroups::default(),
         shape,
         keeper,
         routes,
@@ -177,7 +180,7 @@ impl Agent {
         let mut tokens = Vec::new();
         loop {
             let soon = (!self.mirroring.is_empty()).then_some(Duration::from_micros(200));
-            let limit = [soon, self.schedule.wait()].into_iter().flatten().min();
+            let limit = [soon, self.schedule.wait(), self.cgroups.wait()].into_iter().flatten().min();
             self.poller.wait(limit, &mut tokens)?;
             for token in std::mem::take(&mut tokens) {
                 match token {
@@ -195,6 +198,7 @@ impl Agent {
                 }
             }
             self.hear_nic();
+            self.programs_changed();
             self.advance_moves();
             self.flip();
             if self.nic_is_dead() {
@@ -398,6 +402,7 @@ impl Agent {
             inherited,
             process,
             attached: attacher,
+            cgroup: self.cgroups.of(process),
             ..Connection::new(place as u32, Some(fd), flow, local, peer, block)
         };
         if place == session.connections.len() {

@@ -1,4 +1,5 @@
-//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, and the firewall's rules. Connections that
+//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, the firewall's rules, programs at control
+//! groups. Connections that
 //! a change touches, or may touch, go back to the kernel, which knows what it means.
 
 use crate::agent::Agent;
@@ -82,6 +83,24 @@ impl Agent {
         for session in self.sessions.iter_mut().flatten() {
             session.connections.iter_mut().flatten().for_each(doubt);
         }
+    }
+
+    /// Programs have been attached to control groups, or detached: as with the firewall, for the connections of those groups.
+    pub(crate) fn programs_changed(&mut self) {
+        let changed = self.cgroups.changed();
+        if changed.is_empty() {
+            return;
+        }
+        let touches = |connection: &Connection| connection.cgroup.as_ref().is_some_and(|group| changed.contains(group));
+        for (session, number) in self.on_nic() {
+            let connection =
+                self.sessions[session as usize].as_ref().and_then(|entry| entry.connections[number as usize].as_ref());
+            if connection.is_some_and(touches) {
+                self.must_return(session, number, "the programs of its control group have changed");
+            }
+        }
+        let all = self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
+        all.filter(|connection| touches(connection)).for_each(doubt);
     }
 
     fn on_nic(&self) -> Vec<(u32, u32)> {

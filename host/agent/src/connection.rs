@@ -86,6 +86,8 @@ pub(crate) struct Connection {
     pub attached: bool,
     /// The process whose connection it is.
     pub process: u32,
+    /// The control group whose programs its packets meet.
+    pub cgroup: Option<crate::cgroups::Name>,
     pub flow: Flow,
     pub local: SocketAddr,
     pub peer: SocketAddr,
@@ -125,6 +127,7 @@ impl Connection {
             fd,
             attached: false,
             process: 0,
+            cgroup: None,
             flow,
             local,
             peer,

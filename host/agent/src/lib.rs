@@ -6,6 +6,7 @@ mod adoption;
 mod agent;
 mod attached;
 mod back;
+mod cgroups;
 mod changes;
 mod connection;
 mod flips;

@@ -64,8 +64,8 @@ pub enum Stay {
     /// Somebody asked for it in the kernel before its move was made.
     #[error("it was asked to be in the kernel before it had moved")]
     CalledOff,
-    /// The firewall has changed since it was last seen to let the connection through.
-    #[error("the firewall has changed, and no traffic of it has been seen to pass since")]
+    /// The firewall, or a program of its control group, has changed since it was last seen to let the connection through.
+    #[error("the firewall has changed (or a program of its control group), and no traffic of it has been seen to pass since")]
     Unproved,
     /// This host translates its addresses (NAT).
     #[error("this host translates its addresses (NAT)")]

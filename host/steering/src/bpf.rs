@@ -10,6 +10,7 @@ const MAP_DELETE: i32 = 3;
 const MAP_NEXT_KEY: i32 = 4;
 const PROGRAM_LOAD: i32 = 5;
 const PROGRAM_ATTACH: i32 = 8;
+const PROGRAM_QUERY: i32 = 16;
 const RAW_TRACEPOINT_OPEN: i32 = 17;
 const LINK_CREATE: i32 = 28;
 /// BPF_SK_MSG_VERDICT.
@@ -187,6 +188,30 @@ pub(crate) fn attach_to_map(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io:
     let mut attributes = [0; 32];
     attributes[..3].copy_from_slice(&[map.as_raw_fd() as u32, program.as_raw_fd() as u32, MESSAGE_VERDICT]);
     bpf(PROGRAM_ATTACH, &mut attributes).map(|_| ())
+}
+
+/// Programs at a control group that is told at most.
+const MOST_PROGRAMS: usize = 64;
+
+/// Numbers of the programs that the packets of a control group's sockets meet, those of its ancestors included: on the way in
+/// (BPF_CGROUP_INET_INGRESS), then on the way out.
+///
+/// # Errors
+/// The system's; `ENOSPC` if there are more than 64.
+pub fn cgroup_programs(group: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
+    const EFFECTIVE: u32 = 1;
+    let mut programs = Vec::new();
+    for attach in 0..2 {
+        let mut numbers = [0u32; MOST_PROGRAMS];
+        let mut attributes = [0; 32];
+        attributes[..3].copy_from_slice(&[group.as_raw_fd() as u32, attach, EFFECTIVE]);
+        let address = numbers.as_mut_ptr() as u64;
+        (attributes[4], attributes[5], attributes[6]) = (address as u32, (address >> 32) as u32, MOST_PROGRAMS as u32);
+        bpf(PROGRAM_QUERY, &mut attributes)?;
+        programs.extend(&numbers[..(attributes[6] as usize).min(MOST_PROGRAMS)]);
+        programs.push(0);
+    }
+    Ok(programs)
 }
 
 /// Loads a program and puts it at a tracepoint, by the number of its type; it is there as long as the returned descriptor is open.

@@ -15,7 +15,7 @@ use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use bpf::supported;
+pub use bpf::{cgroup_programs, supported};
 pub use bypass::{SocketBypass, SocketEvent};
 
 /// What is done with a connection's frames.
