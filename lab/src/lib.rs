@@ -5,6 +5,7 @@ pub mod bypass;
 pub mod datapath;
 pub mod demo;
 pub mod http;
+pub mod lro;
 pub mod options;
 pub mod probe;
 pub mod recovery;

@@ -39,8 +39,14 @@ pub struct TestbedSettings {
     pub beside: bool,
     /// The emulated link.
     pub link: LinkSettings,
-    /// Let the kernels hand over frames of 64 KB.
+    /// Let the kernels hand over frames of 64 KB, all the way to the other.
     pub segmentation: bool,
+    /// Let host A's kernel hand over frames of 64 KB although the wire takes none, and the NIC cut them.
+    pub large_sends: bool,
+    /// Large receive by the NIC, for host A's kernel.
+    pub lro: baton_lro::Settings,
+    /// Large receive by host A's kernel itself (GRO); it needs `threaded_napi`.
+    pub gro: bool,
     /// Receive frames in kernel threads of their own, so that each host's work is on its own account.
     pub threaded_napi: bool,
     /// Connections that the NIC holds.
@@ -74,6 +80,9 @@ impl Default for TestbedSettings {
             beside: false,
             link: LinkSettings::default(),
             segmentation: true,
+            large_sends: false,
+            lro: baton_lro::Settings::default(),
+            gro: true,
             threaded_napi: false,
             slots: 4096,
             spin: 200,
@@ -182,6 +191,7 @@ impl Testbed {
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: false };
+        let host_options = TapOptions { segmentation: segmentation || settings.large_sends, ..options };
         let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
         let a =
             Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
@@ -191,7 +201,10 @@ impl Testbed {
             make_interface(&host_b, &b, settings, veth)?;
             make_interface(&host_a, &a, settings, || Devices::beside(settings.slots).map_err(io::Error::other))?
         } else {
-            let host = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, options))?;
+            let host = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, host_options))?;
+            if !settings.gro {
+                host_a.run(|| interface::set_gro(a.name, false)).context("turning GRO off")?;
+            }
             let wire = if settings.packet_socket {
                 make_interface(&host_b, &b, settings, || open_veth(b.name, &host_b, settings.mtu))?
             } else {
@@ -223,6 +236,8 @@ impl Testbed {
                 core: settings.nic_core,
                 spin: settings.spin,
                 segmentation,
+                large_sends: settings.large_sends,
+                lro: settings.lro,
                 drop_during_moves: settings.drop_during_moves,
                 beside: settings.beside,
                 link: settings.link,
@@ -274,6 +289,18 @@ impl Drop for Testbed {
         let _ = self.keeper.wait();
         let _ = std::fs::remove_dir_all(&self.directory);
     }
+}
+
+/// A number of a host's /proc/net/netstat or /proc/net/snmp.
+///
+/// # Errors
+/// If there is none of that name.
+pub fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> Result<u64> {
+    let text = host.run(|| std::fs::read_to_string(format!("/proc/thread-self/net/{table}")))?;
+    let mut rows = text.lines().filter(|line| line.starts_with(row)).map(str::split_whitespace);
+    let (mut names, mut values) = rows.next().zip(rows.next()).with_context(|| format!("no {row} rows in {table}"))?;
+    let at = names.position(|found| found == name).with_context(|| format!("no counter {name} in {table}"))?;
+    Ok(values.nth(at).context("a row is short")?.parse()?)
 }
 
 /// A tool that talks to the agent.

@@ -6,7 +6,7 @@ import java.nio.channels.*;
 public class Echo {
     public static void main(String[] arguments) throws Exception {
         Selector selector = Selector.open();
-        ServerSocketChannel server = ServerSocketChannel.open().bind(new InetSocketAddress("127.0.0.1", 0));
+        ServerSocketChannel server = ServerSocketChannel.open().bind(new InetSocketAddress(System.getenv("LISTENS"), 0));
         server.configureBlocking(false);
         server.register(selector, SelectionKey.OP_ACCEPT);
         System.out.println(server.socket().getLocalPort());

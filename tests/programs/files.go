@@ -15,7 +15,7 @@ import (
 
 func main() {
 	if os.Args[1] == "serve" {
-		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		listener, err := net.Listen("tcp", net.JoinHostPort(os.Getenv("LISTENS"), "0"))
 		check(err)
 		fmt.Println(listener.Addr().(*net.TCPAddr).Port)
 		check(http.Serve(listener, http.FileServer(http.Dir(os.Args[2]))))

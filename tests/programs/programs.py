@@ -6,8 +6,9 @@ A pass needs moves: `EXPECTED` has for each program the least number under flip,
 
     tests/programs/programs.py                      # everything that is installed here
     tests/programs/programs.py --only nginx,redis --seconds 10
+    tests/programs/programs.py --network nat        # the programs in a container, behind a router that translates
 
-It needs root, makes a network namespace of its own, and says which programs are missing. `--all` fails if any is.
+It needs root, makes network namespaces of its own, and says which programs are missing. `--all` fails if any is.
 """
 
 import argparse
@@ -66,6 +67,39 @@ EXPECTED = {
 }
 
 
+# Networks, with the addresses at which a tried program listens, at which it is reached, and at which this script's own servers are:
+#   plain     the loopback device
+#   ipv6      the same
+#   firewall  the same behind a stateful firewall that drops what its tracker finds invalid
+#   nat       the tried program in a container: its port is published by a router that also hides it, and drops what is invalid
+NETWORKS = {
+    "plain": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    "ipv6": ("::1", "::1", "::1"),
+    "firewall": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    "nat": ("10.0.2.2", "10.0.1.1", "10.0.1.2"),
+}
+NETWORK = os.environ.get("BATON_PROGRAMS_NETWORK", "plain")
+LISTENS, REACHED, OURS = NETWORKS[NETWORK]
+FAMILY = socket.AF_INET6 if ":" in LISTENS else socket.AF_INET
+
+WALL = """
+table inet wall {
+    chain in { type filter hook %s priority 0; ct state invalid counter drop; }
+    chain out { type filter hook output priority 0; ct state invalid counter drop; }
+}
+"""
+ROUTER = """
+table ip nat {
+    chain in { type nat hook prerouting priority dstnat; ip daddr 10.0.1.1 meta l4proto tcp dnat to 10.0.2.2; }
+    chain out { type nat hook postrouting priority srcnat; oifname "outside" masquerade; }
+}
+"""
+
+
+def bracketed(address):
+    return f"[{address}]" if ":" in address else address
+
+
 class Missing(Exception):
     """A program that is not installed."""
 
@@ -97,12 +131,13 @@ class Trial:
 
     def under_baton(self, command, **options):
         """Starts the program that is tried."""
-        prefix = []
+        prefix = inside()
         if self.mode in ("run", "flip"):
-            prefix = [str(BATON), "run", "--log", str(self.directory / "baton.log")]
+            prefix += [str(BATON), "run", "--log", str(self.directory / "baton.log")]
             prefix += ["--flip-report", str(self.report)]
             prefix += ["--flip", "1..50"] if self.mode == "flip" else ["--rule", "established"]
             prefix.append("--")
+        options["env"] = options.get("env", os.environ) | {"LISTENS": LISTENS}
         return self.start(prefix + command, **options)
 
     def start(self, command, **options):
@@ -115,7 +150,7 @@ class Trial:
     def attach(self, process):
         """The program runs and listens: now it is attached to, if it is to be."""
         if self.mode == "attach":
-            command = [BATON, "attach", "--flip", "5..50", "--flip-report", self.report, "--json", process.pid]
+            command = [*inside(), BATON, "attach", "--flip", "5..50", "--flip-report", self.report, "--json", process.pid]
             self.attacher = self.start(command, stdout=subprocess.DEVNULL)
             self.await_that(lambda: self.report.exists() and self.report.stat().st_size > 0, "the attacher")
 
@@ -125,9 +160,10 @@ class Trial:
             check(time.monotonic() < end, f"{name} does not come about")
             time.sleep(0.01)
 
-    def await_port(self, port):
+    def await_port(self, port, address=None):
         def listens():
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            # Behind a router a port that nobody listens at may be one that nobody answers at.
+            with contextlib.suppress(OSError), socket.create_connection((address or REACHED, port), 1):
                 return True
             return False
 
@@ -162,7 +198,7 @@ class Trial:
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
+    with socket.create_server((OURS, 0), family=FAMILY) as probe:
         return probe.getsockname()[1]
 
 
@@ -201,7 +237,7 @@ def make_files(directory, lengths=(100, 5000, 70_000, 3_000_000)):
 def http_load(trial, port, files, connections=8, alive=True):
     def fetch(number):
         chance, end = random.Random(number), time.monotonic() + trial.seconds
-        link = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        link = http.client.HTTPConnection(REACHED, port, timeout=30)
         while time.monotonic() < end:
             name = chance.choice(list(files))
             link.request("GET", f"/{name}", headers={} if alive else {"Connection": "close"})
@@ -216,7 +252,7 @@ def http_load(trial, port, files, connections=8, alive=True):
 def echo_load(trial, port, connections=6, wrap=lambda sock: sock):
     def talk(number):
         chance, end = random.Random(number), time.monotonic() + trial.seconds
-        with wrap(socket.create_connection(("127.0.0.1", port), 30)) as sock:
+        with wrap(socket.create_connection((REACHED, port), 30)) as sock:
             while time.monotonic() < end:
                 sent = chance.randbytes(chance.choice((1, 64, 1500, 40_000)))
                 sock.sendall(sent)
@@ -249,7 +285,10 @@ def web_server(files, directory):
             with contextlib.suppress(ConnectionError):
                 super().handle()
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        address_family = FAMILY
+
+    server = Server((OURS, 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1]
@@ -267,7 +306,7 @@ def nginx(trial):
         user root; daemon off; worker_processes 2; pid {trial.directory}/nginx.pid; error_log stderr warn;
         events {{ worker_connections 1024; }}
         http {{ access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000;
-                server {{ listen 127.0.0.1:{port}; root {trial.directory}/www; }} }}""")
+                server {{ listen {bracketed(LISTENS)}:{port}; root {trial.directory}/www; }} }}""")
     process = trial.under_baton([tool("nginx"), "-e", "stderr", "-c", trial.directory / "nginx.conf"])
     trial.await_port(port)
     trial.attach(process)
@@ -278,7 +317,7 @@ class Redis:
     """A connection that speaks the protocol of redis."""
 
     def __init__(self, port):
-        self.sock = socket.create_connection(("127.0.0.1", port), 30)
+        self.sock = socket.create_connection((REACHED, port), 30)
         self.file = self.sock.makefile("rb")
 
     def ask(self, *words):
@@ -292,7 +331,7 @@ class Redis:
 
 def redis(trial):
     port = free_port()
-    process = trial.under_baton([tool("redis-server"), "--port", port, "--dir", trial.directory, "--save", ""])
+    process = trial.under_baton([tool("redis-server"), "--bind", LISTENS, "--protected-mode", "no", "--port", port, "--dir", trial.directory, "--save", ""])
     trial.await_port(port)
     trial.attach(process)
 
@@ -312,12 +351,12 @@ def redis(trial):
 
 def memcached(trial):
     port = free_port()
-    trial.under_baton([tool("memcached"), "-l", "127.0.0.1", "-p", port, "-U", 0, "-u", "root"])
+    trial.under_baton([tool("memcached"), "-l", LISTENS, "-p", port, "-U", 0, "-u", "root"])
     trial.await_port(port)
 
     def use(number):
         chance, end = random.Random(number), time.monotonic() + trial.seconds
-        sock = socket.create_connection(("127.0.0.1", port), 30)
+        sock = socket.create_connection((REACHED, port), 30)
         file = sock.makefile("rb")
         while time.monotonic() < end:
             value = chance.randbytes(chance.choice((3, 300, 30_000, 200_000)))
@@ -341,10 +380,10 @@ defaults
     timeout client 30s
     timeout server 30s
 frontend f
-    bind 127.0.0.1:{port}
+    bind {LISTENS}:{port}
     default_backend b
 backend b
-    server s 127.0.0.1:{backend}
+    server s {OURS}:{backend}
 """)
         trial.under_baton([tool("haproxy"), "-db", "-f", trial.directory / "haproxy.cfg"])
         trial.await_port(port)
@@ -375,7 +414,7 @@ def python_ssl(trial):
 
 def python_http(trial):
     files, port = make_files(trial.directory / "www"), free_port()
-    trial.under_baton([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "--protocol", "HTTP/1.1", port], cwd=trial.directory / "www")
+    trial.under_baton([sys.executable, "-m", "http.server", "--bind", LISTENS, "--protocol", "HTTP/1.1", port], cwd=trial.directory / "www")
     trial.await_port(port)
     http_load(trial, port, files)
 
@@ -407,7 +446,7 @@ def go_client(trial):
     files = make_files(trial.directory / "www")
     with web_server(files, trial.directory / "www") as port:
         words = [word for name, content in files.items() for word in (name, hashlib.sha256(content).hexdigest())]
-        command = [go_program(trial), "fetch", f"127.0.0.1:{port}", *words]
+        command = [go_program(trial), "fetch", f"{bracketed(OURS)}:{port}", *words]
         process = trial.under_baton(command, stdout=subprocess.PIPE, env=os.environ | {"SECONDS": str(trial.seconds)})
         trial.attach(process)
         trial.work = int(process.stdout.readline() or 0)
@@ -419,7 +458,7 @@ def curl(trial):
     files = make_files(trial.directory / "www", (length,))
     with web_server(files, trial.directory / "www") as port:
         count = max(1, int(trial.seconds / 2))
-        script = f"for n in $(seq {count}); do {tool('curl')} -sS --noproxy '*' --limit-rate 10M -o got.$n http://127.0.0.1:{port}/f{length} || exit 1; done"
+        script = f"for n in $(seq {count}); do {tool('curl')} -sS --noproxy '*' --limit-rate 10M -o got.$n http://{bracketed(OURS)}:{port}/f{length} || exit 1; done"
         trial.finish(trial.under_baton(["/bin/sh", "-c", script]))
         for number in range(1, count + 1):
             check((trial.directory / f"got.{number}").read_bytes() == files[f"f{length}"], f"download {number} came wrong")
@@ -428,8 +467,8 @@ def curl(trial):
 
 def iperf3_server(trial):
     port = free_port()
-    server = trial.under_baton([tool("iperf3"), "-s", "-1", "-p", port, "-B", "127.0.0.1"])
-    client = [tool("iperf3"), "-c", "127.0.0.1", "-p", port, "-t", int(trial.seconds), "-P", 2, "--connect-timeout", 1000]
+    server = trial.under_baton([tool("iperf3"), "-s", "-1", "-p", port, "-B", LISTENS])
+    client = [tool("iperf3"), "-c", REACHED, "-p", port, "-t", int(trial.seconds), "-P", 2, "--connect-timeout", 1000]
     end = time.monotonic() + 20
     while (process := trial.start(client)).wait() != 0:
         check(time.monotonic() < end and server.poll() is None, "the client failed")
@@ -440,10 +479,10 @@ def iperf3_server(trial):
 
 def iperf3_client(trial):
     port = free_port()
-    server = trial.start([tool("iperf3"), "-s", "-p", port, "-B", "127.0.0.1"])
+    server = trial.start([tool("iperf3"), "-s", "-p", port, "-B", OURS])
     # The server has one client at a time, and whoever asks whether it listens is one.
-    trial.await_that(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text(), "the server")
-    trial.finish(trial.under_baton([tool("iperf3"), "-c", "127.0.0.1", "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
+    trial.await_that(lambda: any(f":{port:04X} " in Path("/proc/net/" + table).read_text() for table in ("tcp", "tcp6")), "the server")
+    trial.finish(trial.under_baton([tool("iperf3"), "-c", OURS, "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
     server.terminate()
     trial.work = 1
 
@@ -464,12 +503,12 @@ def rsync(trial, client):
     tree(trial.directory / "from")
     port = free_port()
     configuration = trial.directory / "rsyncd.conf"
-    configuration.write_text(f"port = {port}\naddress = 127.0.0.1\nuse chroot = no\nuid = root\ngid = root\n[all]\npath = {trial.directory}/from\n")
+    configuration.write_text(f"port = {port}\naddress = {OURS if client else LISTENS}\nuse chroot = no\nuid = root\ngid = root\n[all]\npath = {trial.directory}/from\n")
     daemon = [tool("rsync"), "--daemon", "--no-detach", f"--config={configuration}"]
     (trial.start if client else trial.under_baton)(daemon)
-    trial.await_port(port)
+    trial.await_port(port, OURS if client else REACHED)
     rounds = max(1, int(trial.seconds / 2))
-    fetch = f"{tool('rsync')} -a --bwlimit=8M rsync://127.0.0.1:{port}/all/ "
+    fetch = f"{tool('rsync')} -a --bwlimit=8M rsync://{bracketed(OURS if client else REACHED)}:{port}/all/ "
     script = " && ".join(f"{fetch} {trial.directory}/to{number}/" for number in range(rounds))
     trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
     for number in range(rounds):
@@ -483,16 +522,16 @@ def ssh(trial, client):
         subprocess.run([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True)
     (directory / "authorized").write_text((directory / "user.pub").read_text())
     Path("/run/sshd").mkdir(exist_ok=True)
-    options = {"Port": port, "ListenAddress": "127.0.0.1", "HostKey": directory / "host", "PidFile": "none", "UsePAM": "no"}
+    options = {"Port": port, "ListenAddress": OURS if client else LISTENS, "HostKey": directory / "host", "PidFile": "none", "UsePAM": "no"}
     options |= {"AuthorizedKeysFile": directory / "authorized", "StrictModes": "no", "PermitRootLogin": "yes"}
     (directory / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in options.items()))
     daemon = [tool("sshd"), "-D", "-e", "-f", directory / "sshd_config"]
     (trial.start if client else trial.under_baton)(daemon)
-    trial.await_port(port)
+    trial.await_port(port, OURS if client else REACHED)
     content = random.Random(1).randbytes(20_000_000)
     (directory / "content").write_bytes(content)
     rounds = max(1, int(trial.seconds / 2))
-    words = f"{tool('ssh')} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@127.0.0.1"
+    words = f"{tool('ssh')} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@{OURS if client else REACHED}"
     both_ways = f"{words} 'cat; sleep 0.5; cat {directory}/content' < {directory}/content"
     script = " && ".join(f"{both_ways} > got.{number}" for number in range(rounds))
     trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
@@ -579,11 +618,60 @@ def show(row):
     print(f"{row['program']:<20} {row['mode']:<7} {row.get('work', 0):>7} {connections:>6} {moves:>6}  {state}  {given}", flush=True)
 
 
-def isolate(script):
-    """Goes on in a network namespace of its own."""
+def isolate(script, network="plain"):
+    """Goes on in a network namespace of its own, with what the network needs around it."""
     if os.environ.get("BATON_PROGRAMS_INSIDE") != "1":
-        inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *sys.argv[1:]]
-        os.execvpe("unshare", inside, os.environ | {"BATON_PROGRAMS_INSIDE": "1"})
+        around = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *sys.argv[1:]]
+        os.execvpe("unshare", around, os.environ | {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": network})
+
+
+def namespace():
+    """Another network namespace: a process in it, which ends with this one's interest in it."""
+    holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    mine = os.stat("/proc/self/ns/net").st_ino
+    while os.stat(f"/proc/{holder.pid}/ns/net").st_ino == mine:
+        time.sleep(0.001)
+    return holder
+
+
+CONTAINER = None
+
+
+def inside():
+    """What a command is prefixed with to run where the tried program is."""
+    return [] if CONTAINER is None else ["nsenter", f"--net=/proc/{CONTAINER.pid}/ns/net"]
+
+
+def build(network):
+    """Makes the network around this namespace, and returns what counts the packets that were invalid, and what has to be ended."""
+    global CONTAINER
+    if network in ("plain", "ipv6"):
+        return lambda: 0, []
+
+    def within(holder, words, **options):
+        prefix = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"] if holder else []
+        return subprocess.run(prefix + words.split(), check=True, capture_output=True, text=True, **options).stdout
+
+    def dropped(holder):
+        return sum(int(line.split("packets ")[1].split()[0]) for line in within(holder, "nft list table inet wall").splitlines() if "counter" in line)
+
+    if network == "firewall":
+        within(None, "nft -f -", input=WALL % "input")
+        return lambda: dropped(None), []
+    router, CONTAINER = namespace(), namespace()
+    within(router, f"ip link add inside type veth peer name eth0 netns {CONTAINER.pid}")
+    within(router, f"ip link add outside type veth peer name eth0 netns {os.getpid()}")
+    for device, address in (("inside", "10.0.2.1"), ("outside", "10.0.1.1")):
+        within(router, f"ip address add {address}/24 dev {device}")
+        within(router, f"ip link set {device} up")
+    within(router, "sysctl -qw net.ipv4.ip_forward=1")
+    for holder, address, gateway in ((CONTAINER, "10.0.2.2", "10.0.2.1"), (None, "10.0.1.2", "10.0.1.1")):
+        within(holder, f"ip address add {address}/24 dev eth0")
+        within(holder, "ip link set eth0 up")
+        within(holder, "ip link set lo up")
+        within(holder, f"ip route add default via {gateway}")
+    within(router, "nft -f -", input=ROUTER + WALL % "forward")
+    return lambda: dropped(router), [router, CONTAINER]
 
 
 def main():
@@ -591,13 +679,15 @@ def main():
     parser.add_argument("--only", help="programs, separated by commas", type=lambda text: text.split(","))
     parser.add_argument("--modes", help="of native, run, flip, attach", type=lambda text: text.split(","), default=list(MODES))
     parser.add_argument("--seconds", type=float, default=4, help="length of each load")
+    parser.add_argument("--network", choices=list(NETWORKS), default="plain", help="what is between the programs and this script")
     parser.add_argument("--all", action="store_true", help="fail if a program is not installed")
     parser.add_argument("--json", action="store_true", help="one object per line")
     given = parser.parse_args()
     unknown = [name for name in given.only or [] if name not in PROGRAMS] + [mode for mode in given.modes if mode not in MODES]
     if unknown:
         parser.error(f"{', '.join(unknown)}: there is no such thing; programs are {', '.join(PROGRAMS)}")
-    isolate(__file__)
+    isolate(__file__, given.network)
+    dropped, holders = build(given.network)
     if not given.json:
         print(f"{'program':<20} {'mode':<7} {'work':>7} {'conns':>6} {'moves':>6}  result")
     failed, missing = False, []
@@ -605,13 +695,19 @@ def main():
         for mode in modes_of(name):
             if mode not in given.modes:
                 continue
+            before = dropped()
             try:
                 row = trial_of(name, mode, given.seconds)
             except Missing as what:
                 missing.append(f"{name} ({what})")
                 break
+            if mode != "native" and dropped() > before:
+                row["failures"].append(f"{dropped() - before} packets were invalid")
             failed |= bool(row["failures"])
             print(json.dumps(row), flush=True) if given.json else show(row)
+    for holder in holders:
+        holder.stdin.close()
+        holder.wait()
     if missing:
         print(f"not installed: {', '.join(missing)}", file=sys.stderr)
     return 1 if failed or given.all and missing else 0

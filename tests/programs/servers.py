@@ -10,6 +10,9 @@ import ssl
 import sys
 import threading
 
+LISTENS = os.environ["LISTENS"]
+FAMILY = socket.AF_INET6 if ":" in LISTENS else socket.AF_INET
+
 
 def announce(port):
     print(port, flush=True)
@@ -22,14 +25,14 @@ async def asyncio_server():
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    server = await asyncio.start_server(echo, LISTENS, 0)
     announce(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
 
 def selectors_server():
     selector = selectors.DefaultSelector()
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((LISTENS, 0), family=FAMILY)
     listener.setblocking(False)
     selector.register(listener, selectors.EVENT_READ)
     announce(listener.getsockname()[1])
@@ -59,7 +62,7 @@ def selectors_server():
 def ssl_server(certificate):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((LISTENS, 0), family=FAMILY)
     announce(listener.getsockname()[1])
 
     def serve(sock):
@@ -80,14 +83,15 @@ class Echo(socketserver.BaseRequestHandler):
 
 def socketserver_server():
     socketserver.ThreadingTCPServer.daemon_threads = True
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+    socketserver.ThreadingTCPServer.address_family = FAMILY
+    with socketserver.ThreadingTCPServer((LISTENS, 0), Echo) as server:
         announce(server.server_address[1])
         server.serve_forever()
 
 
 def fork_server():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((LISTENS, 0), family=FAMILY)
     announce(listener.getsockname()[1])
     while True:
         sock, _ = listener.accept()

@@ -108,6 +108,24 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about two minutes.
+    Lro {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Only so many connections, in each cell.
+        #[arg(long, value_delimiter = ',')]
+        connections: Vec<usize>,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 1)]
+        rounds: usize,
+        /// Write the plot here (SVG).
+        #[arg(long, value_name = "FILE")]
+        plot: Option<std::path::PathBuf>,
+        /// Receive so many GB instead, with reordering, and compare every byte.
+        #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
+        verify: Option<f64>,
+    },
     /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
@@ -130,6 +148,13 @@ fn bench(what: &Bench) -> Result<bool> {
                 println!("geometric mean of the ratios: {:.3}", report.geomean_ratio);
             }
             Ok(true)
+        }
+        Bench::Lro { json, connections, rounds, plot, verify } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            match verify {
+                Some(gigabytes) => verify_lro(*gigabytes, *json),
+                None => bench_lro(connections, *rounds, plot.as_deref(), *json),
+            }
         }
         Bench::Bypass { json } => {
             let measured = baton_lab::bypass::run()?;
@@ -165,6 +190,36 @@ fn bench(what: &Bench) -> Result<bool> {
             Ok(true)
         }
     }
+}
+
+fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path>, json: bool) -> Result<bool> {
+    let mut settings = baton_lab::lro::LroSettings { rounds, ..Default::default() };
+    if !connections.is_empty() {
+        settings.connections = connections.to_vec();
+    }
+    let report = baton_lab::lro::run(&settings, |cell| eprintln!("{}", baton_lab::lro::line(cell)))?;
+    if let Some(path) = plot {
+        std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        for bar in &report.bars {
+            println!("{:<24} {:>10.3}  (bound {})", bar.name, bar.value, bar.bound);
+        }
+    }
+    Ok(report.bars.iter().all(|bar| bar.holds))
+}
+
+fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
+    let bytes = (gigabytes * 1e9) as u64;
+    let mismatches = baton_lab::lro::verify(bytes)?;
+    if json {
+        println!("{}", serde_json::json!({ "bytes": bytes, "mismatches": mismatches }));
+    } else {
+        println!("{gigabytes} GB received, {mismatches} bytes differ");
+    }
+    Ok(mismatches == 0)
 }
 
 #[derive(Args)]

@@ -9,7 +9,7 @@ use baton_control::LinkSettings;
 use baton_kernel::namespace::Namespace;
 use baton_kernel::socket;
 use baton_kernel::tcp_info::TcpInfo;
-use baton_lab::testbed::{TestbedSettings, address_b};
+use baton_lab::testbed::{self, TestbedSettings, address_b};
 use common::{Scene, connect, hosts, scene, scene_at};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -188,13 +188,8 @@ fn an_agent_may_die_while_it_recovers() {
     scene.exchange(100_000, Place::Nic);
 }
 
-/// A number of /proc/net/netstat or /proc/net/snmp.
 fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
-    let text = host.run(|| std::fs::read_to_string(format!("/proc/thread-self/net/{table}"))).expect("a table of counters");
-    let mut rows = text.lines().filter(|line| line.starts_with(row)).map(str::split_whitespace);
-    let (Some(mut names), Some(mut values)) = (rows.next(), rows.next()) else { panic!("no {row} rows") };
-    let at = names.position(|found| found == name).unwrap_or_else(|| panic!("no counter {name}"));
-    values.nth(at).and_then(|value| value.parse().ok()).expect("a number")
+    testbed::counter(host, table, row, name).expect("a counter")
 }
 
 /// Host B marks every packet both ways as having met congestion: the NIC says so to the peer, and slows down when it is told.

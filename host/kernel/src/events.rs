@@ -165,6 +165,11 @@ fn nanos(clock: libc::clockid_t) -> u64 {
     spec.tv_sec as u64 * 1_000_000_000 + spec.tv_nsec as u64
 }
 
+/// Nanoseconds of CPU that the calling thread has used.
+pub fn thread_nanos() -> u64 {
+    nanos(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_nanos() -> u64 {
     nanos(libc::CLOCK_MONOTONIC)

@@ -91,6 +91,21 @@ pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
     Ok(request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8 as char).collect())
 }
 
+/// Switches an interface's generic receive offload (`ethtool -K NAME gro`).
+///
+/// # Errors
+/// The system's.
+pub fn set_gro(name: &str, on: bool) -> io::Result<()> {
+    const SIOCETHTOOL: libc::c_ulong = 0x8946;
+    const ETHTOOL_SGRO: u32 = 0x2c;
+    let value = [ETHTOOL_SGRO, u32::from(on)];
+    let mut request = interface_request(name)?;
+    request.ifr_ifru.ifru_data = (&raw const value).cast_mut().cast();
+    let socket = socket::stream(false, 0)?;
+    // SAFETY: the request points at an ethtool_value, which lives through the call.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &mut request) }).map(|_| ())
+}
+
 /// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's namespace
 /// if /sys is mounted for it). Whether it worked.
 pub fn set_threaded_napi(name: &str) -> bool {

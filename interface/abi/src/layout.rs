@@ -207,10 +207,26 @@ pub enum Counter {
     LinkLost,
     /// Frames that overflowed the emulated link's buffer.
     LinkOverflowed,
+    /// Large frames of the kernel's that were cut.
+    Cut,
+    /// Segments that they were cut into.
+    CutSegments,
+    /// Large frames that could not be cut.
+    Uncut,
+    /// Segments that became part of an aggregate for the kernel.
+    Merged,
+    /// Aggregates.
+    Aggregates,
+    /// IP bytes of aggregates.
+    AggregateBytes,
+    /// Segments that were put in order for the kernel.
+    Reordered,
+    /// Segments that are held out of order now.
+    Held,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 14;
+pub const COUNTERS: usize = 22;
 
 const _: () = {
     assert!(COUNTERS * 8 + nic::COUNTERS <= nic::COMMANDS);

@@ -62,6 +62,12 @@ pub struct NicSettings {
     pub spin: u64,
     /// The wire takes frames of up to 64 KB.
     pub segmentation: bool,
+    /// The kernel hands over frames of up to 64 KB although the wire takes none: they are cut here (large sends).
+    #[serde(default)]
+    pub large_sends: bool,
+    /// Large receive.
+    #[serde(default)]
+    pub lro: baton_lro::Settings,
     /// Frames that come during a move are dropped, not kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
@@ -173,6 +179,7 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         slots: settings.slots,
         hash_key: settings.hash_key,
         drop_during_moves,
+        lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.lro },
         beside: settings.beside,
         ..Settings::default()
     };

@@ -55,7 +55,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicHandoff, _) => self.handoff(cid, now),
             (Operation::NicRestore, _) => self.restore(cid, now),
             (Operation::NicForward, _) => self.forwarded(cid, message.length),
-            (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid),
+            (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid, now),
             (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
             (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0, now),
@@ -70,7 +70,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
     }
 
-    fn mirror(&mut self, cid: Cid) -> Result<u32, Refusal> {
+    fn mirror(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         if self.slots[index as usize].is_some() {
             return Err(Refusal::WrongState);
@@ -80,6 +80,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.find(&name).is_some() {
             return Err(Refusal::AlreadyHere);
         }
+        // From here on its frames are not aggregated for the kernel: what has been has to be there before them.
+        let host = &mut self.host;
+        self.lro.flush(&name, now.0, &mut |frame| _ = host.transmit(frame));
         let custody = Custody::Mirrored;
         self.slots[index as usize] =
             Some(Slot { name, cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });

@@ -10,13 +10,11 @@ mod commands;
 mod counters;
 mod custody;
 mod icmp;
-mod lookup;
 mod offloaded;
 mod posted;
 mod program;
 mod replay;
 mod transmit;
-mod wheel;
 mod worker;
 
 pub use custody::Refusal;

@@ -21,10 +21,32 @@ impl<W: Device> Output<W> {
         Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities }
     }
 
-    /// Passes a frame on as it is.
+    /// Passes a frame on: as it is, if the wire takes it so.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
+        if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
+            return self.cut(frame, counters);
+        }
+        if !self.capabilities.checksum
+            && let Checksum::Partial { start, offset } = frame.checksum
+        {
+            frame::finish_checksum(frame.bytes_mut(), start.into(), offset.into());
+            frame.checksum = Checksum::Unknown;
+        }
         let sent = self.wire.transmit(frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+
+    /// Large send: the wire takes segments only.
+    fn cut(&mut self, large: &Frame, counters: &Counters) {
+        let Ok(mut cut) = baton_tso::cut(large, self.capabilities.checksum) else {
+            return counters.add(Counter::Uncut, 1);
+        };
+        counters.add(Counter::Cut, 1);
+        while cut.next(&mut self.frame) {
+            counters.add(Counter::CutSegments, 1);
+            let sent = self.wire.transmit(&mut self.frame);
+            counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+        }
     }
 
     /// Sends all that the connection wants to send now. The record covers each segment before it leaves.

@@ -3,13 +3,13 @@
 use crate::counters::Counters;
 use crate::custody::{Custody, Slot};
 use crate::icmp;
-use crate::lookup::Lookup;
 use crate::transmit::Output;
-use crate::wheel::Wheel;
 use baton_abi::layout::{Counter, nic, session};
 use baton_abi::{Control, Message, Operation};
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
+use baton_lro::{Lro, Mode};
 use baton_ring::{Consumer, Producer, Region, RingWords, go_to_sleep, needs_doorbell, wake_up};
+use baton_tables::Lookup;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment};
 use baton_wire::{Flags, Name, Plain, TcpFrame};
@@ -30,6 +30,8 @@ pub struct Settings {
     pub quick_ack: bool,
     /// Frames that come while their connection is between two owners are dropped instead of kept for the next one.
     pub drop_during_moves: bool,
+    /// Large receive, for what is the kernel's.
+    pub lro: baton_lro::Settings,
     /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
     pub beside: bool,
 }
@@ -43,10 +45,14 @@ impl Default for Settings {
             frame_bytes: MAX_FRAME,
             quick_ack: false,
             drop_during_moves: false,
+            lro: baton_lro::Settings::default(),
             beside: false,
         }
     }
 }
+
+/// Time-outs of connections, in buckets of 128 microseconds.
+pub(crate) type Wheel = baton_tables::Wheel<128>;
 
 /// A program's session, as the worker sees it.
 pub(crate) struct Session {
@@ -73,6 +79,9 @@ pub struct Worker<H, W> {
     pub(crate) dirty: Vec<u32>,
     pub(crate) untold: Vec<u32>,
     pub(crate) connections: u64,
+    pub(crate) lro: Lro,
+    /// When a time-out of a connection's, or of an aggregate's, may be due, in microseconds.
+    due: u64,
     frame: Frame,
     expired: Vec<u32>,
     agent_told: bool,
@@ -101,6 +110,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             dirty: Vec::with_capacity(settings.slots),
             untold: Vec::with_capacity(settings.slots),
             connections: 0,
+            lro: Lro::new(settings.lro, now.0),
+            due: now.0,
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
             agent_told: false,
@@ -148,7 +159,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.commands.has_message() {
             worked |= self.poll_commands(now);
         }
-        if self.wheel.is_due(now.0) {
+        if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
         if !self.dirty.is_empty() {
@@ -249,15 +260,28 @@ impl<H: Device, W: Device> Worker<H, W> {
         {
             self.on_too_big(&flow, seq, mtu, now);
         }
-        self.pass_to_host();
+        if !self.settings.beside {
+            let mut deliver = deliverer(&mut self.host, &self.counters);
+            self.lro.receive(&mut self.frame, now.0, &mut deliver);
+        }
     }
 
+    /// A frame to the kernel that must not wait.
     fn pass_to_host(&mut self) {
-        if self.settings.beside {
-            return;
+        if !self.settings.beside {
+            deliverer(&mut self.host, &self.counters)(&mut self.frame);
         }
-        let sent = self.host.transmit(&mut self.frame);
-        self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
+    }
+
+    fn expire_aggregates(&mut self, now: Instant) {
+        let mut deliver = deliverer(&mut self.host, &self.counters);
+        self.lro.expire(now.0, &mut deliver);
+        let counters = self.lro.counters();
+        self.counters.set(Counter::Merged, counters.merged);
+        self.counters.set(Counter::Aggregates, counters.aggregates);
+        self.counters.set(Counter::AggregateBytes, counters.bytes);
+        self.counters.set(Counter::Reordered, counters.reordered);
+        self.counters.set(Counter::Held, counters.held);
     }
 
     fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
@@ -366,6 +390,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
         }
         self.expired = expired;
+        if self.settings.lro.mode != Mode::Off {
+            self.expire_aggregates(now);
+        }
+        self.due = self.wheel.next_tick().min(self.lro.next_tick());
         worked
     }
 
@@ -430,7 +458,15 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// When a timer wants the worker next, in microseconds of its clock.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.wheel.next_expiry()
+        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).min()
+    }
+}
+
+/// Gives frames to the kernel.
+fn deliverer<'a, H: Device>(host: &'a mut H, counters: &'a Counters) -> impl FnMut(&mut Frame) + 'a {
+    |frame| {
+        let sent = host.transmit(frame);
+        counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
     }
 }
 

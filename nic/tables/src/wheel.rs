@@ -1,20 +1,22 @@
 //! A timing wheel over slots. A slot is entered when its next time-out comes earlier than what it is entered for; when its bucket
 //! comes up, the connection is asked again, so that time-outs which only move later cost nothing.
 
-/// Microseconds of one bucket.
-const TICK: u64 = 128;
+use alloc::vec::Vec;
+
 const BUCKETS: usize = 8192;
 
-pub(crate) struct Wheel {
+/// A wheel whose buckets are `TICK` microseconds long.
+pub struct Wheel<const TICK: u64> {
     buckets: Vec<Vec<u32>>,
     occupied: [u64; BUCKETS / 64],
     /// The first bucket that has not been served, counted in ticks.
     next: u64,
 }
 
-impl Wheel {
+impl<const TICK: u64> Wheel<TICK> {
+    /// An empty wheel at `now` microseconds.
     pub fn new(now: u64) -> Self {
-        Wheel { buckets: vec![Vec::new(); BUCKETS], occupied: [0; BUCKETS / 64], next: now / TICK }
+        Wheel { buckets: alloc::vec![Vec::new(); BUCKETS], occupied: [0; BUCKETS / 64], next: now / TICK }
     }
 
     /// Enters a slot for `at` microseconds, or for the end of the wheel if that comes first. Returns the tick it is entered for.
@@ -32,10 +34,10 @@ impl Wheel {
         at.div_ceil(TICK)
     }
 
-    /// Whether a bucket may be due at `now`.
+    /// When the next bucket comes up, occupied or not, in microseconds.
     #[inline]
-    pub fn is_due(&self, now: u64) -> bool {
-        self.next <= now / TICK
+    pub fn next_tick(&self) -> u64 {
+        self.next * TICK
     }
 
     /// Takes the slots of the next bucket that is due at `now` into `out`, and returns its tick.
@@ -74,7 +76,7 @@ mod tests {
 
     #[test]
     fn slots_come_up_in_time_and_once() {
-        let mut wheel = Wheel::new(1_000_000);
+        let mut wheel = Wheel::<128>::new(1_000_000);
         wheel.enter(1, 1_000_500);
         wheel.enter(2, 1_100_000);
         wheel.enter(3, 9_000_000);

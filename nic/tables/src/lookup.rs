@@ -1,13 +1,14 @@
 //! From a 4-tuple to a slot: open addressing under a keyed hash, so that nobody who does not know the key can pile up collisions.
 
 use ahash::RandomState;
+use alloc::boxed::Box;
 use baton_wire::Name;
 use core::hash::{BuildHasher, Hasher};
 
 const EMPTY: u32 = u32::MAX;
 
 /// The table. It is at most half full, so that a probe rarely goes further than its first cache line.
-pub(crate) struct Lookup {
+pub struct Lookup {
     /// (upper half of the hash, slot).
     entries: Box<[(u32, u32)]>,
     mask: usize,
@@ -15,10 +16,11 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
+    /// An empty table for so many slots.
     pub fn new(slots: usize, key: [u64; 4]) -> Self {
         let size = (slots * 2).next_power_of_two().max(16);
         Lookup {
-            entries: vec![(0, EMPTY); size].into(),
+            entries: alloc::vec![(0, EMPTY); size].into(),
             mask: size - 1,
             hasher: RandomState::with_seeds(key[0], key[1], key[2], key[3]),
         }

@@ -1,0 +1,419 @@
+//! Large receive: throughput and the receiver's CPU per gigabyte, for frames of 1500 bytes on the wire and 1 to 64 connections, without
+//! aggregation, with the kernel's GRO, and with the NIC's two modes, interleaved.
+//!
+//! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP), so that it can be told from the NIC's, whose writes
+//! would else do it. Every cell has the same emulated link in it, also those without reordering; what that costs is the NIC's.
+
+use crate::soak::connect_pairs;
+use crate::statistics;
+use crate::testbed::{self, Testbed, TestbedSettings};
+use anyhow::{Context, Result, anyhow};
+use baton_abi::layout::Counter;
+use baton_control::LinkSettings;
+use baton_kernel::events::{Poller, Trigger, monotonic_micros, thread_nanos};
+use baton_kernel::{process, socket};
+use baton_lro::{Mode, Push, Settings};
+use baton_sim::stream;
+use plotters::prelude::*;
+use serde::Serialize;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Microseconds that go by before a cell counts.
+const WARMING: u64 = 300_000;
+
+/// Who aggregates.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Way {
+    /// Nobody.
+    Plain,
+    /// The kernel.
+    Gro,
+    /// The NIC, by GRO's rules.
+    InOrder,
+    /// The NIC, putting in order.
+    Reorder,
+}
+
+impl Way {
+    /// All of them.
+    pub const ALL: [Way; 4] = [Way::Plain, Way::Gro, Way::InOrder, Way::Reorder];
+
+    fn name(self) -> &'static str {
+        match self {
+            Way::Plain => "plain NIC",
+            Way::Gro => "Linux GRO",
+            Way::InOrder => "Baton in-order",
+            Way::Reorder => "Baton reorder",
+        }
+    }
+
+    fn settings(self) -> Settings {
+        let (mode, push) = match self {
+            Way::Plain | Way::Gro => (Mode::Off, Push::Flush),
+            Way::InOrder => (Mode::InOrder, Push::Bulk),
+            Way::Reorder => (Mode::Reorder, Push::Bulk),
+        };
+        Settings { mode, push, ..Settings::default() }
+    }
+}
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct LroSettings {
+    /// Numbers of connections.
+    pub connections: Vec<usize>,
+    /// Shares of segments that are held back, in percent.
+    pub reorder: Vec<f64>,
+    /// Microseconds of a cell.
+    pub length: u64,
+    /// Rounds over all cells; the median of each is reported.
+    pub rounds: usize,
+}
+
+impl Default for LroSettings {
+    fn default() -> Self {
+        LroSettings { connections: vec![1, 2, 4, 8, 16, 32, 64], reorder: vec![0.0, 1.0, 5.0], length: 700_000, rounds: 1 }
+    }
+}
+
+/// One cell.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Cell {
+    /// Who aggregates.
+    pub way: Way,
+    /// Connections.
+    pub connections: usize,
+    /// Segments held back, in percent.
+    pub reorder: f64,
+    /// Payload that the receiver's program got, Gb/s.
+    pub gigabits: f64,
+    /// CPU seconds per GB (10⁹ bytes) of the receiver's program, its kernel thread, and the NIC.
+    pub program_cpu: f64,
+    /// See there.
+    pub kernel_cpu: f64,
+    /// See there.
+    pub nic_cpu: f64,
+    /// IP bytes of an aggregate of the NIC's, in the mean; 0 where it makes none.
+    pub mean_aggregate: f64,
+    /// Frames that the NIC gave to the kernel, per MB.
+    pub frames_per_mb: f64,
+    /// Segments that the sender sent again, in percent of the wire's.
+    pub retransmitted: f64,
+}
+
+impl Cell {
+    fn receiver_cpu(&self) -> f64 {
+        self.program_cpu + self.kernel_cpu
+    }
+}
+
+/// A figure that has to hold.
+#[derive(Clone, Debug, Serialize)]
+pub struct Bar {
+    /// Its name.
+    pub name: &'static str,
+    /// As measured.
+    pub value: f64,
+    /// The least or most that it may be.
+    pub bound: f64,
+    /// Whether it holds.
+    pub holds: bool,
+}
+
+/// The table.
+#[derive(Clone, Debug, Serialize)]
+pub struct LroReport {
+    /// All cells.
+    pub cells: Vec<Cell>,
+    /// What has to hold.
+    pub bars: Vec<Bar>,
+}
+
+fn bed(way: Way, reorder: f64) -> Result<Testbed> {
+    let link = LinkSettings { delay: 50, reorder: (reorder * 10_000.0) as u32, hold: 200, seed: 3, ..LinkSettings::default() };
+    Testbed::new(&TestbedSettings {
+        link,
+        lro: way.settings(),
+        gro: way == Way::Gro,
+        threaded_napi: true,
+        spin: 20,
+        ..TestbedSettings::default()
+    })
+}
+
+/// Sends as fast as it can until `over`. Keys of the streams are the connections' places.
+fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> Result<()> {
+    process::pin(0, 0);
+    let poller = Poller::new()?;
+    for (at, client) in clients.iter().enumerate() {
+        poller.add(client.as_fd(), at as u64, Trigger::Edge)?;
+    }
+    let mut piece = vec![0x5a_u8; 1 << 16];
+    let mut sent = vec![0u64; clients.len()];
+    let mut tokens: Vec<u64> = (0..clients.len() as u64).collect();
+    while !over.load(Ordering::Relaxed) {
+        for token in tokens.drain(..) {
+            let at = token as usize;
+            loop {
+                if verified {
+                    stream::fill(at as u64, sent[at], &mut piece);
+                }
+                match socket::send(clients[at].as_fd(), &piece) {
+                    Ok(count) => sent[at] += count as u64,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(error) => return Err(error).context("the sender"),
+                }
+                if over.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+            }
+        }
+        poller.wait(Some(Duration::from_millis(10)), &mut tokens)?;
+    }
+    Ok(())
+}
+
+/// The receiver's program: reads what there is, and checks it if it is to.
+struct Receiver<'a> {
+    servers: &'a [TcpStream],
+    poller: Poller,
+    buffer: Vec<u8>,
+    tokens: Vec<u64>,
+    got: Vec<u64>,
+    verified: bool,
+    mismatches: u64,
+}
+
+impl<'a> Receiver<'a> {
+    fn new(servers: &'a [TcpStream], verified: bool) -> Result<Receiver<'a>> {
+        let poller = Poller::new()?;
+        for (at, server) in servers.iter().enumerate() {
+            poller.add(server.as_fd(), at as u64, Trigger::Readable)?;
+        }
+        let (buffer, got) = (vec![0; 1 << 18], vec![0; servers.len()]);
+        Ok(Receiver { servers, poller, buffer, tokens: Vec::new(), got, verified, mismatches: 0 })
+    }
+
+    fn total(&self) -> u64 {
+        self.got.iter().sum()
+    }
+
+    /// Until a moment, or until so many bytes have come.
+    fn run(&mut self, until: u64, bytes: u64) -> Result<()> {
+        while monotonic_micros() < until && self.total() < bytes {
+            self.poller.wait(Some(Duration::from_millis(10)), &mut self.tokens)?;
+            for token in std::mem::take(&mut self.tokens) {
+                let at = token as usize;
+                match socket::receive(self.servers[at].as_fd(), &mut self.buffer) {
+                    Ok(0) => return Err(anyhow!("the sender closed")),
+                    Ok(count) => {
+                        if self.verified {
+                            self.mismatches += stream::mismatches(at as u64, self.got[at], &self.buffer[..count]);
+                        }
+                        self.got[at] += count as u64;
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(error).context("the receiver"),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// CPU that a host's interface and the NIC have used so far, nanoseconds, and the NIC's counters.
+fn used(bed: &Testbed, napi: &[u32]) -> Result<([u64; 2], Vec<u64>)> {
+    let statistics = bed.tool()?.statistics()?;
+    let kernel = napi.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum();
+    let nic = process::cpu_nanos(statistics.nic_process).context("the NIC is gone")?;
+    Ok(([kernel, nic], statistics.counters))
+}
+
+fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<Cell> {
+    let bed = bed(way, reorder)?;
+    let (servers, clients) = connect_pairs(&bed, connections, false)?;
+    let napi = process::napi_threads("baton0");
+    if napi.is_empty() {
+        return Err(anyhow!("the kernel has no NAPI thread for the TAP: is /sys/class/net/NAME/threaded writable?"));
+    }
+    napi.iter().for_each(|thread| _ = process::pin(*thread as i32, 1));
+    let retransmitted = || testbed::counter(&bed.host_b, "snmp", "Tcp:", "RetransSegs");
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| send(&clients, false, &over));
+        let measured = scope.spawn(|| -> Result<Cell> {
+            process::pin(0, 1);
+            let mut receiver = Receiver::new(&servers, false)?;
+            receiver.run(monotonic_micros() + WARMING, u64::MAX)?;
+            let (before, counters) = used(&bed, &napi)?;
+            let (program, again) = (thread_nanos(), retransmitted()?);
+            let (started, had) = (monotonic_micros(), receiver.total());
+            receiver.run(started + length, u64::MAX)?;
+            let (took, bytes) = ((monotonic_micros() - started) as f64, (receiver.total() - had) as f64);
+            let (program, again) = (thread_nanos() - program, retransmitted()? - again);
+            let (after, later) = used(&bed, &napi)?;
+            let count = |counter: Counter| (later[counter as usize] - counters[counter as usize]) as f64;
+            let per_gigabyte = |nanos: u64| nanos as f64 / bytes;
+            Ok(Cell {
+                way,
+                connections,
+                reorder,
+                gigabits: bytes * 8.0 / took / 1000.0,
+                program_cpu: per_gigabyte(program),
+                kernel_cpu: per_gigabyte(after[0] - before[0]),
+                nic_cpu: per_gigabyte(after[1] - before[1]),
+                mean_aggregate: count(Counter::AggregateBytes) / count(Counter::Aggregates).max(1.0),
+                frames_per_mb: count(Counter::HostSent) / (bytes / 1e6),
+                retransmitted: again as f64 / count(Counter::WireReceived).max(1.0) * 100.0,
+            })
+        });
+        let measured = measured.join().map_err(|_| anyhow!("the receiver panicked"));
+        over.store(true, Ordering::Relaxed);
+        sender.join().map_err(|_| anyhow!("the sender panicked"))??;
+        measured?
+    })
+}
+
+/// Receives so many bytes over four connections with reordering, and compares every one. Returns how many differ.
+///
+/// # Errors
+/// If the test bed cannot be made.
+pub fn verify(bytes: u64) -> Result<u64> {
+    let bed = bed(Way::Reorder, 1.0)?;
+    let (servers, clients) = connect_pairs(&bed, 4, false)?;
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| send(&clients, true, &over));
+        let received = Receiver::new(&servers, true).and_then(|mut receiver| {
+            receiver.run(u64::MAX, bytes)?;
+            Ok(receiver.mismatches)
+        });
+        over.store(true, Ordering::Relaxed);
+        sender.join().map_err(|_| anyhow!("the sender panicked"))??;
+        received
+    })
+}
+
+/// Medians, figure by figure, of the same cell's rounds.
+fn median(cells: &[Cell]) -> Cell {
+    let of = |figure: fn(&Cell) -> f64| statistics::quantile(&mut cells.iter().map(figure).collect::<Vec<_>>(), 0.5);
+    Cell {
+        gigabits: of(|cell| cell.gigabits),
+        program_cpu: of(|cell| cell.program_cpu),
+        kernel_cpu: of(|cell| cell.kernel_cpu),
+        nic_cpu: of(|cell| cell.nic_cpu),
+        mean_aggregate: of(|cell| cell.mean_aggregate),
+        frames_per_mb: of(|cell| cell.frames_per_mb),
+        retransmitted: of(|cell| cell.retransmitted),
+        ..cells[0]
+    }
+}
+
+fn bars(cells: &[Cell]) -> Vec<Bar> {
+    let cell = |way: Way, connections: usize, reorder: f64| {
+        cells.iter().find(|cell| (cell.way, cell.connections, cell.reorder) == (way, connections, reorder))
+    };
+    let ratio = |above: Option<&Cell>, below: Option<&Cell>, figure: fn(&Cell) -> f64| Some(figure(above?) / figure(below?));
+    let most = |name, bound, value: Option<f64>| value.map(|value| Bar { name, value, bound, holds: value <= bound });
+    let least = |name, bound, value: Option<f64>| value.map(|value| Bar { name, value, bound, holds: value >= bound });
+    let (plain, gro, ours) = (cell(Way::Plain, 1, 0.0), cell(Way::Gro, 1, 0.0), cell(Way::Reorder, 1, 0.0));
+    let keep = |way| ratio(cell(way, 1, 1.0), cell(way, 1, 0.0), |cell| cell.gigabits);
+    [
+        most("lro.cpu_ratio_plain", 0.5, ratio(ours, plain, Cell::receiver_cpu)),
+        most("lro.cpu_ratio_gro", 0.9, ratio(ours, gro, Cell::receiver_cpu)),
+        least("lro.reorder_keep", 0.9, keep(Way::Reorder)),
+        least("lro.mean_aggregate", 40_000.0, ours.map(|cell| cell.mean_aggregate)),
+        // Beside, without a bound.
+        least("lro.reorder_keep_gro", 0.0, keep(Way::Gro)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// Runs the table. `each` hears of every cell as it is done.
+///
+/// # Errors
+/// If a test bed cannot be made.
+pub fn run(settings: &LroSettings, mut each: impl FnMut(&Cell)) -> Result<LroReport> {
+    let mut cells: Vec<Vec<Cell>> = Vec::new();
+    for round in 0..settings.rounds.max(1) {
+        let mut at = 0;
+        for &connections in &settings.connections {
+            for &reorder in &settings.reorder {
+                for way in Way::ALL {
+                    let cell = run_cell(way, connections, reorder, settings.length)?;
+                    each(&cell);
+                    if round == 0 {
+                        cells.push(Vec::new());
+                    }
+                    cells[at].push(cell);
+                    at += 1;
+                }
+            }
+        }
+    }
+    let cells: Vec<Cell> = cells.iter().map(|rounds| median(rounds)).collect();
+    Ok(LroReport { bars: bars(&cells), cells })
+}
+
+/// A line of the table.
+pub fn line(cell: &Cell) -> String {
+    format!(
+        "{:<15} {:>3} connections  {:>3} % held back  {:>6.2} Gb/s  CPU s/GB: program {:.3}  kernel {:.3}  NIC {:.3}   aggregates of {:>5.1} KB, {:>5.1} frames/MB, {:.2} % sent again",
+        cell.way.name(),
+        cell.connections,
+        cell.reorder,
+        cell.gigabits,
+        cell.program_cpu,
+        cell.kernel_cpu,
+        cell.nic_cpu,
+        cell.mean_aggregate / 1000.0,
+        cell.frames_per_mb,
+        cell.retransmitted
+    )
+}
+
+/// Throughput over the number of connections, as the paper's Figure 13 has it, without reordering.
+///
+/// # Errors
+/// If it cannot be drawn.
+pub fn plot(report: &LroReport) -> Result<String> {
+    const COLOURS: [RGBColor; 4] =
+        [RGBColor(0x8a, 0x8f, 0x98), RGBColor(0xd9, 0x77, 0x06), RGBColor(0x0d, 0x94, 0x88), RGBColor(0x1f, 0x6f, 0xeb)];
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, (640, 380)).into_drawing_area();
+        let fail = |error: DrawingAreaErrorKind<io::Error>| anyhow!("drawing: {error}");
+        root.fill(&WHITE).map_err(fail)?;
+        let cells: Vec<&Cell> = report.cells.iter().filter(|cell| cell.reorder == 0.0).collect();
+        let top = cells.iter().map(|cell| cell.gigabits).fold(1.0, f64::max) * 1.15;
+        let most = cells.iter().map(|cell| cell.connections).max().unwrap_or(1) as f64;
+        let mut chart = ChartBuilder::on(&root)
+            .caption("TCP receive throughput, 1500-byte frames", ("sans-serif", 16))
+            .margin(10)
+            .x_label_area_size(36)
+            .y_label_area_size(52)
+            .build_cartesian_2d((1.0..most.max(2.0)).log_scale().base(2.0), 0.0..top)
+            .map_err(fail)?;
+        chart.configure_mesh().x_desc("connections").y_desc("Gb/s").draw().map_err(fail)?;
+        for (way, colour) in Way::ALL.into_iter().zip(COLOURS) {
+            let points: Vec<(f64, f64)> =
+                cells.iter().filter(|cell| cell.way == way).map(|cell| (cell.connections as f64, cell.gigabits)).collect();
+            chart
+                .draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))
+                .map_err(fail)?
+                .label(way.name())
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
+            chart.draw_series(points.into_iter().map(|point| Circle::new(point, 3, colour.filled()))).map_err(fail)?;
+        }
+        chart.configure_series_labels().background_style(WHITE).border_style(BLACK).draw().map_err(fail)?;
+        root.present().map_err(fail)?;
+    }
+    Ok(svg)
+}

@@ -1,0 +1,376 @@
+//! The way of a frame: filter, order, merge.
+
+use crate::aggregate::Aggregate;
+use crate::counters::{Counters, Reason};
+use crate::filter::{self, Test, Verdict};
+use crate::flow::Flow;
+use crate::{Mode, Push, Settings};
+use alloc::vec::Vec;
+use baton_device::{Frame, MAX_FRAME};
+use baton_tables::{Lookup, Wheel};
+use baton_wire::{Flags, Name, TcpFrame};
+use core::mem;
+
+/// Descriptors that are looked at for one that can be used again.
+const CANDIDATES: usize = 8;
+
+/// Large receive offload for one worker.
+pub struct Lro {
+    settings: Settings,
+    /// ConnectionTable.
+    table: Lookup,
+    flows: Vec<Option<Flow>>,
+    /// The preallocated queue of free descriptors.
+    free: Vec<u32>,
+    /// Buffers for aggregates.
+    spares: Vec<Frame>,
+    wheel: Wheel<16>,
+    expired: Vec<u32>,
+    /// Where the search for a descriptor that can be used again goes on.
+    hand: usize,
+    held_bytes: usize,
+    counters: Counters,
+}
+
+/// Whether the descriptor of a connection stays.
+#[derive(PartialEq, Eq)]
+enum Goes {
+    On,
+    Away,
+}
+
+impl Lro {
+    /// With all its memory.
+    pub fn new(settings: Settings, now: u64) -> Lro {
+        let on = settings.mode != Mode::Off;
+        let (connections, aggregates) = if on { (settings.connections.max(1), settings.aggregates) } else { (0, 0) };
+        Lro {
+            table: Lookup::new(connections, settings.hash_key),
+            flows: (0..connections).map(|_| None).collect(),
+            free: (0..connections as u32).rev().collect(),
+            spares: (0..aggregates).map(|_| Frame::with_capacity(MAX_FRAME)).collect(),
+            wheel: Wheel::new(now),
+            expired: Vec::new(),
+            hand: 0,
+            held_bytes: 0,
+            counters: Counters::default(),
+            settings,
+        }
+    }
+
+    /// As it was made.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// What was done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Bytes that are held out of order.
+    pub fn held_bytes(&self) -> usize {
+        self.held_bytes
+    }
+
+    /// Takes a frame in at `now` microseconds. It, or others that it completes, go to `deliver`; where it is kept, `frame` is another buffer
+    /// afterwards.
+    pub fn receive(&mut self, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        if self.settings.mode == Mode::Off {
+            return deliver(frame);
+        }
+        match filter::examine(frame) {
+            Verdict::Foreign(test) => {
+                self.counters.failed[test as usize] += 1;
+                deliver(frame);
+            }
+            Verdict::Passes(parsed, test) => {
+                self.counters.failed[test as usize] += 1;
+                self.pass(&parsed, test, frame, now, deliver);
+            }
+            Verdict::Data(parsed) => self.data(&parsed, frame, now, deliver),
+        }
+    }
+
+    fn find(&self, name: &Name) -> Option<u32> {
+        self.table.find(name, |at| matches!(self.flows.get(at as usize), Some(Some(flow)) if flow.name == *name))
+    }
+
+    /// A segment that is never merged: what came before it goes out before it.
+    fn pass(&mut self, parsed: &TcpFrame, test: Test, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let Some(at) = self.find(&Name::from(&parsed.flow)) else { return deliver(frame) };
+        let ends = parsed.flags.intersects(Flags::SYN | Flags::RST | Flags::FIN);
+        if parsed.payload_length == 0 && !ends && test == Test::Data {
+            // An acknowledgement does not wait for what is missing, nor does that for it.
+            self.close(at, Reason::Other, deliver);
+            return deliver(frame);
+        }
+        self.empty(at, Reason::Other, now, deliver);
+        deliver(frame);
+        if ends {
+            return self.forget(at);
+        }
+        if let Some(flow) = self.flows[at as usize].as_mut() {
+            let end = flow.unwrapped(parsed.seq) + parsed.payload_length as u64;
+            flow.next = flow.next.max(Some(end));
+        }
+    }
+
+    fn data(&mut self, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let name = Name::from(&parsed.flow);
+        let Some(at) = self.find(&name).or_else(|| self.make(name, now)) else {
+            self.counters.short_of_memory += 1;
+            return deliver(frame);
+        };
+        let reorders = self.settings.mode == Mode::Reorder;
+        let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
+        flow.arrived(now);
+        let seq = flow.unwrapped(parsed.seq);
+        let expected = flow.next.unwrap_or(seq);
+        let goes = if !reorders || seq == expected {
+            let mut goes = self.accept(at, parsed, frame, now, deliver);
+            if goes == Goes::On && reorders {
+                goes = self.accept_held(at, now, deliver);
+            }
+            goes
+        } else if seq < expected {
+            self.counters.old += 1;
+            self.close(at, Reason::Other, deliver);
+            deliver(frame);
+            Goes::On
+        } else {
+            self.hold(at, seq, parsed, frame, now, deliver);
+            Goes::On
+        };
+        match goes {
+            Goes::On => self.schedule(at),
+            Goes::Away => {
+                self.empty(at, Reason::Fin, now, deliver);
+                self.forget(at);
+            }
+        }
+    }
+
+    /// A segment that is the next one.
+    fn accept(&mut self, at: u32, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+        let settings = self.settings;
+        let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
+        flow.next = Some(flow.unwrapped(parsed.seq) + parsed.payload_length as u64);
+        let bulk = settings.push == Push::Bulk && flow.is_bulk();
+        let fin = parsed.flags.contains(Flags::FIN);
+        let pushed = parsed.flags.contains(Flags::PSH) && !bulk;
+        let goes = if fin { Goes::Away } else { Goes::On };
+        if let Some(open) = flow.aggregate.as_mut() {
+            if open.takes(frame.bytes(), parsed, &settings) {
+                open.append(frame.bytes(), parsed);
+                let short = parsed.payload_length < open.size;
+                let full = !open.has_room(&settings);
+                let reasons = [(fin, Reason::Fin), (pushed, Reason::Push), (short, Reason::Short), (full, Reason::Full)];
+                if let Some((_, reason)) = reasons.into_iter().find(|(holds, _)| *holds) {
+                    self.close(at, reason, deliver);
+                }
+                return goes;
+            }
+            self.close(at, Reason::Other, deliver);
+        }
+        if fin || pushed || !self.open(at, parsed, frame, now) {
+            self.counters.alone += 1;
+            deliver(frame);
+        }
+        goes
+    }
+
+    /// Begins an aggregate with a segment; its frame is exchanged for another. False if there is no buffer.
+    fn open(&mut self, at: u32, parsed: &TcpFrame, frame: &mut Frame, now: u64) -> bool {
+        let (Some(mut spare), Some(flow)) = (self.spares.pop(), self.flows[at as usize].as_mut()) else {
+            self.counters.short_of_memory += 1;
+            return false;
+        };
+        if frame.capacity() < MAX_FRAME {
+            // One that was held has no room for more.
+            spare.fill(frame.bytes());
+            (spare.checksum, spare.interface) = (frame.checksum, frame.interface);
+        } else {
+            mem::swap(&mut spare, frame);
+        }
+        flow.aggregate = Some(Aggregate::new(spare, *parsed, now));
+        true
+    }
+
+    /// What is held and follows now.
+    fn accept_held(&mut self, at: u32, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+        loop {
+            let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
+            let next = flow.next.unwrap_or(0);
+            let Some(first) = flow.held.first_entry().filter(|first| *first.key() <= next) else { return Goes::On };
+            let (seq, mut frame) = first.remove_entry();
+            // Another gap, another wait.
+            flow.gap_since = now;
+            self.let_go(&frame);
+            let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
+            if seq < next {
+                // It overlaps what has gone out.
+                self.counters.old += 1;
+                self.close(at, Reason::Other, deliver);
+                let end = seq + parsed.payload_length as u64;
+                if let Some(flow) = self.flows[at as usize].as_mut() {
+                    flow.next = flow.next.max(Some(end));
+                }
+                deliver(&mut frame);
+                continue;
+            }
+            self.counters.reordered += 1;
+            if self.accept(at, &parsed, &mut frame, now, deliver) == Goes::Away {
+                return Goes::Away;
+            }
+        }
+    }
+
+    fn let_go(&mut self, frame: &Frame) {
+        self.held_bytes -= frame.bytes().len();
+        self.counters.held -= 1;
+    }
+
+    /// A segment behind a gap.
+    fn hold(&mut self, at: u32, seq: u64, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let Settings { held_segments, held_bytes, .. } = self.settings;
+        let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
+        let length = frame.bytes().len();
+        let full = flow.held.len() >= held_segments || self.held_bytes + length > held_bytes;
+        if full {
+            // Whoever sends so much out of order gets no order.
+            self.counters.short_of_memory += 1;
+            self.empty(at, Reason::Other, now, deliver);
+            deliver(frame);
+            if let Some(flow) = self.flows[at as usize].as_mut() {
+                flow.next = flow.next.max(Some(seq + parsed.payload_length as u64));
+            }
+        } else if flow.held.contains_key(&seq) {
+            self.counters.old += 1;
+            deliver(frame);
+        } else {
+            if flow.held.is_empty() {
+                flow.gap_since = now;
+            }
+            flow.held.insert(seq, frame.clone());
+            self.held_bytes += length;
+            self.counters.held += 1;
+        }
+    }
+
+    /// The aggregate goes out.
+    fn close(&mut self, at: u32, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
+        let Some(flow) = self.flows[at as usize].as_mut() else { return };
+        let Some(open) = flow.aggregate.take() else { return };
+        flow.last_count = open.count;
+        let count = u64::from(open.count);
+        let mut frame = open.finish();
+        if count > 1 {
+            self.counters.merged += count;
+            self.counters.aggregates += 1;
+            self.counters.bytes += (frame.bytes().len() - baton_wire::frame::ETHERNET) as u64;
+        } else {
+            self.counters.alone += 1;
+        }
+        self.counters.flushed[reason as usize] += 1;
+        deliver(&mut frame);
+        // A device may have exchanged it for one of its own.
+        self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
+    }
+
+    /// Everything of a connection goes out, in order; what is missing is waited for no longer.
+    fn empty(&mut self, at: u32, reason: Reason, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        self.close(at, reason, deliver);
+        while let Some(flow) = self.flows[at as usize].as_mut()
+            && let Some((&seq, _)) = flow.held.first_key_value()
+        {
+            self.counters.gaps += 1;
+            flow.next = Some(seq);
+            self.accept_held(at, now, deliver);
+            self.close(at, reason, deliver);
+        }
+    }
+
+    fn schedule(&mut self, at: u32) {
+        let Some(flow) = self.flows[at as usize].as_mut() else { return };
+        if let Some(due) = flow.due(&self.settings)
+            && Wheel::<16>::tick_of(due) < flow.scheduled
+        {
+            flow.scheduled = self.wheel.enter(at, due);
+        }
+    }
+
+    /// When [`Lro::expire`] may have something to do, in microseconds.
+    #[inline]
+    pub fn next_tick(&self) -> u64 {
+        if self.settings.mode == Mode::Off { u64::MAX } else { self.wheel.next_tick() }
+    }
+
+    /// When something may have to go out, in microseconds.
+    pub fn next_expiry(&self) -> Option<u64> {
+        if self.settings.mode == Mode::Off { None } else { self.wheel.next_expiry() }
+    }
+
+    /// Lets go out what has waited long enough.
+    pub fn expire(&mut self, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let mut expired = mem::take(&mut self.expired);
+        while let Some(tick) = self.wheel.expire(now, &mut expired) {
+            for at in expired.drain(..) {
+                self.on_tick(at, tick, now, deliver);
+            }
+        }
+        self.expired = expired;
+    }
+
+    fn on_tick(&mut self, at: u32, tick: u64, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let Some(flow) = self.flows[at as usize].as_mut().filter(|flow| flow.scheduled == tick) else { return };
+        flow.scheduled = u64::MAX;
+        let gap = !flow.held.is_empty() && flow.gap_since + self.settings.gap <= now;
+        if flow.due(&self.settings).is_some_and(|due| due <= now) {
+            if gap { self.empty(at, Reason::Time, now, deliver) } else { self.close(at, Reason::Time, deliver) }
+        }
+        self.schedule(at);
+    }
+
+    /// Everything of a connection goes out now, and nothing more is known of it.
+    pub fn flush(&mut self, name: &Name, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        if let Some(at) = self.find(name) {
+            self.empty(at, Reason::Asked, now, deliver);
+            self.forget(at);
+        }
+    }
+
+    /// Everything goes out now.
+    pub fn flush_all(&mut self, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        for at in 0..self.flows.len() as u32 {
+            self.empty(at, Reason::Asked, now, deliver);
+        }
+    }
+
+    /// A descriptor for a connection, be it one of another that has been quiet.
+    fn make(&mut self, name: Name, now: u64) -> Option<u32> {
+        let at = self.free.pop().or_else(|| self.reclaim())?;
+        self.flows[at as usize] = Some(Flow::new(name, now, &self.settings));
+        self.table.insert(&name, at);
+        Some(at)
+    }
+
+    fn reclaim(&mut self) -> Option<u32> {
+        for _ in 0..CANDIDATES {
+            self.hand = (self.hand + 1) % self.flows.len();
+            if self.flows[self.hand].as_ref().is_some_and(Flow::is_idle) {
+                self.forget(self.hand as u32);
+                return self.free.pop();
+            }
+        }
+        None
+    }
+
+    fn forget(&mut self, at: u32) {
+        let Some(flow) = self.flows[at as usize].take() else { return };
+        let flows = &self.flows;
+        let name_of = |other: u32| flows[other as usize].as_ref().map_or(flow.name, |found| found.name);
+        self.table.remove(&flow.name, at, name_of);
+        self.free.push(at);
+    }
+}

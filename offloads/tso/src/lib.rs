@@ -1,0 +1,194 @@
+//! Large sends (TCP segmentation offload): a frame that stands for many is cut into segments, as hardware does it. No I/O: the caller gives
+//! each segment to its wire.
+//!
+//! Every segment has the frame's headers, with these fields its own: lengths, sequence number, IPv4 identification (counted up), FIN and PSH
+//! (the last segment's only), CWR (the first's only, RFC 3168 section 6.1.2), checksums.
+#![no_std]
+#![forbid(unsafe_code)]
+
+use baton_device::{Checksum, Frame};
+use baton_wire::checksum::{self, Sum};
+use baton_wire::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP, finish_checksum};
+use baton_wire::{Flags, TcpFrame};
+
+/// Why a frame cannot be cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Refusal {
+    /// It is not TCP behind an Ethernet and an IP header, or its length fields lie.
+    NotTcp,
+    /// The size of its segments is zero, or the length of its headers is another than they say.
+    BadSize,
+}
+
+/// The way to a frame's segments.
+pub struct Cut<'a> {
+    frame: &'a Frame,
+    parsed: TcpFrame,
+    size: usize,
+    at: usize,
+    count: u16,
+    partial: bool,
+}
+
+/// Prepares to cut a frame. With `partial` the segments' TCP checksums are left to the wire.
+///
+/// # Errors
+/// If it cannot be cut; nothing has been read outside the frame then.
+pub fn cut(frame: &Frame, partial: bool) -> Result<Cut<'_>, Refusal> {
+    let segmentation = frame.segmentation.ok_or(Refusal::BadSize)?;
+    let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::NotTcp)?;
+    // What the device says of the headers' length is not needed; that it is not true says that the rest may not be, either.
+    if segmentation.size == 0 || usize::from(segmentation.headers) > parsed.payload_offset + parsed.payload_length {
+        return Err(Refusal::BadSize);
+    }
+    Ok(Cut { frame, parsed, size: usize::from(segmentation.size), at: 0, count: 0, partial })
+}
+
+impl Cut<'_> {
+    /// Writes the next segment over `out`. False when there is none.
+    ///
+    /// # Panics
+    /// If `out` is smaller than headers and one segment.
+    pub fn next(&mut self, out: &mut Frame) -> bool {
+        let TcpFrame { payload_offset, payload_length, .. } = self.parsed;
+        if self.at >= payload_length && self.count > 0 {
+            return false;
+        }
+        let length = self.size.min(payload_length - self.at);
+        let from = payload_offset + self.at;
+        out.set_length(payload_offset + length);
+        let bytes = out.bytes_mut();
+        bytes[..payload_offset].copy_from_slice(&self.frame.bytes()[..payload_offset]);
+        bytes[payload_offset..].copy_from_slice(&self.frame.bytes()[from..from + length]);
+        self.write_headers(bytes, length);
+        let start = self.parsed.tcp_offset;
+        if self.partial {
+            out.checksum = Checksum::Partial { start: start as u16, offset: 16 };
+        } else {
+            finish_checksum(out.bytes_mut(), start, 16);
+            out.checksum = Checksum::Unknown;
+        }
+        out.segmentation = None;
+        out.interface = self.frame.interface;
+        self.at += length;
+        self.count += 1;
+        true
+    }
+
+    fn write_headers(&self, bytes: &mut [u8], length: usize) {
+        let TcpFrame { tcp_offset, payload_offset, payload_length, seq, flags, flow, .. } = self.parsed;
+        let (ip, segment) = bytes[ETHERNET..].split_at_mut(tcp_offset - ETHERNET);
+        let tcp_length = payload_offset - tcp_offset + length;
+        let sum = if flow.is_v4() {
+            let total = (ip.len() + tcp_length) as u16;
+            let ident = u16::from_be_bytes([ip[4], ip[5]]).wrapping_add(self.count);
+            ip[2..4].copy_from_slice(&total.to_be_bytes());
+            ip[4..6].copy_from_slice(&ident.to_be_bytes());
+            ip[10..12].fill(0);
+            let sum = Sum::new().bytes(ip).finish();
+            ip[10..12].copy_from_slice(&sum.to_be_bytes());
+            checksum::pseudo_header(&ip[12..16], &ip[16..IPV4], PROTOCOL_TCP, tcp_length)
+        } else {
+            ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
+            checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
+        };
+        let mut own = flags.0;
+        if self.at + length < payload_length {
+            own &= !(Flags::FIN | Flags::PSH).0;
+        }
+        if self.count > 0 {
+            own &= !Flags::CWR.0;
+        }
+        segment[4..8].copy_from_slice(&seq.wrapping_add(self.at as u32).to_be_bytes());
+        segment[13] = own;
+        segment[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+        debug_assert!(segment.len() >= TCP);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    extern crate std;
+    use baton_device::Segmentation;
+    use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+    use baton_wire::{Endpoint, Flow, TcpOptions};
+    use proptest::prelude::*;
+    use std::vec::Vec;
+
+    fn flow(v6: bool) -> Flow {
+        if v6 {
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) }
+        } else {
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) }
+        }
+    }
+
+    fn large(v6: bool, timestamps: bool, flags: Flags, payload: &[u8], size: u16) -> Frame {
+        let template = Template::new(&flow(v6), &Link { ttl: 64, ..Link::default() }, timestamps);
+        let options = TcpOptions { timestamps: timestamps.then_some((7, 8)), ..TcpOptions::default() };
+        let header = Header { seq: u32::MAX - 1000, ack: 6, flags, window: 7, options: &options, ecn: 2, ident: 0xfffe };
+        let mut frame = Frame::with_capacity(70_000);
+        frame.set_length(MAX_HEADER + payload.len());
+        let headers = template.emit(&header, payload.len(), frame.bytes_mut());
+        frame.set_length(headers + payload.len());
+        frame.bytes_mut()[headers..].copy_from_slice(payload);
+        frame.segmentation = Some(Segmentation { size, headers: headers as u16, ipv6: v6, ecn: false });
+        frame
+    }
+
+    proptest! {
+        /// The segments are whole TCP segments whose payloads make the frame's, with the flags where they belong.
+        #[test]
+        fn segments_make_the_frame(v6: bool, timestamps: bool, flags: u8, length in 0usize..30_000, size in 1u16..9000, partial: bool) {
+            let length = length.min(usize::from(size) * 100);
+            let payload: Vec<u8> = (0..length).map(|n| (n * 7) as u8).collect();
+            let flags = Flags(flags | Flags::ACK.0);
+            let frame = large(v6, timestamps, flags, &payload, size);
+            let mut cut = cut(&frame, partial).unwrap();
+            let mut out = Frame::with_capacity(10_000);
+            let (mut got, mut count) = (Vec::new(), 0u16);
+            while cut.next(&mut out) {
+                if let Checksum::Partial { start, offset } = out.checksum {
+                    prop_assert!(partial && finish_checksum(out.bytes_mut(), start.into(), offset.into()));
+                }
+                let parsed = TcpFrame::parse(out.bytes()).unwrap();
+                prop_assert!(parsed.checksum_holds(out.bytes()));
+                prop_assert_eq!(parsed.seq, (u32::MAX - 1000).wrapping_add(got.len() as u32));
+                prop_assert_eq!((parsed.flow, parsed.ack, parsed.window, parsed.ecn), (flow(v6), 6, 7, 2));
+                prop_assert_eq!(parsed.options.timestamps, timestamps.then_some((7, 8)));
+                if !v6 {
+                    prop_assert_eq!(u16::from_be_bytes([out.bytes()[18], out.bytes()[19]]), 0xfffeu16.wrapping_add(count));
+                }
+                got.extend_from_slice(parsed.payload(out.bytes()));
+                let last = got.len() == payload.len();
+                let expected = flags.0 & !(if last { 0 } else { 0x09 }) & !(if count == 0 { 0 } else { 0x80 });
+                prop_assert_eq!(parsed.flags.0, expected);
+                prop_assert!(last || parsed.payload_length == usize::from(size));
+                count += 1;
+            }
+            prop_assert_eq!(got, payload);
+        }
+
+        /// Whatever the bytes and the device say, nothing is read or written outside.
+        #[test]
+        fn lies_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), size: u16, headers: u16, ipv6: bool) {
+            let mut frame = Frame::with_capacity(1000);
+            frame.fill(&bytes);
+            frame.segmentation = Some(Segmentation { size, headers, ipv6, ecn: false });
+            if let Ok(mut cut) = cut(&frame, false) {
+                let mut out = Frame::with_capacity(1000);
+                while cut.next(&mut out) {}
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_cut_says_why() {
+        let frame = large(false, true, Flags::ACK, &[1; 100], 0);
+        assert_eq!(cut(&frame, false).err(), Some(Refusal::BadSize));
+        let mut frame = large(true, true, Flags::ACK, &[1; 100], 10);
+        frame.bytes_mut()[12] = 0;
+        assert_eq!(cut(&frame, false).err(), Some(Refusal::NotTcp));
+    }
+}
