@@ -139,6 +139,8 @@ fn bed(way: Way, reorder: f64) -> Result<Testbed> {
     Testbed::new(&TestbedSettings {
         link,
         lro: way.settings(),
+        // The same for all: what a card's driver would have.
+        moderation: baton_moderation::Mode::Adaptive,
         gro: way == Way::Gro,
         threaded_napi: true,
         spin: 20,

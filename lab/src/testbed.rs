@@ -45,6 +45,8 @@ pub struct TestbedSettings {
     pub large_sends: bool,
     /// Large receive by the NIC, for host A's kernel.
     pub lro: baton_lro::Settings,
+    /// When the NIC gives host A's kernel its frames.
+    pub moderation: baton_moderation::Mode,
     /// Large receive by host A's kernel itself (GRO); it needs `threaded_napi`.
     pub gro: bool,
     /// Receive frames in kernel threads of their own, so that each host's work is on its own account.
@@ -82,6 +84,7 @@ impl Default for TestbedSettings {
             segmentation: true,
             large_sends: false,
             lro: baton_lro::Settings::default(),
+            moderation: baton_moderation::Mode::Off,
             gro: true,
             threaded_napi: false,
             slots: 4096,
@@ -238,6 +241,7 @@ impl Testbed {
                 segmentation,
                 large_sends: settings.large_sends,
                 lro: settings.lro,
+                moderation: settings.moderation,
                 drop_during_moves: settings.drop_during_moves,
                 beside: settings.beside,
                 link: settings.link,

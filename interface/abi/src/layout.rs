@@ -223,10 +223,12 @@ pub enum Counter {
     Reordered,
     /// Segments that are held out of order now.
     Held,
+    /// Bursts of frames to the kernel: what an interrupt is for a card.
+    Interrupts,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 22;
+pub const COUNTERS: usize = 23;
 
 const _: () = {
     assert!(COUNTERS * 8 + nic::COUNTERS <= nic::COMMANDS);

@@ -68,6 +68,9 @@ pub struct NicSettings {
     /// Large receive.
     #[serde(default)]
     pub lro: baton_lro::Settings,
+    /// When frames that are the kernel's go to it.
+    #[serde(default)]
+    pub moderation: baton_moderation::Mode,
     /// Frames that come during a move are dropped, not kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
@@ -180,6 +183,7 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         hash_key: settings.hash_key,
         drop_during_moves,
         lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.lro },
+        moderation: settings.moderation,
         beside: settings.beside,
         ..Settings::default()
     };

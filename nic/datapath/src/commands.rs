@@ -81,8 +81,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::AlreadyHere);
         }
         // From here on its frames are not aggregated for the kernel: what has been has to be there before them.
-        let host = &mut self.host;
-        self.lro.flush(&name, now.0, &mut |frame| _ = host.transmit(frame));
+        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
+        self.lro.flush(&name, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        delivery.flush(host, counters, now.0);
         let custody = Custody::Mirrored;
         self.slots[index as usize] =
             Some(Slot { name, cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });

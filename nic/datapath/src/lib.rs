@@ -9,6 +9,7 @@
 mod commands;
 mod counters;
 mod custody;
+mod delivery;
 mod icmp;
 mod offloaded;
 mod posted;

@@ -2,6 +2,7 @@
 
 use crate::counters::Counters;
 use crate::custody::{Custody, Slot};
+use crate::delivery::Delivery;
 use crate::icmp;
 use crate::transmit::Output;
 use baton_abi::layout::{Counter, nic, session};
@@ -32,6 +33,8 @@ pub struct Settings {
     pub drop_during_moves: bool,
     /// Large receive, for what is the kernel's.
     pub lro: baton_lro::Settings,
+    /// When frames that are the kernel's go to it.
+    pub moderation: baton_moderation::Mode,
     /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
     pub beside: bool,
 }
@@ -46,6 +49,7 @@ impl Default for Settings {
             quick_ack: false,
             drop_during_moves: false,
             lro: baton_lro::Settings::default(),
+            moderation: baton_moderation::Mode::Off,
             beside: false,
         }
     }
@@ -80,7 +84,8 @@ pub struct Worker<H, W> {
     pub(crate) untold: Vec<u32>,
     pub(crate) connections: u64,
     pub(crate) lro: Lro,
-    /// When a time-out of a connection's, or of an aggregate's, may be due, in microseconds.
+    pub(crate) delivery: Delivery,
+    /// When a time-out of a connection's, of an aggregate's or of a delivery may be due, in microseconds.
     due: u64,
     frame: Frame,
     expired: Vec<u32>,
@@ -111,6 +116,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             untold: Vec::with_capacity(settings.slots),
             connections: 0,
             lro: Lro::new(settings.lro, now.0),
+            delivery: Delivery::new(settings.moderation),
             due: now.0,
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
@@ -261,27 +267,29 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.on_too_big(&flow, seq, mtu, now);
         }
         if !self.settings.beside {
-            let mut deliver = deliverer(&mut self.host, &self.counters);
-            self.lro.receive(&mut self.frame, now.0, &mut deliver);
+            let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
+            self.lro.receive(&mut self.frame, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+            self.due = self.due.min(self.delivery.due());
         }
     }
 
     /// A frame to the kernel that must not wait.
     fn pass_to_host(&mut self) {
         if !self.settings.beside {
-            deliverer(&mut self.host, &self.counters)(&mut self.frame);
+            let sent = self.host.transmit(&mut self.frame);
+            self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
         }
     }
 
     fn expire_aggregates(&mut self, now: Instant) {
-        let mut deliver = deliverer(&mut self.host, &self.counters);
-        self.lro.expire(now.0, &mut deliver);
-        let counters = self.lro.counters();
-        self.counters.set(Counter::Merged, counters.merged);
-        self.counters.set(Counter::Aggregates, counters.aggregates);
-        self.counters.set(Counter::AggregateBytes, counters.bytes);
-        self.counters.set(Counter::Reordered, counters.reordered);
-        self.counters.set(Counter::Held, counters.held);
+        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
+        self.lro.expire(now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        let done = self.lro.counters();
+        self.counters.set(Counter::Merged, done.merged);
+        self.counters.set(Counter::Aggregates, done.aggregates);
+        self.counters.set(Counter::AggregateBytes, done.bytes);
+        self.counters.set(Counter::Reordered, done.reordered);
+        self.counters.set(Counter::Held, done.held);
     }
 
     fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
@@ -393,7 +401,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.settings.lro.mode != Mode::Off {
             self.expire_aggregates(now);
         }
-        self.due = self.wheel.next_tick().min(self.lro.next_tick());
+        if self.delivery.due() <= now.0 {
+            self.delivery.flush(&mut self.host, &self.counters, now.0);
+        }
+        self.due = self.wheel.next_tick().min(self.lro.next_tick()).min(self.delivery.due());
         worked
     }
 
@@ -458,15 +469,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// When a timer wants the worker next, in microseconds of its clock.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).min()
-    }
-}
-
-/// Gives frames to the kernel.
-fn deliverer<'a, H: Device>(host: &'a mut H, counters: &'a Counters) -> impl FnMut(&mut Frame) + 'a {
-    |frame| {
-        let sent = host.transmit(frame);
-        counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
+        let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
+        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).chain(delivery).min()
     }
 }
 
