@@ -6,6 +6,7 @@ pub mod datapath;
 pub mod demo;
 pub mod http;
 pub mod lro;
+pub mod moderation;
 pub mod options;
 pub mod probe;
 pub mod recovery;

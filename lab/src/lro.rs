@@ -125,6 +125,18 @@ pub struct Bar {
     pub holds: bool,
 }
 
+impl Bar {
+    /// One that may be this much at most.
+    pub fn most(name: &'static str, bound: f64, value: f64) -> Bar {
+        Bar { name, value, bound, holds: value <= bound }
+    }
+
+    /// One that has to be this much at least.
+    pub fn least(name: &'static str, bound: f64, value: f64) -> Bar {
+        Bar { name, value, bound, holds: value >= bound }
+    }
+}
+
 /// The table.
 #[derive(Clone, Debug, Serialize)]
 pub struct LroReport {
@@ -149,7 +161,7 @@ fn bed(way: Way, reorder: f64) -> Result<Testbed> {
 }
 
 /// Sends as fast as it can until `over`. Keys of the streams are the connections' places.
-fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> Result<()> {
+pub(crate) fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> Result<()> {
     process::pin(0, 0);
     let poller = Poller::new()?;
     for (at, client) in clients.iter().enumerate() {
@@ -181,7 +193,7 @@ fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> Result<()> 
 }
 
 /// The receiver's program: reads what there is, and checks it if it is to.
-struct Receiver<'a> {
+pub(crate) struct Receiver<'a> {
     servers: &'a [TcpStream],
     poller: Poller,
     buffer: Vec<u8>,
@@ -192,7 +204,7 @@ struct Receiver<'a> {
 }
 
 impl<'a> Receiver<'a> {
-    fn new(servers: &'a [TcpStream], verified: bool) -> Result<Receiver<'a>> {
+    pub fn new(servers: &'a [TcpStream], verified: bool) -> Result<Receiver<'a>> {
         let poller = Poller::new()?;
         for (at, server) in servers.iter().enumerate() {
             poller.add(server.as_fd(), at as u64, Trigger::Readable)?;
@@ -201,12 +213,12 @@ impl<'a> Receiver<'a> {
         Ok(Receiver { servers, poller, buffer, tokens: Vec::new(), got, verified, mismatches: 0 })
     }
 
-    fn total(&self) -> u64 {
+    pub fn total(&self) -> u64 {
         self.got.iter().sum()
     }
 
     /// Until a moment, or until so many bytes have come.
-    fn run(&mut self, until: u64, bytes: u64) -> Result<()> {
+    pub fn run(&mut self, until: u64, bytes: u64) -> Result<()> {
         while monotonic_micros() < until && self.total() < bytes {
             self.poller.wait(Some(Duration::from_millis(10)), &mut self.tokens)?;
             for token in std::mem::take(&mut self.tokens) {
@@ -321,8 +333,8 @@ fn bars(cells: &[Cell]) -> Vec<Bar> {
         cells.iter().find(|cell| (cell.way, cell.connections, cell.reorder) == (way, connections, reorder))
     };
     let ratio = |above: Option<&Cell>, below: Option<&Cell>, figure: fn(&Cell) -> f64| Some(figure(above?) / figure(below?));
-    let most = |name, bound, value: Option<f64>| value.map(|value| Bar { name, value, bound, holds: value <= bound });
-    let least = |name, bound, value: Option<f64>| value.map(|value| Bar { name, value, bound, holds: value >= bound });
+    let most = |name, bound, value: Option<f64>| value.map(|value| Bar::most(name, bound, value));
+    let least = |name, bound, value: Option<f64>| value.map(|value| Bar::least(name, bound, value));
     let (plain, gro, ours) = (cell(Way::Plain, 1, 0.0), cell(Way::Gro, 1, 0.0), cell(Way::Reorder, 1, 0.0));
     let keep = |way| ratio(cell(way, 1, 1.0), cell(way, 1, 0.0), |cell| cell.gigabits);
     [

@@ -126,6 +126,15 @@ enum Bench {
         #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
         verify: Option<f64>,
     },
+    /// Interrupt moderation of what the NIC gives the kernel: a ping-pong and a bulk transfer, off and adaptive in turn.
+    Moderation {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+    },
     /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
@@ -148,6 +157,11 @@ fn bench(what: &Bench) -> Result<bool> {
                 println!("geometric mean of the ratios: {:.3}", report.geomean_ratio);
             }
             Ok(true)
+        }
+        Bench::Moderation { json, rounds } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
         }
         Bench::Lro { json, connections, rounds, plot, verify } => {
             baton_kernel::namespace::become_root_if_needed()?;
@@ -201,14 +215,19 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
     if let Some(path) = plot {
         std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
     }
+    tell_bars(&report.bars, &report, json)
+}
+
+/// Prints a bench's report, or its bars. Whether they all hold.
+fn tell_bars(bars: &[baton_lab::lro::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
     if json {
-        println!("{}", serde_json::to_string(&report)?);
+        println!("{}", serde_json::to_string(report)?);
     } else {
-        for bar in &report.bars {
-            println!("{:<24} {:>10.3}  (bound {})", bar.name, bar.value, bar.bound);
+        for bar in bars {
+            println!("{:<32} {:>10.3}  (bound {})", bar.name, bar.value, bar.bound);
         }
     }
-    Ok(report.bars.iter().all(|bar| bar.holds))
+    Ok(bars.iter().all(|bar| bar.holds))
 }
 
 fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
