@@ -92,7 +92,9 @@ impl Aggregate {
             let fixed = self.fixed_ident || self.count == 1 && own[ETHERNET + 6] & 0x40 != 0 && ahead == 0;
             u32::from(ahead) == if fixed { 0 } else { self.count }
         };
-        follows && parsed.ack == self.first.ack && options(own, &self.first) == options(frame, parsed)
+        follows
+            && (parsed.ack, parsed.window) == (self.first.ack, self.first.window)
+            && options(own, &self.first) == options(frame, parsed)
     }
 
     /// Merges a segment that it [takes](Aggregate::takes).
