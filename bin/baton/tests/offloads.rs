@@ -1,0 +1,115 @@
+//! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that reorders: every
+//! byte is compared, and whatever is not TCP crosses as it is.
+
+mod common;
+
+use baton_abi::layout::Counter;
+use baton_control::LinkSettings;
+use baton_kernel::socket;
+use baton_lab::soak::connect_pairs;
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_lro::{Mode, Push};
+use baton_moderation::Mode as Moderation;
+use baton_sim::stream;
+use common::hosts;
+use std::io;
+use std::net::{SocketAddr, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+const BYTES: u64 = 6_000_000;
+
+/// One direction of a connection: what was sent and received so far.
+struct Direction<'a> {
+    from: &'a TcpStream,
+    to: &'a TcpStream,
+    key: u64,
+    sent: u64,
+    received: u64,
+}
+
+impl Direction<'_> {
+    /// Whether anything went on.
+    fn advance(&mut self, buffer: &mut [u8]) -> bool {
+        let piece = buffer.len().min((BYTES - self.sent) as usize);
+        stream::fill(self.key, self.sent, &mut buffer[..piece]);
+        let sent = if piece == 0 { 0 } else { later(socket::send(self.from.as_fd(), &buffer[..piece])) };
+        self.sent += sent as u64;
+        let got = later(socket::receive(self.to.as_fd(), buffer));
+        assert_eq!(stream::mismatches(self.key, self.received, &buffer[..got]), 0, "wrong bytes after {}", self.received);
+        self.received += got as u64;
+        sent + got > 0
+    }
+}
+
+fn later(result: io::Result<usize>) -> usize {
+    match result {
+        Ok(count) => count,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+        Err(error) => panic!("the connection broke: {error}"),
+    }
+}
+
+/// Moves bytes both ways over several connections until all have come.
+fn exchange(bed: &Testbed, ipv6: bool) {
+    let (servers, clients) = connect_pairs(bed, 3, ipv6).expect("connections");
+    let pairs = servers.iter().zip(&clients);
+    let mut directions: Vec<Direction<'_>> = pairs
+        .flat_map(|(server, client)| [(server, client), (client, server)])
+        .enumerate()
+        .map(|(key, (from, to))| Direction { from, to, key: key as u64 + 1, sent: 0, received: 0 })
+        .collect();
+    let mut buffer = vec![0; 1 << 16];
+    let mut progress = Instant::now();
+    while directions.iter().any(|direction| direction.received < BYTES) {
+        let moved = directions.iter_mut().fold(false, |moved, direction| direction.advance(&mut buffer) || moved);
+        if moved {
+            progress = Instant::now();
+        } else {
+            assert!(progress.elapsed() < Duration::from_secs(20), "nothing moves any more");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+/// Datagrams that fit, and some that have to be cut into fragments, both ways.
+fn datagrams(bed: &Testbed, ipv6: bool) {
+    let bound = |host: &baton_kernel::namespace::Namespace, address| host.run(|| UdpSocket::bind(SocketAddr::new(address, 0)));
+    let a = bound(&bed.host_a, address_a(ipv6)).expect("a socket");
+    let b = bound(&bed.host_b, address_b(ipv6)).expect("a socket");
+    let mut buffer = vec![0; 1 << 16];
+    for length in [1, 100, 1400, 4000, 20_000] {
+        for (from, to) in [(&a, &b), (&b, &a)] {
+            to.set_read_timeout(Some(Duration::from_secs(5))).expect("a limit");
+            let mut sent = vec![0; length];
+            stream::fill(length as u64, 0, &mut sent);
+            from.send_to(&sent, to.local_addr().expect("an address")).expect("a datagram");
+            let (got, _) = to.recv_from(&mut buffer).unwrap_or_else(|error| panic!("{length} bytes never came: {error}"));
+            assert_eq!(buffer[..got], sent, "a datagram of {length} bytes");
+        }
+    }
+}
+
+#[test]
+fn streams_and_datagrams_survive_every_setting() {
+    let mut ipv6 = false;
+    for mode in [Mode::Off, Mode::InOrder, Mode::Reorder] {
+        for (large_sends, moderation) in
+            [(false, Moderation::Off), (true, Moderation::Adaptive), (true, Moderation::Static { time: 100, frames: 16 })]
+        {
+            let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
+            let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
+            let bed = hosts(TestbedSettings { link, lro, large_sends, moderation, ..TestbedSettings::default() });
+            exchange(&bed, ipv6);
+            datagrams(&bed, ipv6);
+            let counters = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters;
+            let count = |counter: Counter| counters[counter as usize];
+            let seen = format!("{mode:?}, large sends {large_sends}, {moderation:?}: {counters:?}");
+            assert_eq!(count(Counter::Merged) > 1000, mode != Mode::Off, "{seen}");
+            assert_eq!(count(Counter::Reordered) > 10, mode == Mode::Reorder, "{seen}");
+            assert_eq!(count(Counter::CutSegments) > 1000, large_sends, "{seen}");
+            assert_eq!(count(Counter::Uncut), 0, "{seen}");
+            ipv6 = !ipv6;
+        }
+    }
+}
