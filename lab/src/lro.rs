@@ -13,6 +13,7 @@ use baton_control::LinkSettings;
 use baton_kernel::events::{Poller, Trigger, monotonic_micros, thread_nanos};
 use baton_kernel::{process, socket};
 use baton_lro::{Mode, Push, Settings};
+use baton_offloads::Offloads;
 use baton_sim::stream;
 use plotters::prelude::*;
 use serde::Serialize;
@@ -150,9 +151,8 @@ fn bed(way: Way, reorder: f64) -> Result<Testbed> {
     let link = LinkSettings { delay: 50, reorder: (reorder * 10_000.0) as u32, hold: 200, seed: 3, ..LinkSettings::default() };
     Testbed::new(&TestbedSettings {
         link,
-        lro: way.settings(),
-        // The same for all: what a card's driver would have.
-        moderation: baton_moderation::Mode::Adaptive,
+        // The moderation is the same for all: what a card's driver would have.
+        offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, large_sends: false },
         gro: way == Way::Gro,
         threaded_napi: true,
         spin: 20,

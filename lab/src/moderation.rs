@@ -49,7 +49,8 @@ pub struct ModerationReport {
 fn bed(mode: Mode) -> Result<Testbed> {
     // The wire takes no large frames, so that a bulk transfer is many.
     let link = baton_control::LinkSettings { delay: 10, ..Default::default() };
-    Testbed::new(&TestbedSettings { moderation: mode, threaded_napi: true, link, ..TestbedSettings::default() })
+    let offloads = baton_offloads::Offloads { moderation: mode, ..Default::default() };
+    Testbed::new(&TestbedSettings { offloads, threaded_napi: true, link, ..TestbedSettings::default() })
 }
 
 /// Answers whatever comes until the stream ends.

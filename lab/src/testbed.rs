@@ -17,6 +17,7 @@ use baton_kernel::control::Channel;
 use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, rtnetlink};
+use baton_offloads::Offloads;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -41,12 +42,8 @@ pub struct TestbedSettings {
     pub link: LinkSettings,
     /// Let the kernels hand over frames of 64 KB, all the way to the other.
     pub segmentation: bool,
-    /// Let host A's kernel hand over frames of 64 KB although the wire takes none, and the NIC cut them.
-    pub large_sends: bool,
-    /// Large receive by the NIC, for host A's kernel.
-    pub lro: baton_lro::Settings,
-    /// When the NIC gives host A's kernel its frames.
-    pub moderation: baton_moderation::Mode,
+    /// What the NIC does for host A's kernel.
+    pub offloads: Offloads,
     /// Large receive by host A's kernel itself (GRO); it needs `threaded_napi`.
     pub gro: bool,
     /// Receive frames in kernel threads of their own, so that each host's work is on its own account.
@@ -82,9 +79,7 @@ impl Default for TestbedSettings {
             beside: false,
             link: LinkSettings::default(),
             segmentation: true,
-            large_sends: false,
-            lro: baton_lro::Settings::default(),
-            moderation: baton_moderation::Mode::Off,
+            offloads: Offloads::default(),
             gro: true,
             threaded_napi: false,
             slots: 4096,
@@ -194,7 +189,7 @@ impl Testbed {
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: false };
-        let host_options = TapOptions { segmentation: segmentation || settings.large_sends, ..options };
+        let host_options = TapOptions { segmentation: segmentation || settings.offloads.large_sends, ..options };
         let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
         let a =
             Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
@@ -239,9 +234,7 @@ impl Testbed {
                 core: settings.nic_core,
                 spin: settings.spin,
                 segmentation,
-                large_sends: settings.large_sends,
-                lro: settings.lro,
-                moderation: settings.moderation,
+                offloads: settings.offloads,
                 drop_during_moves: settings.drop_during_moves,
                 beside: settings.beside,
                 link: settings.link,

@@ -4,6 +4,7 @@
 mod attach;
 mod doctor;
 mod hosts;
+mod nic;
 mod run;
 mod start;
 mod tools;
@@ -59,6 +60,9 @@ enum Command {
     /// Moves connections of a running Baton: yours, or as root anybody's.
     #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
     Move(tools::MoveArguments),
+    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections.
+    #[command(subcommand, after_help = nic::EXAMPLES)]
+    Nic(nic::NicCommand),
     /// Says what this machine can do for Baton, what it cannot, and what to do about it.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
@@ -377,6 +381,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => tools::list(&arguments),
         Command::Move(arguments) => tools::relocate(&arguments),
+        Command::Nic(command) => nic::run(&command),
         Command::Doctor(arguments) => {
             baton_kernel::namespace::become_root_if_needed()?;
             doctor::run(&arguments)
@@ -407,7 +412,7 @@ fn run(command: Command) -> Result<bool> {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    if matches!(command, Command::Ls(_) | Command::Options | Command::Doctor(_)) {
+    if matches!(command, Command::Ls(_) | Command::Options | Command::Doctor(_) | Command::Nic(_)) {
         baton_kernel::process::end_with_the_reader();
     }
     match run(command) {

@@ -139,10 +139,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
             core: None,
             spin,
             segmentation: true,
-            // Beside the kernel its devices do that.
-            large_sends: false,
-            lro: baton_lro::Settings::default(),
-            moderation: baton_moderation::Mode::Off,
+            offloads: Default::default(),
             drop_during_moves: false,
             beside: true,
             link: LinkSettings::default(),

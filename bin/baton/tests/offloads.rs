@@ -10,11 +10,13 @@ use baton_lab::soak::connect_pairs;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_lro::{Mode, Push};
 use baton_moderation::Mode as Moderation;
+use baton_offloads::Offloads;
 use baton_sim::stream;
 use common::hosts;
 use std::io;
 use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const BYTES: u64 = 6_000_000;
@@ -99,7 +101,11 @@ fn streams_and_datagrams_survive_every_setting() {
         {
             let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
             let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
-            let bed = hosts(TestbedSettings { link, lro, large_sends, moderation, ..TestbedSettings::default() });
+            let bed = hosts(TestbedSettings {
+                link,
+                offloads: Offloads { large_sends, lro, moderation },
+                ..TestbedSettings::default()
+            });
             exchange(&bed, ipv6);
             datagrams(&bed, ipv6);
             let counters = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters;
@@ -112,4 +118,71 @@ fn streams_and_datagrams_survive_every_setting() {
             ipv6 = !ipv6;
         }
     }
+}
+
+/// `baton nic set` on host A's Baton.
+fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["nic", "set"]).args(settings).env("BATON_SOCKET", bed.socket());
+    command.output().expect("baton")
+}
+
+/// Settings change while bytes flow, and while the agent dies; nobody notices but the counters.
+#[test]
+fn settings_change_under_load() {
+    let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
+    let bed = hosts(TestbedSettings { link, ..TestbedSettings::default() });
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                for settings in [
+                    &["lro=reorder", "tso=on", "adaptive-rx=on"][..],
+                    &["lro=in-order", "rx-usecs=50", "rx-frames=8"],
+                    &["lro=off", "tso=off", "rx-usecs=0"],
+                    &["lro=reorder", "lro-push=bulk", "lro-bytes=9000", "lro-gap-usecs=10", "rx-usecs=200"],
+                ] {
+                    let done = set(&bed, settings);
+                    assert!(done.status.success(), "{settings:?}: {}", String::from_utf8_lossy(&done.stderr));
+                }
+            }
+        });
+        for ipv6 in [false, true, false] {
+            exchange(&bed, ipv6);
+            datagrams(&bed, ipv6);
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    assert!(set(&bed, &["lro=in-order", "rx-usecs=77"]).status.success());
+    let agent = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
+    baton_kernel::process::signal(agent, 9).expect("a signal");
+    let listed = || {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
+        let shown = command.args(["nic", "show", "--json"]).env("BATON_SOCKET", bed.socket()).output().expect("baton");
+        String::from_utf8_lossy(&shown.stdout).into_owned()
+    };
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let next = loop {
+        match bed.tool().and_then(|mut tool| tool.statistics()) {
+            Ok(statistics) if statistics.agent_process != agent => break listed(),
+            _ => assert!(Instant::now() < deadline, "there is no next agent"),
+        }
+    };
+    assert!(next.contains("\"lro\":\"in-order\"") && next.contains("\"rx-usecs\":\"77\""), "{next}");
+    exchange(&bed, false);
+}
+
+#[test]
+fn wrong_settings_are_explained() {
+    let bed = hosts(TestbedSettings::default());
+    for (wrong, says) in
+        [("lro=yes", "off, in-order, reorder"), ("queues=4", "there is no such setting"), ("rx-usecs", "KEY=VALUE")]
+    {
+        let refused = set(&bed, &["tso=on", wrong]);
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && text.contains(says), "{wrong}: {text}");
+    }
+    let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    let refused = set(&bed, &["lro=reorder"]);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("beside the kernel"), "{refused:?}");
 }

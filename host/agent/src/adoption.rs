@@ -19,6 +19,7 @@ use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_kernel::import;
 use baton_kernel::{export, socket};
+use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, HashSet};
@@ -47,6 +48,11 @@ impl Legacy {
     /// Devices at which the programs beside the kernel are.
     pub fn devices(&self) -> HashSet<u32> {
         self.0.iter().filter_map(|(kept, _)| if let Kept::Device(index) = kept { Some(*index) } else { None }).collect()
+    }
+
+    /// What the NIC was last set to do for the kernel.
+    pub fn offloads(&self) -> Option<Offloads> {
+        self.0.iter().find_map(|(kept, _)| if let Kept::Offloads(offloads) = kept { Some(**offloads) } else { None })
     }
 
     /// Groups by name.

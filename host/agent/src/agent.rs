@@ -28,7 +28,8 @@ use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
 use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{diagnosis, netlink, process, rtnetlink, shell, socket};
+use baton_kernel::{diagnosis, interface, netlink, process, rtnetlink, shell, socket};
+use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_steering::Steering;
 use baton_wire::Flow;
@@ -104,7 +105,7 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
 ///
 /// # Errors
 /// If something that it needs is missing, with what.
-pub fn run(settings: AgentSettings) -> Result<()> {
+pub fn run(mut settings: AgentSettings) -> Result<()> {
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
@@ -120,6 +121,9 @@ pub fn run(settings: AgentSettings) -> Result<()> {
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let watched = Watched::open().context("listening to changes of routes")?;
     let legacy = Legacy::receive(&keeper)?;
+    if let Some(offloads) = legacy.offloads() {
+        settings.nic.offloads = offloads;
+    }
     let shape = match &settings.interface {
         Some(name) => {
             let interface = rtnetlink::link(&routes, name).with_context(|| format!("the NIC's interface {name:?}"))?;
@@ -335,7 +339,30 @@ impl Agent {
             Ask::Forget { connection } => Some((self.forget(number, connection), Vec::new())),
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
+            Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
+            Ask::SetOffloads(offloads) => match self.set_offloads(number, *offloads) {
+                Ok(()) => Some((Reply::Done, Vec::new())),
+                Err(error) => failed(format!("{error:#}")),
+            },
         }
+    }
+
+    fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
+        let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
+        if asker != 0 && asker != process::user() {
+            anyhow::bail!("only this agent's user and root may change what the NIC does for the kernel");
+        }
+        if matches!(self.shape, Shape::Beside { .. }) {
+            anyhow::bail!(
+                "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
+            );
+        }
+        let large = self.settings.nic.segmentation || offloads.large_sends;
+        interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
+        self.nic.set_offloads(&offloads)?;
+        self.settings.nic.offloads = offloads;
+        self.keep(&Kept::Offloads(Box::new(offloads)), &[]);
+        Ok(())
     }
 
     fn make_group(&mut self, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {

@@ -1,6 +1,7 @@
 //! What the keeper holds for the next agent: descriptors, under names.
 
 use baton_client::protocol::{Flip, Opening};
+use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
@@ -21,6 +22,8 @@ pub enum Kept {
     Attached(u32, u32, u32, SocketAddr, SocketAddr),
     /// The programs beside the kernel are at a device, by its index: their two links.
     Device(u32),
+    /// What the NIC does for the kernel's own connections, in place of what it did before.
+    Offloads(Box<Offloads>),
     /// The connection is the program's alone again.
     Forgotten(u32, u32),
     /// The session has ended, with all that is its.
@@ -38,6 +41,7 @@ impl Kept {
                 Kept::Ended(session),
                 Kept::Session(of) | Kept::Memory(of, ..) | Kept::Connection(of, _) | Kept::Attached(of, ..),
             ) => session == of,
+            (Kept::Offloads(_), Kept::Offloads(_)) => true,
             _ => false,
         }
     }

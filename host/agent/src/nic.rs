@@ -11,6 +11,7 @@ use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, monotonic_micros};
 use baton_kernel::examine::Stay;
 use baton_kernel::process;
+use baton_offloads::Offloads;
 use baton_ring::{Consumer, Producer, Region, RingWords, needs_doorbell};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -133,6 +134,11 @@ impl NicProcess {
     /// Lets frames flow.
     pub fn let_frames_flow(&mut self) -> Result<()> {
         self.tell(&ToNic::Start, &[])
+    }
+
+    /// Other offloads for the kernel's connections.
+    pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
+        self.tell(&ToNic::Offloads(Box::new(*offloads)), &[])
     }
 
     fn tell(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {

@@ -1,9 +1,10 @@
 //! What programs and tools say to the agent over its socket, and its answers.
 
+use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Where a connection is, or shall go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -103,6 +104,10 @@ pub enum Ask {
     },
     /// The NIC's counters and the agent's.
     Statistics,
+    /// The NIC's offloads.
+    Offloads,
+    /// Other offloads from now on (the agent's user or root).
+    SetOffloads(Box<Offloads>),
 }
 
 /// When a connection that was given back may move again.
@@ -238,6 +243,8 @@ pub enum Reply {
     Connections(Vec<ConnectionInfo>),
     /// Statistics.
     Statistics(Box<Statistics>),
+    /// The NIC's offloads.
+    Offloads(Box<Offloads>),
 }
 
 /// One connection, as a list shows it.

@@ -161,8 +161,12 @@ fn watch(
                         end.parent.send(&true, &[])?;
                     }
                 }
-                Ok((kept, descriptors)) if kept.holds() => held.push((kept, descriptors)),
-                Ok((kept, _)) => held.retain(|(other, _)| !kept.drops(other)),
+                Ok((kept, descriptors)) => {
+                    held.retain(|(other, _)| !kept.drops(other));
+                    if kept.holds() {
+                        held.push((kept, descriptors));
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => {
                     agent.wait()?;

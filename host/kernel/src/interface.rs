@@ -70,13 +70,18 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     request.ifr_ifru.ifru_flags = flags;
     // SAFETY: TUNSETIFF reads and writes one ifreq.
     check(unsafe { libc::ioctl(file.as_raw_fd(), TUNSETIFF as _, &mut request) }).map_err(explain)?;
-    let mut features = TUN_F_CSUM;
-    if options.segmentation {
-        features |= TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
-    }
-    // SAFETY: TUNSETOFFLOAD takes its argument by value.
-    check(unsafe { libc::ioctl(file.as_raw_fd(), TUNSETOFFLOAD as _, features) })?;
+    set_large_sends(file.as_fd(), options.segmentation)?;
     Ok(file.into())
+}
+
+/// Says whether the kernel may hand over frames of up to 64 KB at a TAP.
+///
+/// # Errors
+/// The system's.
+pub fn set_large_sends(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
+    let large = if on { TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN } else { 0 };
+    // SAFETY: TUNSETOFFLOAD takes its argument by value.
+    check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETOFFLOAD as _, TUN_F_CSUM | large) }).map(|_| ())
 }
 
 /// The name of the interface that a TAP's descriptor stands for.

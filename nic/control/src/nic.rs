@@ -8,6 +8,7 @@ use baton_datapath::{Settings, Worker};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_kernel::process;
+use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_sim::Impairments;
 use baton_tcp::Instant;
@@ -62,15 +63,9 @@ pub struct NicSettings {
     pub spin: u64,
     /// The wire takes frames of up to 64 KB.
     pub segmentation: bool,
-    /// The kernel hands over frames of up to 64 KB although the wire takes none: they are cut here (large sends).
+    /// What it does for the kernel's own connections; not beside the kernel, where their frames never come here.
     #[serde(default)]
-    pub large_sends: bool,
-    /// Large receive.
-    #[serde(default)]
-    pub lro: baton_lro::Settings,
-    /// When frames that are the kernel's go to it.
-    #[serde(default)]
-    pub moderation: baton_moderation::Mode,
+    pub offloads: Offloads,
     /// Frames that come during a move are dropped, not kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
@@ -116,6 +111,8 @@ pub enum ToNic {
     },
     /// Frames may flow.
     Start,
+    /// Other offloads from now on.
+    Offloads(Box<Offloads>),
 }
 
 /// What the NIC answers.
@@ -182,8 +179,8 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         slots: settings.slots,
         hash_key: settings.hash_key,
         drop_during_moves,
-        lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.lro },
-        moderation: settings.moderation,
+        lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
+        moderation: settings.offloads.moderation,
         beside: settings.beside,
         ..Settings::default()
     };
@@ -261,6 +258,9 @@ impl Nic {
                     self.channel.send(&answer, &[])?;
                 }
                 Ok((ToNic::Start, _)) => self.worker.start(),
+                Ok((ToNic::Offloads(set), _)) => {
+                    self.worker.set_offloads(set.lro, set.moderation, Instant(monotonic_micros()));
+                }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => std::process::exit(0),
             }

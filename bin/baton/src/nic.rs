@@ -1,0 +1,109 @@
+//! `baton nic`: the offloads for the kernel's own connections, as `ethtool` has them for a card.
+
+use crate::tools::SocketArgument;
+use anyhow::{Result, anyhow, bail};
+use baton_abi::layout::Counter;
+use baton_client::protocol::{Ask, Reply};
+use baton_lab::testbed::Tool;
+use baton_offloads::Offloads;
+use clap::{Args, Subcommand};
+
+pub const EXAMPLES: &str = "Examples:
+  baton nic show
+  baton nic set lro=reorder tso=on adaptive-rx=on
+  baton nic set rx-usecs=50 rx-frames=16
+
+It is for a NIC between the kernel and the wire (`baton hosts`). Beside the kernel its own devices do all this: see `ethtool -K` and `-C`.";
+
+#[derive(Subcommand)]
+pub enum NicCommand {
+    /// Prints the settings, and what they have brought so far.
+    Show(ShowArguments),
+    /// Changes settings at once, under load too.
+    Set(SetArguments),
+}
+
+#[derive(Args)]
+pub struct ShowArguments {
+    #[command(flatten)]
+    socket: SocketArgument,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+pub struct SetArguments {
+    /// `tso`, `lro`, `adaptive-rx`, `rx-usecs`, …; `baton nic show` lists them.
+    #[arg(required = true, value_name = "KEY=VALUE")]
+    settings: Vec<String>,
+    #[command(flatten)]
+    socket: SocketArgument,
+}
+
+pub fn run(command: &NicCommand) -> Result<bool> {
+    match command {
+        NicCommand::Show(arguments) => show(arguments),
+        NicCommand::Set(arguments) => set(arguments),
+    }
+}
+
+fn current(tool: &mut Tool) -> Result<Offloads> {
+    match tool.ask(Ask::Offloads)? {
+        Reply::Offloads(offloads) => Ok(*offloads),
+        Reply::Failed { reason } => bail!("{reason}"),
+        other => bail!("the agent's answer makes no sense: {other:?}"),
+    }
+}
+
+fn set(arguments: &SetArguments) -> Result<bool> {
+    let mut tool = arguments.socket.connect()?;
+    let mut offloads = current(&mut tool)?;
+    for assignment in &arguments.settings {
+        offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
+    }
+    match tool.ask(Ask::SetOffloads(Box::new(offloads)))? {
+        Reply::Done => Ok(true),
+        Reply::Failed { reason } => bail!("{reason}"),
+        other => bail!("the agent's answer makes no sense: {other:?}"),
+    }
+}
+
+/// Figures of the offloads, with what they count.
+const FIGURES: [(Counter, &str); 9] = [
+    (Counter::WireReceived, "frames from the wire"),
+    (Counter::HostSent, "frames to the kernel"),
+    (Counter::Interrupts, "interrupts (bursts to the kernel)"),
+    (Counter::Merged, "segments merged"),
+    (Counter::Aggregates, "aggregates"),
+    (Counter::Reordered, "segments put in order"),
+    (Counter::Cut, "large frames cut"),
+    (Counter::CutSegments, "segments that they became"),
+    (Counter::Uncut, "large frames refused"),
+];
+
+fn show(arguments: &ShowArguments) -> Result<bool> {
+    let mut tool = arguments.socket.connect()?;
+    let offloads = current(&mut tool)?;
+    let counters = tool.statistics()?.counters;
+    let count = |counter: Counter| counters.get(counter as usize).copied().unwrap_or(0);
+    let (aggregates, bytes) = (count(Counter::Aggregates), count(Counter::AggregateBytes));
+    let mean = bytes as f64 / aggregates.max(1) as f64;
+    if arguments.json {
+        let settings: serde_json::Map<String, serde_json::Value> =
+            offloads.list().into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+        let figures: serde_json::Map<String, serde_json::Value> =
+            FIGURES.into_iter().map(|(counter, what)| (what.into(), count(counter).into())).collect();
+        println!("{}", serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean }));
+        return Ok(true);
+    }
+    for (key, value) in offloads.list() {
+        println!("{key:<20} {value}");
+    }
+    println!();
+    for (counter, what) in FIGURES {
+        println!("{:>14}  {what}", count(counter));
+    }
+    println!("{mean:>14.0}  bytes of an aggregate, in the mean");
+    Ok(true)
+}

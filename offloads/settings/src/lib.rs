@@ -1,0 +1,150 @@
+//! The settings of a NIC's offloads as people write them: `KEY=VALUE`, with ethtool's names where it has any.
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use baton_lro::{Mode, Push};
+use baton_moderation::Mode as Moderation;
+use core::fmt::Display;
+use serde::{Deserialize, Serialize};
+
+/// What the NIC does for the kernel's own connections.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Offloads {
+    /// Large sends: the kernel hands over frames of up to 64 KB, which are cut here if the wire takes none.
+    pub large_sends: bool,
+    /// Large receive.
+    pub lro: baton_lro::Settings,
+    /// When the kernel is given its frames.
+    pub moderation: Moderation,
+}
+
+/// A value's words, in a message.
+const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
+const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
+const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk)];
+
+fn word<T: Copy>(key: &str, value: &str, words: &[(&str, T)]) -> Result<T, String> {
+    words.iter().find(|(word, _)| *word == value).map(|(_, meant)| *meant).ok_or_else(|| {
+        let allowed: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        format!("{key}={value}: it is one of {}", allowed.join(", "))
+    })
+}
+
+fn number(key: &str, value: &str, least: u64, most: u64) -> Result<u64, String> {
+    let found = value.parse().ok().filter(|found| (least..=most).contains(found));
+    found.ok_or_else(|| format!("{key}={value}: it is a number from {least} to {most}"))
+}
+
+fn name<T: PartialEq>(of: &T, words: &[(&'static str, T)]) -> &'static str {
+    words.iter().find(|(_, meant)| meant == of).map_or("?", |(word, _)| *word)
+}
+
+impl Offloads {
+    /// Sets what `KEY=VALUE` says.
+    ///
+    /// # Errors
+    /// In words, with what is allowed; nothing is changed then.
+    pub fn set(&mut self, assignment: &str) -> Result<(), String> {
+        let Some((key, value)) = assignment.split_once('=') else {
+            return Err(format!("{assignment}: say KEY=VALUE, such as lro=reorder"));
+        };
+        let (time, frames) = match self.moderation {
+            Moderation::Static { time, frames } => (time, frames),
+            Moderation::Off | Moderation::Adaptive => (0, 64),
+        };
+        let fixed = |time: u32, frames: u32| {
+            if time == 0 { Moderation::Off } else { Moderation::Static { time, frames } }
+        };
+        match key {
+            "tso" => self.large_sends = word(key, value, ON_OFF)?,
+            "lro" => self.lro.mode = word(key, value, MODES)?,
+            "lro-push" => self.lro.push = word(key, value, PUSHES)?,
+            "lro-bytes" => self.lro.most = number(key, value, 1500, 65_535)? as usize,
+            "lro-usecs" => self.lro.age = number(key, value, 1, 100_000)?,
+            "lro-gap-usecs" => self.lro.gap = number(key, value, 1, 100_000)?,
+            "lro-held-segments" => self.lro.held_segments = number(key, value, 1, 1 << 20)? as usize,
+            "lro-held-bytes" => self.lro.held_bytes = number(key, value, 1 << 16, 1 << 30)? as usize,
+            "adaptive-rx" if word(key, value, ON_OFF)? => self.moderation = Moderation::Adaptive,
+            "adaptive-rx" => self.moderation = fixed(time, frames),
+            "rx-usecs" => self.moderation = fixed(number(key, value, 0, 10_000)? as u32, frames),
+            "rx-frames" => self.moderation = fixed(time.max(1), number(key, value, 1, 64)? as u32),
+            _ => {
+                let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
+                return Err(format!("{key}: there is no such setting; there are {}", known.join(", ")));
+            }
+        }
+        Ok(())
+    }
+
+    /// All settings, as they would be set.
+    pub fn list(&self) -> Vec<(&'static str, String)> {
+        let on = |on: bool| if on { "on" } else { "off" };
+        let (time, frames) = match self.moderation {
+            Moderation::Static { time, frames } => (time, frames),
+            Moderation::Off | Moderation::Adaptive => (0, 64),
+        };
+        let text = |value: &dyn Display| value.to_string();
+        [
+            ("tso", text(&on(self.large_sends))),
+            ("lro", text(&name(&self.lro.mode, MODES))),
+            ("lro-push", text(&name(&self.lro.push, PUSHES))),
+            ("lro-bytes", text(&self.lro.most)),
+            ("lro-usecs", text(&self.lro.age)),
+            ("lro-gap-usecs", text(&self.lro.gap)),
+            ("lro-held-segments", text(&self.lro.held_segments)),
+            ("lro-held-bytes", text(&self.lro.held_bytes)),
+            ("adaptive-rx", text(&on(self.moderation == Moderation::Adaptive))),
+            ("rx-usecs", text(&time)),
+            ("rx-frames", text(&frames)),
+        ]
+        .into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_listed_can_be_set() {
+        let mut wanted = Offloads { large_sends: true, ..Offloads::default() };
+        wanted.lro = baton_lro::Settings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
+        for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
+            wanted.moderation = moderation;
+            let mut set = Offloads::default();
+            for (key, value) in wanted.list() {
+                if (key, moderation) != ("rx-frames", Moderation::Off) {
+                    set.set(&format!("{key}={value}")).unwrap();
+                }
+            }
+            assert_eq!(set, wanted);
+        }
+        let mut set = Offloads::default();
+        set.set("adaptive-rx=on").unwrap();
+        assert_eq!(set.moderation, Moderation::Adaptive);
+        set.set("rx-usecs=0").unwrap();
+        assert_eq!(set.moderation, Moderation::Off);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_explained_and_changes_nothing() {
+        let mut set = Offloads::default();
+        for (wrong, says) in [
+            ("lro", "KEY=VALUE"),
+            ("lro=yes", "off, in-order, reorder"),
+            ("lro-bytes=70000", "1500 to 65535"),
+            ("rx-usecs=-1", "0 to 10000"),
+            ("adaptive-rx=maybe", "off, on"),
+            ("queues=4", "there are tso, lro,"),
+        ] {
+            let error = set.set(wrong).unwrap_err();
+            assert!(error.contains(says), "{wrong}: {error}");
+            assert_eq!(set, Offloads::default());
+        }
+    }
+}
