@@ -1,0 +1,186 @@
+//! Whatever is no TCP segment crosses the NIC both ways as it is and in its order, at every setting of the offloads, also when they change
+//! meanwhile; frames that lie are counted, and nothing panics.
+
+use baton_abi::layout::{Counter, nic};
+use baton_backends::{MemoryDevice, memory_pair};
+use baton_datapath::{Settings, Worker};
+use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME, Segmentation};
+use baton_lro::Mode;
+use baton_moderation::Mode as Moderation;
+use baton_ring::Region;
+use baton_tcp::Instant;
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+const MODES: [Mode; 3] = [Mode::Off, Mode::InOrder, Mode::Reorder];
+const MODERATIONS: [Moderation; 3] = [Moderation::Off, Moderation::Static { time: 20, frames: 7 }, Moderation::Adaptive];
+
+struct Stage {
+    worker: Worker<MemoryDevice, MemoryDevice>,
+    far: MemoryDevice,
+    kernel: MemoryDevice,
+    memory: Arc<Region>,
+    now: Instant,
+}
+
+impl Stage {
+    fn new(mode: Mode, moderation: Moderation) -> Stage {
+        let capabilities = Capabilities { checksum: false, segmentation: 0 };
+        let (wire, far) = memory_pair(256, MAX_FRAME, capabilities);
+        let (host, kernel) = memory_pair(256, MAX_FRAME, capabilities);
+        let memory = Arc::new(Region::private(nic::bytes(4)).unwrap());
+        let lro = baton_lro::Settings { mode, ..Default::default() };
+        let settings = Settings { slots: 4, hash_key: [1, 2, 3, 4], lro, moderation, ..Settings::default() };
+        let now = Instant(1_000_000);
+        let mut worker = Worker::new(host, wire, memory.clone(), settings, now);
+        worker.start();
+        Stage { worker, far, kernel, memory, now }
+    }
+
+    /// Time passes until nothing waits.
+    fn settle(&mut self) {
+        for _ in 0..400 {
+            self.now = Instant(self.now.0 + 16);
+            self.worker.poll(self.now);
+        }
+    }
+
+    fn count(&self, counter: Counter) -> u64 {
+        self.memory.words(nic::COUNTERS, baton_abi::layout::COUNTERS)[counter as usize].load(Ordering::Relaxed)
+    }
+
+    /// What comes out on either side.
+    fn out(device: &mut MemoryDevice) -> Vec<Vec<u8>> {
+        let mut frame = Frame::with_capacity(MAX_FRAME);
+        let mut all = Vec::new();
+        while device.receive(&mut frame) {
+            all.push(frame.bytes().to_vec());
+        }
+        all
+    }
+}
+
+fn ethernet(kind: u16, destination: [u8; 6], rest: &[u8]) -> Vec<u8> {
+    [&destination[..], &[2, 0, 0, 0, 0, 1], &kind.to_be_bytes(), rest].concat()
+}
+
+fn ipv4(protocol: u8, fragment: u16, payload: &[u8]) -> Vec<u8> {
+    let mut ip = vec![0x45, 0];
+    ip.extend(((20 + payload.len()) as u16).to_be_bytes());
+    ip.extend([0, 7]);
+    ip.extend(fragment.to_be_bytes());
+    ip.extend([64, protocol, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+    let sum = baton_wire::checksum::Sum::new().bytes(&ip).finish();
+    ip[10..12].copy_from_slice(&sum.to_be_bytes());
+    ip.extend(payload);
+    ethernet(0x0800, [2, 0, 0, 0, 0, 2], &ip)
+}
+
+fn ipv6(next: u8, payload: &[u8]) -> Vec<u8> {
+    let mut ip = vec![0x60, 0, 0, 0];
+    ip.extend((payload.len() as u16).to_be_bytes());
+    ip.extend([next, 255]);
+    ip.extend([0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+    ip.extend([0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0xff, 0, 0, 2]);
+    ip.extend(payload);
+    ethernet(0x86dd, [0x33, 0x33, 0xff, 0, 0, 2], &ip)
+}
+
+/// One of everything.
+fn others() -> Vec<Vec<u8>> {
+    let payload: Vec<u8> = (0..600).map(|n| n as u8).collect();
+    vec![
+        ethernet(0x0806, [0xff; 6], &[0, 1, 8, 0, 6, 4, 0, 1, 2, 0, 0, 0, 0, 1, 10, 0, 0, 1, 0, 0, 0, 0, 0, 0, 10, 0, 0, 2]),
+        ipv4(1, 0x4000, &[8, 0, 1, 2, 3, 4, 5, 6]),
+        ipv4(17, 0, &payload),
+        ipv4(17, 0x2000, &payload),
+        ipv4(17, 0x004b, &payload[..100]),
+        ipv4(6, 0x2000, &payload),
+        ipv4(6, 0x0010, &payload),
+        ipv4(132, 0x4000, &payload),
+        ipv4(2, 0x4000, &[0x16, 0, 9, 4, 0xe0, 0, 0, 0xfb]),
+        ipv4(47, 0, &payload[..50]),
+        ipv6(58, &[135, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4]),
+        ipv6(17, &payload),
+        ipv6(44, &payload),
+        ipv6(0, &payload),
+        // VLAN tags, one and two, around a TCP segment; link layer discovery; something unknown.
+        ethernet(0x8100, [2, 0, 0, 0, 0, 2], &[&[0, 5, 8, 0][..], &ipv4(6, 0x4000, &payload)[14..]].concat()),
+        ethernet(0x88a8, [2, 0, 0, 0, 0, 2], &[&[0, 5, 0x81, 0, 0, 6, 8, 0][..], &ipv4(17, 0, &payload)[14..]].concat()),
+        ethernet(0x88cc, [1, 0x80, 0xc2, 0, 0, 0x0e], &payload[..60]),
+        ethernet(0x1234, [2, 0, 0, 0, 0, 2], &payload),
+        vec![1; 14],
+    ]
+}
+
+#[test]
+fn everything_else_crosses_as_it_is() {
+    for mode in MODES {
+        for moderation in MODERATIONS {
+            let mut stage = Stage::new(mode, moderation);
+            let expected: Vec<Vec<u8>> = others().into_iter().cycle().take(100).collect();
+            let mut frame = Frame::with_capacity(MAX_FRAME);
+            let (mut at_kernel, mut at_wire) = (Vec::new(), Vec::new());
+            for (number, bytes) in expected.iter().enumerate() {
+                frame.fill(bytes);
+                assert!(stage.far.transmit(&mut frame));
+                frame.fill(bytes);
+                assert!(stage.kernel.transmit(&mut frame));
+                stage.now = Instant(stage.now.0 + number as u64 % 9);
+                stage.worker.poll(stage.now);
+                if number % 10 == 9 {
+                    let next = MODES[number / 10 % 3];
+                    let lro = baton_lro::Settings { mode: next, ..Default::default() };
+                    stage.worker.set_offloads(lro, MODERATIONS[number / 30 % 3], stage.now);
+                }
+                at_kernel.extend(Stage::out(&mut stage.kernel));
+                at_wire.extend(Stage::out(&mut stage.far));
+            }
+            stage.settle();
+            at_kernel.extend(Stage::out(&mut stage.kernel));
+            at_wire.extend(Stage::out(&mut stage.far));
+            assert!(at_kernel == expected, "{mode:?}, {moderation:?}: to the kernel");
+            assert!(at_wire == expected, "{mode:?}, {moderation:?}: to the wire");
+        }
+    }
+}
+
+proptest! {
+    /// Frames of the kernel's that claim to be large, with whatever sizes, and frames of the wire's of whatever bytes.
+    #[test]
+    fn lies_are_counted(
+        frames in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 14..200), any::<u16>(), any::<u16>(), any::<bool>(), 0usize..30), 1..30),
+        mode in 0usize..3,
+    ) {
+        let mut stage = Stage::new(MODES[mode], Moderation::Adaptive);
+        let mut frame = Frame::with_capacity(MAX_FRAME);
+        let (mut large, mut plain) = (0, 0);
+        for (bytes, size, headers, ipv6, kind) in &frames {
+            // Some are nearly right: a TCP segment with a few bytes changed.
+            let mut bytes = bytes.clone();
+            if *kind < 10 {
+                let mut segment = ipv4(6, 0x4000, &[&[0, 80, 1, 1, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0][..], &bytes].concat());
+                let at = 14 + usize::from(*headers) % 40;
+                segment[at] = segment[at].wrapping_add((*size % 3) as u8);
+                bytes = segment;
+            }
+            frame.fill(&bytes);
+            frame.segmentation = Some(Segmentation { size: *size % 2000, headers: *headers, ipv6: *ipv6, ecn: false });
+            frame.checksum = Checksum::Partial { start: *headers, offset: *size };
+            prop_assert!(stage.kernel.transmit(&mut frame));
+            large += 1;
+            frame.fill(&bytes);
+            prop_assert!(stage.far.transmit(&mut frame));
+            plain += 1;
+            stage.now = Instant(stage.now.0 + 3);
+            stage.worker.poll(stage.now);
+            while stage.far.receive(&mut frame) {}
+        }
+        stage.settle();
+        prop_assert_eq!(stage.count(Counter::Cut) + stage.count(Counter::Uncut), large);
+        let delivered = Stage::out(&mut stage.kernel).len() as u64;
+        prop_assert!(delivered >= 1 && delivered <= plain);
+        prop_assert_eq!(delivered, stage.count(Counter::HostSent));
+    }
+}
