@@ -336,11 +336,9 @@ pub fn measure(workload: Workload) -> Result<Measured> {
     })
 }
 
-/// Cycles of the core's nominal clock per nanosecond, from /proc/cpuinfo.
+/// Cycles of the core's nominal clock per nanosecond.
 fn cycles_per_nano() -> f64 {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with("cpu MHz"));
-    line.and_then(|line| line.split(':').nth(1)?.trim().parse::<f64>().ok()).unwrap_or(1000.0) / 1000.0
+    crate::ntttcp::frequency().unwrap_or(1e9) / 1e9
 }
 
 /// The whole bench.

@@ -4,9 +4,11 @@
 pub mod bypass;
 pub mod datapath;
 pub mod demo;
+pub mod equations;
 pub mod http;
 pub mod lro;
 pub mod moderation;
+pub mod ntttcp;
 pub mod options;
 pub mod probe;
 pub mod recovery;

@@ -4,6 +4,7 @@
 mod attach;
 mod doctor;
 mod hosts;
+mod lab;
 mod nic;
 mod run;
 mod start;
@@ -69,6 +70,12 @@ enum Command {
     /// Measures one part against its bars.
     #[command(subcommand)]
     Bench(Bench),
+    /// Measures TCP throughput over kernel sockets, and what it costs: frames, interrupts, their halves, cycles.
+    #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
+    Ntttcp(lab::Ntttcp),
+    /// Repeats calculations of the papers behind Baton.
+    #[command(subcommand)]
+    Lab(lab::Lab),
     /// Prints what a move does to every socket option, as Markdown.
     Options,
     #[command(hide = true)]
@@ -382,6 +389,8 @@ fn run(command: Command) -> Result<bool> {
         Command::Ls(arguments) => tools::list(&arguments),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
+        Command::Ntttcp(command) => lab::ntttcp(&command),
+        Command::Lab(command) => lab::run(&command),
         Command::Doctor(arguments) => {
             baton_kernel::namespace::become_root_if_needed()?;
             doctor::run(&arguments)

@@ -127,6 +127,15 @@ fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
     command.output().expect("baton")
 }
 
+/// Ends the other thread however this one ends.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Settings change while bytes flow, and while the agent dies; nobody notices but the counters.
 #[test]
 fn settings_change_under_load() {
@@ -147,11 +156,11 @@ fn settings_change_under_load() {
                 }
             }
         });
+        let _over = Over(&over);
         for ipv6 in [false, true, false] {
             exchange(&bed, ipv6);
             datagrams(&bed, ipv6);
         }
-        over.store(true, Ordering::Relaxed);
     });
     assert!(set(&bed, &["lro=in-order", "rx-usecs=77"]).status.success());
     let agent = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
@@ -185,4 +194,34 @@ fn wrong_settings_are_explained() {
     let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
     let refused = set(&bed, &["lro=reorder"]);
     assert!(String::from_utf8_lossy(&refused.stderr).contains("beside the kernel"), "{refused:?}");
+}
+
+/// Sender and receiver of `baton ntttcp` on the two hosts: with large receive and moderation there are many packets to an interrupt.
+#[test]
+fn ntttcp_measures_both_sides() {
+    let link = LinkSettings { delay: 20, ..LinkSettings::default() };
+    let lro = baton_lro::Settings { mode: Mode::InOrder, ..Default::default() };
+    let offloads = Offloads { lro, moderation: Moderation::Adaptive, large_sends: true };
+    let bed = hosts(TestbedSettings { link, offloads, ..TestbedSettings::default() });
+    let start = |host: &baton_kernel::namespace::Namespace, arguments: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.arg("ntttcp").args(arguments).args(["-P", "2", "-t", "0.7", "-w", "0.2", "--json"]);
+        command.env("BATON_SOCKET", bed.socket()).stdout(std::process::Stdio::piped());
+        host.spawn(&mut command).expect("baton")
+    };
+    let receiver = start(&bed.host_a, &["receive", "--nic"]);
+    let sender = start(&bed.host_b, &["send", &address_a(false).to_string()]);
+    let [received, sent] = [receiver, sender].map(|child| {
+        let output = child.wait_with_output().expect("its output");
+        assert!(output.status.success());
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("JSON")
+    });
+    let figure =
+        |report: &serde_json::Value, name: &str| report[name].as_f64().unwrap_or_else(|| panic!("no {name} in {report}"));
+    for report in [&received, &sent] {
+        assert!(figure(report, "megabits") > 100.0 && figure(report, "cycles_per_byte") > 0.0, "{report}");
+    }
+    assert!(received["of_the_nic"] == true && figure(&received, "average_frame") > 5000.0, "{received}");
+    assert!(figure(&received, "interrupts_per_second") > 10.0, "{received}");
+    assert!(figure(&sent, "average_frame") > 1000.0, "{sent}");
 }

@@ -136,9 +136,13 @@ impl NicProcess {
         self.tell(&ToNic::Start, &[])
     }
 
-    /// Other offloads for the kernel's connections.
+    /// Other offloads for the kernel's connections. Waits until they are in force: whoever sets them again and again must not outrun it.
     pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
-        self.tell(&ToNic::Offloads(Box::new(*offloads)), &[])
+        self.tell(&ToNic::Offloads(Box::new(*offloads)), &[])?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Set => Ok(()),
+            other => bail!("the NIC did not change its offloads: {other:?}"),
+        }
     }
 
     fn tell(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {

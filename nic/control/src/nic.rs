@@ -122,6 +122,8 @@ pub enum ToAgent {
     Ready,
     /// The session is attached.
     Attached,
+    /// The offloads are as they were asked for.
+    Set,
     /// It is not, because.
     Failed(String),
 }
@@ -260,6 +262,7 @@ impl Nic {
                 Ok((ToNic::Start, _)) => self.worker.start(),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(set.lro, set.moderation, Instant(monotonic_micros()));
+                    self.channel.send(&ToAgent::Set, &[])?;
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => std::process::exit(0),

@@ -18,12 +18,17 @@ pub(crate) struct Delivery {
 
 impl Delivery {
     pub fn new(mode: Mode) -> Delivery {
-        let moderator = Moderator::new(mode);
-        let room = if moderator.is_on() { MOST } else { 0 };
-        Delivery {
-            moderator,
-            waiting: VecDeque::with_capacity(room),
-            spares: (0..room).map(|_| Frame::with_capacity(MAX_FRAME)).collect(),
+        let mut delivery =
+            Delivery { moderator: Moderator::new(mode), waiting: VecDeque::with_capacity(MOST), spares: Vec::new() };
+        delivery.set(mode);
+        delivery
+    }
+
+    /// Other moderation; nothing may be waiting. Buffers are kept, since whoever changes settings does so again.
+    pub fn set(&mut self, mode: Mode) {
+        self.moderator = Moderator::new(mode);
+        if self.moderator.is_on() {
+            self.spares.resize_with(MOST, || Frame::with_capacity(MAX_FRAME));
         }
     }
 
@@ -58,10 +63,10 @@ impl Delivery {
             // A device may have exchanged it for one of its own.
             self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
         }
-        self.moderator.told(now);
-        if self.moderator.is_on() {
-            counters.set(Counter::Interrupts, self.moderator.counters().interrupts);
+        if self.moderator.due().is_some() {
+            counters.add(Counter::Interrupts, 1);
         }
+        self.moderator.told(now);
     }
 
     /// When what waits has to go, in microseconds.

@@ -145,13 +145,12 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
     pub fn set_offloads(&mut self, lro: baton_lro::Settings, moderation: baton_moderation::Mode, now: Instant) {
-        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.flush_all(now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
-        delivery.flush(host, counters, now.0);
         self.settings.lro = baton_lro::Settings { hash_key: self.settings.lro.hash_key, ..lro };
         self.settings.moderation = moderation;
-        self.lro = Lro::new(self.settings.lro, now.0);
-        self.delivery = Delivery::new(moderation);
+        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
+        self.lro.set(self.settings.lro, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        delivery.flush(host, counters, now.0);
+        delivery.set(moderation);
         self.due = now.0;
     }
 

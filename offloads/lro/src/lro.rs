@@ -58,7 +58,18 @@ impl Lro {
         }
     }
 
-    /// As it was made.
+    /// Goes on with other settings; everything that waits goes out first. Memory is kept where it has the size that is wanted.
+    pub fn set(&mut self, settings: Settings, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        self.flush_all(now, deliver);
+        let size = |settings: &Settings| (settings.mode != Mode::Off, settings.connections, settings.aggregates);
+        if size(&settings) == size(&self.settings) {
+            self.settings = settings;
+        } else {
+            *self = Lro { counters: self.counters, ..Lro::new(settings, now) };
+        }
+    }
+
+    /// As it was set last.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }
