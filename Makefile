@@ -48,6 +48,8 @@ suites: build
 
 bench: build
 	$(BATON) bench datapath --json
+	$(BATON) bench lro --json
+	$(BATON) bench moderation --json
 
 clean:
 	$(CARGO) clean

@@ -155,7 +155,7 @@ mod tests {
                 let parsed = TcpFrame::parse(out.bytes()).unwrap();
                 prop_assert!(parsed.checksum_holds(out.bytes()));
                 prop_assert_eq!(parsed.seq, (u32::MAX - 1000).wrapping_add(got.len() as u32));
-                prop_assert_eq!((parsed.flow, parsed.ack, parsed.window, parsed.ecn), (flow(v6), 6, 7, 2));
+                prop_assert_eq!((parsed.flow, parsed.ack, parsed.window, parsed.ecn), (flow(v6).reversed(), 6, 7, 2));
                 prop_assert_eq!(parsed.options.timestamps, timestamps.then_some((7, 8)));
                 if !v6 {
                     prop_assert_eq!(u16::from_be_bytes([out.bytes()[18], out.bytes()[19]]), 0xfffeu16.wrapping_add(count));

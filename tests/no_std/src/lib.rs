@@ -4,7 +4,9 @@
 
 extern crate alloc;
 
-pub use {baton_abi, baton_device, baton_image, baton_tcp, baton_wire};
+pub use {
+    baton_abi, baton_device, baton_image, baton_lro, baton_moderation, baton_offloads, baton_tables, baton_tcp, baton_tso, baton_wire,
+};
 
 /// The crates allocate, so that somebody has to say from where.
 #[global_allocator]
