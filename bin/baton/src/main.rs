@@ -119,7 +119,7 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about two minutes.
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six minutes.
     Lro {
         /// Print one JSON object.
         #[arg(long)]
@@ -128,7 +128,7 @@ enum Bench {
         #[arg(long, value_delimiter = ',')]
         connections: Vec<usize>,
         /// Rounds; the median counts.
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 3)]
         rounds: usize,
         /// Write the plot here (SVG).
         #[arg(long, value_name = "FILE")]

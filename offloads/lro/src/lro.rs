@@ -11,6 +11,10 @@ use baton_tables::{Lookup, Wheel};
 use baton_wire::{Flags, Name, TcpFrame};
 use core::mem;
 
+/// Bytes of a buffer for a held segment, as far as those are not larger; and how many are kept.
+const SMALL: usize = 2048;
+const MOST_SMALL: usize = 1024;
+
 /// Descriptors that are looked at for one that can be used again.
 const CANDIDATES: usize = 8;
 
@@ -24,6 +28,8 @@ pub struct Lro {
     free: Vec<u32>,
     /// Buffers for aggregates.
     spares: Vec<Frame>,
+    /// Buffers for held segments, used again.
+    small: Vec<Frame>,
     wheel: Wheel<16>,
     expired: Vec<u32>,
     /// Where the search for a descriptor that can be used again goes on.
@@ -49,6 +55,7 @@ impl Lro {
             flows: (0..connections).map(|_| None).collect(),
             free: (0..connections as u32).rev().collect(),
             spares: (0..aggregates).map(|_| Frame::with_capacity(MAX_FRAME)).collect(),
+            small: Vec::new(),
             wheel: Wheel::new(now),
             expired: Vec::new(),
             hand: 0,
@@ -228,12 +235,22 @@ impl Lro {
                     flow.next = flow.next.max(Some(end));
                 }
                 deliver(&mut frame);
+                self.keep(frame);
                 continue;
             }
             self.counters.reordered += 1;
-            if self.accept(at, &parsed, &mut frame, now, deliver) == Goes::Away {
-                return Goes::Away;
+            let goes = self.accept(at, &parsed, &mut frame, now, deliver);
+            self.keep(frame);
+            if goes == Goes::Away {
+                return goes;
             }
+        }
+    }
+
+    /// Keeps the buffer of a segment that was held.
+    fn keep(&mut self, frame: Frame) {
+        if frame.capacity() <= 2 * SMALL && self.small.len() < MOST_SMALL {
+            self.small.push(frame);
         }
     }
 
@@ -263,7 +280,11 @@ impl Lro {
             if flow.held.is_empty() {
                 flow.gap_since = now;
             }
-            flow.held.insert(seq, frame.clone());
+            let reused = self.small.pop().filter(|small| small.capacity() >= length);
+            let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL)));
+            copy.fill(frame.bytes());
+            (copy.checksum, copy.interface) = (frame.checksum, frame.interface);
+            flow.held.insert(seq, copy);
             self.held_bytes += length;
             self.counters.held += 1;
         }
