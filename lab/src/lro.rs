@@ -26,6 +26,9 @@ use std::time::Duration;
 /// Microseconds that go by before a cell counts.
 const WARMING: u64 = 300_000;
 
+/// Gb/s at which the paper's large receive levels off (Figure 13), on its hardware.
+const PAPER: f64 = 4.75;
+
 /// Who aggregates.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -415,7 +418,20 @@ pub fn plot(report: &LroReport) -> Result<String> {
             .y_label_area_size(52)
             .build_cartesian_2d((1.0..most.max(2.0)).log_scale().base(2.0), 0.0..top)
             .map_err(fail)?;
-        chart.configure_mesh().x_desc("connections").y_desc("Gb/s").draw().map_err(fail)?;
+        chart
+            .configure_mesh()
+            .light_line_style(TRANSPARENT)
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .x_desc("connections")
+            .y_desc("Gb/s")
+            .draw()
+            .map_err(fail)?;
+        let level = LineSeries::new([(1.0, PAPER), (most.max(2.0), PAPER)], BLACK.mix(0.4).stroke_width(1));
+        chart
+            .draw_series(level)
+            .map_err(fail)?
+            .label("where the paper's levels off")
+            .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], BLACK.mix(0.4)));
         for (way, colour) in Way::ALL.into_iter().zip(COLOURS) {
             let points: Vec<(f64, f64)> =
                 cells.iter().filter(|cell| cell.way == way).map(|cell| (cell.connections as f64, cell.gigabits)).collect();
@@ -426,7 +442,13 @@ pub fn plot(report: &LroReport) -> Result<String> {
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
             chart.draw_series(points.into_iter().map(|point| Circle::new(point, 3, colour.filled()))).map_err(fail)?;
         }
-        chart.configure_series_labels().background_style(WHITE).border_style(BLACK).draw().map_err(fail)?;
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerLeft)
+            .background_style(WHITE)
+            .border_style(BLACK)
+            .draw()
+            .map_err(fail)?;
         root.present().map_err(fail)?;
     }
     Ok(svg)

@@ -138,7 +138,8 @@ impl Connection {
         self.shut.store(false, RELAXED);
         self.stopped.store(false, RELAXED);
         self.error.store(UNHURT, RELAXED);
-        self.moves.store(self.moves(), Ordering::Release);
+        // As it was when the agent began to count. It may have moved since, and that has to be seen.
+        self.moves.store(0, Ordering::Release);
     }
 
     /// Its number in the session.

@@ -814,6 +814,18 @@ mod tests {
     use super::*;
     use baton_abi::layout::block;
 
+    /// A connection may have moved before its program knows the number under which it was registered.
+    #[test]
+    fn an_early_move_is_seen() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let connection = Connection::unnamed(memory.clone());
+        connection.rename(3);
+        assert!(!connection.has_moved());
+        memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+        connection.rename(3);
+        assert!(connection.has_moved());
+    }
+
     /// A connection that has left the NIC is looked at later than the next one in its slot: the next one's news still find it.
     #[test]
     fn slots_change_their_tenants() {
