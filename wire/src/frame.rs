@@ -364,6 +364,28 @@ impl Template {
     }
 }
 
+/// Writes what follows from a TCP segment's length into the headers of a frame: the IP packet's length and IPv4's checksum, and a partial TCP
+/// checksum (the pseudo-header's sum) for whoever completes it. `tcp` is the TCP header's offset; there are no IPv6 extension headers.
+///
+/// # Panics
+/// If the headers lie outside the frame.
+pub fn set_lengths(frame: &mut [u8], tcp: usize) {
+    let tcp_length = frame.len() - tcp;
+    let (ip, segment) = frame[ETHERNET..].split_at_mut(tcp - ETHERNET);
+    let sum = if ip[0] >> 4 == 4 {
+        let total = (ip.len() + tcp_length) as u16;
+        ip[2..4].copy_from_slice(&total.to_be_bytes());
+        ip[10..12].fill(0);
+        let sum = Sum::new().bytes(ip).finish();
+        ip[10..12].copy_from_slice(&sum.to_be_bytes());
+        checksum::pseudo_header(&ip[12..16], &ip[16..IPV4], PROTOCOL_TCP, tcp_length)
+    } else {
+        ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
+        checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
+    };
+    segment[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+}
+
 /// Completes a partial checksum in software, as a device would: sums from `start` to the frame's end and stores at `start + offset`.
 /// Returns false, and changes nothing, if the positions lie outside the frame.
 pub fn finish_checksum(frame: &mut [u8], start: usize, offset: usize) -> bool {

@@ -6,8 +6,7 @@
 
 use crate::{Mode, Settings};
 use baton_device::{Checksum, Frame, Segmentation};
-use baton_wire::checksum::{self, Sum};
-use baton_wire::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP};
+use baton_wire::frame::{ETHERNET, TCP, set_lengths};
 use baton_wire::{Flags, TcpFrame};
 
 /// An aggregate that is being made.
@@ -134,21 +133,7 @@ impl Aggregate {
             return self.frame;
         }
         let (tcp, v4) = (self.first.tcp_offset, self.first.flow.is_v4());
-        let own = self.frame.bytes_mut();
-        let tcp_length = own.len() - tcp;
-        let (ip, segment) = own[ETHERNET..].split_at_mut(tcp - ETHERNET);
-        let sum = if v4 {
-            let total = (ip.len() + tcp_length) as u16;
-            ip[2..4].copy_from_slice(&total.to_be_bytes());
-            ip[10..12].fill(0);
-            let sum = Sum::new().bytes(ip).finish();
-            ip[10..12].copy_from_slice(&sum.to_be_bytes());
-            checksum::pseudo_header(&ip[12..16], &ip[16..IPV4], PROTOCOL_TCP, tcp_length)
-        } else {
-            ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
-            checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
-        };
-        segment[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+        set_lengths(self.frame.bytes_mut(), tcp);
         // Every checksum that went into this was checked: a kernel need not sum the bytes again.
         self.frame.checksum = Checksum::Partial { start: tcp as u16, offset: 16 };
         let headers = self.first.payload_offset as u16;

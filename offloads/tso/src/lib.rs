@@ -7,8 +7,7 @@
 #![forbid(unsafe_code)]
 
 use baton_device::{Checksum, Frame};
-use baton_wire::checksum::{self, Sum};
-use baton_wire::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP, finish_checksum};
+use baton_wire::frame::{ETHERNET, finish_checksum, set_lengths};
 use baton_wire::{Flags, TcpFrame};
 
 /// Why a frame cannot be cut.
@@ -76,22 +75,12 @@ impl Cut<'_> {
     }
 
     fn write_headers(&self, bytes: &mut [u8], length: usize) {
-        let TcpFrame { tcp_offset, payload_offset, payload_length, seq, flags, flow, .. } = self.parsed;
-        let (ip, segment) = bytes[ETHERNET..].split_at_mut(tcp_offset - ETHERNET);
-        let tcp_length = payload_offset - tcp_offset + length;
-        let sum = if flow.is_v4() {
-            let total = (ip.len() + tcp_length) as u16;
-            let ident = u16::from_be_bytes([ip[4], ip[5]]).wrapping_add(self.count);
-            ip[2..4].copy_from_slice(&total.to_be_bytes());
-            ip[4..6].copy_from_slice(&ident.to_be_bytes());
-            ip[10..12].fill(0);
-            let sum = Sum::new().bytes(ip).finish();
-            ip[10..12].copy_from_slice(&sum.to_be_bytes());
-            checksum::pseudo_header(&ip[12..16], &ip[16..IPV4], PROTOCOL_TCP, tcp_length)
-        } else {
-            ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
-            checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
-        };
+        let TcpFrame { tcp_offset, payload_length, seq, flags, flow, .. } = self.parsed;
+        if flow.is_v4() {
+            let ident = &mut bytes[ETHERNET + 4..ETHERNET + 6];
+            let next = u16::from_be_bytes([ident[0], ident[1]]).wrapping_add(self.count);
+            ident.copy_from_slice(&next.to_be_bytes());
+        }
         let mut own = flags.0;
         if self.at + length < payload_length {
             own &= !(Flags::FIN | Flags::PSH).0;
@@ -99,10 +88,9 @@ impl Cut<'_> {
         if self.count > 0 {
             own &= !Flags::CWR.0;
         }
-        segment[4..8].copy_from_slice(&seq.wrapping_add(self.at as u32).to_be_bytes());
-        segment[13] = own;
-        segment[16..18].copy_from_slice(&sum.folded().to_be_bytes());
-        debug_assert!(segment.len() >= TCP);
+        bytes[tcp_offset + 4..tcp_offset + 8].copy_from_slice(&seq.wrapping_add(self.at as u32).to_be_bytes());
+        bytes[tcp_offset + 13] = own;
+        set_lengths(bytes, tcp_offset);
     }
 }
 
