@@ -224,12 +224,18 @@ impl Agent {
         Ok(())
     }
 
-    /// Somebody brings a client that came to another door.
-    fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
+    /// Refuses what only this agent's user and root may do.
+    fn only_ours(&self, number: u32, what: &str) -> Result<()> {
         let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
         if asker != 0 && asker != process::user() {
-            anyhow::bail!("only this agent's user and root may bring others");
+            anyhow::bail!("only this agent's user and root may {what}");
         }
+        Ok(())
+    }
+
+    /// Somebody brings a client that came to another door.
+    fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
+        self.only_ours(number, "bring others")?;
         self.admit(channel)
     }
 
@@ -348,10 +354,7 @@ impl Agent {
     }
 
     fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
-        let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
-        if asker != 0 && asker != process::user() {
-            anyhow::bail!("only this agent's user and root may change what the NIC does for the kernel");
-        }
+        self.only_ours(number, "change what the NIC does for the kernel")?;
         if matches!(self.shape, Shape::Beside { .. }) {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"

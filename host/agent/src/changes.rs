@@ -1,6 +1,5 @@
 //! What changes on the host while connections are on the NIC: routes, addresses, neighbours, the firewall's rules, programs at control
-//! groups. Connections that
-//! a change touches, or may touch, go back to the kernel, which knows what it means.
+//! groups. Connections that a change touches, or may touch, go back to the kernel, which knows what it means.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage};
