@@ -1,6 +1,7 @@
 //! Test beds, loads, measurement, report.
 #![forbid(unsafe_code)]
 
+pub mod bars;
 pub mod bypass;
 pub mod datapath;
 pub mod demo;
@@ -13,6 +14,7 @@ pub mod options;
 pub mod probe;
 pub mod recovery;
 mod report;
+pub mod rss;
 pub mod server;
 pub mod soak;
 pub mod statistics;

@@ -4,6 +4,7 @@
 //! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP), so that it can be told from the NIC's, whose writes
 //! would else do it. Every cell has the same emulated link in it, also those without reordering; what that costs is the NIC's.
 
+use crate::bars::Bar;
 use crate::soak::connect_pairs;
 use crate::statistics;
 use crate::testbed::{self, Testbed, TestbedSettings};
@@ -116,31 +117,6 @@ impl Cell {
     }
 }
 
-/// A figure that has to hold.
-#[derive(Clone, Debug, Serialize)]
-pub struct Bar {
-    /// Its name.
-    pub name: &'static str,
-    /// As measured.
-    pub value: f64,
-    /// The least or most that it may be.
-    pub bound: f64,
-    /// Whether it holds.
-    pub holds: bool,
-}
-
-impl Bar {
-    /// One that may be this much at most.
-    pub fn most(name: &'static str, bound: f64, value: f64) -> Bar {
-        Bar { name, value, bound, holds: value <= bound }
-    }
-
-    /// One that has to be this much at least.
-    pub fn least(name: &'static str, bound: f64, value: f64) -> Bar {
-        Bar { name, value, bound, holds: value >= bound }
-    }
-}
-
 /// The table.
 #[derive(Clone, Debug, Serialize)]
 pub struct LroReport {
@@ -155,7 +131,7 @@ fn bed(way: Way, reorder: f64) -> Result<Testbed> {
     Testbed::new(&TestbedSettings {
         link,
         // The moderation is the same for all: what a card's driver would have.
-        offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, large_sends: false },
+        offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, ..Offloads::default() },
         gro: way == Way::Gro,
         threaded_napi: true,
         spin: 20,

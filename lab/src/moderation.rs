@@ -1,6 +1,7 @@
 //! Interrupt moderation: what it costs a ping-pong and saves a bulk transfer, between two kernels, through the NIC. Off and adaptive in turn.
 
-use crate::lro::{Bar, Receiver, send};
+use crate::bars::Bar;
+use crate::lro::{Receiver, send};
 use crate::soak::connect_pairs;
 use crate::statistics;
 use crate::testbed::{Testbed, TestbedSettings};

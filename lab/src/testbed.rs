@@ -12,12 +12,14 @@ use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
 use baton_client::protocol::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
 use baton_control::{LinkSettings, NicSettings};
+use baton_datapath::Registers;
 use baton_keeper::Devices;
 use baton_kernel::control::Channel;
 use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, rtnetlink};
 use baton_offloads::Offloads;
+use baton_rss::From;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -52,7 +54,11 @@ pub struct TestbedSettings {
     pub slots: usize,
     /// Microseconds that the NIC polls before it sleeps.
     pub spin: u64,
-    /// Core of the NIC.
+    /// The NIC's workers.
+    pub workers: usize,
+    /// Each has queues of its own, which the kernels fill as the NIC's indirection table says; else the first takes every frame.
+    pub card: bool,
+    /// Core of the NIC's first worker.
     pub nic_core: Option<usize>,
     /// Core of the agent.
     pub agent_core: Option<usize>,
@@ -84,6 +90,8 @@ impl Default for TestbedSettings {
             threaded_napi: false,
             slots: 4096,
             spin: 200,
+            workers: 1,
+            card: false,
             nic_core: several.then_some(0),
             agent_core: several.then_some(1),
             seed: 1,
@@ -167,6 +175,28 @@ fn make_interface<T: Send>(
     made.with_context(|| format!("making interface {}", host.name))
 }
 
+/// What a card with several queues has besides, see [`Devices::card`]. The kernels of both hosts do what its silicon would.
+fn make_card(
+    settings: &TestbedSettings,
+    hosts: [&Namespace; 2],
+    taps: [&OwnedFd; 2],
+    options: [TapOptions; 2],
+) -> Result<Vec<OwnedFd>> {
+    let registers = baton_steering::rss::registers(Registers::BYTES).context("a card's registers")?;
+    for (tap, from) in taps.into_iter().zip([From::Host, From::Wire]) {
+        let program = baton_steering::rss::distribute(registers.as_fd(), from).context("a card's hash")?;
+        interface::set_steering(tap.as_fd(), program.as_fd()).context("a card's queues")?;
+    }
+    let mut card = vec![registers];
+    for _ in 1..settings.workers {
+        for ((host, tap), options) in hosts.into_iter().zip(taps).zip(options) {
+            let name = interface::tap_name(tap.as_fd())?;
+            card.push(host.run(|| interface::open_tap(&name, options)).context("a further queue")?);
+        }
+    }
+    Ok(card)
+}
+
 /// A veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that nothing else is in: it lives as
 /// long as the socket.
 fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
@@ -188,7 +218,7 @@ impl Testbed {
         let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
-        let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: false };
+        let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: settings.card };
         let host_options = TapOptions { segmentation: segmentation || settings.offloads.large_sends, ..options };
         let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
         let a =
@@ -208,7 +238,12 @@ impl Testbed {
             } else {
                 make_interface(&host_b, &b, settings, || interface::open_tap(b.name, options))?
             };
-            Devices { host, wire, beside: None }
+            let card = if settings.card {
+                make_card(settings, [&host_a, &host_b], [&host, &wire], [host_options, options])?
+            } else {
+                Vec::new()
+            };
+            Devices { host, wire, beside: None, card }
         };
         host_b.run(|| {
             for (path, value) in &settings.peer_sysctls {
@@ -231,7 +266,9 @@ impl Testbed {
             patience: 500_000,
             nic: NicSettings {
                 slots: settings.slots,
-                core: settings.nic_core,
+                workers: settings.workers,
+                cores: settings.nic_core.into_iter().collect(),
+                card: settings.card,
                 spin: settings.spin,
                 segmentation,
                 offloads: settings.offloads,

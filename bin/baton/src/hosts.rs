@@ -1,5 +1,6 @@
 //! `baton hosts`: two hosts and a Baton, for a program of the user's.
 
+use crate::workers::WorkerArguments;
 use anyhow::{Context, Result};
 use baton_kernel::process;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
@@ -16,6 +17,8 @@ pub struct HostsArguments {
     /// MTU of both hosts.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
+    #[command(flatten)]
+    workers: WorkerArguments,
     /// The program to run on the first host, with BATON_SOCKET in its environment; a shell if there is none.
     #[arg(last = true)]
     command: Vec<std::ffi::OsString>,
@@ -23,7 +26,9 @@ pub struct HostsArguments {
 
 /// Runs the program; its exit status.
 pub fn run(arguments: &HostsArguments) -> Result<u8> {
-    let bed = Testbed::new(&TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() })?;
+    let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
+    arguments.workers.apply(&mut settings);
+    let bed = Testbed::new(&settings)?;
     let shell = std::env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if arguments.command.is_empty() { vec![shell] } else { arguments.command.clone() };
     if std::io::stderr().is_terminal() {

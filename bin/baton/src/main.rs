@@ -10,6 +10,7 @@ mod run;
 mod start;
 mod tools;
 mod up;
+mod workers;
 
 use anyhow::{Context, Result};
 use baton_control::LinkSettings;
@@ -146,6 +147,25 @@ enum Bench {
         #[arg(long, default_value_t = 3)]
         rounds: usize,
     },
+    /// Receive-side scaling: a thousand connections by Zipf's law over four workers, whose weights change hands, with the static table and
+    /// the balanced one in turn.
+    Rss {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// The NIC's workers.
+        #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=16))]
+        workers: u8,
+        /// Connections.
+        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..=4000))]
+        flows: u16,
+        /// Zipf's exponent.
+        #[arg(long, default_value_t = 1.0)]
+        exponent: f64,
+        /// How often the weights change hands, for each table.
+        #[arg(long, default_value_t = 3)]
+        shifts: usize,
+    },
     /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
@@ -172,6 +192,13 @@ fn bench(what: &Bench) -> Result<bool> {
         Bench::Moderation { json, rounds } => {
             baton_kernel::namespace::become_root_if_needed()?;
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Rss { json, workers, flows, exponent, shifts } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let (workers, flows) = (usize::from(*workers), usize::from(*flows));
+            let settings = baton_lab::rss::RssSettings { workers, flows, exponent: *exponent, shifts: *shifts };
+            let report = baton_lab::rss::run(&settings, |one| eprintln!("{}", baton_lab::rss::line(one)))?;
             tell_bars(&report.bars, &report, *json)
         }
         Bench::Lro { json, connections, rounds, plot, verify } => {
@@ -230,7 +257,7 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
 }
 
 /// Prints a bench's report, or its bars. Whether they all hold.
-fn tell_bars(bars: &[baton_lab::lro::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
+fn tell_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
     if json {
         println!("{}", serde_json::to_string(report)?);
     } else {
@@ -263,6 +290,8 @@ struct SoakArguments {
     /// Connections between the two hosts.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4000))]
     connections: u32,
+    #[command(flatten)]
+    workers: workers::WorkerArguments,
     /// Moves to make, out and back counted each.
     #[arg(long, default_value_t = 1000)]
     moves: u64,
@@ -300,7 +329,7 @@ struct SoakArguments {
     #[arg(long)]
     drop_during_moves: bool,
     /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
-    #[arg(long, conflicts_with_all = ["loss", "reorder", "duplicate", "corrupt", "delay"])]
+    #[arg(long, conflicts_with = "workers", conflicts_with_all = ["loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
     /// Host A's firewall drops what its connection tracker finds invalid.
     #[arg(long)]
@@ -340,7 +369,7 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
         ..LinkSettings::default()
     };
     let impaired = arguments.delay + arguments.loss + arguments.reorder + arguments.duplicate + arguments.corrupt > 0.0;
-    let bed = TestbedSettings {
+    let mut bed = TestbedSettings {
         mtu: arguments.mtu,
         link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
         seed: arguments.seed,
@@ -349,6 +378,7 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };
+    arguments.workers.apply(&mut bed);
     let settings = SoakSettings {
         connections: arguments.connections as usize,
         moves: arguments.moves,

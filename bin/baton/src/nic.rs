@@ -3,7 +3,7 @@
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
 use baton_abi::layout::Counter;
-use baton_client::protocol::{Ask, Reply};
+use baton_client::protocol::{Ask, Reply, Statistics};
 use baton_lab::testbed::Tool;
 use baton_offloads::Offloads;
 use clap::{Args, Subcommand};
@@ -12,6 +12,7 @@ pub const EXAMPLES: &str = "Examples:
   baton nic show
   baton nic set lro=reorder tso=on adaptive-rx=on
   baton nic set rx-usecs=50 rx-frames=16
+  baton nic set queues=2 rss-key=symmetric rss-indir=balanced
 
 It is for a NIC between the kernel and the wire (`baton hosts`). Beside the kernel its own devices do all this: see `ethtool -K` and `-C`.";
 
@@ -82,11 +83,17 @@ const FIGURES: [(Counter, &str); 9] = [
     (Counter::Uncut, "large frames refused"),
 ];
 
+/// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to others.
+fn workers(statistics: &Statistics) -> impl Iterator<Item = [u64; 4]> + '_ {
+    const FIGURES: [Counter; 4] = [Counter::BusyNanoseconds, Counter::WireReceived, Counter::Connections, Counter::Buckets];
+    statistics.workers.iter().map(|counters| FIGURES.map(|counter| counters.get(counter as usize).copied().unwrap_or(0)))
+}
+
 fn show(arguments: &ShowArguments) -> Result<bool> {
     let mut tool = arguments.socket.connect()?;
     let offloads = current(&mut tool)?;
-    let counters = tool.statistics()?.counters;
-    let count = |counter: Counter| counters.get(counter as usize).copied().unwrap_or(0);
+    let statistics = tool.statistics()?;
+    let count = |counter: Counter| statistics.counters.get(counter as usize).copied().unwrap_or(0);
     let (aggregates, bytes) = (count(Counter::Aggregates), count(Counter::AggregateBytes));
     let mean = bytes as f64 / aggregates.max(1) as f64;
     if arguments.json {
@@ -94,7 +101,12 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
             offloads.list().into_iter().map(|(key, value)| (key.into(), value.into())).collect();
         let figures: serde_json::Map<String, serde_json::Value> =
             FIGURES.into_iter().map(|(counter, what)| (what.into(), count(counter).into())).collect();
-        println!("{}", serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean }));
+        let workers: Vec<serde_json::Value> = workers(&statistics).map(|[busy, frames, connections, buckets]| {
+            serde_json::json!({ "busy_seconds": busy as f64 / 1e9, "frames": frames, "connections": connections, "buckets_given": buckets })
+        }).collect();
+        let shown =
+            serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean, "workers": workers });
+        println!("{shown}");
         return Ok(true);
     }
     for (key, value) in offloads.list() {
@@ -105,5 +117,11 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         println!("{:>14}  {what}", count(counter));
     }
     println!("{mean:>14.0}  bytes of an aggregate, in the mean");
+    if statistics.workers.len() > 1 {
+        println!("\nworker   busy s   frames from the wire   connections on the NIC   buckets given away");
+        for (worker, [busy, frames, connections, buckets]) in workers(&statistics).enumerate() {
+            println!("{worker:>6} {:>8.2} {frames:>22} {connections:>24} {buckets:>20}", busy as f64 / 1e9);
+        }
+    }
     Ok(true)
 }

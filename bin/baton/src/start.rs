@@ -136,7 +136,9 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
         crash: None,
         nic: NicSettings {
             slots: SLOTS,
-            core: None,
+            cores: Vec::new(),
+            workers: 1,
+            card: false,
             spin,
             segmentation: true,
             offloads: Default::default(),

@@ -103,7 +103,7 @@ fn streams_and_datagrams_survive_every_setting() {
             let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
             let bed = hosts(TestbedSettings {
                 link,
-                offloads: Offloads { large_sends, lro, moderation },
+                offloads: Offloads { large_sends, lro, moderation, ..Offloads::default() },
                 ..TestbedSettings::default()
             });
             exchange(&bed, ipv6);
@@ -184,9 +184,12 @@ fn settings_change_under_load() {
 #[test]
 fn wrong_settings_are_explained() {
     let bed = hosts(TestbedSettings::default());
-    for (wrong, says) in
-        [("lro=yes", "off, in-order, reorder"), ("queues=4", "there is no such setting"), ("rx-usecs", "KEY=VALUE")]
-    {
+    for (wrong, says) in [
+        ("lro=yes", "off, in-order, reorder"),
+        ("rings=4", "there is no such setting"),
+        ("queues=4", "this NIC has 1"),
+        ("rx-usecs", "KEY=VALUE"),
+    ] {
         let refused = set(&bed, &["tso=on", wrong]);
         let text = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(refused.status.code() == Some(2) && text.contains(says), "{wrong}: {text}");
@@ -201,7 +204,7 @@ fn wrong_settings_are_explained() {
 fn ntttcp_measures_both_sides() {
     let link = LinkSettings { delay: 20, ..LinkSettings::default() };
     let lro = baton_lro::Settings { mode: Mode::InOrder, ..Default::default() };
-    let offloads = Offloads { lro, moderation: Moderation::Adaptive, large_sends: true };
+    let offloads = Offloads { lro, moderation: Moderation::Adaptive, large_sends: true, ..Offloads::default() };
     let bed = hosts(TestbedSettings { link, offloads, ..TestbedSettings::default() });
     let start = |host: &baton_kernel::namespace::Namespace, arguments: &[&str]| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));

@@ -112,6 +112,9 @@ pub fn run(mut settings: AgentSettings) -> Result<()> {
     let hardware = Hardware {
         host: take(Descriptor::Host)?,
         wire: take(Descriptor::Wire)?,
+        card: (0..settings.nic.card_descriptors() as i32)
+            .map(|at| process::inherited(Descriptor::Injector as i32 + at).context("a descriptor of the card"))
+            .collect::<Result<_>>()?,
         memory: Arc::new(Region::map(take(Descriptor::Memory)?)?),
         nic_bell: Doorbell::from_fd(take(Descriptor::NicBell)?),
         agent_bell: Doorbell::from_fd(take(Descriptor::AgentBell)?),
@@ -358,6 +361,13 @@ impl Agent {
         if matches!(self.shape, Shape::Beside { .. }) {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
+            );
+        }
+        if usize::from(offloads.rss.queues) > self.settings.nic.workers {
+            anyhow::bail!(
+                "queues={}: this NIC has {} (--workers, when it starts)",
+                offloads.rss.queues,
+                self.settings.nic.workers
             );
         }
         let large = self.settings.nic.segmentation || offloads.large_sends;
@@ -813,8 +823,13 @@ impl Agent {
     }
 
     fn count(&mut self) -> Statistics {
-        let words = self.hardware.memory.words(nic::COUNTERS, COUNTERS);
-        self.statistics.counters = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        let of = |worker| {
+            let words = self.hardware.memory.words(nic::counters(worker), COUNTERS);
+            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
+        };
+        self.statistics.workers = (0..self.settings.nic.workers).map(of).collect();
+        let sum = |at: usize| self.statistics.workers.iter().map(|worker| worker[at]).sum();
+        self.statistics.counters = (0..COUNTERS).map(sum).collect();
         self.statistics.nic_process = self.nic.process();
         self.statistics.agent_process = std::process::id();
         self.statistics.sessions = self.sessions.iter().flatten().count() as u32;

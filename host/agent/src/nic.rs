@@ -26,6 +26,8 @@ const ANSWER_LIMIT: u64 = 2_000_000;
 pub(crate) struct Hardware {
     pub host: OwnedFd,
     pub wire: OwnedFd,
+    /// See [`baton_control::NicSettings::card`].
+    pub card: Vec<OwnedFd>,
     pub memory: Arc<Region>,
     pub nic_bell: Doorbell,
     pub agent_bell: Doorbell,
@@ -64,6 +66,7 @@ impl NicProcess {
         if let Shape::Beside { injector, .. } = shape {
             descriptors.push(injector.as_fd());
         }
+        descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, true);
         // What the last NIC left unread was for the last NIC.
         let mut leftovers = Consumer::new(hardware.memory.ring(nic::COMMANDS));

@@ -145,17 +145,21 @@ impl Agent {
             // They never left the kernel.
             return Ok(());
         }
-        let mut kernel = VnetDevice::new(self.hardware.host.try_clone()?, false);
+        // The card's are its registers, then the host's and the wire's queues in turn.
+        let further = self.hardware.card.iter().skip(1).step_by(2);
         let mut wire = VnetDevice::new(self.hardware.wire.try_clone()?, false);
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         let ours: HashSet<Flow> = connections.map(|connection| connection.flow).collect();
         let mut frame = Frame::with_capacity(MAX_FRAME);
-        for _ in 0..MOST_STALE_FRAMES {
-            if !kernel.receive(&mut frame) {
-                break;
-            }
-            if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
-                wire.transmit(&mut frame);
+        for queue in further.chain([&self.hardware.host]) {
+            let mut kernel = VnetDevice::new(queue.try_clone()?, false);
+            for _ in 0..MOST_STALE_FRAMES {
+                if !kernel.receive(&mut frame) {
+                    break;
+                }
+                if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
+                    wire.transmit(&mut frame);
+                }
             }
         }
         Ok(())

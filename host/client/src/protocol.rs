@@ -344,4 +344,6 @@ pub struct Statistics {
     pub lost: u64,
     /// The NIC's counters, in the order of the layout.
     pub counters: Vec<u64>,
+    /// The same of each worker.
+    pub workers: Vec<Vec<u64>>,
 }

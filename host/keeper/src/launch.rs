@@ -19,6 +19,9 @@ pub struct Devices {
     pub wire: OwnedFd,
     /// What a NIC beside the kernel needs besides.
     pub beside: Option<BesideDevices>,
+    /// What a card that distributes frames over several workers has besides: its registers, and for each worker but the first a queue of
+    /// the host's interface and one of the wire's.
+    pub card: Vec<OwnedFd>,
 }
 
 /// What a NIC beside the kernel needs.
@@ -54,7 +57,7 @@ impl Devices {
         let injector_link = Steering::make_injector(index)?;
         rtnetlink::set_up(&routes, index, None, None)?;
         let beside = BesideDevices { injector, injector_link, steering };
-        Ok(Devices { host, wire: wire.context("packet socket")?, beside: Some(beside) })
+        Ok(Devices { host, wire: wire.context("packet socket")?, beside: Some(beside), card: Vec::new() })
     }
 }
 
@@ -78,6 +81,7 @@ pub fn launch(
         descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);
         descriptors.extend(beside.steering.fds());
     }
+    descriptors.extend(devices.card.iter().map(AsFd::as_fd));
     descriptors.extend(process);
     process::inherit(&mut command, &descriptors, false);
     // Out of the terminal's reach: when the starter is interrupted the keeper still gives everything back.

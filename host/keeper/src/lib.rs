@@ -29,7 +29,8 @@ pub enum Descriptor {
     Parent = 5,
 }
 
-/// Behind those, for a NIC beside the kernel: the injector, the link of its program, the steering. Last, for a keeper that lingers: the
+/// Behind those, for a NIC beside the kernel: the injector, the link of its program, the steering; for one with several queues: the card's.
+/// Last, for a keeper that lingers: the
 /// process (a pidfd) whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
@@ -49,6 +50,7 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
+    let card = (0..settings.nic.card_descriptors()).map(|_| next()).collect::<Result<Vec<OwnedFd>>>()?;
     let end = End { parent, process: if settings.lingers { Some(next()?) } else { None } };
     let memory = Region::create("baton-nic", nic::bytes(settings.nic.slots)).context("NIC memory")?;
     let (nic_bell, agent_bell) = (Doorbell::new()?, Doorbell::new()?);
@@ -65,6 +67,7 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
             descriptors.push(beside.injector.as_fd());
             descriptors.extend(beside.steering.iter().map(AsFd::as_fd));
         }
+        descriptors.extend(card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, false);
         let mut agent = command.spawn().context("starting the agent")?;
         drop(theirs);

@@ -84,6 +84,17 @@ pub fn set_large_sends(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETOFFLOAD as _, TUN_F_CSUM | large) }).map(|_| ())
 }
 
+/// Lets a BPF program (a socket filter) choose the queue of every frame that the kernel sends through a TAP.
+///
+/// # Errors
+/// The system's.
+pub fn set_steering(tap: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
+    const TUNSETSTEERINGEBPF: libc::c_ulong = 0x8004_54e0;
+    let raw = program.as_raw_fd();
+    // SAFETY: TUNSETSTEERINGEBPF reads one int.
+    check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETSTEERINGEBPF as _, &raw) }).map(|_| ())
+}
+
 /// The name of the interface that a TAP's descriptor stands for.
 ///
 /// # Errors

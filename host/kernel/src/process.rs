@@ -9,15 +9,18 @@ use std::process::Command;
 /// The first descriptor that [`inherit`] gives to a child.
 pub const FIRST_DESCRIPTOR: i32 = 3;
 
+/// Descriptors that [`inherit`] gives at most.
+const MOST_DESCRIPTORS: usize = 64;
+
 /// Makes a command's process get these descriptors as 3, 4, …, and die with the thread that starts it if `tied`.
 pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool) {
     let raw: Vec<i32> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let work = move || {
         // First out of the way of the targets, then onto them: dup2 clears close-on-exec.
-        let mut moved = [0i32; 32];
+        let mut moved = [0i32; MOST_DESCRIPTORS];
         for (at, fd) in raw.iter().enumerate() {
             // SAFETY: plain descriptor calls, allowed between fork and exec.
-            moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, 64) })?;
+            moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR + MOST_DESCRIPTORS as i32) })?;
         }
         for (at, fd) in moved[..raw.len()].iter().enumerate() {
             // SAFETY: as above.

@@ -108,6 +108,10 @@ impl Assembler {
         self.push(0x0f, to, from, 0, 0)
     }
 
+    pub fn xor_register(&mut self, to: R, from: R) -> &mut Self {
+        self.push(0xaf, to, from, 0, 0)
+    }
+
     /// Swaps the lowest two bytes if the machine's order is not the network's.
     pub fn swap_half(&mut self, register: R) -> &mut Self {
         self.push(0xdc, register, R::R0, 0, 16)
@@ -136,6 +140,13 @@ impl Assembler {
         // The source register says that the immediate is a map's descriptor.
         self.push(0x18, to, R::R1, 0, map.as_raw_fd());
         self.push(0, R::R0, R::R0, 0, 0)
+    }
+
+    /// Loads the address of a byte in the only value of an array map.
+    pub fn map_value(&mut self, to: R, map: BorrowedFd<'_>, offset: i32) -> &mut Self {
+        // The source register says that the immediates are a map's descriptor and an offset in its value.
+        self.push(0x18, to, R::R2, 0, map.as_raw_fd());
+        self.push(0, R::R0, R::R0, 0, offset)
     }
 
     pub fn call(&mut self, helper: Helper) -> &mut Self {

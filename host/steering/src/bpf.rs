@@ -23,6 +23,7 @@ const TRACEPOINT: u32 = 23;
 #[repr(u32)]
 pub(crate) enum MapKind {
     Hash = 1,
+    Array = 2,
     LeastRecentlyUsedHash = 9,
     SocketHash = 18,
     RingBuffer = 27,
@@ -89,6 +90,14 @@ pub(crate) fn create_map(key: u32, value: u32, entries: u32) -> io::Result<Owned
 pub(crate) fn create_map_of(kind: MapKind, key: u32, value: u32, entries: u32) -> io::Result<OwnedFd> {
     let mut attributes = [0; 32];
     attributes[..4].copy_from_slice(&[kind as u32, key, value, entries]);
+    bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
+}
+
+/// An array of one value, which can be mapped into memory.
+pub(crate) fn create_mappable_array(value: u32) -> io::Result<OwnedFd> {
+    const MAPPABLE: u32 = 1 << 10;
+    let mut attributes = [0; 32];
+    attributes[..5].copy_from_slice(&[MapKind::Array as u32, 4, value, 1, MAPPABLE]);
     bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
 }
 

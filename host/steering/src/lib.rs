@@ -10,6 +10,7 @@ mod btf;
 mod bypass;
 mod news;
 mod programs;
+pub mod rss;
 
 use baton_wire::Flow;
 use std::io;

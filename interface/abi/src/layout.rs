@@ -23,10 +23,14 @@ pub mod nic {
     pub const HEARTBEAT: usize = 64;
     /// 4-byte word for tests: how often a step after which somebody is to die has been made.
     pub const CHAOS: usize = 96;
-    /// 8-byte words of counters, see [`crate::layout::Counter`].
+    /// 8-byte words of counters, see [`crate::layout::Counter`]: a block for each worker.
     pub const COUNTERS: usize = 128;
+    /// Bytes of a worker's block of counters.
+    pub const COUNTERS_BYTES: usize = 256;
+    /// Workers that there may be.
+    pub const MAX_WORKERS: usize = 16;
     /// Ring of commands from the agent.
-    pub const COMMANDS: usize = 4096;
+    pub const COMMANDS: usize = 8192;
     /// Ring of messages to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
     /// The slots.
@@ -37,6 +41,11 @@ pub mod nic {
     /// Bytes of NIC memory with this many slots.
     pub const fn bytes(slots: usize) -> usize {
         SLOTS + slots * SLOT_BYTES
+    }
+
+    /// Offset of a worker's counters.
+    pub const fn counters(worker: usize) -> usize {
+        COUNTERS + worker * COUNTERS_BYTES
     }
 
     /// Offset of a slot.
@@ -225,13 +234,19 @@ pub enum Counter {
     Held,
     /// Bursts of frames to the kernel: what an interrupt is for a card.
     Interrupts,
+    /// Frames that came to one worker and were another's.
+    Passed,
+    /// Buckets of connections that this worker has given to another.
+    Buckets,
+    /// Data segments of offloaded connections that came before others that were sent earlier.
+    Disordered,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 23;
+pub const COUNTERS: usize = 26;
 
 const _: () = {
-    assert!(COUNTERS * 8 + nic::COUNTERS <= nic::COMMANDS);
+    assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
     assert!(slot::NEXT_NAME + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);

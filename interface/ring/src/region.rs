@@ -65,6 +65,14 @@ impl Region {
         Region::map_pages(stat.st_size as usize, libc::MAP_SHARED, Some(fd))
     }
 
+    /// Maps memory of the kernel's that has a fixed size, such as an array map's, of which a descriptor tells no length.
+    ///
+    /// # Errors
+    /// The system's, if it has not so much.
+    pub fn map_fixed(fd: OwnedFd, length: usize) -> io::Result<Region> {
+        Region::map_pages(length.next_multiple_of(4096), libc::MAP_SHARED, Some(fd))
+    }
+
     /// A region that no other process sees, for tests and benches.
     ///
     /// # Errors

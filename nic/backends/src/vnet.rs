@@ -16,12 +16,18 @@ const GSO_ECN: u8 = 0x80;
 pub struct VnetDevice {
     fd: OwnedFd,
     segmentation: bool,
+    hears: bool,
 }
 
 impl VnetDevice {
     /// Takes a descriptor. With `segmentation`, large frames are handed to the other side uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        VnetDevice { fd, segmentation }
+        VnetDevice { fd, segmentation, hears: true }
+    }
+
+    /// One that receives nothing, whose descriptor another receives from.
+    pub fn send_only(self) -> Self {
+        VnetDevice { hears: false, ..self }
     }
 
     /// The descriptor, to wait on.
@@ -77,6 +83,9 @@ impl Device for VnetDevice {
     }
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
+        if !self.hears {
+            return false;
+        }
         let room = &mut frame.room()[HEADROOM - HEADER..];
         // SAFETY: the buffer is `room.len()` bytes that we may write.
         let got = unsafe { libc::read(self.fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len()) };

@@ -1,8 +1,10 @@
-//! The NIC process: one worker on a core of its own, without capabilities, fed by the agent.
+//! The NIC process: workers on cores of their own, without capabilities, fed by the agent.
 #![forbid(unsafe_code)]
 
 mod emulated;
 mod nic;
+mod settings;
 
 pub use emulated::EmulatedWire;
-pub use nic::{Descriptor, LinkSettings, NicSettings, ToAgent, ToNic, run};
+pub use nic::{Descriptor, ToAgent, ToNic, run};
+pub use settings::{LinkSettings, NicSettings};

@@ -1,10 +1,11 @@
-//! The NIC's main loop.
+//! The NIC process: its workers' threads, and what the first of them has to do with agent and programs.
 
+use crate::NicSettings;
 use crate::emulated::EmulatedWire;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{Settings, Worker};
+use baton_datapath::{Peers, Registers, Settings, Worker, crossbar};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_kernel::process;
@@ -18,65 +19,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-
-/// The emulated link in front of the wire, the same both ways. Times in microseconds, probabilities in parts per million.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LinkSettings {
-    /// Bits per second, 0 for no limit.
-    pub rate: u64,
-    /// One-way delay.
-    pub delay: u64,
-    /// Bytes of buffer.
-    pub buffer: u64,
-    /// Frames lost.
-    pub loss: u32,
-    /// Frames held back by `hold`.
-    pub reorder: u32,
-    /// How long.
-    pub hold: u64,
-    /// Frames doubled.
-    pub duplicate: u32,
-    /// Frames damaged.
-    pub corrupt: u32,
-    /// Only what the NIC sends is lost, held back, doubled or damaged; what it receives is merely delayed.
-    pub one_way: bool,
-    /// Seed of the faults.
-    pub seed: u64,
-}
-
-impl LinkSettings {
-    /// As the link wants them.
-    pub fn impairments(&self) -> Impairments {
-        let LinkSettings { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt, one_way: _, seed: _ } = *self;
-        Impairments { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt }
-    }
-}
-
-/// What a NIC process is told when it starts.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct NicSettings {
-    /// Connections that it can hold.
-    pub slots: usize,
-    /// Core that it runs on, if it is bound to one.
-    pub core: Option<usize>,
-    /// Microseconds that it polls without work before it sleeps.
-    pub spin: u64,
-    /// The wire takes frames of up to 64 KB.
-    pub segmentation: bool,
-    /// What it does for the kernel's own connections; not beside the kernel, where their frames never come here.
-    #[serde(default)]
-    pub offloads: Offloads,
-    /// Frames that come during a move are dropped, not kept for the connection's next owner.
-    #[serde(default)]
-    pub drop_during_moves: bool,
-    /// The NIC hears and speaks on the kernel's own devices, instead of sitting between the kernel and the wire.
-    #[serde(default)]
-    pub beside: bool,
-    /// The emulated link.
-    pub link: LinkSettings,
-    /// Key of the lookup table.
-    pub hash_key: [u64; 4],
-}
 
 /// Descriptors that a NIC process inherits from its agent, and an agent from its keeper, in this order from 3 on.
 #[derive(Clone, Copy, Debug)]
@@ -94,7 +36,7 @@ pub enum Descriptor {
     AgentBell = 7,
     /// The control connection to whoever started the process.
     Channel = 8,
-    /// Beside the kernel: the TAP through which it is given frames.
+    /// Beside the kernel: the TAP through which it is given frames. Else the first of a card's, see [`NicSettings::card_descriptors`].
     Injector = 9,
 }
 
@@ -130,20 +72,74 @@ pub enum ToAgent {
 
 type NicWorker = Worker<Kernel, EmulatedWire<Wire>>;
 
-struct Nic {
+/// One worker, and the thread that it has.
+struct Runner {
     worker: NicWorker,
+    /// Which one it is, and whether there are others.
+    me: usize,
+    several: bool,
+    spin: u64,
     memory: Arc<Region>,
+    poller: Poller,
+    /// Of all workers.
+    bells: Arc<Vec<Doorbell>>,
+    busy_nanos: u64,
+    /// The first one's.
+    front: Option<Front>,
+}
+
+/// What the first worker has to do with agent and programs.
+struct Front {
     channel: Channel,
-    bell: Doorbell,
     agent_bell: Doorbell,
     program_bells: HashMap<u32, Doorbell>,
     channel_seen: u32,
-    busy_nanos: u64,
+    random_key: baton_rss::Key,
+}
+
+const CHANNEL: u64 = 3;
+
+fn take_number(number: i32) -> Result<OwnedFd> {
+    process::inherited(number).with_context(|| format!("descriptor {number}; the agent starts this process, not a person"))
 }
 
 fn take(descriptor: Descriptor) -> Result<OwnedFd> {
-    process::inherited(descriptor as i32)
-        .with_context(|| format!("descriptor {descriptor:?}; the agent starts this process, not a person"))
+    take_number(descriptor as i32)
+}
+
+/// The devices of one worker.
+struct Devices {
+    host: Kernel,
+    wire: Wire,
+}
+
+/// The devices of all workers, and the card's registers if it has any.
+fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> {
+    let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
+    if settings.beside {
+        let host = Kernel::Beside(BesideKernel::new(host, take(Descriptor::Injector)?, INJECT));
+        let wire = Wire::Beside(PacketDevice::new(wire, settings.segmentation));
+        return Ok((vec![Devices { host, wire }], None));
+    }
+    let device = |fd| VnetDevice::new(fd, settings.segmentation);
+    let mut numbers = Descriptor::Injector as i32..;
+    let mut next = || take_number(numbers.next().unwrap_or_default());
+    let registers = if settings.card {
+        Registers::new(Arc::new(Region::map_fixed(next()?, Registers::BYTES).context("the card's registers")?))
+    } else {
+        None
+    };
+    let mut others = Vec::new();
+    for _ in 1..settings.workers {
+        let (host, wire) = if settings.card {
+            (device(next()?), device(next()?))
+        } else {
+            (device(host.try_clone()?).send_only(), device(wire.try_clone()?).send_only())
+        };
+        others.push(Devices { host: Kernel::Inline(host), wire: Wire::Inline(wire) });
+    }
+    let first = Devices { host: Kernel::Inline(device(host)), wire: Wire::Inline(device(wire)) };
+    Ok(([first].into_iter().chain(others).collect(), registers))
 }
 
 /// Runs a NIC until the agent is gone.
@@ -151,75 +147,129 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
 /// # Errors
 /// If a descriptor is missing or the system refuses something that it needs.
 pub fn run(settings: &NicSettings) -> Result<()> {
-    if let Some(core) = settings.core {
-        process::pin(0, core);
-    }
-    let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
-    let (host, wire) = if settings.beside {
-        let host = BesideKernel::new(host, take(Descriptor::Injector)?, INJECT);
-        (Kernel::Beside(host), Wire::Beside(PacketDevice::new(wire, settings.segmentation)))
-    } else {
-        let host = VnetDevice::new(host, settings.segmentation);
-        (Kernel::Inline(host), Wire::Inline(VnetDevice::new(wire, settings.segmentation)))
-    };
+    let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
-    let bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
+    let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
     let agent_bell = Doorbell::from_fd(take(Descriptor::AgentBell)?);
     process::drop_capabilities().context("giving up capabilities")?;
 
-    let poller = Poller::new()?;
-    for (token, fd) in [host.fd(), wire.fd(), bell.as_fd(), channel.as_fd()].into_iter().enumerate() {
-        poller.add(fd, token as u64, Trigger::Readable)?;
-    }
-    let out = settings.link.impairments();
-    let back =
-        if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
-    let wire = EmulatedWire::new(wire, out, back, settings.link.seed);
-    let drop_during_moves = settings.drop_during_moves;
-    let worker_settings = Settings {
-        slots: settings.slots,
-        hash_key: settings.hash_key,
-        drop_during_moves,
-        lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
-        moderation: settings.offloads.moderation,
-        beside: settings.beside,
-        ..Settings::default()
-    };
-    let now = Instant(monotonic_micros());
-    let worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
+    let other_bells = (1..devices.len()).map(|_| Doorbell::new()).collect::<std::io::Result<Vec<_>>>()?;
+    let bells: Arc<Vec<Doorbell>> = Arc::new([first_bell].into_iter().chain(other_bells).collect());
+    let random_key = settings.random_key();
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
-    let mut nic = Nic { worker, memory, channel, bell, agent_bell, program_bells: HashMap::new(), channel_seen, busy_nanos: 0 };
-    nic.channel.send(&ToAgent::Ready, &[])?;
-    nic.main_loop(settings, &poller)
+    let mut front = Some(Front { channel, agent_bell, program_bells: HashMap::new(), channel_seen, random_key });
+    let mut peers: Vec<Option<Peers>> = match devices.len() {
+        1 => vec![None],
+        several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
+    };
+    let mut runners = Vec::new();
+    for (me, devices) in devices.into_iter().enumerate() {
+        runners.push(Runner::new(settings, me, devices, peers[me].take(), &memory, &bells, front.take())?);
+    }
+    let others = runners.split_off(1);
+    for mut runner in others {
+        let core = settings.cores.get(runner.me).copied();
+        let work = move || {
+            let _all = EndsAll;
+            if let Some(core) = core {
+                process::pin(0, core);
+            }
+            if let Err(error) = runner.main_loop() {
+                eprintln!("baton nic: worker {}: {error:#}", runner.me);
+            }
+        };
+        std::thread::Builder::new().name("baton worker".into()).spawn(work).context("starting a worker's thread")?;
+    }
+    let mut first = runners.remove(0);
+    if let Some(core) = settings.cores.first() {
+        process::pin(0, *core);
+    }
+    first.worker.set_rss(&settings.offloads.rss, &random_key);
+    if let Some(front) = &first.front {
+        front.channel.send(&ToAgent::Ready, &[])?;
+    }
+    first.main_loop()
 }
 
-impl Nic {
-    fn main_loop(&mut self, settings: &NicSettings, poller: &Poller) -> Result<()> {
+/// A NIC that lacks a worker is no NIC: the agent starts another.
+struct EndsAll;
+
+impl Drop for EndsAll {
+    fn drop(&mut self) {
+        std::process::exit(101);
+    }
+}
+
+impl Runner {
+    fn new(
+        settings: &NicSettings,
+        me: usize,
+        devices: Devices,
+        peers: Option<Peers>,
+        memory: &Arc<Region>,
+        bells: &Arc<Vec<Doorbell>>,
+        front: Option<Front>,
+    ) -> Result<Runner> {
+        let Devices { host, wire } = devices;
+        let poller = Poller::new()?;
+        let hears = settings.card || me == 0;
+        let channel = front.as_ref().map(|front| front.channel.as_fd());
+        for (token, fd) in
+            [hears.then_some(host.fd()), hears.then_some(wire.fd()), Some(bells[me].as_fd()), channel].into_iter().enumerate()
+        {
+            if let Some(fd) = fd {
+                poller.add(fd, token as u64, Trigger::Readable)?;
+            }
+        }
+        let out = settings.link.impairments();
+        let back =
+            if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
+        let wire = EmulatedWire::new(wire, out, back, settings.link.seed.wrapping_add(me as u64));
+        let worker_settings = Settings {
+            slots: settings.slots,
+            hash_key: settings.hash_key,
+            drop_during_moves: settings.drop_during_moves,
+            lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
+            moderation: settings.offloads.moderation,
+            beside: settings.beside,
+            ..Settings::default()
+        };
+        let now = Instant(monotonic_micros());
+        let mut worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
+        let several = peers.is_some();
+        if let Some(peers) = peers {
+            worker.join(peers, now);
+        }
+        let (memory, bells) = (memory.clone(), bells.clone());
+        Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, front })
+    }
+
+    fn main_loop(&mut self) -> Result<()> {
         let mut tokens = Vec::new();
         let mut idle_since = monotonic_micros();
         loop {
             let started = monotonic_nanos();
             let now = Instant(started / 1000);
-            self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
             self.worker.wire().tick(now.0);
-            let worked = self.worker.poll(now);
+            let worked = if self.several { self.worker.poll_among(now) } else { self.worker.poll(now) };
             self.ring_doorbells();
-            if self.memory.word32(nic::CHANNEL).load(Ordering::Acquire) != self.channel_seen {
-                self.serve_channel()?;
+            if self.front.is_some() {
+                self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
+                self.serve_channel_if_asked()?;
             }
             if worked {
                 idle_since = now.0;
                 self.busy_nanos += monotonic_nanos() - started;
                 self.publish_counters();
-            } else if now.0 - idle_since > settings.spin && self.worker.prepare_sleep() {
+            } else if now.0 - idle_since > self.spin && self.worker.prepare_sleep() {
                 let next = [self.worker.next_timeout(), self.worker.wire().next_arrival()].into_iter().flatten().min();
                 let limit = next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000);
-                let waited = poller.wait(Some(Duration::from_micros(limit)), &mut tokens);
+                let waited = self.poller.wait(Some(Duration::from_micros(limit)), &mut tokens);
                 self.worker.end_sleep();
-                self.bell.clear();
+                self.bells[self.me].clear();
                 waited?;
-                if tokens.drain(..).any(|token| token == 3) {
+                if tokens.drain(..).any(|token| token == CHANNEL) {
                     self.serve_channel()?;
                 }
                 idle_since = monotonic_micros();
@@ -228,53 +278,71 @@ impl Nic {
     }
 
     fn ring_doorbells(&mut self) {
-        let bells = &self.program_bells;
-        let agent = self.worker.doorbells(|session| {
-            if let Some(bell) = bells.get(&session) {
-                bell.ring();
+        if let Some(front) = &self.front {
+            let bells = &front.program_bells;
+            let agent = self.worker.doorbells(|session| {
+                if let Some(bell) = bells.get(&session) {
+                    bell.ring();
+                }
+            });
+            if agent {
+                front.agent_bell.ring();
             }
-        });
-        if agent {
-            self.agent_bell.ring();
+        }
+        if self.several {
+            let bells = &self.bells;
+            self.worker.peer_doorbells(|worker| bells[worker].ring());
         }
     }
 
     fn publish_counters(&mut self) {
-        let words = self.memory.words(nic::COUNTERS, baton_abi::layout::COUNTERS);
+        let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
         let [out, back] = self.worker.wire().counters();
         words[Counter::LinkLost as usize].store(out.lost + back.lost, Ordering::Relaxed);
         words[Counter::LinkOverflowed as usize].store(out.overflowed + back.overflowed, Ordering::Relaxed);
     }
 
+    fn serve_channel_if_asked(&mut self) -> Result<()> {
+        let asked = self.memory.word32(nic::CHANNEL).load(Ordering::Acquire);
+        match &mut self.front {
+            Some(front) if front.channel_seen != asked => {
+                front.channel_seen = asked;
+                self.serve_channel()
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Serves the control connection. When the agent is gone, so is this process's reason to be.
     fn serve_channel(&mut self) -> Result<()> {
-        self.channel_seen = self.memory.word32(nic::CHANNEL).load(Ordering::Acquire);
+        let Some(front) = &mut self.front else { return Ok(()) };
         loop {
-            match self.channel.try_receive::<ToNic>() {
+            match front.channel.try_receive::<ToNic>() {
                 Ok((ToNic::Attach { session }, descriptors)) => {
-                    let answer = match self.attach(session, descriptors) {
+                    let answer = match attach(&mut self.worker, &mut front.program_bells, session, descriptors) {
                         Ok(()) => ToAgent::Attached,
                         Err(error) => ToAgent::Failed(format!("{error:#}")),
                     };
-                    self.channel.send(&answer, &[])?;
+                    front.channel.send(&answer, &[])?;
                 }
                 Ok((ToNic::Start, _)) => self.worker.start(),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(set.lro, set.moderation, Instant(monotonic_micros()));
-                    self.channel.send(&ToAgent::Set, &[])?;
+                    self.worker.set_rss(&set.rss, &front.random_key);
+                    front.channel.send(&ToAgent::Set, &[])?;
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => std::process::exit(0),
             }
         }
     }
+}
 
-    fn attach(&mut self, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {
-        let [memory, bell] =
-            <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
-        self.worker.attach(session, Arc::new(Region::map(memory)?));
-        self.program_bells.insert(session, Doorbell::from_fd(bell));
-        Ok(())
-    }
+fn attach(worker: &mut NicWorker, bells: &mut HashMap<u32, Doorbell>, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {
+    let [memory, bell] =
+        <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
+    worker.attach(session, Arc::new(Region::map(memory)?));
+    bells.insert(session, Doorbell::from_fd(bell));
+    Ok(())
 }

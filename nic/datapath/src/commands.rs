@@ -27,22 +27,38 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
                 continue;
             };
-            let answer = match self.on_command(&message, now) {
-                Ok(value) => Message::control(Operation::OsControl, Control::Done, message.cid, value, u32::from(message.kind)),
-                Err(refusal) => {
-                    Message::control(Operation::OsControl, Control::Refused, message.cid, refusal as u32, u32::from(message.kind))
-                }
-            };
-            self.tell_agent(answer);
-            self.advertise();
+            match self.among {
+                None => self.run_command(&message, now),
+                Some(_) => self.route_command(&message, now),
+            }
         }
         worked
     }
 
-    /// `os_resource`: how many connections there is room for.
-    fn advertise(&mut self) {
-        let free = self.slots.len() as u64 - self.connections;
+    /// Does what the agent wants, and says so.
+    pub(crate) fn run_command(&mut self, message: &Message, now: Instant) {
+        let (control, value) = match self.on_command(message, now) {
+            Ok(value) => (Control::Done, value),
+            Err(refusal) => (Control::Refused, refusal as u32),
+        };
+        self.count_connections();
+        self.tell_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
+        if self.among.as_ref().is_none_or(|among| among.peers.is_front()) {
+            self.advertise();
+        }
+    }
+
+    pub(crate) fn count_connections(&mut self) {
         self.counters.set(Counter::Connections, self.connections);
+        if let Some(among) = &self.among {
+            among.peers.set_connections(self.connections);
+        }
+    }
+
+    /// `os_resource`: how many connections there is room for.
+    pub(crate) fn advertise(&mut self) {
+        let connections = self.among.as_ref().map_or(self.connections, |among| among.peers.connections());
+        let free = (self.slots.len() as u64).saturating_sub(connections);
         self.tell_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
     }
 
@@ -92,7 +108,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    fn read_flow(&self, index: u32) -> Flow {
+    pub(crate) fn read_flow(&self, index: u32) -> Flow {
         let mut bytes = [0u8; 36];
         // The layout lies inside the region: the worker was made with as many slots as it has.
         let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
@@ -111,7 +127,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    fn parameters(&self, index: u32) -> [u32; 5] {
+    pub(crate) fn parameters(&self, index: u32) -> [u32; 5] {
         let base = nic::slot(index) + at::PARAMETERS;
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
@@ -185,7 +201,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };
-        while self.sessions.get(session).is_some_and(Option::is_some) && self.poll_session(session, now) {}
+        self.hear_session_out(session, now);
         let index = cid.slot();
         let Some(slot) = self.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
@@ -260,7 +276,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    fn evict(&mut self, cid: Cid) -> Option<Slot> {
+    pub(crate) fn evict(&mut self, cid: Cid) -> Option<Slot> {
         let slot = self.slots[cid.slot() as usize].take()?;
         let slots = &self.slots;
         let name_of = |other: u32| slots[other as usize].as_ref().map_or(slot.name, |found| found.name);

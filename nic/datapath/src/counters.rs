@@ -10,7 +10,12 @@ pub(crate) struct Counters(WordArray<COUNTERS>);
 
 impl Counters {
     pub fn new(memory: &Arc<Region>) -> Self {
-        Counters(memory.shared_array(nic::COUNTERS))
+        Counters(memory.shared_array(nic::counters(0)))
+    }
+
+    /// Counts for another worker.
+    pub fn move_to(&mut self, memory: &Arc<Region>, worker: usize) {
+        self.0 = memory.shared_array(nic::counters(worker));
     }
 
     #[inline(always)]

@@ -1,6 +1,6 @@
 //! Who has a connection's frames, and the frames that wait while it moves.
 
-use crate::offloaded::Offloaded;
+use crate::offloaded::{Offloaded, Pending};
 use baton_abi::Cid;
 use baton_device::Frame;
 use baton_tcp::seq::{at_or_before, before};
@@ -53,6 +53,22 @@ pub(crate) struct Slot {
     pub scheduled: u64,
     /// It is in the list of slots with something to tell their program.
     pub dirty: bool,
+}
+
+impl Slot {
+    /// What its program is to be told, and in which session.
+    pub fn take_news(&mut self) -> Option<(u32, Pending)> {
+        let Custody::Active(offloaded) = &mut self.custody else { return None };
+        Some((offloaded.session, std::mem::take(&mut offloaded.pending)))
+    }
+
+    /// Its program is to be told this first.
+    pub fn give_news(&mut self, mut earlier: Pending) {
+        if let Custody::Active(offloaded) = &mut self.custody {
+            earlier.add(&offloaded.pending);
+            offloaded.pending = earlier;
+        }
+    }
 }
 
 /// Frames that wait for the end of a move.

@@ -6,12 +6,15 @@
 //! payload from there, and talks to the program through rings.
 #![forbid(unsafe_code)]
 
+mod among;
+mod balance;
 mod commands;
 mod counters;
 mod custody;
 mod delivery;
 mod icmp;
 mod offloaded;
+mod peers;
 mod posted;
 mod program;
 mod replay;
@@ -19,6 +22,7 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use peers::{Peers, Registers, crossbar};
 pub use posted::{Post, gather, posts_of};
 pub use replay::LastWords;
 pub use worker::{Settings, Worker};

@@ -36,6 +36,23 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
+    /// And then this.
+    pub fn add(&mut self, later: &Pending) {
+        if self.received == 0 {
+            self.received_at = later.received_at;
+        }
+        self.received += later.received;
+        self.acked += later.acked;
+        self.fin |= later.fin;
+        self.closed |= later.closed;
+        self.error |= later.error;
+        let room = layout::POSTS - usize::from(self.answers);
+        // A program that posts without hearing the answers loses some, and itself alone.
+        let answers = usize::from(later.answers).min(room);
+        self.posted[usize::from(self.answers)..][..answers].copy_from_slice(&later.posted[..answers]);
+        self.answers += answers as u8;
+    }
+
     #[inline(always)]
     pub fn ended(&self) -> bool {
         self.fin | self.closed | (self.answers > 0)

@@ -32,6 +32,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
+    /// Does all that a session has asked so far. Only the front hears sessions, and does so before it passes a command on that needs this.
+    pub(crate) fn hear_session_out(&mut self, id: usize, now: Instant) {
+        while self.is_front() && self.sessions.get(id).is_some_and(Option::is_some) && self.poll_session(id, now) {}
+    }
+
     /// Takes up to a batch of a session's messages. Whether there was any.
     pub(crate) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let mut worked = false;
@@ -39,7 +44,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             let Some(session) = self.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else { break };
             worked = true;
-            let understood = Message::from_words(words).is_some_and(|message| self.on_program_message(id, &message, now));
+            let understood = Message::from_words(words).is_some_and(|message| match self.among {
+                None => self.on_program_message(id, &message, now),
+                Some(_) => self.route_ask(id, &message, now),
+            });
             if !understood {
                 self.counters.add(Counter::BadMessages, 1);
             }
@@ -51,7 +59,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
+    pub(crate) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
         let index = message.cid.slot();
         let memory = match &self.sessions[session] {
             Some(session) => session.memory.len(),
@@ -126,11 +134,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(slot) = self.slots[index as usize].as_mut() else { return true };
         let Custody::Active(offloaded) = &mut slot.custody else { return true };
         let Some(Some(session)) = self.sessions.get_mut(offloaded.session as usize) else { return true };
-        let told = tell(&mut session.events, slot.cid, &mut offloaded.pending);
+        let told = session.tell(slot.cid, &mut offloaded.pending);
         slot.dirty = told.is_err();
-        session.events.publish();
-        session.told = true;
         told.is_ok()
+    }
+}
+
+impl Session {
+    /// Tells the program what is pending, as far as there is room.
+    #[inline(always)]
+    pub(crate) fn tell(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+        let told = tell(&mut self.events, cid, pending);
+        self.events.publish();
+        self.told = true;
+        told
     }
 }
 

@@ -1,9 +1,11 @@
 //! The worker: its state, its round, and the way of a frame.
 
+use crate::among::Among;
 use crate::counters::Counters;
 use crate::custody::{Custody, Slot};
 use crate::delivery::Delivery;
 use crate::icmp;
+use crate::peers::{FRONT, Parcel};
 use crate::transmit::Output;
 use baton_abi::layout::{Counter, nic, session};
 use baton_abi::{Control, Message, Operation};
@@ -87,11 +89,13 @@ pub struct Worker<H, W> {
     pub(crate) delivery: Delivery,
     /// When a time-out of a connection's, of an aggregate's or of a delivery may be due, in microseconds.
     due: u64,
-    frame: Frame,
+    pub(crate) frame: Frame,
     expired: Vec<u32>,
     agent_told: bool,
-    started: bool,
+    pub(crate) started: bool,
     pub(crate) settings: Settings,
+    /// Set if there are other workers.
+    pub(crate) among: Option<Box<Among>>,
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
@@ -123,11 +127,17 @@ impl<H: Device, W: Device> Worker<H, W> {
             agent_told: false,
             started: false,
             settings,
+            among: None,
         }
     }
 
     /// Adds a program's session under a number of the caller's choice.
     pub fn attach(&mut self, id: u32, memory: Arc<Region>) {
+        self.broadcast(|| Parcel::Attach(id, memory.clone()));
+        self.attach_here(id, memory);
+    }
+
+    pub(crate) fn attach_here(&mut self, id: u32, memory: Arc<Region>) {
         let at = id as usize;
         if self.sessions.len() <= at {
             self.sessions.resize_with(at + 1, || None);
@@ -140,11 +150,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
     /// connections it is about to restore, so that none of their frames meets a kernel that does not know them.
     pub fn start(&mut self) {
+        self.broadcast(|| Parcel::Start);
         self.started = true;
     }
 
     /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
     pub fn set_offloads(&mut self, lro: baton_lro::Settings, moderation: baton_moderation::Mode, now: Instant) {
+        self.broadcast(|| Parcel::Offloads(Box::new((lro, moderation))));
         self.settings.lro = baton_lro::Settings { hash_key: self.settings.lro.hash_key, ..lro };
         self.settings.moderation = moderation;
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
@@ -152,6 +164,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         delivery.flush(host, counters, now.0);
         delivery.set(moderation);
         self.due = now.0;
+    }
+
+    /// Everything that waits goes to the kernel.
+    pub(crate) fn flush_to_kernel(&mut self, now: Instant) {
+        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
+        self.lro.flush_all(now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        delivery.flush(host, counters, now.0);
+    }
+
+    pub(crate) fn due(&self) -> u64 {
+        self.due
     }
 
     /// The host's device.
@@ -214,7 +237,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The lookup layer: a frame from the wire goes to its connection, or to the kernel.
     #[inline]
-    fn on_wire_frame(&mut self, now: Instant) {
+    pub(crate) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
         if !self.predicted(now) {
             self.on_any_wire_frame(now);
@@ -316,6 +339,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                     self.tell_agent(Message::new(Operation::OsRestore, cid, 0, 0));
                     return;
                 }
+                if segment.length > 0 && before(offloaded.tcp.rcv_nxt(), segment.seq) {
+                    self.counters.add(Counter::Disordered, 1);
+                }
                 let received = offloaded.tcp.input(&segment, now);
                 if received.place > 0 {
                     let payload = &parsed.payload(self.frame.bytes())[received.skip as usize..][..received.place as usize];
@@ -362,7 +388,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// A frame from the kernel: silence if the NIC owns its connection, else out to the wire.
     #[inline(never)]
-    fn on_host_frame(&mut self, _now: Instant) {
+    pub(crate) fn on_host_frame(&mut self, _now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
         if self.connections > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
@@ -399,7 +425,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     #[inline(never)]
-    fn poll_timers(&mut self, now: Instant) -> bool {
+    pub(crate) fn poll_timers(&mut self, now: Instant) -> bool {
         let mut worked = false;
         let mut expired = std::mem::take(&mut self.expired);
         while let Some(tick) = self.wheel.expire(now.0, &mut expired) {
@@ -436,6 +462,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     pub(crate) fn tell_agent(&mut self, message: Message) {
+        if let Some(among) = &mut self.among
+            && !among.peers.is_front()
+        {
+            return among.peers.send(FRONT, Parcel::Agent(message));
+        }
         if self.events.push(message.to_words()).is_err() {
             self.counters.add(Counter::BadMessages, 1);
         }
@@ -458,11 +489,14 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Announces that the worker is going to sleep. False if something has come meanwhile; it then must not.
     pub fn prepare_sleep(&mut self) -> bool {
-        go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
-        let mut idle = !self.commands.has_message();
-        for session in self.sessions.iter().flatten() {
-            go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
-            idle &= !session.commands.has_message();
+        let mut idle = self.among.as_mut().is_none_or(|among| among.peers.prepare_sleep());
+        if self.is_front() {
+            go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
+            idle &= !self.commands.has_message();
+            for session in self.sessions.iter().flatten() {
+                go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
+                idle &= !session.commands.has_message();
+            }
         }
         if !idle {
             self.end_sleep();
@@ -472,16 +506,26 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The worker is awake.
     pub fn end_sleep(&mut self) {
-        wake_up(self.nic_memory.word32(nic::SLEEPING));
-        for session in self.sessions.iter().flatten() {
-            wake_up(session.memory.word32(session::NIC_SLEEPING));
+        if let Some(among) = &self.among {
+            among.peers.end_sleep();
         }
+        if self.is_front() {
+            wake_up(self.nic_memory.word32(nic::SLEEPING));
+            for session in self.sessions.iter().flatten() {
+                wake_up(session.memory.word32(session::NIC_SLEEPING));
+            }
+        }
+    }
+
+    /// Whether it serves the agent's ring and the programs'.
+    pub(crate) fn is_front(&self) -> bool {
+        self.among.as_ref().is_none_or(|among| among.peers.is_front())
     }
 
     /// When a timer wants the worker next, in microseconds of its clock.
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
-        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).chain(delivery).min()
+        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).chain(delivery).chain(self.among_due()).min()
     }
 }
 

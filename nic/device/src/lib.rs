@@ -140,16 +140,24 @@ impl Parts {
         self.checksum = Checksum::Unknown;
         self.segmentation = None;
     }
+
+    /// Becomes a copy of another frame, with all that is known of it.
+    ///
+    /// # Panics
+    /// If its bytes exceed the capacity.
+    pub fn copy_from(&mut self, other: &Parts) {
+        self.fill(other.bytes());
+        self.checksum = other.checksum;
+        self.segmentation = other.segmentation;
+        self.interface = other.interface;
+    }
 }
 
 impl Clone for Frame {
     /// A copy with no more room than the bytes need.
     fn clone(&self) -> Self {
         let mut copy = Frame::with_capacity(self.length);
-        copy.fill(self.bytes());
-        copy.checksum = self.checksum;
-        copy.segmentation = self.segmentation;
-        copy.interface = self.interface;
+        copy.copy_from(self);
         copy
     }
 }

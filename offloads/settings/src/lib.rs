@@ -21,12 +21,17 @@ pub struct Offloads {
     pub lro: baton_lro::Settings,
     /// When the kernel is given its frames.
     pub moderation: Moderation,
+    /// How frames are spread over the NIC's workers.
+    pub rss: baton_rss::Settings,
 }
 
 /// A value's words, in a message.
 const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk)];
+
+const KEYS: &str = "it is random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
+const TABLES: &str = "it is balanced, even, or up to 64 hexadecimal digits, each the worker of a bucket, repeated for all 128";
 
 fn word<T: Copy>(key: &str, value: &str, words: &[(&str, T)]) -> Result<T, String> {
     words.iter().find(|(word, _)| *word == value).map(|(_, meant)| *meant).ok_or_else(|| {
@@ -73,6 +78,10 @@ impl Offloads {
             "adaptive-rx" => self.moderation = fixed(time, frames),
             "rx-usecs" => self.moderation = fixed(number(key, value, 0, 10_000)? as u32, frames),
             "rx-frames" => self.moderation = fixed(time.max(1), number(key, value, 1, 64)? as u32),
+            "queues" => self.rss.queues = if value == "all" { 0 } else { number(key, value, 1, 16)? as u8 },
+            "rss-key" if value == "random" => self.rss.key = None,
+            "rss-key" => self.rss.key = Some(value.parse().map_err(|_| format!("{key}={value}: {KEYS}"))?),
+            "rss-indir" => self.rss.indirection = value.parse().map_err(|_| format!("{key}={value}: {TABLES}"))?,
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
                 return Err(format!("{key}: there is no such setting; there are {}", known.join(", ")));
@@ -101,6 +110,9 @@ impl Offloads {
             ("adaptive-rx", text(&on(self.moderation == Moderation::Adaptive))),
             ("rx-usecs", text(&time)),
             ("rx-frames", text(&frames)),
+            ("queues", if self.rss.queues == 0 { text(&"all") } else { text(&self.rss.queues) }),
+            ("rss-key", self.rss.key.map_or(text(&"random"), |key| text(&key))),
+            ("rss-indir", text(&self.rss.indirection)),
         ]
         .into()
     }
@@ -113,6 +125,8 @@ mod tests {
     #[test]
     fn what_is_listed_can_be_set() {
         let mut wanted = Offloads { large_sends: true, ..Offloads::default() };
+        wanted.rss =
+            baton_rss::Settings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.lro = baton_lro::Settings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
         for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
             wanted.moderation = moderation;
@@ -140,7 +154,10 @@ mod tests {
             ("lro-bytes=70000", "1500 to 65535"),
             ("rx-usecs=-1", "0 to 10000"),
             ("adaptive-rx=maybe", "off, on"),
-            ("queues=4", "there are tso, lro,"),
+            ("queues=0", "1 to 16"),
+            ("rss-key=abc", "40 bytes"),
+            ("rss-indir=0,1", "balanced"),
+            ("rings=4", "there are tso, lro,"),
         ] {
             let error = set.set(wrong).unwrap_err();
             assert!(error.contains(says), "{wrong}: {error}");

@@ -1,0 +1,395 @@
+//! Several workers, polled in any order: whatever the indirection table becomes, and whenever, no connection sees its segments out of
+//! order, and those on the NIC go on wherever they are.
+
+use baton_abi::layout::{Counter, nic, session, slot};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_backends::{MemoryDevice, memory_pair};
+use baton_datapath::{Registers, Settings, Worker, crossbar};
+use baton_device::{Capabilities, Checksum, Device, Frame};
+use baton_image::{Image, MAX_ENCODED};
+use baton_ring::{Consumer, Producer, Region, RingWords};
+use baton_rss::{BUCKETS, From, Input, Key};
+use baton_tcp::Instant;
+use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+use proptest::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+const FRAME: usize = 2048;
+const BUFFER: u32 = 1 << 16;
+/// Connections on the NIC; as many more are the kernel's.
+const OFFLOADED: u32 = 12;
+const FLOWS: u32 = 2 * OFFLOADED;
+const SLOTS: usize = OFFLOADED as usize;
+
+fn flow(of: u32) -> Flow {
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, of as u8, 2], 40_000 + of as u16) }
+}
+
+/// The byte of a connection at a sequence number.
+fn byte(of: u32, seq: u32) -> u8 {
+    (seq ^ seq >> 8 ^ of * 31) as u8
+}
+
+/// A small generator, so that a failing case can be run again.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+struct Bed {
+    workers: Vec<Worker<MemoryDevice, MemoryDevice>>,
+    far: Vec<MemoryDevice>,
+    kernel: Vec<MemoryDevice>,
+    nic_memory: Arc<Region>,
+    memory: Arc<Region>,
+    agent: Producer<RingWords>,
+    told: Consumer<RingWords>,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
+    /// The card, if it distributes frames.
+    registers: Option<Arc<Region>>,
+    random: Random,
+    frame: Frame,
+    now: Instant,
+    /// Each connection's next sequence number at the peer, and at this end.
+    sent: Vec<u32>,
+    heard: Vec<u32>,
+    /// What the peer has acknowledged, and what the program has queued.
+    acked: Vec<u32>,
+    queued: Vec<u32>,
+    /// Kernel's frames: next to send, next on the wire.
+    spoken: Vec<u32>,
+    passed: Vec<u32>,
+    /// Connections go back to the kernel.
+    ending: bool,
+}
+
+impl Bed {
+    fn new(workers: usize, card: bool, seed: u64) -> Bed {
+        let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
+        let registers = card.then(|| Arc::new(Region::private(Registers::BYTES.next_multiple_of(4096)).unwrap()));
+        let key = Key::MICROSOFT;
+        let now = Instant(1_000_000);
+        let (mut far, mut kernel) = (Vec::new(), Vec::new());
+        let peers = crossbar(workers, &key, registers.clone().map(|memory| Registers::new(memory).unwrap()));
+        let make = |peers| {
+            let capabilities = Capabilities { checksum: true, segmentation: 0 };
+            let (wire, there) = memory_pair(256, FRAME, capabilities);
+            let (host, behind) = memory_pair(256, FRAME, capabilities);
+            far.push(there);
+            kernel.push(behind);
+            // Small batches, so that frames wait in the queues.
+            let settings = Settings { slots: SLOTS, frame_bytes: FRAME, batch: 2, quick_ack: true, ..Settings::default() };
+            let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
+            worker.join(peers, now);
+            worker
+        };
+        let mut workers: Vec<_> = peers.into_iter().map(make).collect();
+        let memory = Arc::new(Region::private(session::HEAP + SLOTS * 2 * BUFFER as usize).unwrap());
+        workers[0].start();
+        workers[0].attach(0, memory.clone());
+        let ones = || vec![1; FLOWS as usize];
+        let mut bed = Bed {
+            workers,
+            far,
+            kernel,
+            agent: Producer::new(nic_memory.ring(nic::COMMANDS)),
+            told: Consumer::new(nic_memory.ring(nic::EVENTS)),
+            commands: Producer::new(memory.ring(session::COMMANDS)),
+            events: Consumer::new(memory.ring(session::EVENTS)),
+            nic_memory,
+            memory,
+            registers,
+            random: Random(seed | 1),
+            frame: Frame::with_capacity(FRAME),
+            now,
+            sent: ones(),
+            heard: ones(),
+            acked: ones(),
+            queued: ones(),
+            spoken: ones(),
+            passed: ones(),
+            ending: false,
+        };
+        (0..OFFLOADED).for_each(|of| bed.offload(of));
+        bed
+    }
+
+    /// Gives a command and waits for its answer.
+    fn command(&mut self, message: Message) -> u32 {
+        self.agent.push(message.to_words()).unwrap();
+        self.agent.publish();
+        for _ in 0..100_000 {
+            self.poll_one();
+            while let Some(words) = self.told.pop() {
+                self.told.release();
+                let answer = Message::from_words(words).unwrap();
+                if answer.operation == Operation::OsControl && answer.cid == message.cid {
+                    assert_eq!(answer.kind, Control::Done as u16, "{message:?}: {answer:?}");
+                    return answer.address;
+                }
+            }
+        }
+        panic!("no answer to {message:?}");
+    }
+
+    fn control(&mut self, control: Control, cid: Cid) {
+        self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
+    }
+
+    fn offload(&mut self, of: u32) {
+        let (cid, base, flow) = (Cid::new(of, 1), nic::slot(of), flow(of));
+        let heap = session::HEAP as u32 + of * 2 * BUFFER;
+        for (word, value) in [0, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
+            self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        Image::open(flow).encode(&mut bytes).unwrap();
+        self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
+        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        self.control(Control::Mirror, cid);
+        self.control(Control::Steal, cid);
+        self.command(Message::new(Operation::NicHandoff, cid, 0, 0));
+    }
+
+    /// One worker, whichever, has a round; then everybody looks at what has come.
+    fn poll_one(&mut self) {
+        let at = self.random.below(self.workers.len() as u64) as usize;
+        self.now = self.now.after(self.random.below(40));
+        self.workers[at].poll_among(self.now);
+        self.look(at);
+    }
+
+    /// What a worker has sent: to the kernel, and to the wire.
+    fn look(&mut self, at: usize) {
+        while self.kernel[at].receive(&mut self.frame) {
+            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
+            if self.ending && of < OFFLOADED {
+                continue; // What the peer said last.
+            }
+            let heard = &mut self.heard[of as usize];
+            assert!(of >= OFFLOADED, "the kernel got what is the NIC's");
+            assert_eq!(parsed.seq, *heard, "connection {of} at worker {at}");
+            *heard += parsed.payload_length as u32;
+        }
+        while self.far[at].receive(&mut self.frame) {
+            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
+            if of >= OFFLOADED {
+                let passed = &mut self.passed[of as usize];
+                assert_eq!(parsed.seq, *passed, "the kernel's frames of connection {of} at worker {at}");
+                *passed += parsed.payload_length as u32;
+            } else if parsed.payload_length > 0 {
+                let payload = parsed.payload(self.frame.bytes());
+                let right = payload.iter().enumerate().all(|(n, found)| *found == byte(of, parsed.seq + n as u32));
+                assert!(right, "connection {of} sends other bytes");
+                let acked = &mut self.acked[of as usize];
+                if parsed.seq == *acked {
+                    *acked += payload.len() as u32;
+                }
+            }
+        }
+        while let Some(words) = self.events.pop() {
+            let message = Message::from_words(words).unwrap();
+            if message.operation == Operation::OsRecv {
+                let of = message.cid.slot();
+                let heard = self.heard[of as usize];
+                for n in 0..message.length {
+                    let mut found = [0];
+                    let place = session::HEAP + (of * 2 * BUFFER + (heard + n) % BUFFER) as usize;
+                    self.memory.read(place, &mut found).unwrap();
+                    assert_eq!(found[0], byte(of, heard + n), "connection {of} at {}", heard + n);
+                }
+                self.heard[of as usize] += message.length;
+                let read = Message::new(Operation::NicRecvd, message.cid, 0, message.length);
+                self.commands.push(read.to_words()).unwrap();
+            }
+        }
+        self.events.release();
+        self.commands.publish();
+    }
+
+    /// A segment, from the peer or from this host's kernel.
+    fn fill(&mut self, of: u32, from: From, seq: u32, ack: u32, length: usize) {
+        let flow = if from == From::Wire { flow(of).reversed() } else { flow(of) };
+        let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, true);
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        let header = Header { seq, ack, flags: Flags::ACK, window: 512, options: &options, ecn: 0, ident: 0 };
+        self.frame.set_length(MAX_HEADER + length);
+        let headers = template.emit(&header, length, self.frame.bytes_mut());
+        self.frame.set_length(headers + length);
+        for (n, found) in self.frame.bytes_mut()[headers..].iter_mut().enumerate() {
+            *found = byte(of, seq + n as u32);
+        }
+        self.frame.checksum = Checksum::Verified;
+    }
+
+    /// To which queue the card gives the frame.
+    fn queue(&self, from: From) -> usize {
+        let Some(registers) = &self.registers else { return 0 };
+        let word = |at: usize| registers.word32(4 * at).load(Ordering::SeqCst);
+        let input = Input::of(self.frame.bytes(), from).unwrap();
+        let halves = input.bytes().iter().flat_map(|byte| [byte >> 4, byte & 15]).enumerate();
+        let hash = halves.fold(0, |hash, (place, half)| hash ^ word(BUCKETS + 16 * place + usize::from(half)));
+        word(hash as usize % BUCKETS) as usize
+    }
+
+    fn peer_sends(&mut self, of: u32) {
+        let (seq, ack) = (self.sent[of as usize], self.acked[of as usize]);
+        let length = 1 + self.random.below(300) as usize;
+        // No more than is surely taken: half of receive memory.
+        if of < OFFLOADED && seq + length as u32 - self.heard[of as usize] > BUFFER / 2 {
+            return;
+        }
+        self.fill(of, From::Wire, seq, ack, length);
+        let queue = self.queue(From::Wire);
+        if self.far[queue].transmit(&mut self.frame) {
+            self.sent[of as usize] += length as u32;
+        }
+    }
+
+    fn kernel_sends(&mut self, of: u32) {
+        let seq = self.spoken[of as usize];
+        let length = 1 + self.random.below(300) as usize;
+        self.fill(of, From::Host, seq, 1, length);
+        let queue = self.queue(From::Host);
+        if self.kernel[queue].transmit(&mut self.frame) {
+            self.spoken[of as usize] += length as u32;
+        }
+    }
+
+    fn program_sends(&mut self, of: u32) {
+        let at = of as usize;
+        let length = 1 + self.random.below(200) as u32;
+        let place = self.queued[at] % BUFFER;
+        if self.queued[at] + length - self.acked[at] > 2000 || place + length > BUFFER {
+            // Around the end of its memory a program sends in two pieces; here it waits, and then begins anew.
+            if place + length > BUFFER && self.queued[at] == self.acked[at] {
+                self.send(of, BUFFER - place);
+            }
+            return;
+        }
+        self.send(of, length);
+    }
+
+    fn send(&mut self, of: u32, length: u32) {
+        let at = of as usize;
+        let heap = session::HEAP as u32 + of * 2 * BUFFER + BUFFER + self.queued[at] % BUFFER;
+        let bytes: Vec<u8> = (0..length).map(|n| byte(of, self.queued[at] + n)).collect();
+        self.memory.write(heap as usize, &bytes).unwrap();
+        self.commands.push(Message::new(Operation::NicSend, Cid::new(of, 1), heap, length).to_words()).unwrap();
+        self.commands.publish();
+        self.queued[at] += length;
+    }
+
+    fn act(&mut self) {
+        match self.random.below(40) {
+            0..12 => {
+                let of = self.random.below(FLOWS.into()) as u32;
+                self.peer_sends(of);
+            }
+            12..16 => {
+                let of = OFFLOADED + self.random.below((FLOWS - OFFLOADED).into()) as u32;
+                self.kernel_sends(of);
+            }
+            16..20 => {
+                let of = self.random.below(OFFLOADED.into()) as u32;
+                self.program_sends(of);
+            }
+            _ => self.poll_one(),
+        }
+    }
+
+    fn rearrange(&mut self, key: bool) {
+        let workers = self.workers.len() as u64;
+        let pattern: String = (0..24).map(|_| char::from(b'0' + self.random.below(workers) as u8)).collect();
+        let other = Key(core::array::from_fn(|_| self.random.below(256) as u8));
+        let settings = baton_rss::Settings {
+            key: key.then_some(other),
+            indirection: pattern.parse().unwrap(),
+            ..baton_rss::Settings::default()
+        };
+        self.workers[0].set_rss(&settings, &Key::MICROSOFT);
+    }
+
+    /// Nothing more comes; everything that is under way arrives.
+    fn settle(&mut self) {
+        for _ in 0..400 * self.workers.len() {
+            self.now = self.now.after(200);
+            self.poll_one();
+        }
+    }
+
+    fn count(&self, counter: Counter) -> u64 {
+        let of = |worker| self.nic_memory.words(nic::counters(worker), 32)[counter as usize].load(Ordering::Relaxed);
+        (0..self.workers.len()).map(of).sum()
+    }
+}
+
+/// Everything goes on while the table is changed again and again.
+fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
+    let mut bed = Bed::new(workers, card, seed);
+    let mut tables = HashMap::new();
+    for round in 0..6000 {
+        if round % 300 == 0 {
+            let key = round % 1500 == 1200;
+            bed.rearrange(key);
+        }
+        bed.act();
+        tables.insert(bed.workers[0].indirection(), ());
+    }
+    bed.settle();
+    // What was lost on the way from the program is sent again once its time has come.
+    for _ in 0..200 {
+        for of in 0..OFFLOADED {
+            let (seq, ack) = (bed.sent[of as usize], bed.acked[of as usize]);
+            bed.fill(of, From::Wire, seq, ack, 0);
+            let queue = bed.queue(From::Wire);
+            bed.far[queue].transmit(&mut bed.frame);
+        }
+        (0..40).for_each(|_| bed.poll_one());
+        bed.now = bed.now.after(20_000);
+    }
+    assert!(tables.len() > 10, "the table was another one {} times only", tables.len());
+    assert_eq!(bed.count(Counter::Dropped), 0);
+    assert_eq!(bed.heard, bed.sent);
+    assert_eq!(bed.passed, bed.spoken);
+    assert_eq!(bed.acked[..SLOTS], bed.queued[..SLOTS]);
+    assert_eq!(bed.count(Counter::Connections), u64::from(OFFLOADED));
+    assert!(bed.count(Counter::Buckets) > 500, "{} buckets changed hands", bed.count(Counter::Buckets));
+    // They go back from wherever they are.
+    bed.ending = true;
+    for of in 0..OFFLOADED {
+        bed.command(Message::new(Operation::NicRestore, Cid::new(of, 1), 0, 0));
+        let mut bytes = [0u8; MAX_ENCODED];
+        bed.nic_memory.read(nic::slot(of) + slot::IMAGE, &mut bytes).unwrap();
+        let image = Image::decode(&bytes).unwrap();
+        assert_eq!((image.rcv_nxt, image.snd_una), (bed.sent[of as usize], bed.queued[of as usize]));
+        bed.control(Control::Release, Cid::new(of, 1));
+    }
+    assert_eq!(bed.count(Counter::Connections), 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(12)))]
+
+    #[test]
+    fn with_a_card_that_distributes(workers in 2usize..6, seed in any::<u64>()) {
+        nothing_is_lost_or_overtaken(workers, true, seed);
+    }
+
+    #[test]
+    fn with_one_queue_for_all(workers in 2usize..6, seed in any::<u64>()) {
+        nothing_is_lost_or_overtaken(workers, false, seed);
+    }
+}

@@ -1,0 +1,164 @@
+//! Receive-side scaling (Microsoft's RSS specification): the Toeplitz hash of a frame's addresses and ports names a *bucket* of the
+//! indirection table, and that names the worker that the frame goes to.
+//!
+//! TCP segments are hashed with their ports, everything else of IP by its addresses alone, since a datagram's later fragments have no
+//! ports and must not overtake the first. What is not IP is bucket 0's.
+#![no_std]
+#![forbid(unsafe_code)]
+
+#[cfg(test)]
+extern crate std;
+
+mod balance;
+mod settings;
+mod toeplitz;
+
+pub use balance::{Move, next_move};
+pub use settings::{Indirection, NoIndirection, Settings};
+pub use toeplitz::{KEY_BYTES, Key, NIBBLES, Toeplitz};
+
+use baton_wire::Flow;
+
+/// Entries of the indirection table.
+pub const BUCKETS: usize = 128;
+/// Workers at most.
+pub const MOST_WORKERS: usize = 16;
+
+/// Which worker each bucket's frames go to.
+pub type Table = [u8; BUCKETS];
+
+/// The table that gives so many workers as many buckets each, as far as that goes.
+pub fn even(workers: usize) -> Table {
+    core::array::from_fn(|bucket| (bucket % workers.clamp(1, MOST_WORKERS)) as u8)
+}
+
+/// Where a frame comes from. Both directions of a connection are hashed alike: as the frames that come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum From {
+    /// The wire: its source is the peer.
+    Wire,
+    /// This host: its destination is the peer.
+    Host,
+}
+
+/// A frame's hash input: remote and local address, then, of a TCP segment, remote and local port.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Input {
+    bytes: [u8; 36],
+    length: usize,
+}
+
+impl Input {
+    /// What counts.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+
+    fn new(addresses: [&[u8]; 2], ports: Option<[&[u8]; 2]>) -> Input {
+        let mut input = Input { bytes: [0; 36], length: 0 };
+        for part in addresses.into_iter().chain(ports.into_iter().flatten()) {
+            input.bytes[input.length..input.length + part.len()].copy_from_slice(part);
+            input.length += part.len();
+        }
+        input
+    }
+
+    /// Of a frame; none if it is no IP packet.
+    #[inline]
+    pub fn of(frame: &[u8], from: From) -> Option<Input> {
+        const TCP: u8 = 6;
+        let order = |source, destination| match from {
+            From::Wire => [source, destination],
+            From::Host => [destination, source],
+        };
+        let ports = |at: usize| Some(order(frame.get(at..at + 2)?, frame.get(at + 2..at + 4)?));
+        match frame.get(12..14)? {
+            [0x08, 0x00] => {
+                let header = frame.get(14..34)?;
+                let whole = u16::from_be_bytes([header[6], header[7]]) & 0x3fff == 0;
+                let tcp = header[9] == TCP && whole;
+                let start = 14 + usize::from(header[0] & 15) * 4;
+                Some(Input::new(order(&header[12..16], &header[16..20]), tcp.then(|| ports(start)).flatten()))
+            }
+            [0x86, 0xdd] => {
+                let header = frame.get(14..54)?;
+                let tcp = header[6] == TCP;
+                Some(Input::new(order(&header[8..24], &header[24..40]), tcp.then(|| ports(54)).flatten()))
+            }
+            _ => None,
+        }
+    }
+
+    /// Of a connection's segments.
+    pub fn of_flow(flow: &Flow) -> Input {
+        let ports = [flow.remote.port.to_be_bytes(), flow.local.port.to_be_bytes()];
+        let ports = Some([&ports[0][..], &ports[1][..]]);
+        if flow.is_v4() {
+            Input::new([&flow.remote.v4_bytes(), &flow.local.v4_bytes()], ports)
+        } else {
+            Input::new([&flow.remote.address, &flow.local.address], ports)
+        }
+    }
+}
+
+impl Toeplitz {
+    /// The bucket of a frame.
+    #[inline]
+    pub fn bucket(&self, frame: &[u8], from: From) -> u8 {
+        Input::of(frame, from).map_or(0, |input| self.bucket_of(&input))
+    }
+
+    /// The bucket of a hash input.
+    #[inline]
+    pub fn bucket_of(&self, input: &Input) -> u8 {
+        (self.hash(input.bytes()) as usize % BUCKETS) as u8
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::Endpoint;
+    use std::vec::Vec;
+
+    fn ipv4(protocol: u8, fragment: u16, options: usize) -> Vec<u8> {
+        let mut frame = std::vec![0u8; 14 + 20 + options + 20];
+        frame[12..14].copy_from_slice(&[8, 0]);
+        frame[14] = 0x45 + (options / 4) as u8;
+        frame[20..22].copy_from_slice(&fragment.to_be_bytes());
+        frame[23] = protocol;
+        frame[26..30].copy_from_slice(&[10, 0, 0, 2]);
+        frame[30..34].copy_from_slice(&[10, 0, 0, 1]);
+        let ports = 34 + options;
+        frame[ports..ports + 4].copy_from_slice(&[0x9c, 0x40, 0, 80]);
+        frame
+    }
+
+    #[test]
+    fn a_frame_and_its_connection_have_one_bucket() {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) };
+        let wanted = Input::of_flow(&flow);
+        for options in [0, 4, 40] {
+            assert_eq!(Input::of(&ipv4(6, 0x4000, options), From::Wire), Some(wanted));
+        }
+        let mut answer = ipv4(6, 0, 0);
+        answer[26..34].rotate_left(4);
+        answer[34..38].rotate_left(2);
+        assert_eq!(Input::of(&answer, From::Host), Some(wanted));
+    }
+
+    #[test]
+    fn fragments_and_other_protocols_have_no_ports() {
+        for (protocol, fragment) in [(6, 0x2000), (6, 0x0010), (17, 0), (1, 0), (132, 0)] {
+            let input = Input::of(&ipv4(protocol, fragment, 0), From::Wire).unwrap();
+            assert_eq!(input.bytes(), [10, 0, 0, 2, 10, 0, 0, 1]);
+        }
+        assert_eq!(Input::of(&ipv4(6, 0, 0)[..36], From::Wire).unwrap().bytes().len(), 8, "a segment without its ports");
+        for short in [0, 13, 20] {
+            assert_eq!(Input::of(&ipv4(6, 0, 0)[..short], From::Wire), None);
+        }
+        let mut arp = ipv4(6, 0, 0);
+        arp[13] = 6;
+        assert_eq!(Toeplitz::new(&Key::MICROSOFT).bucket(&arp, From::Wire), 0);
+    }
+}

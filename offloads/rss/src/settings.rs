@@ -1,0 +1,164 @@
+//! How frames are spread, as it is set.
+
+use crate::{BUCKETS, Key, MOST_WORKERS, Table, even};
+use core::fmt;
+use core::str::FromStr;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Entries of a pattern at most.
+const PATTERN: usize = 64;
+
+/// What is in the indirection table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Indirection {
+    /// As many buckets for each, and then as the loads say.
+    #[default]
+    Balanced,
+    /// As many buckets for each.
+    Even,
+    /// These workers, over and over.
+    Pattern {
+        /// Workers.
+        workers: [u8; PATTERN],
+        /// So many of them.
+        length: u8,
+    },
+}
+
+/// No indirection: it is `balanced`, `even`, or up to 64 hexadecimal digits, each a worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NoIndirection;
+
+impl FromStr for Indirection {
+    type Err = NoIndirection;
+
+    fn from_str(text: &str) -> Result<Indirection, NoIndirection> {
+        match text {
+            "balanced" => return Ok(Indirection::Balanced),
+            "even" => return Ok(Indirection::Even),
+            _ => {}
+        }
+        if text.is_empty() || text.chars().count() > PATTERN {
+            return Err(NoIndirection);
+        }
+        let mut workers = [0; PATTERN];
+        for (worker, digit) in workers.iter_mut().zip(text.chars()) {
+            *worker = digit.to_digit(16).ok_or(NoIndirection)? as u8;
+        }
+        Ok(Indirection::Pattern { workers, length: text.len() as u8 })
+    }
+}
+
+impl fmt::Display for Indirection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Indirection::Balanced => f.write_str("balanced"),
+            Indirection::Even => f.write_str("even"),
+            Indirection::Pattern { workers, length } => {
+                workers[..usize::from(*length)].iter().try_for_each(|worker| write!(f, "{worker:x}"))
+            }
+        }
+    }
+}
+
+/// As its text.
+impl Serialize for Indirection {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Indirection {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+        impl serde::de::Visitor<'_> for Text {
+            type Value = Indirection;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("balanced, even, or up to 64 hexadecimal digits, each a worker")
+            }
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Indirection, E> {
+                text.parse().map_err(|NoIndirection| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+            }
+        }
+        deserializer.deserialize_str(Text)
+    }
+}
+
+/// As its text.
+impl Serialize for Key {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+        impl serde::de::Visitor<'_> for Text {
+            type Value = Key;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("microsoft, symmetric, or 40 bytes in hexadecimal with colons between them")
+            }
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Key, E> {
+                text.parse().map_err(|_| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+            }
+        }
+        deserializer.deserialize_str(Text)
+    }
+}
+
+/// How frames are spread over the workers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Settings {
+    /// Workers that get frames; 0 for all there are.
+    pub queues: u8,
+    /// The hash's key; without one it is random.
+    pub key: Option<Key>,
+    /// The table.
+    pub indirection: Indirection,
+}
+
+impl Settings {
+    /// Workers that get frames, of so many.
+    pub fn active(&self, workers: usize) -> usize {
+        let most = workers.clamp(1, MOST_WORKERS);
+        if self.queues == 0 { most } else { most.min(usize::from(self.queues)) }
+    }
+
+    /// The table to begin with. Workers that there are not stand for others that there are.
+    pub fn table(&self, workers: usize) -> Table {
+        let active = self.active(workers);
+        match self.indirection {
+            Indirection::Balanced | Indirection::Even => even(active),
+            Indirection::Pattern { workers, length } => {
+                let length = usize::from(length).clamp(1, PATTERN);
+                core::array::from_fn::<u8, BUCKETS, _>(|bucket| workers[bucket % length] % active as u8)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn a_pattern_is_repeated_and_names_workers_that_are_there() {
+        let settings = Settings { indirection: "0012".parse().unwrap(), ..Settings::default() };
+        assert_eq!(settings.table(4)[..6], [0, 0, 1, 2, 0, 0]);
+        assert_eq!(settings.table(2)[..6], [0, 0, 1, 0, 0, 0]);
+        assert_eq!(Settings { queues: 3, ..Settings::default() }.table(8)[..5], [0, 1, 2, 0, 1]);
+        assert_eq!(Settings { queues: 9, ..Settings::default() }.active(4), 4);
+    }
+
+    #[test]
+    fn text_survives() {
+        for text in ["balanced", "even", "0", "0123456789abcdef"] {
+            assert_eq!(text.parse::<Indirection>().unwrap().to_string(), text);
+        }
+        for wrong in ["", "0,1", "g", "é", &"0".repeat(65)] {
+            assert_eq!(wrong.parse::<Indirection>(), Err(NoIndirection), "{wrong}");
+        }
+    }
+}
