@@ -161,7 +161,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {
-        self.head != self.tail || self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
+        // What was seen before and not taken is behind this, too; a producer that takes it back harms itself.
+        self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
     }
 }
 

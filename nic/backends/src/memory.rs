@@ -1,12 +1,12 @@
 //! A wire in memory, for tests and benches: frames change hands without being copied.
 
 use baton_device::{Capabilities, Device, Frame};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::rc::Rc;
 
 /// Frames under way in one direction: a ring of buffers, which are exchanged for the caller's.
 struct Queue {
-    frames: RefCell<Box<[Frame]>>,
+    frames: Box<[Cell<Frame>]>,
     head: Cell<usize>,
     tail: Cell<usize>,
 }
@@ -22,8 +22,8 @@ pub struct MemoryDevice {
 /// Two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` each way.
 pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities) -> (MemoryDevice, MemoryDevice) {
     let queue = || {
-        let frames = (0..depth.next_power_of_two()).map(|_| Frame::with_capacity(frame_bytes)).collect();
-        Rc::new(Queue { frames: RefCell::new(frames), head: Cell::new(0), tail: Cell::new(0) })
+        let frames = (0..depth.next_power_of_two()).map(|_| Cell::new(Frame::with_capacity(frame_bytes))).collect();
+        Rc::new(Queue { frames, head: Cell::new(0), tail: Cell::new(0) })
     };
     let (there, back) = (queue(), queue());
     let near = MemoryDevice { incoming: back.clone(), outgoing: there.clone(), frame_bytes, capabilities };
@@ -32,9 +32,9 @@ pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities)
 
 /// Exchanges the frame at an index of the ring, which counts without wrapping.
 #[inline]
-fn exchange(frames: &mut [Frame], index: usize, frame: &mut Frame) {
+fn exchange(frames: &[Cell<Frame>], index: usize, frame: &mut Frame) {
     let mask = frames.len() - 1;
-    core::mem::swap(frame, &mut frames[index & mask]);
+    frames[index & mask].swap(Cell::from_mut(frame));
 }
 
 impl Device for MemoryDevice {
@@ -49,7 +49,7 @@ impl Device for MemoryDevice {
         if queue.head.get() == tail {
             return false;
         }
-        exchange(&mut queue.frames.borrow_mut(), tail, frame);
+        exchange(&queue.frames, tail, frame);
         queue.tail.set(tail.wrapping_add(1));
         true
     }
@@ -57,12 +57,12 @@ impl Device for MemoryDevice {
     #[inline]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let queue = &*self.outgoing;
-        let mut frames = queue.frames.borrow_mut();
+        let frames = &queue.frames;
         let head = queue.head.get();
         if head.wrapping_sub(queue.tail.get()) >= frames.len() || frame.bytes().len() > self.frame_bytes {
             return false;
         }
-        exchange(&mut frames, head, frame);
+        exchange(frames, head, frame);
         queue.head.set(head.wrapping_add(1));
         true
     }

@@ -283,6 +283,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
+    #[cold]
     #[inline(never)]
     fn on_any_wire_frame(&mut self, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
@@ -424,6 +425,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
+    #[cold]
     #[inline(never)]
     pub(crate) fn poll_timers(&mut self, now: Instant) -> bool {
         let mut worked = false;
