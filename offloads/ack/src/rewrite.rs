@@ -1,0 +1,78 @@
+//! What the kernel says, with the NIC's acknowledgement in it.
+
+use crate::entry::Entry;
+use baton_device::{Checksum, Frame};
+use baton_wire::TcpFrame;
+use baton_wire::checksum::Sum;
+
+const NOP: u8 = 1;
+const END: u8 = 0;
+const SACK: u8 = 5;
+
+fn before(a: u32, b: u32) -> bool {
+    (a.wrapping_sub(b) as i32) < 0
+}
+
+/// The kernel's frame acknowledges less than the peer was told already: it gets that acknowledgement, the window field that keeps its
+/// right edge, and loses the SACK blocks that the acknowledgement covers. Those below the kernel's own acknowledgement stay: they
+/// report duplicates (RFC 2883).
+pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &Entry) {
+    let tcp = parsed.tcp_offset;
+    let partial = matches!(frame.checksum, Checksum::Partial { .. });
+    let end = parsed.payload_offset;
+    let old = Sum::new().bytes(&frame.bytes()[tcp..end]).folded();
+    let window = entry.window_at(entry.acked);
+    let header = &mut frame.bytes_mut()[tcp..end];
+    header[8..12].copy_from_slice(&entry.acked.to_be_bytes());
+    header[14..16].copy_from_slice(&window.to_be_bytes());
+    filter_sack(&mut header[20..], parsed.ack, entry.acked);
+    if !partial {
+        // RFC 1624: the sum changes by as much as the header does. Headers are even in length.
+        let header = &mut frame.bytes_mut()[tcp..end];
+        let sum = u16::from_be_bytes([header[16], header[17]]);
+        let new = Sum::new().bytes(header).folded();
+        let sum = Sum::new().word(!sum).word(!old).word(new).finish();
+        header[16..18].copy_from_slice(&sum.to_be_bytes());
+    }
+}
+
+/// Takes the blocks between two acknowledgements out of the options.
+fn filter_sack(mut area: &mut [u8], low: u32, high: u32) {
+    while let Some(kind) = area.first().copied() {
+        let length = match kind {
+            END => return,
+            NOP => 1,
+            _ => area.get(1).map_or(0, |length| usize::from(*length)),
+        };
+        if length == 0 || kind != NOP && length < 2 || length > area.len() {
+            return;
+        }
+        let (option, rest) = area.split_at_mut(length);
+        if kind == SACK && length % 8 == 2 {
+            keep_blocks(option, low, high);
+        }
+        area = rest;
+    }
+}
+
+fn keep_blocks(option: &mut [u8], low: u32, high: u32) {
+    let four = |bytes: &[u8]| u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    let mut kept = 2;
+    for at in (2..option.len()).step_by(8) {
+        let (left, right) = (four(&option[at..]), four(&option[at + 4..]));
+        let duplicate = before(left, low);
+        if !duplicate && !before(high, right) {
+            continue;
+        }
+        let left = if !duplicate && before(left, high) { high } else { left };
+        option[kept..kept + 4].copy_from_slice(&left.to_be_bytes());
+        option[kept + 4..kept + 8].copy_from_slice(&right.to_be_bytes());
+        kept += 8;
+    }
+    if kept == 2 {
+        option.fill(NOP);
+    } else {
+        option[1] = kept as u8;
+        option[kept..].fill(NOP);
+    }
+}
