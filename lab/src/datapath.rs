@@ -105,7 +105,7 @@ impl Bench {
         let settings =
             Settings { slots, hash_key: [1, 2, 3, 4], batch: 32, frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
-        worker.start();
+        worker.start(now);
         worker.attach(0, memory.clone());
         let mut bench = Bench {
             worker,

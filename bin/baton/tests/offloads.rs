@@ -103,7 +103,7 @@ fn streams_and_datagrams_survive_every_setting() {
             let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
             let bed = hosts(TestbedSettings {
                 link,
-                offloads: Offloads { large_sends, lro, moderation, ..Offloads::default() },
+                offloads: Offloads { large_sends, lro, moderation, active_ack: ipv6, ..Offloads::default() },
                 ..TestbedSettings::default()
             });
             exchange(&bed, ipv6);
@@ -146,9 +146,9 @@ fn settings_change_under_load() {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
                 for settings in [
-                    &["lro=reorder", "tso=on", "adaptive-rx=on"][..],
+                    &["lro=reorder", "tso=on", "adaptive-rx=on", "active-ack=on"][..],
                     &["lro=in-order", "rx-usecs=50", "rx-frames=8"],
-                    &["lro=off", "tso=off", "rx-usecs=0"],
+                    &["lro=off", "tso=off", "rx-usecs=0", "active-ack=off"],
                     &["lro=reorder", "lro-push=bulk", "lro-bytes=9000", "lro-gap-usecs=10", "rx-usecs=200"],
                 ] {
                     let done = set(&bed, settings);

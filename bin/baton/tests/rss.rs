@@ -12,6 +12,8 @@ use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::rtnetlink;
 use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_lro::Mode;
+use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_rss::{BUCKETS, From, Key, NIBBLES, Toeplitz};
 use common::{Scene, connect, scene};
@@ -138,8 +140,17 @@ fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
 }
 
 fn goes_on_while_buckets_change_hands(card: bool) {
-    let Scene { session, id, peer, bed, sent, received } =
-        scene(TestbedSettings { workers: 3, card, nic_core: None, agent_core: None, ..TestbedSettings::default() });
+    // With what else is done for the kernel's connections, so that it changes hands, too.
+    let lro = baton_lro::Settings { mode: Mode::Reorder, ..Default::default() };
+    let settings = TestbedSettings {
+        workers: 3,
+        card,
+        nic_core: None,
+        agent_core: None,
+        offloads: Offloads { lro, active_ack: true, ..Offloads::default() },
+        ..TestbedSettings::default()
+    };
+    let Scene { session, id, peer, bed, sent, received } = scene(settings);
     let mut others: Vec<_> = (0..16).map(|at| connect(&bed, false, 9000 + at)).collect();
     for stream in others.iter().flat_map(|(server, client)| [server, client]) {
         stream.set_nonblocking(false).expect("a blocking socket");
@@ -152,10 +163,10 @@ fn goes_on_while_buckets_change_hands(card: bool) {
             let mut rounds = 0;
             while !over.load(Ordering::Relaxed) || rounds < 2 {
                 for settings in [
-                    &["rss-indir=0012"][..],
+                    &["rss-indir=0012", "active-ack=on", "lro=reorder"][..],
                     &["rss-indir=21", "rss-key=symmetric"],
                     &["queues=2", "rss-indir=even"],
-                    &["queues=3", "rss-key=random", "rss-indir=1"],
+                    &["queues=3", "rss-key=random", "rss-indir=1", "active-ack=off"],
                 ] {
                     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
                     let done = command.args(["nic", "set"]).args(settings).env("BATON_SOCKET", &changed).output().expect("baton");

@@ -604,7 +604,10 @@ impl Agent {
                 Reply::Done
             }
             Err(stay) => {
-                let transient = matches!(stay, Stay::OutOfOrder | Stay::Busy | Stay::NoNeighbour | Stay::NoRoom | Stay::NicGone);
+                let transient = matches!(
+                    stay,
+                    Stay::OutOfOrder | Stay::Acknowledged | Stay::Busy | Stay::NoNeighbour | Stay::NoRoom | Stay::NicGone
+                );
                 if transient {
                     self.statistics.deferred += 1;
                 }

@@ -184,6 +184,9 @@ impl NicProcess {
                 let answers = answer.cid == message.cid && answer.length == u32::from(message.kind);
                 match (answer.operation, Control::from_number(answer.kind)) {
                     (Operation::OsControl, Some(Control::Done)) if answers => return Ok(answer.address),
+                    (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::NOT_YET => {
+                        return Err(Stay::Acknowledged);
+                    }
                     (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Stay::Refused(answer.address)),
                     _ => self.inbox.push_back(answer),
                 }

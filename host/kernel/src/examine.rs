@@ -61,6 +61,9 @@ pub enum Stay {
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
+    /// The kernel has not got all that the NIC has acknowledged for it.
+    #[error("the kernel lacks something that the NIC has acknowledged for it; try again")]
+    Acknowledged,
     /// Somebody asked for it in the kernel before its move was made.
     #[error("it was asked to be in the kernel before it had moved")]
     CalledOff,

@@ -38,8 +38,18 @@ pub mod nic {
     /// Bytes of a slot.
     pub const SLOT_BYTES: usize = 4096;
 
+    /// Places for data that the NIC has acknowledged for the kernel, behind the slots.
+    pub const ACKNOWLEDGED: usize = 256;
+    /// Bytes of such a place.
+    pub const ACKNOWLEDGED_BYTES: usize = (256 << 10) + 4096;
+
     /// Bytes of NIC memory with this many slots.
     pub const fn bytes(slots: usize) -> usize {
+        acknowledged(slots) + ACKNOWLEDGED * ACKNOWLEDGED_BYTES
+    }
+
+    /// Offset of the places for acknowledged data.
+    pub const fn acknowledged(slots: usize) -> usize {
         SLOTS + slots * SLOT_BYTES
     }
 
@@ -240,10 +250,14 @@ pub enum Counter {
     Buckets,
     /// Data segments of offloaded connections that came before others that were sent earlier.
     Disordered,
+    /// Acknowledgements of the NIC's own for the kernel's connections.
+    Acknowledged,
+    /// Segments that the kernel was given again, since it had not acknowledged what the NIC had.
+    GivenAgain,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 26;
+pub const COUNTERS: usize = 28;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

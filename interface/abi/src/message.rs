@@ -142,6 +142,9 @@ impl Control {
     }
 }
 
+/// In a refusal: the same command may succeed a moment later.
+pub const NOT_YET: u32 = 8;
+
 /// Of `nic_send`: the rest of what the program sends at once follows in the next message, and nothing has to leave before.
 pub const MORE: u16 = 1;
 

@@ -232,6 +232,7 @@ impl Runner {
             drop_during_moves: settings.drop_during_moves,
             lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
             moderation: settings.offloads.moderation,
+            active_ack: settings.offloads.active_ack,
             beside: settings.beside,
             ..Settings::default()
         };
@@ -326,9 +327,9 @@ impl Runner {
                     };
                     front.channel.send(&answer, &[])?;
                 }
-                Ok((ToNic::Start, _)) => self.worker.start(),
+                Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
-                    self.worker.set_offloads(set.lro, set.moderation, Instant(monotonic_micros()));
+                    self.worker.set_offloads(&of_worker(&set), Instant(monotonic_micros()));
                     self.worker.set_rss(&set.rss, &front.random_key);
                     front.channel.send(&ToAgent::Set, &[])?;
                 }
@@ -337,6 +338,11 @@ impl Runner {
             }
         }
     }
+}
+
+/// What of the offloads is each worker's.
+fn of_worker(set: &baton_offloads::Offloads) -> baton_datapath::Offloads {
+    baton_datapath::Offloads { lro: set.lro, moderation: set.moderation, active_ack: set.active_ack }
 }
 
 fn attach(worker: &mut NicWorker, bells: &mut HashMap<u32, Doorbell>, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {

@@ -5,9 +5,8 @@
 //! the new owner, by way of the front, and everybody sends there what was held.
 
 use crate::balance::{Balance, Step};
-use crate::custody::Slot;
 use crate::offloaded::Pending;
-use crate::peers::{FRONT, Leaving, Parcel, Peers, Place};
+use crate::peers::{Contents, FRONT, Leaving, Parcel, Peers, Place};
 use crate::worker::Worker;
 use baton_abi::layout::Counter;
 use baton_abi::{Cid, Control, Message, Operation};
@@ -120,12 +119,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             Parcel::Agent(message) => self.pass_to_agent(message),
             Parcel::Attach(session, memory) => self.attach_here(session, memory),
             Parcel::Detach(session) => drop(self.sessions.get_mut(session as usize).and_then(Option::take)),
-            Parcel::Start => self.start(),
-            Parcel::Offloads(set) => self.set_offloads(set.0, set.1, now),
+            Parcel::Start => self.start(now),
+            Parcel::Offloads(set) => self.set_offloads(&set, now),
             Parcel::Key(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
             Parcel::Pause(which) => self.peers().into_iter().for_each(|peers| peers.pause(which)),
             Parcel::Paused(which) => self.peers().into_iter().for_each(|peers| peers.paused(which)),
-            Parcel::Adopt(which, slots) => self.adopt(which, slots, now),
+            Parcel::Adopt(which, contents) => self.adopt(which, contents, now),
             Parcel::Moved(which) => self.moved(which, now),
         }
     }
@@ -343,36 +342,39 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(peers) = self.among.as_ref().map(|among| &among.peers) else { return };
         let its = |flow| peers.hash().bucket_of(&Input::of_flow(flow)) == which.bucket;
         let cids: Vec<Cid> = self.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();
+        let hash = baton_rss::Toeplitz::clone(peers.hash());
         let slots = cids.into_iter().filter_map(|cid| self.evict(cid)).collect();
+        let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);
+        let contents = Box::new(Contents { slots, acknowledged });
         self.count_connections();
         self.counters.add(Counter::Buckets, 1);
         let Some(peers) = self.peers() else { return };
         if peers.is_front() {
-            return self.pass_on(which, slots, now);
+            return self.pass_on(which, contents, now);
         }
-        peers.send(FRONT, Parcel::Adopt(which, slots));
+        peers.send(FRONT, Parcel::Adopt(which, contents));
         self.moved(which, now);
     }
 
-    fn adopt(&mut self, which: Move, slots: Vec<Slot>, now: Instant) {
+    fn adopt(&mut self, which: Move, contents: Box<Contents>, now: Instant) {
         let Some(peers) = self.peers() else { return };
         if peers.is_front() {
-            return self.pass_on(which, slots, now);
+            return self.pass_on(which, contents, now);
         }
-        self.take_over(slots);
+        self.take_over(*contents, now);
         self.moved(which, now);
     }
 
     /// The front's part: connections for itself, or for another. Everybody hears of it from the front alone, so that what it says of the
     /// bucket next comes after.
-    fn pass_on(&mut self, which: Move, slots: Vec<Slot>, now: Instant) {
+    fn pass_on(&mut self, which: Move, contents: Box<Contents>, now: Instant) {
         let Some(peers) = self.peers() else { return };
         let told = peers.others().filter(|other| ![which.from, which.to].map(usize::from).contains(other));
         told.for_each(|other| peers.send(other, Parcel::Moved(which)));
         if usize::from(which.to) == FRONT {
-            self.take_over(slots);
+            self.take_over(*contents, now);
         } else {
-            peers.send(usize::from(which.to), Parcel::Adopt(which, slots));
+            peers.send(usize::from(which.to), Parcel::Adopt(which, contents));
         }
         self.moved(which, now);
         if let Some(Among { front: Some(front), .. }) = self.among.as_deref_mut() {
@@ -380,8 +382,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    fn take_over(&mut self, slots: Vec<Slot>) {
-        for mut slot in slots {
+    fn take_over(&mut self, contents: Contents, now: Instant) {
+        self.adopt_acknowledged(contents.acknowledged, now);
+        for mut slot in contents.slots {
             let index = slot.cid.slot();
             slot.scheduled = u64::MAX;
             slot.dirty = false;

@@ -96,6 +96,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.find(&name).is_some() {
             return Err(Refusal::AlreadyHere);
         }
+        // What its peer was told that the kernel has, the kernel must have.
+        if !self.end_active_ack(&name) {
+            return Err(Refusal::NotYet);
+        }
         // From here on its frames are not aggregated for the kernel: what has been has to be there before them.
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
         self.lro.flush(&name, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));

@@ -28,6 +28,8 @@ pub enum Refusal {
     AlreadyHere = 6,
     /// The command makes no sense.
     BadCommand = 7,
+    /// The kernel lacks something that the NIC has acknowledged for it.
+    NotYet = baton_abi::NOT_YET,
 }
 
 /// Who has the connection.

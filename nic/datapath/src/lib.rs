@@ -6,6 +6,7 @@
 //! payload from there, and talks to the program through rings.
 #![forbid(unsafe_code)]
 
+mod acknowledged;
 mod among;
 mod balance;
 mod commands;
@@ -25,4 +26,4 @@ pub use custody::Refusal;
 pub use peers::{Peers, Registers, crossbar};
 pub use posted::{Post, gather, posts_of};
 pub use replay::LastWords;
-pub use worker::{Settings, Worker};
+pub use worker::{Offloads, Settings, Worker};

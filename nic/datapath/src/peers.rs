@@ -39,7 +39,7 @@ pub(crate) enum Parcel {
     /// Frames may flow.
     Start,
     /// Other offloads.
-    Offloads(Box<(baton_lro::Settings, baton_moderation::Mode)>),
+    Offloads(Box<crate::worker::Offloads>),
     /// Another hash key; every bucket is the front's just now.
     Key(Box<Key>),
     /// A bucket is about to change hands: nothing of it is sent to the old owner any more.
@@ -47,9 +47,17 @@ pub(crate) enum Parcel {
     /// To the old owner: nothing more comes from here.
     Paused(Move),
     /// The bucket's connections, by way of the front, so that their news stays in order.
-    Adopt(Move, Vec<Slot>),
+    Adopt(Move, Box<Contents>),
     /// The bucket has changed hands.
     Moved(Move),
+}
+
+/// What goes with a bucket.
+pub(crate) struct Contents {
+    /// Connections on the NIC.
+    pub slots: Vec<Slot>,
+    /// The kernel's, for which the NIC acknowledges.
+    pub acknowledged: Vec<baton_active_ack::Entry>,
 }
 
 /// Whose a bucket is.

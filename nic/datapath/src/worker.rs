@@ -1,5 +1,6 @@
 //! The worker: its state, its round, and the way of a frame.
 
+use crate::acknowledged::Places;
 use crate::among::Among;
 use crate::counters::Counters;
 use crate::custody::{Custody, Slot};
@@ -9,6 +10,7 @@ use crate::peers::{FRONT, Parcel};
 use crate::transmit::Output;
 use baton_abi::layout::{Counter, nic, session};
 use baton_abi::{Control, Message, Operation};
+use baton_active_ack::Active;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_lro::{Lro, Mode};
 use baton_ring::{Consumer, Producer, Region, RingWords, go_to_sleep, needs_doorbell, wake_up};
@@ -37,6 +39,8 @@ pub struct Settings {
     pub lro: baton_lro::Settings,
     /// When frames that are the kernel's go to it.
     pub moderation: baton_moderation::Mode,
+    /// Acknowledge for the kernel what large receive holds for it.
+    pub active_ack: bool,
     /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
     pub beside: bool,
 }
@@ -52,9 +56,21 @@ impl Default for Settings {
             drop_during_moves: false,
             lro: baton_lro::Settings::default(),
             moderation: baton_moderation::Mode::Off,
+            active_ack: false,
             beside: false,
         }
     }
+}
+
+/// What can be set at any time.
+#[derive(Clone, Copy, Debug)]
+pub struct Offloads {
+    /// Large receive.
+    pub lro: baton_lro::Settings,
+    /// Moderation.
+    pub moderation: baton_moderation::Mode,
+    /// Active acknowledgements.
+    pub active_ack: bool,
 }
 
 /// Time-outs of connections, in buckets of 128 microseconds.
@@ -94,6 +110,8 @@ pub struct Worker<H, W> {
     agent_told: bool,
     pub(crate) started: bool,
     pub(crate) settings: Settings,
+    /// Set if it acknowledges for the kernel, or has.
+    pub(crate) active: Option<Box<Active<Places>>>,
     /// Set if there are other workers.
     pub(crate) among: Option<Box<Among>>,
 }
@@ -127,6 +145,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             agent_told: false,
             started: false,
             settings,
+            active: None,
             among: None,
         }
     }
@@ -149,14 +168,20 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
     /// connections it is about to restore, so that none of their frames meets a kernel that does not know them.
-    pub fn start(&mut self) {
+    pub fn start(&mut self, now: Instant) {
         self.broadcast(|| Parcel::Start);
         self.started = true;
+        self.set_active_ack(self.settings.active_ack, now);
     }
 
     /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
-    pub fn set_offloads(&mut self, lro: baton_lro::Settings, moderation: baton_moderation::Mode, now: Instant) {
-        self.broadcast(|| Parcel::Offloads(Box::new((lro, moderation))));
+    pub fn set_offloads(&mut self, set: &Offloads, now: Instant) {
+        self.broadcast(|| Parcel::Offloads(Box::new(*set)));
+        let Offloads { lro, moderation, active_ack } = *set;
+        self.settings.active_ack = active_ack;
+        if self.started {
+            self.set_active_ack(active_ack, now);
+        }
         self.settings.lro = baton_lro::Settings { hash_key: self.settings.lro.hash_key, ..lro };
         self.settings.moderation = moderation;
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
@@ -175,6 +200,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     pub(crate) fn due(&self) -> u64 {
         self.due
+    }
+
+    /// Something may be due then.
+    pub(crate) fn wake_at(&mut self, due: u64) {
+        self.due = self.due.min(due);
     }
 
     /// The host's device.
@@ -302,6 +332,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.on_too_big(&flow, seq, mtu, now);
         }
         if !self.settings.beside {
+            self.acknowledge_actively(now);
             let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
             self.lro.receive(&mut self.frame, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
             self.due = self.due.min(self.delivery.due());
@@ -389,7 +420,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// A frame from the kernel: silence if the NIC owns its connection, else out to the wire.
     #[inline(never)]
-    pub(crate) fn on_host_frame(&mut self, _now: Instant) {
+    pub(crate) fn on_host_frame(&mut self, now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
         if self.connections > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
@@ -405,6 +436,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             word.store(u32::from(covered), core::sync::atomic::Ordering::Release);
         }
         if !self.settings.beside {
+            self.hear_kernels_acknowledgement(now);
             self.output.forward(&mut self.frame, &self.counters);
         }
     }
@@ -443,7 +475,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.delivery.due() <= now.0 {
             self.delivery.flush(&mut self.host, &self.counters, now.0);
         }
-        self.due = self.wheel.next_tick().min(self.lro.next_tick()).min(self.delivery.due());
+        self.expire_acknowledgements(now);
+        let acknowledgements = self.active.as_ref().map_or(u64::MAX, |active| active.next_tick());
+        self.due = self.wheel.next_tick().min(self.lro.next_tick()).min(self.delivery.due()).min(acknowledgements);
         worked
     }
 
@@ -527,7 +561,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// When a timer wants the worker next, in microseconds of its clock.
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
-        self.wheel.next_expiry().into_iter().chain(self.lro.next_expiry()).chain(delivery).chain(self.among_due()).min()
+        let acknowledgements = self.active.as_ref().and_then(|active| active.next_expiry());
+        let others = self.lro.next_expiry().into_iter().chain(delivery).chain(self.among_due());
+        self.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }
 

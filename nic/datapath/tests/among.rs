@@ -95,7 +95,7 @@ impl Bed {
         };
         let mut workers: Vec<_> = peers.into_iter().map(make).collect();
         let memory = Arc::new(Region::private(session::HEAP + SLOTS * 2 * BUFFER as usize).unwrap());
-        workers[0].start();
+        workers[0].start(now);
         workers[0].attach(0, memory.clone());
         let ones = || vec![1; FLOWS as usize];
         let mut bed = Bed {

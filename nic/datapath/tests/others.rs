@@ -3,7 +3,7 @@
 
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Settings, Worker};
+use baton_datapath::{Offloads, Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME, Segmentation};
 use baton_lro::Mode;
 use baton_moderation::Mode as Moderation;
@@ -34,7 +34,7 @@ impl Stage {
         let settings = Settings { slots: 4, hash_key: [1, 2, 3, 4], lro, moderation, ..Settings::default() };
         let now = Instant(1_000_000);
         let mut worker = Worker::new(host, wire, memory.clone(), settings, now);
-        worker.start();
+        worker.start(now);
         Stage { worker, far, kernel, memory, now }
     }
 
@@ -132,7 +132,8 @@ fn everything_else_crosses_as_it_is() {
                 if number % 10 == 9 {
                     let next = MODES[number / 10 % 3];
                     let lro = baton_lro::Settings { mode: next, ..Default::default() };
-                    stage.worker.set_offloads(lro, MODERATIONS[number / 30 % 3], stage.now);
+                    let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
+                    stage.worker.set_offloads(&Offloads { lro, moderation, active_ack }, stage.now);
                 }
                 at_kernel.extend(Stage::out(&mut stage.kernel));
                 at_wire.extend(Stage::out(&mut stage.far));

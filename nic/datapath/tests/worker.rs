@@ -56,7 +56,7 @@ impl Stage {
         let settings =
             Settings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
-        worker.start();
+        worker.start(now);
         let programs = (0..2)
             .map(|id| {
                 let memory = Arc::new(Region::private(session::HEAP + 4 * BUFFER as usize).unwrap());

@@ -318,6 +318,15 @@ impl<S: Store> Active<S> {
         entry.our_scale = Some(parsed.options.window_scale);
         entry.link = link_of(frame.bytes());
         entry.snd_nxt = parsed.seq.wrapping_add(1);
+        // The peer has acknowledged nothing yet, and will this first.
+        entry.peer.ack = entry.snd_nxt;
+        entry.value = parsed.options.timestamps.map(|(value, _)| value);
+        if parsed.flags.contains(Flags::ACK) {
+            // A SYN's window is never scaled (RFC 7323 section 2.2).
+            (entry.una, entry.next, entry.acked, entry.known) = (parsed.ack, parsed.ack, parsed.ack, true);
+            entry.edge = parsed.ack.wrapping_add(u32::from(parsed.window));
+            entry.recent = parsed.options.timestamps.map_or(0, |(_, echo)| echo);
+        }
         entry.scheduled = old.scheduled;
         store::claim(&self.store, &entry);
         self.entries[at as usize] = Some(entry);

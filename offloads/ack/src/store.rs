@@ -31,6 +31,14 @@ pub trait Store {
 
     /// Writes eight bytes at once, after all that was written before.
     fn publish(&self, place: usize, at: usize, word: u64);
+
+    /// Whether a place holds what another NIC has acknowledged and the kernel has not.
+    fn holds(&self, place: usize) -> bool
+    where
+        Self: Sized,
+    {
+        recover(self, place).is_some()
+    }
 }
 
 /// Puts bytes where they belong.
@@ -72,6 +80,7 @@ pub(crate) fn note_range(store: &impl Store, entry: &Entry) {
     bytes[..4].copy_from_slice(&ack.to_le_bytes());
     bytes[4..6].copy_from_slice(&window.to_le_bytes());
     bytes[6] = u8::from(timestamps.is_some());
+    bytes[7] = entry.scale().map_or(0, |scale| scale + 1);
     bytes[8..12].copy_from_slice(&value.to_le_bytes());
     bytes[12..].copy_from_slice(&echo.to_le_bytes());
     store.write(entry.place, PEER, &bytes);
@@ -106,6 +115,10 @@ pub(crate) fn recover(store: &impl Store, place: usize) -> Option<Entry> {
         window: u16::from_le_bytes([peer[4], peer[5]]),
         timestamps: (peer[6] != 0).then(|| (four(8), four(12))),
     };
-    (entry.una, entry.next, entry.acked, entry.known) = (una, next, una, true);
+    // The peer may have been told of all of it. The window's edge the kernel will say.
+    (entry.una, entry.next, entry.acked, entry.edge, entry.known) = (una, next, next, next, true);
+    // Not more than the kernel has sent, and near it; it will say.
+    entry.snd_nxt = entry.peer.ack;
+    (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));
     Some(entry)
 }

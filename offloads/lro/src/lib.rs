@@ -50,6 +50,8 @@ pub enum Push {
     /// Not for a connection in the middle of a bulk transfer, whose sender sets PSH wherever its writes happened to end: there the time-out
     /// decides.
     Bulk,
+    /// Nothing, as in the paper: small messages wait for the time-out, too.
+    Ignore,
 }
 
 /// How much, and for how long. Times in microseconds.

@@ -174,7 +174,11 @@ impl Lro {
         let settings = self.settings;
         let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
         flow.next = Some(flow.unwrapped(parsed.seq) + parsed.payload_length as u64);
-        let bulk = settings.push == Push::Bulk && flow.is_bulk();
+        let bulk = match settings.push {
+            Push::Flush => false,
+            Push::Bulk => flow.is_bulk(),
+            Push::Ignore => true,
+        };
         let fin = parsed.flags.contains(Flags::FIN);
         let pushed = parsed.flags.contains(Flags::PSH) && !bulk;
         let goes = if fin { Goes::Away } else { Goes::On };

@@ -79,6 +79,7 @@ impl FromStr for Key {
 }
 
 /// The hash under a key, by half bytes: what each value at each place adds.
+#[derive(Clone)]
 pub struct Toeplitz {
     tables: [[u32; 16]; NIBBLES],
 }

@@ -19,6 +19,8 @@ pub struct Offloads {
     pub large_sends: bool,
     /// Large receive.
     pub lro: baton_lro::Settings,
+    /// Acknowledge for the kernel what large receive holds for it.
+    pub active_ack: bool,
     /// When the kernel is given its frames.
     pub moderation: Moderation,
     /// How frames are spread over the NIC's workers.
@@ -28,7 +30,7 @@ pub struct Offloads {
 /// A value's words, in a message.
 const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
-const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk)];
+const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
 const KEYS: &str = "it is random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
 const TABLES: &str = "it is balanced, even, or up to 64 hexadecimal digits, each the worker of a bucket, repeated for all 128";
@@ -70,10 +72,15 @@ impl Offloads {
             "lro" => self.lro.mode = word(key, value, MODES)?,
             "lro-push" => self.lro.push = word(key, value, PUSHES)?,
             "lro-bytes" => self.lro.most = number(key, value, 1500, 65_535)? as usize,
+            "lro-quiet-usecs" => {
+                let most = number(key, value, 1, 100_000)?;
+                self.lro.quiet = (self.lro.quiet.0.min(most), most);
+            }
             "lro-usecs" => self.lro.age = number(key, value, 1, 100_000)?,
             "lro-gap-usecs" => self.lro.gap = number(key, value, 1, 100_000)?,
             "lro-held-segments" => self.lro.held_segments = number(key, value, 1, 1 << 20)? as usize,
             "lro-held-bytes" => self.lro.held_bytes = number(key, value, 1 << 16, 1 << 30)? as usize,
+            "active-ack" => self.active_ack = word(key, value, ON_OFF)?,
             "adaptive-rx" if word(key, value, ON_OFF)? => self.moderation = Moderation::Adaptive,
             "adaptive-rx" => self.moderation = fixed(time, frames),
             "rx-usecs" => self.moderation = fixed(number(key, value, 0, 10_000)? as u32, frames),
@@ -103,10 +110,12 @@ impl Offloads {
             ("lro", text(&name(&self.lro.mode, MODES))),
             ("lro-push", text(&name(&self.lro.push, PUSHES))),
             ("lro-bytes", text(&self.lro.most)),
+            ("lro-quiet-usecs", text(&self.lro.quiet.1)),
             ("lro-usecs", text(&self.lro.age)),
             ("lro-gap-usecs", text(&self.lro.gap)),
             ("lro-held-segments", text(&self.lro.held_segments)),
             ("lro-held-bytes", text(&self.lro.held_bytes)),
+            ("active-ack", text(&on(self.active_ack))),
             ("adaptive-rx", text(&on(self.moderation == Moderation::Adaptive))),
             ("rx-usecs", text(&time)),
             ("rx-frames", text(&frames)),
@@ -124,7 +133,7 @@ mod tests {
 
     #[test]
     fn what_is_listed_can_be_set() {
-        let mut wanted = Offloads { large_sends: true, ..Offloads::default() };
+        let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
         wanted.rss =
             baton_rss::Settings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.lro = baton_lro::Settings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };

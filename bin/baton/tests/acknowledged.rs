@@ -1,0 +1,117 @@
+//! Active acknowledgements between two kernels: large receive waits for 64 KB, and nobody sends anything again; what was acknowledged arrives,
+//! though the NIC that has it dies.
+
+mod common;
+
+use baton_abi::layout::Counter;
+use baton_control::LinkSettings;
+use baton_kernel::{process, socket};
+use baton_lab::testbed::{Testbed, TestbedSettings, counter};
+use baton_lro::{Mode, Push};
+use baton_offloads::Offloads;
+use baton_sim::stream;
+use common::{connect, hosts};
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+/// Large receive that waits for 64 KB, or 100 ms without a segment.
+fn patient(mode: Mode) -> Offloads {
+    let lro = baton_lro::Settings { mode, push: Push::Ignore, quiet: (100_000, 100_000), age: 100_000, ..Default::default() };
+    Offloads { lro, active_ack: true, ..Offloads::default() }
+}
+
+fn bed(offloads: Offloads) -> Testbed {
+    let link = LinkSettings { delay: 2000, ..LinkSettings::default() };
+    hosts(TestbedSettings { link, offloads, ..TestbedSettings::default() })
+}
+
+fn count(bed: &Testbed, of: Counter) -> u64 {
+    bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters[of as usize]
+}
+
+/// Sends `bytes` to a receiver that reads 16 KB every 2 ms. How many segments the sender put on the wire again.
+fn slow_transfer(bed: &Testbed, ipv6: bool, bytes: u64) -> u64 {
+    let (mut server, client) = connect(bed, ipv6, 8080);
+    server.set_nonblocking(false).expect("a blocking socket");
+    server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    let again = || counter(&bed.host_b, "snmp", "Tcp:", "RetransSegs").expect("a counter");
+    let before = again();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut sent, mut piece) = (0, vec![0; 1 << 14]);
+            while sent < bytes {
+                let length = piece.len().min((bytes - sent) as usize);
+                stream::fill(9, sent, &mut piece[..length]);
+                match socket::send(client.as_fd(), &piece[..length]) {
+                    Ok(count) => sent += count as u64,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(Duration::from_micros(200)),
+                    Err(error) => panic!("the sender's connection broke: {error}"),
+                }
+            }
+        });
+        let (mut received, mut piece) = (0, vec![0; 1 << 14]);
+        while received < bytes {
+            let got = server.read(&mut piece).expect("the connection goes on");
+            assert_eq!(stream::mismatches(9, received, &piece[..got]), 0, "wrong bytes after {received}");
+            received += got as u64;
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    });
+    again() - before
+}
+
+#[test]
+fn a_threshold_of_64_kb_and_a_slow_receiver_make_nobody_send_again() {
+    for (mode, ipv6) in [(Mode::InOrder, false), (Mode::Reorder, true)] {
+        let bed = bed(patient(mode));
+        assert_eq!(slow_transfer(&bed, ipv6, 3_000_000), 0, "{mode:?}");
+        let aggregates = count(&bed, Counter::Aggregates);
+        let mean = count(&bed, Counter::AggregateBytes) / aggregates.max(1);
+        assert!(mean > 8_000, "{aggregates} aggregates of {mean} bytes");
+        assert!(count(&bed, Counter::Acknowledged) > 500);
+    }
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_micros(500));
+    }
+}
+
+fn unacknowledged(client: &TcpStream) -> u32 {
+    socket::queue_bytes(client.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ")
+}
+
+#[test]
+fn what_was_acknowledged_survives_the_nic() {
+    // Which also waits where timestamps change.
+    let bed = bed(patient(Mode::Reorder));
+    let (mut server, client) = connect(&bed, false, 8080);
+    server.set_nonblocking(false).expect("a blocking socket");
+    server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    let mut sent = 0;
+    for _ in 0..5 {
+        // Whole segments: a shorter one would end the aggregate.
+        let mut piece = vec![0; 14 * 1448];
+        stream::fill(9, sent, &mut piece);
+        assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
+        wait_until("the NIC does not acknowledge", || unacknowledged(&client) == 0);
+        // The sender has forgotten all of it; large receive waits for more.
+        let waiting = socket::queue_bytes(server.as_fd(), socket::SIOCINQ).expect("SIOCINQ");
+        let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
+        process::signal(nic, 9).expect("a signal");
+        assert!((waiting as usize) < piece.len(), "the kernel had {waiting} bytes of the {} from {sent} on already", piece.len());
+        let mut found = vec![0; piece.len()];
+        server.read_exact(&mut found).expect("what was acknowledged arrives");
+        assert_eq!(stream::mismatches(9, sent, &found), 0);
+        sent += piece.len() as u64;
+        wait_until("there is no next NIC", || {
+            bed.tool().and_then(|mut tool| tool.statistics()).is_ok_and(|statistics| statistics.nic_process != nic)
+        });
+        // The connection was known to have its window scaled; the next NIC knows, too.
+    }
+}

@@ -1,0 +1,454 @@
+//! A sender that forgets what is acknowledged, a kernel that refuses what it is given as it likes, a NIC that dies: every byte arrives, and
+//! nothing is said that the kernel has not promised.
+
+use baton_active_ack::{Active, ENTRY_BYTES, Store};
+use baton_device::{Checksum, Frame};
+use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+use proptest::prelude::*;
+use std::cell::RefCell;
+use std::rc::Rc;
+
+const PLACES: usize = 2;
+const KEY: [u64; 4] = [1, 2, 3, 4];
+const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
+
+#[derive(Clone)]
+struct Memory(Rc<RefCell<Vec<u8>>>);
+
+impl Memory {
+    fn new() -> Memory {
+        Memory(Rc::new(RefCell::new(vec![0; PLACES * ENTRY_BYTES])))
+    }
+}
+
+impl Store for Memory {
+    fn places(&self) -> usize {
+        PLACES
+    }
+
+    fn write(&self, place: usize, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= ENTRY_BYTES);
+        self.0.borrow_mut()[place * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn read(&self, place: usize, at: usize, out: &mut [u8]) {
+        out.copy_from_slice(&self.0.borrow()[place * ENTRY_BYTES + at..][..out.len()]);
+    }
+
+    fn publish(&self, place: usize, at: usize, word: u64) {
+        self.write(place, at, &word.to_le_bytes());
+    }
+}
+
+/// As the kernel sees it.
+fn flow(ipv6: bool) -> Flow {
+    if ipv6 {
+        Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 40_000) }
+    } else {
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) }
+    }
+}
+
+fn byte(seq: u32) -> u8 {
+    (seq ^ seq >> 8 ^ seq >> 16) as u8
+}
+
+fn before(a: u32, b: u32) -> bool {
+    (a.wrapping_sub(b) as i32) < 0
+}
+
+#[derive(Clone, Copy, Default)]
+struct Said {
+    seq: u32,
+    ack: u32,
+    flags: Flags,
+    window: u16,
+    options: TcpOptions,
+    ecn: u8,
+}
+
+fn frame(flow: &Flow, from_kernel: bool, said: &Said, length: usize, whole_sum: bool) -> Frame {
+    let (source, destination) = if from_kernel { (OUR_MAC, PEER_MAC) } else { (PEER_MAC, OUR_MAC) };
+    let template = Template::new(flow, &Link { source, destination, ttl: 64, ..Link::default() }, false);
+    let Said { seq, ack, flags, window, options, ecn } = *said;
+    let header = Header { seq, ack, flags, window, options: &options, ecn, ident: 0 };
+    let mut frame = Frame::with_capacity(MAX_HEADER + length);
+    frame.set_length(MAX_HEADER + length);
+    let headers = template.emit(&header, length, frame.bytes_mut());
+    frame.set_length(headers + length);
+    frame.bytes_mut()[headers..].iter_mut().enumerate().for_each(|(at, found)| *found = byte(seq.wrapping_add(at as u32)));
+    if whole_sum {
+        finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
+    } else {
+        frame.checksum = Checksum::Partial { start: template.tcp_offset() as u16, offset: 16 };
+    }
+    frame
+}
+
+fn parse(frame: &Frame) -> TcpFrame {
+    TcpFrame::parse(frame.bytes()).expect("a segment")
+}
+
+/// Both ends and the NIC between them.
+struct World {
+    ipv6: bool,
+    scale: u8,
+    /// The kernel's first sequence number.
+    isn: u32,
+    memory: Memory,
+    active: Active<Memory>,
+    now: u64,
+    /// The kernel: what it has got, what it has promised, what it has acknowledged last.
+    rcv_nxt: u32,
+    promised: u32,
+    value: u32,
+    delayed: u32,
+    window: u32,
+    /// Shares of what it is given that it refuses, in 256ths.
+    refuses: u64,
+    /// The sender: what it has not been acknowledged, what it has sent, how far it may.
+    una: u32,
+    nxt: u32,
+    may: u32,
+    quiet_since: u64,
+    /// What the wire's far end has seen.
+    newest_value: u32,
+    acks: u32,
+    sent_again: u32,
+    random: u64,
+}
+
+impl World {
+    fn new(seed: u64, start: u32, scale: u8, window: u32, refuses: u64, ipv6: bool) -> World {
+        let memory = Memory::new();
+        let isn = seed as u32;
+        let active = Active::new(memory.clone(), 0..PLACES, KEY, true, 1000);
+        let mut world = World {
+            ipv6,
+            scale,
+            isn,
+            active,
+            memory,
+            now: 1000,
+            rcv_nxt: start.wrapping_add(1),
+            promised: start.wrapping_add(1),
+            value: 5000,
+            delayed: 0,
+            window,
+            refuses,
+            una: start.wrapping_add(1),
+            nxt: start.wrapping_add(1),
+            may: start.wrapping_add(1),
+            quiet_since: 1000,
+            newest_value: 0,
+            acks: 0,
+            sent_again: 0,
+            random: seed | 1,
+        };
+        // The peer's SYN, the kernel's SYN-ACK, the peer's ACK, the kernel's first word.
+        let options = TcpOptions { window_scale: Some(3), timestamps: Some((70, 0)), ..TcpOptions::default() };
+        let syn = Said { seq: start, flags: Flags::SYN, window: 1000, options, ..Said::default() };
+        world.wire(frame(&flow(ipv6).reversed(), false, &syn, 0, true), false);
+        let options = TcpOptions { window_scale: Some(scale), timestamps: Some((5000, 70)), ..TcpOptions::default() };
+        let flags = Flags::SYN | Flags::ACK;
+        let answer = Said { seq: isn, ack: start.wrapping_add(1), flags, window: 1000, options, ..Said::default() };
+        let mut answer = frame(&flow(ipv6), true, &answer, 0, true);
+        world.active.from_kernel(&mut answer, world.now, &mut |_| panic!("nothing is held"));
+        // The first window is not scaled.
+        (world.promised, world.may) = (start.wrapping_add(1001), start.wrapping_add(1001));
+        world.newest_value = 5000;
+        if seed & 2 == 0 {
+            world.kernel_says(0);
+        }
+        world
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random % limit
+    }
+
+    /// A frame from the peer, by way of the NIC to the kernel, which may refuse it.
+    fn wire(&mut self, mut frame: Frame, data: bool) {
+        let mut acks = Vec::new();
+        self.active.from_wire(&frame, self.now, &mut |ack| acks.push(ack.clone()));
+        acks.into_iter().for_each(|ack| self.at_peer(&ack));
+        if data {
+            self.at_kernel(&mut frame);
+        }
+    }
+
+    fn at_kernel(&mut self, frame: &mut Frame) {
+        if self.below(256) < self.refuses {
+            return;
+        }
+        let parsed = parse(frame);
+        assert_eq!(parsed.ack, self.isn.wrapping_add(1), "the kernel is told of what it never sent, or long ago");
+        let payload = parsed.payload(frame.bytes());
+        let right = payload.iter().enumerate().all(|(at, found)| *found == byte(parsed.seq.wrapping_add(at as u32)));
+        assert!(right, "the kernel is given other bytes");
+        let end = parsed.seq.wrapping_add(payload.len() as u32);
+        assert!(!before(self.promised, end), "the kernel is given more than it has room for");
+        if before(self.rcv_nxt, parsed.seq) {
+            return self.kernel_says(end);
+        }
+        if !before(self.rcv_nxt, end) {
+            return self.kernel_says(0);
+        }
+        self.rcv_nxt = end;
+        self.delayed += 1;
+        if self.delayed > 1 + self.below(3) as u32 {
+            self.kernel_says(0);
+        }
+    }
+
+    /// The kernel acknowledges; `sacked` is the end of a segment behind a gap.
+    fn kernel_says(&mut self, sacked: u32) {
+        self.delayed = 0;
+        self.value += self.below(3) as u32;
+        // Windows grow and stand, in units of the scale, and never shrink.
+        let room = self.below(u64::from(self.window)) as u32 + self.window;
+        let field = (room >> self.scale).min(0xffff);
+        let edge = self.rcv_nxt.wrapping_add(field << self.scale);
+        let field = if before(edge, self.promised) {
+            self.promised.wrapping_sub(self.rcv_nxt).div_ceil(1 << self.scale).min(0xffff)
+        } else {
+            field
+        };
+        let edge = self.rcv_nxt.wrapping_add(field << self.scale);
+        if before(self.promised, edge) {
+            self.promised = edge;
+        }
+        let mut options = TcpOptions { timestamps: Some((self.value, 70)), ..TcpOptions::default() };
+        if sacked != 0 {
+            options.sack.push(sacked.wrapping_sub(1), sacked);
+        }
+        let said = Said {
+            seq: self.isn.wrapping_add(1),
+            ack: self.rcv_nxt,
+            flags: Flags::ACK,
+            window: field as u16,
+            options,
+            ..Said::default()
+        };
+        let whole_sum = self.below(2) == 0;
+        let mut frame = frame(&flow(self.ipv6), true, &said, 0, whole_sum);
+        let mut again = Vec::new();
+        self.active.from_kernel(&mut frame, self.now, &mut |frame| again.push(frame.clone()));
+        if whole_sum {
+            assert!(parse(&frame).checksum_holds(frame.bytes()), "the checksum is wrong after a change");
+        }
+        self.at_peer(&frame);
+        again.iter_mut().for_each(|frame| self.at_kernel(frame));
+    }
+
+    fn at_peer(&mut self, frame: &Frame) {
+        let parsed = parse(frame);
+        let edge = parsed.ack.wrapping_add(u32::from(parsed.window) << self.scale);
+        assert!(!before(self.promised, edge), "a window that the kernel has not granted");
+        assert!(!before(self.nxt, parsed.ack), "what was never sent is acknowledged");
+        let (value, _) = parsed.options.timestamps.expect("timestamps");
+        assert!(!before(value, self.newest_value), "timestamps run backwards");
+        for (left, right) in parsed.options.sack.as_slice() {
+            assert!(!before(*left, parsed.ack) && before(*left, *right), "a block that the acknowledgement covers");
+        }
+        assert_eq!(parsed.seq, self.isn.wrapping_add(1), "a sequence number that is not the kernel's next");
+        // What says less than was said before is not heard, whatever else is in it.
+        assert!(!before(parsed.ack, self.una), "{} after {}", parsed.ack, self.una);
+        self.newest_value = value;
+        self.acks += 1;
+        if before(self.una, parsed.ack) {
+            self.una = parsed.ack;
+            self.quiet_since = self.now;
+        }
+        if before(self.may, edge) {
+            self.may = edge;
+        }
+    }
+
+    fn peer_sends(&mut self) {
+        let length = 1 + self.below(1400) as u32;
+        self.send_next(length);
+    }
+
+    fn send_next(&mut self, length: u32) {
+        let length = length.min(self.may.wrapping_sub(self.nxt));
+        if length == 0 || before(self.may, self.nxt) {
+            return;
+        }
+        let seq = self.nxt;
+        self.nxt = seq.wrapping_add(length);
+        self.send(seq, length);
+    }
+
+    fn send(&mut self, seq: u32, length: u32) {
+        let options =
+            TcpOptions { timestamps: Some((70 + (self.now / 1000) as u32, self.newest_value)), ..TcpOptions::default() };
+        let said = Said { seq, ack: self.isn.wrapping_add(1), flags: Flags::ACK, window: 500, options, ..Said::default() };
+        let frame = frame(&flow(self.ipv6).reversed(), false, &said, length as usize, true);
+        self.wire(frame, true);
+    }
+
+    fn pass(&mut self, micros: u64) {
+        self.now += micros;
+        let (mut acks, mut again) = (Vec::new(), Vec::new());
+        self.active.expire(self.now, &mut |frame| acks.push(frame.clone()), &mut |frame| again.push(frame.clone()));
+        acks.into_iter().for_each(|ack| self.at_peer(&ack));
+        again.iter_mut().for_each(|frame| self.at_kernel(frame));
+        if self.delayed > 0 && self.below(4) == 0 {
+            self.kernel_says(0);
+        }
+        // The sender has what was not acknowledged, and nothing else.
+        if self.una != self.nxt && self.now - self.quiet_since > 1_000_000 {
+            let length = self.nxt.wrapping_sub(self.una).min(1400);
+            self.quiet_since = self.now;
+            self.sent_again += 1;
+            self.send(self.una, length);
+        }
+    }
+
+    fn nic_dies(&mut self) {
+        self.active = Active::new(self.memory.clone(), 0..PLACES, KEY, true, self.now);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(200)))]
+
+    #[test]
+    fn what_is_acknowledged_arrives(
+        seed in any::<u64>(), start in prop_oneof![any::<u32>(), Just(u32::MAX - 3000)], scale in 0u8..9, window in 2000u32..60_000,
+        refuses in prop_oneof![Just(0u64), 1u64..200], deaths in 0usize..4, ipv6 in any::<bool>(),
+    ) {
+        let mut world = World::new(seed, start, scale, window, refuses, ipv6);
+        for round in 0..400 {
+            if world.below(3) > 0 {
+                world.peer_sends();
+            } else {
+                let micros = world.below(2000);
+                world.pass(micros);
+            }
+            if round % 100 == 99 && round / 100 < deaths {
+                world.nic_dies();
+            }
+        }
+        for _ in 0..40_000 {
+            if world.rcv_nxt == world.nxt && world.una == world.nxt {
+                break;
+            }
+            world.pass(100_000);
+        }
+        prop_assert_eq!(world.rcv_nxt, world.nxt);
+        prop_assert_eq!(world.una, world.nxt);
+        prop_assert!(deaths > 0 || world.active.counters().sent > 0, "{:?}", world.active.counters());
+    }
+}
+
+/// A kernel that is given nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's edge, not beyond, and
+/// sends nothing again.
+#[test]
+fn the_sender_goes_on_while_the_kernel_waits() {
+    let mut world = World::new(1, 77, 4, 30_000, 256, false);
+    let promised = world.promised;
+    for _ in 0..200 {
+        world.peer_sends();
+        world.pass(300);
+    }
+    assert_eq!((world.nxt, world.una), (promised, promised), "all that the window has room for was sent and acknowledged");
+    assert_eq!((world.rcv_nxt, world.sent_again), (78, 0));
+    assert!(world.active.counters().sent > 10);
+}
+
+fn single(said: Said, length: usize) -> (usize, World) {
+    let mut world = World::new(1, 77, 4, 30_000, 256, false);
+    let options = TcpOptions { timestamps: Some((75, 5000)), ..said.options };
+    let frame = frame(&flow(false).reversed(), false, &Said { options, ..said }, length, true);
+    let acks = world.acks;
+    world.nxt = world.nxt.wrapping_add(length as u32);
+    world.wire(frame, false);
+    for _ in 0..8 {
+        world.active.expire(world.now, &mut |_| world.acks += 1, &mut |_| {});
+        world.now += 300;
+    }
+    ((world.acks - acks) as usize, world)
+}
+
+#[test]
+fn only_plain_data_in_order_is_acknowledged() {
+    let plain = Said { seq: 78, ack: 2, flags: Flags::ACK, window: 500, ..Said::default() };
+    assert_eq!(single(plain, 100).0, 1);
+    for (what, said) in [
+        ("a FIN", Said { flags: Flags::ACK | Flags::FIN, ..plain }),
+        ("urgent data", Said { flags: Flags::ACK | Flags::URG, ..plain }),
+        ("a smaller window of the sender's", Said { flags: Flags::ACK | Flags::CWR, ..plain }),
+        ("congestion", Said { ecn: 3, ..plain }),
+        ("a gap", Said { seq: 79, ..plain }),
+        ("what came before", Said { seq: 70, ..plain }),
+    ] {
+        assert_eq!(single(said, 100).0, 0, "{what}");
+    }
+}
+
+/// A connection whose handshake was not seen, or whose checksum is wrong, is the kernel's alone.
+#[test]
+fn strangers_and_damage_are_left_alone() {
+    let mut active = Active::new(Memory::new(), 0..PLACES, KEY, true, 0);
+    let said = Said { seq: 78, ack: 901, flags: Flags::ACK, window: 500, ..Said::default() };
+    let mut kernels = frame(&flow(false), true, &Said { seq: 901, ack: 78, ..said }, 0, true);
+    let as_it_was = kernels.clone();
+    active.from_kernel(&mut kernels, 0, &mut |_| panic!("nothing is held"));
+    active.from_wire(&frame(&flow(false).reversed(), false, &said, 100, true), 0, &mut |_| panic!("it is not ours"));
+    assert_eq!(kernels.bytes(), as_it_was.bytes());
+
+    let mut world = World::new(1, 77, 4, 30_000, 256, false);
+    let mut damaged = frame(&flow(false).reversed(), false, &said, 100, true);
+    damaged.bytes_mut()[80] ^= 1;
+    world.active.from_wire(&damaged, world.now, &mut |_| panic!("it is damaged"));
+    world.active.expire(world.now + 10_000, &mut |_| panic!("it is damaged"), &mut |_| {});
+}
+
+/// More connections than places: those that came first keep theirs as long as they hold something.
+#[test]
+fn places_are_used_again() {
+    let mut active = Active::new(Memory::new(), 0..PLACES, KEY, true, 0);
+    let syn = Said { seq: 10, flags: Flags::SYN, window: 1000, ..Said::default() };
+    for port in 0..100 {
+        let mut flow = flow(false);
+        flow.remote.port = 1000 + port;
+        active.from_wire(&frame(&flow.reversed(), false, &syn, 0, true), 0, &mut |_| {});
+        let answer = Said { seq: 900, ack: 11, flags: Flags::SYN | Flags::ACK, ..syn };
+        active.from_kernel(&mut frame(&flow, true, &answer, 0, true), 0, &mut |_| {});
+        let first = Said { seq: 901, ack: 11, flags: Flags::ACK, ..syn };
+        active.from_kernel(&mut frame(&flow, true, &first, 0, true), 0, &mut |_| {});
+        let data = Said { seq: 11, ack: 901, flags: Flags::ACK, ..syn };
+        let mut acks = 0;
+        active.from_wire(&frame(&flow.reversed(), false, &data, 100, true), 0, &mut |_| acks += 1);
+        active.from_wire(&frame(&flow.reversed(), false, &Said { seq: 111, ..data }, 100, true), 0, &mut |_| acks += 1);
+        assert_eq!(acks, 1, "connection {port}");
+        assert!(!active.end(&baton_wire::Name::from(&flow)), "it holds something");
+        let taken = Said { seq: 901, ack: 211, flags: Flags::ACK, ..syn };
+        active.from_kernel(&mut frame(&flow, true, &taken, 0, true), 0, &mut |_| {});
+    }
+}
+
+/// The next NIC gives the kernel what the last one has acknowledged, and then goes on as that did.
+#[test]
+fn the_next_nic_goes_on() {
+    let mut world = World::new(0xf000_0001, 77, 4, 30_000, 256, false);
+    for _ in 0..3 {
+        // The kernel gets nothing, the NIC has all of it.
+        world.refuses = 256;
+        let before_these = world.nxt;
+        (0..4).for_each(|_| world.send_next(1000));
+        assert_eq!((world.una, world.rcv_nxt), (world.nxt, before_these));
+        world.nic_dies();
+        world.refuses = 0;
+        world.pass(200);
+        (0..100).for_each(|_| world.pass(10_000));
+        assert_eq!((world.rcv_nxt, world.sent_again), (world.nxt, 0));
+    }
+}
