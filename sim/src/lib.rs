@@ -2,6 +2,7 @@
 //! and in real time under the NIC's wire.
 #![forbid(unsafe_code)]
 
+pub mod frames;
 pub mod link;
 pub mod pair;
 pub mod rng;

@@ -1,5 +1,6 @@
 //! `baton attach` and `baton detach`: programs that run already.
 
+use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Context, Result, bail};
@@ -76,7 +77,7 @@ pub struct DetachArguments {
 /// Attaches, and stays.
 pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let target = arguments.which.target()?;
-    let (socket, channel) = arguments.start.agent()?;
+    let (socket, channel) = arguments.start.agent(Where::Anywhere)?;
     let group = arguments.flip.make_group(&channel)?;
     let settings = AttachSettings { target: target.clone(), after: arguments.after, flip: arguments.flip.flip(), group };
     let attacher = Attacher::attach(&socket, settings)?;

@@ -6,6 +6,7 @@ mod doctor;
 mod hosts;
 mod lab;
 mod nic;
+mod placement;
 mod run;
 mod start;
 mod tools;
@@ -62,9 +63,9 @@ enum Command {
     /// Moves connections of a running Baton: yours, or as root anybody's.
     #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
     Move(tools::MoveArguments),
-    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections.
-    #[command(subcommand, after_help = nic::EXAMPLES)]
-    Nic(nic::NicCommand),
+    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and says where its workers belong.
+    #[command(after_help = nic::EXAMPLES)]
+    Nic(nic::NicArguments),
     /// Says what this machine can do for Baton, what it cannot, and what to do about it.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),

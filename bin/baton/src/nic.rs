@@ -1,5 +1,6 @@
 //! `baton nic`: the offloads for the kernel's own connections, as `ethtool` has them for a card.
 
+use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
 use baton_abi::layout::Counter;
@@ -13,8 +14,18 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set lro=reorder tso=on adaptive-rx=on
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
+  baton nic --explain-placement --workers 4 --interface eth0
 
 It is for a NIC between the kernel and the wire (`baton hosts`). Beside the kernel its own devices do all this: see `ethtool -K` and `-C`.";
+
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
+pub struct NicArguments {
+    #[command(flatten)]
+    placement: PlacementArguments,
+    #[command(subcommand)]
+    command: Option<NicCommand>,
+}
 
 #[derive(Subcommand)]
 pub enum NicCommand {
@@ -42,10 +53,11 @@ pub struct SetArguments {
     socket: SocketArgument,
 }
 
-pub fn run(command: &NicCommand) -> Result<bool> {
-    match command {
-        NicCommand::Show(arguments) => show(arguments),
-        NicCommand::Set(arguments) => set(arguments),
+pub fn run(arguments: &NicArguments) -> Result<bool> {
+    match &arguments.command {
+        Some(NicCommand::Show(arguments)) => show(arguments),
+        Some(NicCommand::Set(arguments)) => set(arguments),
+        None => placement::explain(&arguments.placement),
     }
 }
 

@@ -1,5 +1,6 @@
 //! `baton run`: a program with the ring bypass preloaded.
 
+use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
 use baton_client::rules::{RUN_VARIABLE, Rule, Run, When};
@@ -16,6 +17,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --config baton.toml -- redis-server
   baton run --flip 1..50 --flip-report report.json -- python3 -m http.server
   baton run --print-config > baton.toml
+  baton run --place near-nic -- redis-server
 
 Without a Baton that runs already (BATON_SOCKET, or /run/baton/agent.sock) one is started for the program, and ends with it.
 That needs root, and Linux 6.6 or later.";
@@ -40,6 +42,9 @@ pub struct RunArguments {
     flip: FlipArguments,
     #[command(flatten)]
     start: StartArguments,
+    /// Where the program's threads run: near the NIC, on processors of its node that are not its own, or anywhere.
+    #[arg(long, value_enum, default_value_t = Where::Anywhere, value_name = "WHERE")]
+    place: Where,
     /// The program and its arguments.
     #[arg(last = true)]
     command: Vec<OsString>,
@@ -81,7 +86,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     }
     let rules = rules(arguments)?;
     let library = find_library()?;
-    let (socket, channel) = arguments.start.agent()?;
+    let (socket, channel) = arguments.start.agent(arguments.place)?;
     let group = arguments.flip.make_group(&channel)?;
     drop(channel);
     let run = Run { socket, group, rules, flips: arguments.flip.is_on() };

@@ -1,5 +1,6 @@
 //! What `run` and `attach` share: the Baton that they use, or start, and how connections are moved at random.
 
+use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_client::protocol::{Answer, Ask, Flip, Reply, Request};
@@ -54,12 +55,17 @@ fn interval(text: &str) -> Result<(u64, u64), String> {
 }
 
 impl StartArguments {
-    /// The Baton that runs already, or one that is started now and ends with this process and those that use it.
-    pub fn agent(&self) -> Result<(PathBuf, Channel)> {
-        match self.running()? {
-            Some(found) => Ok(found),
-            None => self.start(),
+    /// The Baton that runs already, or one that is started now and ends with this process and those that use it. This process then runs where
+    /// it is to.
+    pub fn agent(&self, place: Where) -> Result<(PathBuf, Channel)> {
+        let found = match self.running()? {
+            Some(found) => found,
+            None => self.start(place)?,
+        };
+        if place == Where::NearNic {
+            placement::go_near(&found.0).context("--place near-nic")?;
         }
+        Ok(found)
     }
 
     fn running(&self) -> Result<Option<(PathBuf, Channel)>> {
@@ -71,7 +77,7 @@ impl StartArguments {
         Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))
     }
 
-    fn start(&self) -> Result<(PathBuf, Channel)> {
+    fn start(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let devices = Devices::beside(SLOTS).context("starting a Baton")?;
         let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
         // One that is there already is somebody else's.
@@ -79,7 +85,12 @@ impl StartArguments {
         // The program may go on as another user.
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
-        let settings = beside_settings(socket.clone(), true, self.spin)?;
+        let mut settings = beside_settings(socket.clone(), true, self.spin)?;
+        if place == Where::NearNic
+            && let Some((placement, _)) = placement::own_placement()?
+        {
+            settings.nic.cores = placement.workers.iter().map(|place| place.cpu).collect();
+        }
         let me = process::open_process(std::process::id()).context("pidfd_open")?;
         let mut command = Command::new(std::env::current_exe()?);
         command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());

@@ -4,13 +4,18 @@
 mod common;
 
 use baton_abi::layout::Counter;
+use baton_backends::VnetDevice;
 use baton_control::LinkSettings;
-use baton_kernel::socket;
+use baton_device::{Device, Frame, MAX_FRAME};
+use baton_kernel::events::{Poller, Trigger};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::{interface, rtnetlink, socket};
 use baton_lab::soak::connect_pairs;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_lro::{Mode, Push};
 use baton_moderation::Mode as Moderation;
 use baton_offloads::Offloads;
+use baton_sim::frames::of_every_kind;
 use baton_sim::stream;
 use common::hosts;
 use std::io;
@@ -76,7 +81,7 @@ fn exchange(bed: &Testbed, ipv6: bool) {
 
 /// Datagrams that fit, and some that have to be cut into fragments, both ways.
 fn datagrams(bed: &Testbed, ipv6: bool) {
-    let bound = |host: &baton_kernel::namespace::Namespace, address| host.run(|| UdpSocket::bind(SocketAddr::new(address, 0)));
+    let bound = |host: &Namespace, address| host.run(|| UdpSocket::bind(SocketAddr::new(address, 0)));
     let a = bound(&bed.host_a, address_a(ipv6)).expect("a socket");
     let b = bound(&bed.host_b, address_b(ipv6)).expect("a socket");
     let mut buffer = vec![0; 1 << 16];
@@ -92,6 +97,43 @@ fn datagrams(bed: &Testbed, ipv6: bool) {
     }
 }
 
+/// A packet socket on a host's interface.
+fn raw(host: &Namespace, name: &str) -> VnetDevice {
+    let opened = host.run(|| {
+        let link = rtnetlink::link(&rtnetlink::open()?, name)?;
+        interface::open_packet_socket(link.index)
+    });
+    VnetDevice::new(opened.expect("a packet socket"), false)
+}
+
+/// Frames of every other kind, both ways, as they are.
+fn everything_else(bed: &Testbed) {
+    let mut ends = [raw(&bed.host_a, "baton0"), raw(&bed.host_b, "eth0")];
+    let mut buffer = Frame::with_capacity(MAX_FRAME);
+    for (number, sent) in of_every_kind().into_iter().enumerate() {
+        // The kernel takes the outermost tag off before it shows a frame.
+        let tagged = matches!(sent.get(12..14), Some([0x81, 0x00] | [0x88, 0xa8]));
+        let untagged = if tagged { [&sent[..12], &sent[16..]].concat() } else { sent.clone() };
+        for _ in 0..2 {
+            ends.rotate_left(1);
+            let [from, to] = &mut ends;
+            buffer.fill(&sent);
+            assert!(from.transmit(&mut buffer), "kind {number} was not sent");
+            let poller = Poller::new().expect("a poller");
+            poller.add(to.fd(), 0, Trigger::Readable).expect("epoll");
+            let deadline = Instant::now() + Duration::from_secs(10);
+            loop {
+                if !to.receive(&mut buffer) {
+                    poller.wait(Some(Duration::from_millis(100)), &mut Vec::new()).expect("epoll");
+                } else if buffer.bytes() == sent || buffer.bytes() == untagged {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "kind {number} never came: {sent:02x?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn streams_and_datagrams_survive_every_setting() {
     let mut ipv6 = false;
@@ -101,13 +143,17 @@ fn streams_and_datagrams_survive_every_setting() {
         {
             let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
             let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
+            // Jumbo frames in one row of three.
+            let mtu = if moderation == Moderation::Adaptive { 9000 } else { 1500 };
             let bed = hosts(TestbedSettings {
+                mtu,
                 link,
                 offloads: Offloads { large_sends, lro, moderation, active_ack: ipv6, ..Offloads::default() },
                 ..TestbedSettings::default()
             });
             exchange(&bed, ipv6);
             datagrams(&bed, ipv6);
+            everything_else(&bed);
             let counters = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters;
             let count = |counter: Counter| counters[counter as usize];
             let seen = format!("{mode:?}, large sends {large_sends}, {moderation:?}: {counters:?}");
@@ -160,6 +206,7 @@ fn settings_change_under_load() {
         for ipv6 in [false, true, false] {
             exchange(&bed, ipv6);
             datagrams(&bed, ipv6);
+            everything_else(&bed);
         }
     });
     assert!(set(&bed, &["lro=in-order", "rx-usecs=77"]).status.success());
@@ -206,7 +253,7 @@ fn ntttcp_measures_both_sides() {
     let lro = baton_lro::Settings { mode: Mode::InOrder, ..Default::default() };
     let offloads = Offloads { lro, moderation: Moderation::Adaptive, large_sends: true, ..Offloads::default() };
     let bed = hosts(TestbedSettings { link, offloads, ..TestbedSettings::default() });
-    let start = |host: &baton_kernel::namespace::Namespace, arguments: &[&str]| {
+    let start = |host: &Namespace, arguments: &[&str]| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
         command.arg("ntttcp").args(arguments).args(["-P", "2", "-t", "0.7", "-w", "0.2", "--json"]);
         command.env("BATON_SOCKET", bed.socket()).stdout(std::process::Stdio::piped());

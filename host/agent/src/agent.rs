@@ -358,7 +358,8 @@ impl Agent {
 
     fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
         self.only_ours(number, "change what the NIC does for the kernel")?;
-        if matches!(self.shape, Shape::Beside { .. }) {
+        let elsewhere = Offloads { doorbells: self.settings.nic.offloads.doorbells, ..offloads };
+        if matches!(self.shape, Shape::Beside { .. }) && elsewhere != self.settings.nic.offloads {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
             );
@@ -371,7 +372,9 @@ impl Agent {
             );
         }
         let large = self.settings.nic.segmentation || offloads.large_sends;
-        interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
+        if matches!(self.shape, Shape::Inline { .. }) {
+            interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
+        }
         self.nic.set_offloads(&offloads)?;
         self.settings.nic.offloads = offloads;
         self.keep(&Kept::Offloads(Box::new(offloads)), &[]);

@@ -17,3 +17,4 @@ pub mod rtnetlink;
 pub mod shell;
 pub mod socket;
 pub mod tcp_info;
+pub mod topology;

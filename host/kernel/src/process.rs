@@ -112,6 +112,45 @@ pub fn pin(thread: i32, core: usize) -> bool {
     }
 }
 
+/// Binds the calling thread, and what it starts, to several cores. Whether it worked.
+pub fn pin_to(cores: &[usize]) -> bool {
+    // SAFETY: as in `pin`.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        cores.iter().for_each(|core| libc::CPU_SET(core % 1024, &mut set));
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0
+    }
+}
+
+/// Processors that this thread may run on.
+pub fn allowed_cpus() -> Vec<usize> {
+    // SAFETY: cpu_set_t is plain data; CPU_ISSET reads inside it for cores below 1024.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
+            return Vec::new();
+        }
+        (0..1024).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
+    }
+}
+
+/// Processors on which a process's threads ran last.
+///
+/// # Errors
+/// If it is gone.
+pub fn last_cpus(process: u32) -> io::Result<Vec<usize>> {
+    let mut cpus = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{process}/task"))? {
+        let text = std::fs::read_to_string(entry?.path().join("stat"))?;
+        // Field 39, counted behind the name, which may have any characters in it (proc_pid_stat(5)).
+        let behind_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+        cpus.extend(behind_name.split_whitespace().nth(36).and_then(|cpu| cpu.parse::<usize>().ok()));
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    Ok(cpus)
+}
+
 /// The effective user.
 pub fn user() -> u32 {
     // SAFETY: a query.

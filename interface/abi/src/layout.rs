@@ -254,10 +254,12 @@ pub enum Counter {
     Acknowledged,
     /// Segments that the kernel was given again, since it had not acknowledged what the NIC had.
     GivenAgain,
+    /// Doorbells rung for programs that slept.
+    Doorbells,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 28;
+pub const COUNTERS: usize = 29;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -232,6 +232,7 @@ impl Runner {
             drop_during_moves: settings.drop_during_moves,
             lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
             moderation: settings.offloads.moderation,
+            doorbells: settings.offloads.doorbells,
             active_ack: settings.offloads.active_ack,
             beside: settings.beside,
             ..Settings::default()
@@ -254,7 +255,7 @@ impl Runner {
             let now = Instant(started / 1000);
             self.worker.wire().tick(now.0);
             let worked = if self.several { self.worker.poll_among(now) } else { self.worker.poll(now) };
-            self.ring_doorbells();
+            self.ring_doorbells(now);
             if self.front.is_some() {
                 self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
                 self.serve_channel_if_asked()?;
@@ -278,10 +279,10 @@ impl Runner {
         }
     }
 
-    fn ring_doorbells(&mut self) {
+    fn ring_doorbells(&mut self, now: Instant) {
         if let Some(front) = &self.front {
             let bells = &front.program_bells;
-            let agent = self.worker.doorbells(|session| {
+            let agent = self.worker.doorbells(now, |session| {
                 if let Some(bell) = bells.get(&session) {
                     bell.ring();
                 }
@@ -342,7 +343,7 @@ impl Runner {
 
 /// What of the offloads is each worker's.
 fn of_worker(set: &baton_offloads::Offloads) -> baton_datapath::Offloads {
-    baton_datapath::Offloads { lro: set.lro, moderation: set.moderation, active_ack: set.active_ack }
+    baton_datapath::Offloads { lro: set.lro, moderation: set.moderation, doorbells: set.doorbells, active_ack: set.active_ack }
 }
 
 fn attach(worker: &mut NicWorker, bells: &mut HashMap<u32, Doorbell>, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {

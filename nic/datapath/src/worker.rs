@@ -13,6 +13,7 @@ use baton_abi::{Control, Message, Operation};
 use baton_active_ack::Active;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_lro::{Lro, Mode};
+use baton_moderation::Moderator;
 use baton_ring::{Consumer, Producer, Region, RingWords, go_to_sleep, needs_doorbell, wake_up};
 use baton_tables::Lookup;
 use baton_tcp::seq::{at_or_before, before};
@@ -39,6 +40,8 @@ pub struct Settings {
     pub lro: baton_lro::Settings,
     /// When frames that are the kernel's go to it.
     pub moderation: baton_moderation::Mode,
+    /// When programs that sleep are told.
+    pub doorbells: baton_moderation::Mode,
     /// Acknowledge for the kernel what large receive holds for it.
     pub active_ack: bool,
     /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
@@ -56,6 +59,7 @@ impl Default for Settings {
             drop_during_moves: false,
             lro: baton_lro::Settings::default(),
             moderation: baton_moderation::Mode::Off,
+            doorbells: baton_moderation::Mode::Off,
             active_ack: false,
             beside: false,
         }
@@ -67,8 +71,10 @@ impl Default for Settings {
 pub struct Offloads {
     /// Large receive.
     pub lro: baton_lro::Settings,
-    /// Moderation.
+    /// Moderation of what the kernel is given.
     pub moderation: baton_moderation::Mode,
+    /// Moderation of what programs are told.
+    pub doorbells: baton_moderation::Mode,
     /// Active acknowledgements.
     pub active_ack: bool,
 }
@@ -81,8 +87,31 @@ pub(crate) struct Session {
     pub memory: Arc<Region>,
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
-    /// Something was published that its doorbell has not been rung for.
+    /// Something was published that its doorbell has not been rung for, and so many bytes since that was looked at.
     pub told: bool,
+    pub fresh: u64,
+    /// When the doorbell of a program that sleeps is rung.
+    pub moderator: Moderator,
+}
+
+impl Session {
+    /// Whether the doorbell is to be rung now.
+    fn is_to_ring(&mut self, now: Instant) -> bool {
+        if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
+            // A program that is awake looks by itself.
+            (self.told, self.fresh) = (false, 0);
+            self.moderator.told(now.0);
+            return false;
+        }
+        let fresh = std::mem::take(&mut self.fresh);
+        let enough = !self.moderator.is_on() || fresh > 0 && self.moderator.queued(fresh as usize, now.0);
+        let ring = enough || self.moderator.due().is_none_or(|due| due <= now.0);
+        if ring {
+            self.told = false;
+            self.moderator.told(now.0);
+        }
+        ring
+    }
 }
 
 /// One worker between the kernel's interface `H` and the wire `W`.
@@ -163,7 +192,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let commands = Consumer::new(memory.ring(session::COMMANDS));
         let events = Producer::new(memory.ring(session::EVENTS));
-        self.sessions[at] = Some(Session { memory, commands, events, told: false });
+        let moderator = Moderator::new(self.settings.doorbells);
+        self.sessions[at] = Some(Session { memory, commands, events, told: false, fresh: 0, moderator });
     }
 
     /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
@@ -177,7 +207,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
     pub fn set_offloads(&mut self, set: &Offloads, now: Instant) {
         self.broadcast(|| Parcel::Offloads(Box::new(*set)));
-        let Offloads { lro, moderation, active_ack } = *set;
+        let Offloads { lro, moderation, doorbells, active_ack } = *set;
+        if doorbells != self.settings.doorbells {
+            self.settings.doorbells = doorbells;
+            self.sessions.iter_mut().flatten().for_each(|session| session.moderator = Moderator::new(doorbells));
+        }
         self.settings.active_ack = active_ack;
         if self.started {
             self.set_active_ack(active_ack, now);
@@ -510,13 +544,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.agent_told = true;
     }
 
-    /// Sessions whose program sleeps although it was told something, and whether the agent does: the caller rings their doorbells.
-    pub fn doorbells(&mut self, mut ring: impl FnMut(u32)) -> bool {
+    /// Sessions whose program sleeps although it was told something, as far as moderation does not wait for more, and whether the agent does:
+    /// the caller rings their doorbells.
+    pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32)) -> bool {
         for (id, session) in self.sessions.iter_mut().enumerate() {
             if let Some(session) = session
-                && std::mem::take(&mut session.told)
-                && needs_doorbell(session.memory.word32(session::PROGRAM_SLEEPING))
+                && session.told
+                && session.is_to_ring(now)
             {
+                self.counters.add(Counter::Doorbells, 1);
                 ring(id as u32);
             }
         }
@@ -562,7 +598,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
         let acknowledgements = self.active.as_ref().and_then(|active| active.next_expiry());
-        let others = self.lro.next_expiry().into_iter().chain(delivery).chain(self.among_due());
+        let told = self.sessions.iter().flatten().filter(|session| session.told);
+        let doorbells = told.filter_map(|session| session.moderator.due()).min();
+        let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.among_due());
         self.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }

@@ -8,6 +8,7 @@ use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME, Segmentatio
 use baton_lro::Mode;
 use baton_moderation::Mode as Moderation;
 use baton_ring::Region;
+use baton_sim::frames::{ipv4, of_every_kind};
 use baton_tcp::Instant;
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -61,65 +62,12 @@ impl Stage {
     }
 }
 
-fn ethernet(kind: u16, destination: [u8; 6], rest: &[u8]) -> Vec<u8> {
-    [&destination[..], &[2, 0, 0, 0, 0, 1], &kind.to_be_bytes(), rest].concat()
-}
-
-fn ipv4(protocol: u8, fragment: u16, payload: &[u8]) -> Vec<u8> {
-    let mut ip = vec![0x45, 0];
-    ip.extend(((20 + payload.len()) as u16).to_be_bytes());
-    ip.extend([0, 7]);
-    ip.extend(fragment.to_be_bytes());
-    ip.extend([64, protocol, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
-    let sum = baton_wire::checksum::Sum::new().bytes(&ip).finish();
-    ip[10..12].copy_from_slice(&sum.to_be_bytes());
-    ip.extend(payload);
-    ethernet(0x0800, [2, 0, 0, 0, 0, 2], &ip)
-}
-
-fn ipv6(next: u8, payload: &[u8]) -> Vec<u8> {
-    let mut ip = vec![0x60, 0, 0, 0];
-    ip.extend((payload.len() as u16).to_be_bytes());
-    ip.extend([next, 255]);
-    ip.extend([0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
-    ip.extend([0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0xff, 0, 0, 2]);
-    ip.extend(payload);
-    ethernet(0x86dd, [0x33, 0x33, 0xff, 0, 0, 2], &ip)
-}
-
-/// One of everything.
-fn others() -> Vec<Vec<u8>> {
-    let payload: Vec<u8> = (0..600).map(|n| n as u8).collect();
-    vec![
-        ethernet(0x0806, [0xff; 6], &[0, 1, 8, 0, 6, 4, 0, 1, 2, 0, 0, 0, 0, 1, 10, 0, 0, 1, 0, 0, 0, 0, 0, 0, 10, 0, 0, 2]),
-        ipv4(1, 0x4000, &[8, 0, 1, 2, 3, 4, 5, 6]),
-        ipv4(17, 0, &payload),
-        ipv4(17, 0x2000, &payload),
-        ipv4(17, 0x004b, &payload[..100]),
-        ipv4(6, 0x2000, &payload),
-        ipv4(6, 0x0010, &payload),
-        ipv4(132, 0x4000, &payload),
-        ipv4(2, 0x4000, &[0x16, 0, 9, 4, 0xe0, 0, 0, 0xfb]),
-        ipv4(47, 0, &payload[..50]),
-        ipv6(58, &[135, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4]),
-        ipv6(17, &payload),
-        ipv6(44, &payload),
-        ipv6(0, &payload),
-        // VLAN tags, one and two, around a TCP segment; link layer discovery; something unknown.
-        ethernet(0x8100, [2, 0, 0, 0, 0, 2], &[&[0, 5, 8, 0][..], &ipv4(6, 0x4000, &payload)[14..]].concat()),
-        ethernet(0x88a8, [2, 0, 0, 0, 0, 2], &[&[0, 5, 0x81, 0, 0, 6, 8, 0][..], &ipv4(17, 0, &payload)[14..]].concat()),
-        ethernet(0x88cc, [1, 0x80, 0xc2, 0, 0, 0x0e], &payload[..60]),
-        ethernet(0x1234, [2, 0, 0, 0, 0, 2], &payload),
-        vec![1; 14],
-    ]
-}
-
 #[test]
 fn everything_else_crosses_as_it_is() {
     for mode in MODES {
         for moderation in MODERATIONS {
             let mut stage = Stage::new(mode, moderation);
-            let expected: Vec<Vec<u8>> = others().into_iter().cycle().take(100).collect();
+            let expected: Vec<Vec<u8>> = of_every_kind().into_iter().cycle().take(100).collect();
             let mut frame = Frame::with_capacity(MAX_FRAME);
             let (mut at_kernel, mut at_wire) = (Vec::new(), Vec::new());
             for (number, bytes) in expected.iter().enumerate() {
@@ -133,7 +81,7 @@ fn everything_else_crosses_as_it_is() {
                     let next = MODES[number / 10 % 3];
                     let lro = baton_lro::Settings { mode: next, ..Default::default() };
                     let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
-                    stage.worker.set_offloads(&Offloads { lro, moderation, active_ack }, stage.now);
+                    stage.worker.set_offloads(&Offloads { lro, moderation, doorbells: moderation, active_ack }, stage.now);
                 }
                 at_kernel.extend(Stage::out(&mut stage.kernel));
                 at_wire.extend(Stage::out(&mut stage.far));

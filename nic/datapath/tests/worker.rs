@@ -4,9 +4,10 @@
 use baton_abi::layout::{nic, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Settings, Worker};
+use baton_datapath::{Offloads, Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
+use baton_moderation::Mode;
 use baton_ring::{Consumer, Producer, Region, RingWords};
 use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
@@ -356,4 +357,48 @@ fn the_path_mtu_follows_icmp() {
     let again = lengths(&mut stage, &icmp(&sent[0], 0));
     // MTU 600: 20 bytes of IP, 20 of TCP, 12 of timestamps.
     assert!(!again.is_empty() && again.iter().all(|length| (1..=548).contains(length)), "{again:?}");
+}
+
+/// A program that sleeps is told after so long, or so much; one that is awake looks by itself.
+#[test]
+fn doorbells_are_moderated() {
+    let mut stage = Stage::new();
+    let asleep = |stage: &Stage, asleep: u32| {
+        stage.programs[0].memory.word32(session::PROGRAM_SLEEPING).store(asleep, Ordering::SeqCst);
+    };
+    let rung = |stage: &mut Stage| {
+        let mut rung = Vec::new();
+        stage.worker.doorbells(stage.now, |session| rung.push(session));
+        rung
+    };
+    let set = |stage: &mut Stage, doorbells| {
+        let set = Offloads { lro: Default::default(), moderation: Default::default(), doorbells, active_ack: false };
+        stage.worker.set_offloads(&set, stage.now);
+    };
+    asleep(&stage, 1);
+    rung(&mut stage);
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0], "at once, where nothing is set");
+    assert_eq!(rung(&mut stage), [0u32; 0], "and once");
+
+    set(&mut stage, Mode::Static { time: 500, frames: 3 });
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0u32; 0]);
+    let due = stage.worker.next_timeout().expect("it is due some time");
+    assert!(due <= stage.now.0 + 500, "{due}");
+    stage.now = Instant(due);
+    assert_eq!(rung(&mut stage), [0], "its time is up");
+
+    for _ in 0..2 {
+        stage.victim_goes_on(100);
+        assert_eq!(rung(&mut stage), [0u32; 0]);
+    }
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0], "the third");
+
+    asleep(&stage, 0);
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0u32; 0]);
+    stage.now = stage.now.after(10_000);
+    assert_eq!(rung(&mut stage), [0u32; 0], "it was awake");
 }

@@ -23,6 +23,8 @@ pub struct Offloads {
     pub active_ack: bool,
     /// When the kernel is given its frames.
     pub moderation: Moderation,
+    /// When programs that sleep are told of what the NIC has for them.
+    pub doorbells: Moderation,
     /// How frames are spread over the NIC's workers.
     pub rss: baton_rss::Settings,
 }
@@ -51,6 +53,28 @@ fn name<T: PartialEq>(of: &T, words: &[(&'static str, T)]) -> &'static str {
     words.iter().find(|(_, meant)| meant == of).map_or("?", |(word, _)| *word)
 }
 
+/// Time and count of a moderation; 0 is at once.
+fn limits(of: Moderation) -> (u32, u32) {
+    match of {
+        Moderation::Static { time, frames } => (time, frames),
+        Moderation::Off | Moderation::Adaptive => (0, 64),
+    }
+}
+
+/// One of `adaptive-…`, `…-usecs` and `…-frames`.
+fn moderate(of: &mut Moderation, key: &str, value: &str) -> Result<(), String> {
+    let (time, frames) = limits(*of);
+    let fixed = |time: u32, frames: u32| if time == 0 { Moderation::Off } else { Moderation::Static { time, frames } };
+    *of = if key.starts_with("adaptive-") {
+        if word(key, value, ON_OFF)? { Moderation::Adaptive } else { fixed(time, frames) }
+    } else if key.ends_with("-usecs") {
+        fixed(number(key, value, 0, 10_000)? as u32, frames)
+    } else {
+        fixed(time.max(1), number(key, value, 1, 64)? as u32)
+    };
+    Ok(())
+}
+
 impl Offloads {
     /// Sets what `KEY=VALUE` says.
     ///
@@ -59,13 +83,6 @@ impl Offloads {
     pub fn set(&mut self, assignment: &str) -> Result<(), String> {
         let Some((key, value)) = assignment.split_once('=') else {
             return Err(format!("{assignment}: say KEY=VALUE, such as lro=reorder"));
-        };
-        let (time, frames) = match self.moderation {
-            Moderation::Static { time, frames } => (time, frames),
-            Moderation::Off | Moderation::Adaptive => (0, 64),
-        };
-        let fixed = |time: u32, frames: u32| {
-            if time == 0 { Moderation::Off } else { Moderation::Static { time, frames } }
         };
         match key {
             "tso" => self.large_sends = word(key, value, ON_OFF)?,
@@ -81,10 +98,8 @@ impl Offloads {
             "lro-held-segments" => self.lro.held_segments = number(key, value, 1, 1 << 20)? as usize,
             "lro-held-bytes" => self.lro.held_bytes = number(key, value, 1 << 16, 1 << 30)? as usize,
             "active-ack" => self.active_ack = word(key, value, ON_OFF)?,
-            "adaptive-rx" if word(key, value, ON_OFF)? => self.moderation = Moderation::Adaptive,
-            "adaptive-rx" => self.moderation = fixed(time, frames),
-            "rx-usecs" => self.moderation = fixed(number(key, value, 0, 10_000)? as u32, frames),
-            "rx-frames" => self.moderation = fixed(time.max(1), number(key, value, 1, 64)? as u32),
+            "adaptive-rx" | "rx-usecs" | "rx-frames" => moderate(&mut self.moderation, key, value)?,
+            "adaptive-bell" | "bell-usecs" | "bell-frames" => moderate(&mut self.doorbells, key, value)?,
             "queues" => self.rss.queues = if value == "all" { 0 } else { number(key, value, 1, 16)? as u8 },
             "rss-key" if value == "random" => self.rss.key = None,
             "rss-key" => self.rss.key = Some(value.parse().map_err(|_| format!("{key}={value}: {KEYS}"))?),
@@ -100,10 +115,7 @@ impl Offloads {
     /// All settings, as they would be set.
     pub fn list(&self) -> Vec<(&'static str, String)> {
         let on = |on: bool| if on { "on" } else { "off" };
-        let (time, frames) = match self.moderation {
-            Moderation::Static { time, frames } => (time, frames),
-            Moderation::Off | Moderation::Adaptive => (0, 64),
-        };
+        let ((time, frames), (bell_time, bell_frames)) = (limits(self.moderation), limits(self.doorbells));
         let text = |value: &dyn Display| value.to_string();
         [
             ("tso", text(&on(self.large_sends))),
@@ -119,6 +131,9 @@ impl Offloads {
             ("adaptive-rx", text(&on(self.moderation == Moderation::Adaptive))),
             ("rx-usecs", text(&time)),
             ("rx-frames", text(&frames)),
+            ("adaptive-bell", text(&on(self.doorbells == Moderation::Adaptive))),
+            ("bell-usecs", text(&bell_time)),
+            ("bell-frames", text(&bell_frames)),
             ("queues", if self.rss.queues == 0 { text(&"all") } else { text(&self.rss.queues) }),
             ("rss-key", self.rss.key.map_or(text(&"random"), |key| text(&key))),
             ("rss-indir", text(&self.rss.indirection)),
@@ -138,10 +153,10 @@ mod tests {
             baton_rss::Settings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.lro = baton_lro::Settings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
         for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
-            wanted.moderation = moderation;
+            (wanted.moderation, wanted.doorbells) = (moderation, moderation);
             let mut set = Offloads::default();
             for (key, value) in wanted.list() {
-                if (key, moderation) != ("rx-frames", Moderation::Off) {
+                if !(key.ends_with("-frames") && moderation == Moderation::Off) {
                     set.set(&format!("{key}={value}")).unwrap();
                 }
             }

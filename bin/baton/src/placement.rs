@@ -1,0 +1,120 @@
+//! Where the NIC's workers belong, and programs near them.
+
+use anyhow::{Context, Result};
+use baton_kernel::{process, topology};
+use baton_lab::testbed::Tool;
+use baton_placement::{Placement, Topology};
+use clap::{Args, ValueEnum};
+use std::path::{Path, PathBuf};
+
+#[derive(Args)]
+pub struct PlacementArguments {
+    /// Says where workers, their queues and their memory belong on this machine, and why.
+    #[arg(long)]
+    pub explain_placement: bool,
+    /// How many workers.
+    #[arg(long, default_value_t = 1, requires = "explain_placement", value_parser = clap::value_parser!(u16).range(1..=16))]
+    workers: u16,
+    /// The interface whose device they are for; its node is not known where it has no device, as a TAP or a veth.
+    #[arg(long, value_name = "NAME", requires = "explain_placement", conflicts_with = "device_node")]
+    interface: Option<String>,
+    /// The node of the device, if it is known otherwise.
+    #[arg(long, value_name = "NODE", requires = "explain_placement")]
+    device_node: Option<usize>,
+    /// Another machine, as a file: for each node `[[node]]` with `number`, `cpus`, `megabytes` and `distances`.
+    #[arg(long, value_name = "FILE", requires = "explain_placement")]
+    topology: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long = "placement-json", requires = "explain_placement")]
+    json: bool,
+}
+
+fn topology_of(file: Option<&Path>) -> Result<Topology> {
+    let Some(path) = file else { return topology::here().context("reading this machine's nodes") };
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    toml::from_str(&text).with_context(|| path.display().to_string())
+}
+
+/// Prints the placement.
+pub fn explain(arguments: &PlacementArguments) -> Result<bool> {
+    let topology = topology_of(arguments.topology.as_deref())?;
+    let device = arguments.device_node.or_else(|| topology::node_of_interface(arguments.interface.as_deref()?));
+    let placement = topology.place(arguments.workers.into(), device)?;
+    if arguments.json {
+        println!("{}", serde_json::json!({ "topology": topology, "placement": placement }));
+        return Ok(true);
+    }
+    for node in &topology.nodes {
+        let distances: Vec<String> = node.distances.iter().map(u32::to_string).collect();
+        println!(
+            "node {}: {} processors ({}), {} MB, distances {}",
+            node.number,
+            node.cpus.len(),
+            ranges(&node.cpus),
+            node.megabytes,
+            distances.join(" ")
+        );
+    }
+    println!();
+    for (number, place) in placement.workers.iter().enumerate() {
+        println!("worker {number}: processor {}, memory of node {}: {}", place.cpu, place.memory, place.why);
+    }
+    for (number, _) in placement.workers.iter().enumerate() {
+        println!("programs of worker {number}'s connections: processors {}", ranges(&topology.near(&placement, number)));
+    }
+    Ok(true)
+}
+
+/// `0-3,8`.
+fn ranges(cpus: &[usize]) -> String {
+    let mut cpus = cpus.to_vec();
+    cpus.sort_unstable();
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for cpu in cpus {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == cpu => *last = cpu,
+            _ => parts.push((cpu, cpu)),
+        }
+    }
+    let text = |(first, last): (usize, usize)| if first == last { format!("{first}") } else { format!("{first}-{last}") };
+    parts.into_iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// Where a program's threads run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Where {
+    /// Wherever the system likes.
+    Anywhere,
+    /// On processors near the NIC's, but not on those themselves.
+    NearNic,
+}
+
+/// Processors for one worker, and for the programs near it; none on a machine with a single processor.
+pub fn own_placement() -> Result<Option<(Placement, Vec<usize>)>> {
+    let topology = topology::here().context("reading this machine's nodes")?;
+    let placement = topology.place(1, None)?;
+    let near = topology.near(&placement, 0);
+    let several = near.iter().any(|cpu| placement.workers.iter().all(|place| place.cpu != *cpu));
+    Ok(several.then_some((placement, near)))
+}
+
+/// Binds this process, and what it becomes, to processors near those that the NIC of a running Baton was last seen on.
+pub fn go_near(socket: &Path) -> Result<()> {
+    let nic = Tool::connect(socket)?.statistics()?.nic_process;
+    let topology = topology::here().context("reading this machine's nodes")?;
+    let used = process::last_cpus(nic).with_context(|| format!("the processors of the NIC, process {nic}"))?;
+    let of_node = |node: &&baton_placement::Node| node.cpus.iter().any(|cpu| used.contains(cpu));
+    let near: Vec<usize> = topology.nodes.iter().filter(of_node).flat_map(|node| node.cpus.iter().copied()).collect();
+    let free: Vec<usize> = near.iter().copied().filter(|cpu| !used.contains(cpu)).collect();
+    process::pin_to(if free.is_empty() { &near } else { &free });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn processors_are_written_as_the_system_does() {
+        assert_eq!(super::ranges(&[3, 0, 1, 7, 2, 9]), "0-3,7,9");
+        assert_eq!(super::ranges(&[]), "");
+    }
+}

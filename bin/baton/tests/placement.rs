@@ -1,0 +1,94 @@
+//! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings where a NIC is started.
+
+mod scratch;
+
+use baton_kernel::namespace::Namespace;
+use baton_kernel::process;
+use scratch::{Scratch, text};
+use std::process::{Command, Output, Stdio};
+
+fn baton(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_baton")).args(arguments).env_remove("BATON_SOCKET").output().expect("baton")
+}
+
+/// Two nodes of four processors; the second has no memory.
+const TWO_NODES: &str = "
+[[node]]
+number = 0
+cpus = [0, 1, 2, 3]
+megabytes = 4000
+distances = [10, 21]
+
+[[node]]
+number = 1
+cpus = [4, 5, 6, 7]
+megabytes = 0
+distances = [21, 10]
+";
+
+#[test]
+fn a_placement_is_explained() {
+    let here = baton(&["nic", "--explain-placement"]);
+    assert!(here.status.success() && text(&here.stdout).contains("worker 0: processor"), "{here:?}");
+    let scratch = Scratch::new("topology");
+    let file = scratch.file("machine.toml");
+    std::fs::write(&file, TWO_NODES).expect("a file");
+    let explain = |more: &[&str]| baton(&[&["nic", "--explain-placement", "--topology", &file], more].concat());
+    let two = explain(&["--workers", "3", "--device-node", "1"]);
+    let said = text(&two.stdout);
+    for line in [
+        "node 1: 4 processors (4-7), 0 MB, distances 21 10",
+        "worker 0: processor 4, memory of node 0: node 1 is the device's; it has no memory, and node 0 is the nearest that has",
+        "worker 2: processor 0, memory of node 0: node 1 is full with 2, and node 0 is the nearest with room (distance 21)",
+        "programs of worker 0's connections: processors 6-7",
+        "programs of worker 2's connections: processors 1-3",
+    ] {
+        assert!(said.lines().any(|found| found == line), "no line {line:?} in:\n{said}");
+    }
+    let json = explain(&["--workers", "2", "--device-node", "0", "--placement-json"]);
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).expect("JSON");
+    assert_eq!(json["placement"]["workers"][1]["cpu"], 1);
+    let wrong = explain(&["--device-node", "5"]);
+    assert!(wrong.status.code() == Some(2) && text(&wrong.stderr).contains("there is no node 5"), "{wrong:?}");
+    std::fs::write(&file, "[[node]]\nnumber = 0\ncores = 4\n").expect("a file");
+    let wrong = explain(&[]);
+    let said = text(&wrong.stderr);
+    assert!(wrong.status.code() == Some(2) && said.contains("machine.toml") && said.contains("cores"), "{said}");
+}
+
+#[test]
+fn a_program_runs_near_its_nic() {
+    let scratch = Scratch::new("near");
+    let allowed = |place: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["run", "--place", place, "--", "grep", "Cpus_allowed_list", "/proc/self/status"]);
+        command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("output");
+        assert!(ran.status.success(), "{ran:?}");
+        text(&ran.stdout).trim().to_string()
+    };
+    let (anywhere, near) = (allowed("anywhere"), allowed("near-nic"));
+    assert_eq!(anywhere != near, process::cores() > 1, "{anywhere:?}, {near:?}");
+}
+
+#[test]
+fn a_nic_starts_with_its_settings() {
+    let scratch = Scratch::new("settings");
+    let file = scratch.file("baton.toml");
+    std::fs::write(&file, "[nic]\nlro = \"in-order\"\ntso = true\nrx-usecs = 70\n").expect("a file");
+    let me = env!("CARGO_BIN_EXE_baton");
+    let shown = baton(&["hosts", "--config", &file, "--nic", "lro=reorder", "--", me, "nic", "show", "--json"]);
+    let shown: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap_or_else(|_| panic!("{shown:?}"));
+    let setting = |key: &str| shown["settings"][key].as_str().unwrap_or_default().to_string();
+    assert_eq!([setting("lro"), setting("tso"), setting("rx-usecs")], ["reorder", "on", "70"]);
+    for (wrong, says) in
+        [("[nic]\nlro = 7\n", "off, in-order, reorder"), ("[nic]\nspeed = 1\n", "no such setting"), ("[card]\n", "card")]
+    {
+        std::fs::write(&file, wrong).expect("a file");
+        let refused = baton(&["hosts", "--config", &file, "--", "true"]);
+        let said = text(&refused.stderr);
+        assert!(refused.status.code() == Some(2) && said.contains("baton.toml") && said.contains(says), "{wrong}: {said}");
+    }
+    let refused = baton(&["hosts", "--nic", "queues=4", "--", "true"]);
+    assert!(text(&refused.stderr).contains("--workers"), "{refused:?}");
+}
