@@ -144,11 +144,9 @@ impl Session {
     /// Tells the program what is pending, as far as there is room.
     #[inline(always)]
     pub(crate) fn tell(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
-        // News without bytes count, too.
-        self.fresh += u64::from(pending.received) + 1;
+        self.told += u64::from(pending.received) + 1;
         let told = tell(&mut self.events, cid, pending);
         self.events.publish();
-        self.told = true;
         told
     }
 }

@@ -87,9 +87,9 @@ pub(crate) struct Session {
     pub memory: Arc<Region>,
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
-    /// Something was published that its doorbell has not been rung for, and so many bytes since that was looked at.
-    pub told: bool,
-    pub fresh: u64,
+    /// What was published that its doorbell has not been rung for, in bytes, each piece of news one more; and how much of it was looked at.
+    pub told: u64,
+    pub seen: u64,
     /// When the doorbell of a program that sleeps is rung.
     pub moderator: Moderator,
 }
@@ -99,15 +99,15 @@ impl Session {
     fn is_to_ring(&mut self, now: Instant) -> bool {
         if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
             // A program that is awake looks by itself.
-            (self.told, self.fresh) = (false, 0);
+            (self.told, self.seen) = (0, 0);
             self.moderator.told(now.0);
             return false;
         }
-        let fresh = std::mem::take(&mut self.fresh);
+        let fresh = self.told - std::mem::replace(&mut self.seen, self.told);
         let enough = !self.moderator.is_on() || fresh > 0 && self.moderator.queued(fresh as usize, now.0);
         let ring = enough || self.moderator.due().is_none_or(|due| due <= now.0);
         if ring {
-            self.told = false;
+            (self.told, self.seen) = (0, 0);
             self.moderator.told(now.0);
         }
         ring
@@ -193,7 +193,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let commands = Consumer::new(memory.ring(session::COMMANDS));
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
-        self.sessions[at] = Some(Session { memory, commands, events, told: false, fresh: 0, moderator });
+        self.sessions[at] = Some(Session { memory, commands, events, told: 0, seen: 0, moderator });
     }
 
     /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
@@ -549,7 +549,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32)) -> bool {
         for (id, session) in self.sessions.iter_mut().enumerate() {
             if let Some(session) = session
-                && session.told
+                && session.told > 0
                 && session.is_to_ring(now)
             {
                 self.counters.add(Counter::Doorbells, 1);
@@ -598,7 +598,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
         let acknowledgements = self.active.as_ref().and_then(|active| active.next_expiry());
-        let told = self.sessions.iter().flatten().filter(|session| session.told);
+        let told = self.sessions.iter().flatten().filter(|session| session.told > 0);
         let doorbells = told.filter_map(|session| session.moderator.due()).min();
         let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.among_due());
         self.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
