@@ -151,7 +151,7 @@ fn measure(
                     Ok(count) => bytes += count as u64,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     // The other side has had its time.
-                    Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
                         open -= 1;
                         break;
                     }

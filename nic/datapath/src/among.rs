@@ -18,10 +18,10 @@ use std::collections::BTreeMap;
 /// Parcels taken in one round.
 const BATCH: usize = 256;
 
-/// Microseconds after the card was switched within which a frame may still come to the old queue; and frames that a queue holds at most, so
-/// that what is taken beyond them came later.
+/// Microseconds after the card was switched within which a frame may still come to the old queue; and frames that a queue holds at most (a
+/// TAP's: 500), so that what is taken beyond them came later.
 const LATE: u64 = 500;
-const QUEUE: usize = 2048;
+const QUEUE: usize = 1024;
 
 /// What a worker has besides, among others.
 pub(crate) struct Among {

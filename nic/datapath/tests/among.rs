@@ -88,7 +88,7 @@ impl Bed {
             far.push(there);
             kernel.push(behind);
             // Small batches, so that frames wait in the queues.
-            let settings = Settings { slots: SLOTS, frame_bytes: FRAME, batch: 2, quick_ack: true, ..Settings::default() };
+            let settings = Settings { slots: SLOTS, frame_bytes: FRAME, batch: 4, quick_ack: true, ..Settings::default() };
             let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
             worker.join(peers, now);
             worker
