@@ -114,6 +114,12 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     fn take_parcel(&mut self, parcel: Parcel, now: Instant) {
         match parcel {
+            // Who has passed it may have hashed it with an older key.
+            Parcel::Frame(_, from, frame) if self.is_front() => {
+                let Some(among) = &self.among else { return };
+                let bucket = bucket_of(&among.peers, frame.bytes(), from);
+                self.sort(bucket, Parcel::Frame(bucket, from, frame), now);
+            }
             Parcel::Frame(bucket, ..) | Parcel::Command(bucket, _) | Parcel::Ask(bucket, ..) => self.sort(bucket, parcel, now),
             Parcel::Tell(session, cid, pending) => self.note_far(session, cid, pending),
             Parcel::Agent(message) => self.pass_to_agent(message),
@@ -202,14 +208,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     fn sort_frame(&mut self, from: From, now: Instant) {
         let Some(among) = &self.among else { return };
-        let bytes = self.frame.bytes();
-        // What routers say of a connection has to come to it.
-        let told = if from == From::Wire { crate::icmp::too_big(bytes) } else { None };
-        let hash = among.peers.hash();
-        let bucket = match told {
-            Some((flow, ..)) => hash.bucket_of(&Input::of_flow(&flow)),
-            None => hash.bucket(bytes, from),
-        };
+        let bucket = bucket_of(&among.peers, self.frame.bytes(), from);
         if among.peers.place(bucket) == Place::Mine {
             return self.run_frame(bucket, from, now);
         }
@@ -421,5 +420,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(peers) = self.peers() {
             peers.doorbells(ring);
         }
+    }
+}
+
+/// The bucket of a frame. What routers say of a connection has to come to it.
+fn bucket_of(peers: &Peers, bytes: &[u8], from: From) -> u8 {
+    let told = if from == From::Wire { crate::icmp::too_big(bytes) } else { None };
+    match told {
+        Some((flow, ..)) => peers.hash().bucket_of(&Input::of_flow(&flow)),
+        None => peers.hash().bucket(bytes, from),
     }
 }

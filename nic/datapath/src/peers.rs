@@ -346,7 +346,8 @@ impl Peers {
     /// Announces that the worker is going to sleep. False if it must not.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         go_to_sleep(&self.shared.sleeping[self.me]);
-        self.inboxes.iter().flatten().all(Consumer::is_empty)
+        let unsent = self.outboxes.iter().flatten().any(|outbox| !outbox.overflow.is_empty());
+        !unsent && self.inboxes.iter().flatten().all(Consumer::is_empty)
     }
 
     pub(crate) fn end_sleep(&self) {

@@ -562,7 +562,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Announces that the worker is going to sleep. False if something has come meanwhile; it then must not.
     pub fn prepare_sleep(&mut self) -> bool {
         let mut idle = self.among.as_mut().is_none_or(|among| among.peers.prepare_sleep());
-        if self.is_front() {
+        if !self.is_front() {
+            // News that the front has had no room for.
+            idle &= self.dirty.is_empty();
+        } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
             idle &= !self.commands.has_message();
             for session in self.sessions.iter().flatten() {
