@@ -89,13 +89,13 @@ pub enum Where {
     NearNic,
 }
 
-/// Processors for one worker, and for the programs near it; none on a machine with a single processor.
-pub fn own_placement() -> Result<Option<(Placement, Vec<usize>)>> {
+/// A processor for one worker; none where programs near it would have no other.
+pub fn own_placement() -> Result<Option<Placement>> {
     let topology = topology::here().context("reading this machine's nodes")?;
     let placement = topology.place(1, None)?;
     let near = topology.near(&placement, 0);
     let several = near.iter().any(|cpu| placement.workers.iter().all(|place| place.cpu != *cpu));
-    Ok(several.then_some((placement, near)))
+    Ok(several.then_some(placement))
 }
 
 /// Binds this process, and what it becomes, to processors near those that the NIC of a running Baton was last seen on.

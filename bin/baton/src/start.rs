@@ -87,7 +87,7 @@ impl StartArguments {
         let socket = directory.join("agent.sock");
         let mut settings = beside_settings(socket.clone(), true, self.spin)?;
         if place == Where::NearNic
-            && let Some((placement, _)) = placement::own_placement()?
+            && let Some(placement) = placement::own_placement()?
         {
             settings.nic.cores = placement.workers.iter().map(|place| place.cpu).collect();
         }

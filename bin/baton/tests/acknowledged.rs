@@ -4,6 +4,7 @@
 mod common;
 
 use baton_abi::layout::Counter;
+use baton_client::protocol::{Ask, Reply};
 use baton_control::LinkSettings;
 use baton_kernel::{process, socket};
 use baton_lab::testbed::{Testbed, TestbedSettings, counter};
@@ -88,13 +89,41 @@ fn unacknowledged(client: &TcpStream) -> u32 {
 
 #[test]
 fn what_was_acknowledged_survives_the_nic() {
+    survives(1);
+}
+
+/// Whichever worker had it, and whichever has it afterwards.
+#[test]
+fn what_one_of_several_workers_acknowledged_survives_the_nic() {
+    survives(3);
+}
+
+fn survives(workers: usize) {
+    let link = LinkSettings { delay: 2000, ..LinkSettings::default() };
     // Which also waits where timestamps change.
-    let bed = bed(patient(Mode::Reorder));
+    let offloads = patient(Mode::Reorder);
+    let cores = if workers > 1 { None } else { TestbedSettings::default().nic_core };
+    let bed =
+        hosts(TestbedSettings { workers, card: workers > 1, nic_core: cores, link, offloads, ..TestbedSettings::default() });
     let (mut server, client) = connect(&bed, false, 8080);
     server.set_nonblocking(false).expect("a blocking socket");
     server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
     let mut sent = 0;
-    for _ in 0..5 {
+    for round in 0..5 {
+        if workers > 1 {
+            // Its connection is another worker's from now on, and after the NIC's death, too.
+            let indirection = (round % workers).to_string().parse().expect("a table");
+            let set = Offloads { rss: baton_rss::Settings { indirection, ..Default::default() }, ..offloads };
+            let reply = bed.tool().and_then(|mut tool| tool.ask(Ask::SetOffloads(Box::new(set)))).expect("an answer");
+            assert!(matches!(reply, Reply::Done), "{reply:?}");
+            // A bucket that moves takes what large receive holds to the kernel: until none does any more.
+            let mut moved = u64::MAX;
+            wait_until("buckets move for ever", || {
+                std::thread::sleep(Duration::from_millis(30));
+                let before = std::mem::replace(&mut moved, count(&bed, Counter::Buckets));
+                before == moved
+            });
+        }
         // Whole segments: a shorter one would end the aggregate.
         let mut piece = vec![0; 14 * 1448];
         stream::fill(9, sent, &mut piece);

@@ -1,10 +1,11 @@
 //! Active acknowledgements: their memory, and their place in the worker.
 
 use crate::counters::Counters;
+use crate::delivery;
 use crate::worker::Worker;
 use baton_abi::layout::{Counter, nic};
 use baton_active_ack::{Active, ENTRY_BYTES, Entry, Store};
-use baton_device::{Device, Frame};
+use baton_device::Device;
 use baton_ring::Region;
 use baton_tcp::Instant;
 use baton_wire::Name;
@@ -19,10 +20,16 @@ pub(crate) struct Places {
     base: usize,
 }
 
-/// Places that one of several workers has to begin with.
-pub(crate) fn share(worker: usize, workers: usize) -> core::ops::Range<usize> {
+/// Places that a worker has to begin with. What another NIC has left is the first one's, as every bucket is then: it goes to its owner with
+/// its bucket. To be asked of all workers before any of them runs.
+fn share(places: &Places, worker: usize, workers: usize) -> Vec<usize> {
     let of = |worker: usize| worker * nic::ACKNOWLEDGED / workers;
-    of(worker)..of(worker + 1)
+    let own = of(worker)..of(worker + 1);
+    (0..nic::ACKNOWLEDGED)
+        .filter(|place| {
+            if worker == 0 { own.contains(place) || places.holds(*place) } else { own.contains(place) && !places.holds(*place) }
+        })
+        .collect()
 }
 
 impl Places {
@@ -57,15 +64,24 @@ fn count(active: &Active<Places>, counters: &Counters) {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
+    fn places(&self) -> Places {
+        Places { memory: self.nic_memory.clone(), base: nic::acknowledged(self.slots.len()) }
+    }
+
+    /// Takes its places, and what another NIC has left in them.
+    pub(crate) fn take_places(&mut self, worker: usize, workers: usize, now: Instant) {
+        self.own_places = share(&self.places(), worker, workers);
+        self.set_active_ack(self.settings.active_ack, now);
+    }
+
     /// Acknowledges for the kernel from now on, or no longer. What another NIC has acknowledged is taken up in any case.
     pub(crate) fn set_active_ack(&mut self, on: bool, now: Instant) {
         if let Some(active) = &mut self.active {
             return active.set(on);
         }
-        let (me, workers) = self.among.as_ref().map_or((0, 1), |among| (among.peers.me(), among.peers.workers()));
-        let places = Places { memory: self.nic_memory.clone(), base: nic::acknowledged(self.slots.len()) };
-        if on || share(me, workers).any(|place| places.holds(place)) {
-            let active = Active::new(places, share(me, workers), self.settings.hash_key, on, now.0);
+        let places = self.places();
+        if on || self.own_places.iter().any(|place| places.holds(*place)) {
+            let active = Active::new(places, &self.own_places, self.settings.hash_key, on, now.0);
             self.active = Some(Box::new(active));
             self.wake_at(now.0);
         }
@@ -85,7 +101,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(crate) fn hear_kernels_acknowledgement(&mut self, now: Instant) {
         let Some(active) = &mut self.active else { return };
         let (host, counters) = (&mut self.host, &self.counters);
-        active.from_kernel(&mut self.frame, now.0, &mut |frame| give(host, frame, counters));
+        active.from_kernel(&mut self.frame, now.0, &mut |frame| delivery::transmit(frame, host, counters));
         let due = active.next_tick();
         self.wake_at(due);
     }
@@ -93,7 +109,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(crate) fn expire_acknowledgements(&mut self, now: Instant) {
         let Some(active) = &mut self.active else { return };
         let (host, output, counters) = (&mut self.host, &mut self.output, &self.counters);
-        active.expire(now.0, &mut |frame| output.forward(frame, counters), &mut |frame| give(host, frame, counters));
+        active
+            .expire(now.0, &mut |frame| output.forward(frame, counters), &mut |frame| delivery::transmit(frame, host, counters));
         count(active, counters);
     }
 
@@ -120,9 +137,4 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.wake_at(due);
         }
     }
-}
-
-fn give<H: Device>(host: &mut H, frame: &mut Frame, counters: &Counters) {
-    let sent = host.transmit(frame);
-    counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
 }

@@ -45,13 +45,15 @@ struct Far {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Makes this one of several workers. Nothing may have been attached.
+    /// Makes this one of several workers, the first of them first, and all before any runs. Nothing may have been attached.
     pub fn join(&mut self, peers: Peers, now: Instant) {
         self.counters.move_to(&self.nic_memory, peers.me());
         self.counters.set(Counter::Connections, 0);
         let front =
             || Front { buckets: vec![0; self.slots.len()], far: BTreeMap::new(), balance: Balance::new(peers.workers(), now.0) };
+        let (me, workers) = (peers.me(), peers.workers());
         self.among = Some(Box::new(Among { front: peers.is_front().then(front), peers }));
+        self.take_places(me, workers, now);
     }
 
     /// Workers that connections are spread over, and how: the front's to say.
@@ -106,7 +108,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     fn take_parcels(&mut self, now: Instant) -> bool {
         for count in 0..BATCH {
-            let Some((_, parcel)) = self.peers().and_then(Peers::receive) else { return count > 0 };
+            let Some(parcel) = self.peers().and_then(Peers::receive) else { return count > 0 };
             self.take_parcel(parcel, now);
         }
         true

@@ -76,7 +76,8 @@ impl Delivery {
     }
 }
 
-fn transmit<H: Device>(frame: &mut Frame, host: &mut H, counters: &Counters) {
+/// A frame to the kernel at once.
+pub(crate) fn transmit<H: Device>(frame: &mut Frame, host: &mut H, counters: &Counters) {
     let sent = host.transmit(frame);
     counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
 }

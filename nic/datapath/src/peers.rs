@@ -225,14 +225,14 @@ impl Peers {
     }
 
     /// What another worker has given, each in its turn.
-    pub(crate) fn receive(&mut self) -> Option<(usize, Parcel)> {
+    pub(crate) fn receive(&mut self) -> Option<Parcel> {
         for _ in 0..self.inboxes.len() {
             let at = self.next_inbox;
             self.next_inbox = (at + 1) % self.inboxes.len();
             if let Some(inbox) = &mut self.inboxes[at]
                 && let Ok(parcel) = inbox.pop()
             {
-                return Some((at, parcel));
+                return Some(parcel);
             }
         }
         None

@@ -141,6 +141,8 @@ pub struct Worker<H, W> {
     pub(crate) settings: Settings,
     /// Set if it acknowledges for the kernel, or has.
     pub(crate) active: Option<Box<Active<Places>>>,
+    /// Where it may keep what it acknowledges.
+    pub(crate) own_places: Vec<usize>,
     /// Set if there are other workers.
     pub(crate) among: Option<Box<Among>>,
 }
@@ -175,6 +177,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             started: false,
             settings,
             active: None,
+            own_places: Vec::new(),
             among: None,
         }
     }
@@ -201,7 +204,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn start(&mut self, now: Instant) {
         self.broadcast(|| Parcel::Start);
         self.started = true;
-        self.set_active_ack(self.settings.active_ack, now);
+        if self.among.is_none() {
+            self.take_places(0, 1, now);
+        }
+        self.wake_at(now.0);
     }
 
     /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
@@ -213,7 +219,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.sessions.iter_mut().flatten().for_each(|session| session.moderator = Moderator::new(doorbells));
         }
         self.settings.active_ack = active_ack;
-        if self.started {
+        if self.started || self.among.is_some() {
             self.set_active_ack(active_ack, now);
         }
         self.settings.lro = baton_lro::Settings { hash_key: self.settings.lro.hash_key, ..lro };
@@ -376,8 +382,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// A frame to the kernel that must not wait.
     fn pass_to_host(&mut self) {
         if !self.settings.beside {
-            let sent = self.host.transmit(&mut self.frame);
-            self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
+            crate::delivery::transmit(&mut self.frame, &mut self.host, &self.counters);
         }
     }
 
@@ -506,11 +511,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.settings.lro.mode != Mode::Off {
             self.expire_aggregates(now);
         }
+        if self.started {
+            self.expire_acknowledgements(now);
+        }
         if self.delivery.due() <= now.0 {
             self.delivery.flush(&mut self.host, &self.counters, now.0);
         }
-        self.expire_acknowledgements(now);
-        let acknowledgements = self.active.as_ref().map_or(u64::MAX, |active| active.next_tick());
+        // Before frames flow nobody would hear what the kernel answers.
+        let active = self.active.as_ref().filter(|_| self.started);
+        let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         self.due = self.wheel.next_tick().min(self.lro.next_tick()).min(self.delivery.due()).min(acknowledgements);
         worked
     }
@@ -600,7 +609,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// When a timer wants the worker next, in microseconds of its clock.
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
-        let acknowledgements = self.active.as_ref().and_then(|active| active.next_expiry());
+        let acknowledgements = self.active.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let told = self.sessions.iter().flatten().filter(|session| session.told > 0);
         let doorbells = told.filter_map(|session| session.moderator.due()).min();
         let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.among_due());

@@ -68,7 +68,7 @@ pub struct Active<S> {
 
 impl<S: Store> Active<S> {
     /// Over memory in which it may use these places, with what another NIC may have left there.
-    pub fn new(store: S, places: core::ops::Range<usize>, hash_key: [u64; 4], on: bool, now: u64) -> Active<S> {
+    pub fn new(store: S, places: &[usize], hash_key: [u64; 4], on: bool, now: u64) -> Active<S> {
         let count = store.places();
         let mut active = Active {
             table: Lookup::new(count, hash_key),
@@ -83,7 +83,7 @@ impl<S: Store> Active<S> {
             store,
             on,
         };
-        for place in places {
+        for &place in places {
             match store::recover(&active.store, place) {
                 Some(mut entry) => {
                     // The kernel gets it as soon as frames flow.
