@@ -27,8 +27,9 @@ use std::time::Duration;
 /// Microseconds that go by before a cell counts.
 const WARMING: u64 = 300_000;
 
-/// Rounds of the cells that bars are about, at least.
-const BAR_ROUNDS: usize = 5;
+/// Rounds of the cells that bars are about, at least, and the shares of segments held back in them.
+const BAR_ROUNDS: usize = 9;
+const BAR_REORDER: [f64; 2] = [0.0, 1.0];
 
 /// Gb/s at which the paper's large receive levels off (Figure 13), on its hardware.
 const PAPER: f64 = 4.75;
@@ -129,7 +130,17 @@ pub struct LroReport {
     pub bars: Vec<Bar>,
 }
 
-fn bed(way: Way, reorder: f64) -> Result<Testbed> {
+/// Frames that wait at the sender's interface at most.
+const QUEUE: u16 = 4096;
+
+/// The sender's memory for a connection, bytes, which limits what it has in flight: enough for the link many times over, and all together
+/// find room at its interface. A TAP does not hold its senders back as a card's driver does, and what is measured is the receiver, not
+/// how much a queue loses, nor how the sender recovers.
+fn window(connections: usize) -> usize {
+    (700_000 / connections).max(128 << 10)
+}
+
+fn bed(way: Way, connections: usize, reorder: f64) -> Result<Testbed> {
     let link = LinkSettings { delay: 50, reorder: (reorder * 10_000.0) as u32, hold: 200, seed: 3, ..LinkSettings::default() };
     Testbed::new(&TestbedSettings {
         link,
@@ -137,6 +148,8 @@ fn bed(way: Way, reorder: f64) -> Result<Testbed> {
         offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, ..Offloads::default() },
         gro: way == Way::Gro,
         threaded_napi: true,
+        peer_queue: Some(QUEUE),
+        peer_sysctls: vec![("ipv4/tcp_wmem", format!("4096 16384 {}", window(connections)))],
         spin: 20,
         ..TestbedSettings::default()
     })
@@ -231,7 +244,7 @@ fn used(bed: &Testbed, napi: &[u32]) -> Result<([u64; 2], Vec<u64>)> {
 }
 
 fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<Cell> {
-    let bed = bed(way, reorder)?;
+    let bed = bed(way, connections, reorder)?;
     let (servers, clients) = connect_pairs(&bed, connections, false)?;
     let napi = process::napi_threads("baton0");
     if napi.is_empty() {
@@ -280,7 +293,7 @@ fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<C
 /// # Errors
 /// If the test bed cannot be made.
 pub fn verify(bytes: u64) -> Result<u64> {
-    let bed = bed(Way::Reorder, 1.0)?;
+    let bed = bed(Way::Reorder, 4, 1.0)?;
     let (servers, clients) = connect_pairs(&bed, 4, false)?;
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -339,16 +352,18 @@ fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
     .collect()
 }
 
-/// The cells of one round.
-fn round(settings: &LroSettings, connections: &[usize], each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
+/// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those of all ways without.
+fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
     let mut cells = Vec::new();
     for &connections in connections {
-        for &reorder in &settings.reorder {
-            for way in Way::ALL {
-                let cell = run_cell(way, connections, reorder, settings.length)?;
+        let mut ways = Way::ALL;
+        for &reorder in shares {
+            for way in ways {
+                let cell = run_cell(way, connections, reorder, length)?;
                 each(&cell);
                 cells.push(cell);
             }
+            ways.reverse();
         }
     }
     Ok(cells)
@@ -361,12 +376,12 @@ fn round(settings: &LroSettings, connections: &[usize], each: &mut impl FnMut(&C
 pub fn run(settings: &LroSettings, mut each: impl FnMut(&Cell)) -> Result<LroReport> {
     let mut rounds = Vec::new();
     for _ in 0..settings.rounds.max(1) {
-        rounds.push(round(settings, &settings.connections, &mut each)?);
+        rounds.push(round(&settings.reorder, &settings.connections, settings.length, &mut each)?);
     }
     // Those that bars are about.
     let one: Vec<usize> = settings.connections.iter().copied().filter(|connections| *connections == 1).collect();
     for _ in rounds.len()..BAR_ROUNDS {
-        rounds.push(round(settings, &one, &mut each)?);
+        rounds.push(round(&BAR_REORDER, &one, settings.length, &mut each)?);
     }
     let median_of = |first: &Cell| {
         let same = |cell: &&Cell| (cell.way, cell.connections, cell.reorder) == (first.way, first.connections, first.reorder);

@@ -66,8 +66,11 @@ pub struct TestbedSettings {
     pub seed: u64,
     /// The `baton` program, if it is not the running one.
     pub program: Option<PathBuf>,
+    /// Frames that wait at host B's interface at most, if not as many as the kernel has it. A TAP does not hold its senders back as a card's
+    /// driver does, so that where they may send much the wire loses what its queue does not hold.
+    pub peer_queue: Option<u16>,
     /// Settings below /proc/sys/net of host B, by path.
-    pub peer_sysctls: Vec<(&'static str, &'static str)>,
+    pub peer_sysctls: Vec<(&'static str, String)>,
     /// Who is killed after which step of a move.
     pub crash: Option<Crash>,
     /// Frames that come during a move are dropped.
@@ -96,6 +99,7 @@ impl Default for TestbedSettings {
             agent_core: several.then_some(1),
             seed: 1,
             program: None,
+            peer_queue: None,
             peer_sysctls: Vec::new(),
             crash: None,
             drop_during_moves: false,
@@ -246,6 +250,9 @@ impl Testbed {
             Devices { host, wire, beside: None, card }
         };
         host_b.run(|| {
+            if let Some(frames) = settings.peer_queue {
+                interface::set_queue_length(b.name, frames)?;
+            }
             for (path, value) in &settings.peer_sysctls {
                 std::fs::write(format!("/proc/sys/net/{path}"), value)?;
             }

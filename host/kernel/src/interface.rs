@@ -122,6 +122,18 @@ pub fn set_gro(name: &str, on: bool) -> io::Result<()> {
     check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &mut request) }).map(|_| ())
 }
 
+/// Sets how many frames wait at an interface for its driver, at most (`ip link set NAME txqueuelen`). For a TAP that is what waits to be read.
+///
+/// # Errors
+/// The system's.
+pub fn set_queue_length(name: &str, frames: u16) -> io::Result<()> {
+    let mut request = interface_request(name)?;
+    request.ifr_ifru.ifru_metric = frames.into();
+    let socket = socket::stream(false, 0)?;
+    // SAFETY: SIOCSIFTXQLEN reads one ifreq, in which the length lies where a metric would.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFTXQLEN as _, &mut request) }).map(|_| ())
+}
+
 /// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's namespace
 /// if /sys is mounted for it). Whether it worked.
 pub fn set_threaded_napi(name: &str) -> bool {

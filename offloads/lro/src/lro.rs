@@ -11,7 +11,9 @@ use baton_tables::{Lookup, Wheel};
 use baton_wire::{Flags, Name, TcpFrame};
 use core::mem;
 
-/// Bytes of a buffer for a held segment, as far as those are not larger; and how many are kept.
+/// Held segments stay in the buffers that they came in, so many of them; what is held beyond that is copied, lest it take 64 KB each.
+const MOST_WIDE: usize = 128;
+/// Bytes of a buffer for such a copy, as far as those are not larger; and how many are kept.
 const SMALL: usize = 2048;
 const MOST_SMALL: usize = 1024;
 
@@ -28,7 +30,10 @@ pub struct Lro {
     free: Vec<u32>,
     /// Buffers for aggregates.
     spares: Vec<Frame>,
-    /// Buffers for held segments, used again.
+    /// Buffers to give for those in which segments are held, and how many there may still be made.
+    wide: Vec<Frame>,
+    unmade: usize,
+    /// Buffers for copies, used again.
     small: Vec<Frame>,
     wheel: Wheel<16>,
     expired: Vec<u32>,
@@ -55,6 +60,8 @@ impl Lro {
             flows: (0..connections).map(|_| None).collect(),
             free: (0..connections as u32).rev().collect(),
             spares: (0..aggregates).map(|_| Frame::with_capacity(MAX_FRAME)).collect(),
+            wide: Vec::new(),
+            unmade: MOST_WIDE,
             small: Vec::new(),
             wheel: Wheel::new(now),
             expired: Vec::new(),
@@ -210,8 +217,7 @@ impl Lro {
         };
         if frame.capacity() < MAX_FRAME {
             // One that was held has no room for more.
-            spare.fill(frame.bytes());
-            (spare.checksum, spare.interface) = (frame.checksum, frame.interface);
+            spare.copy_from(frame);
         } else {
             mem::swap(&mut spare, frame);
         }
@@ -251,9 +257,29 @@ impl Lro {
         }
     }
 
+    /// Takes the segment out of its buffer, or with it.
+    fn take(&mut self, frame: &mut Frame) -> Frame {
+        if frame.capacity() >= MAX_FRAME {
+            let wide = self.wide.pop().or_else(|| {
+                self.unmade = self.unmade.checked_sub(1)?;
+                Some(Frame::with_capacity(MAX_FRAME))
+            });
+            if let Some(wide) = wide {
+                return mem::replace(frame, wide);
+            }
+        }
+        let length = frame.bytes().len();
+        let reused = self.small.pop().filter(|small| small.capacity() >= length);
+        let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL)));
+        copy.copy_from(frame);
+        copy
+    }
+
     /// Keeps the buffer of a segment that was held.
     fn keep(&mut self, frame: Frame) {
-        if frame.capacity() <= 2 * SMALL && self.small.len() < MOST_SMALL {
+        if frame.capacity() >= MAX_FRAME {
+            self.wide.push(frame);
+        } else if frame.capacity() <= 2 * SMALL && self.small.len() < MOST_SMALL {
             self.small.push(frame);
         }
     }
@@ -284,11 +310,10 @@ impl Lro {
             if flow.held.is_empty() {
                 flow.gap_since = now;
             }
-            let reused = self.small.pop().filter(|small| small.capacity() >= length);
-            let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL)));
-            copy.fill(frame.bytes());
-            (copy.checksum, copy.interface) = (frame.checksum, frame.interface);
-            flow.held.insert(seq, copy);
+            let kept = self.take(frame);
+            if let Some(flow) = self.flows[at as usize].as_mut() {
+                flow.held.insert(seq, kept);
+            }
             self.held_bytes += length;
             self.counters.held += 1;
         }
