@@ -23,6 +23,7 @@ test: build lint
 	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
 	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
 	$(BATON) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
+	$(BATON) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
 
 lint:
 	$(CARGO) fmt --check
@@ -51,6 +52,7 @@ bench: build
 	$(BATON) bench datapath --json
 	$(BATON) bench lro --json
 	$(BATON) bench moderation --json
+	$(BATON) bench rss --json
 
 clean:
 	$(CARGO) clean

@@ -58,6 +58,8 @@ pub struct TestbedSettings {
     pub workers: usize,
     /// Each has queues of its own, which the kernels fill as the NIC's indirection table says; else the first takes every frame.
     pub card: bool,
+    /// A copy engine gives the host what the workers have for it.
+    pub copy_engine: bool,
     /// Core of the NIC's first worker.
     pub nic_core: Option<usize>,
     /// Core of the agent.
@@ -95,6 +97,7 @@ impl Default for TestbedSettings {
             spin: 200,
             workers: 1,
             card: false,
+            copy_engine: false,
             nic_core: several.then_some(0),
             agent_core: several.then_some(1),
             seed: 1,
@@ -276,6 +279,7 @@ impl Testbed {
                 workers: settings.workers,
                 cores: settings.nic_core.into_iter().collect(),
                 card: settings.card,
+                copy_engine: settings.copy_engine,
                 spin: settings.spin,
                 segmentation,
                 offloads: settings.offloads,

@@ -83,10 +83,15 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Figures of the offloads, with what they count.
-const FIGURES: [(Counter, &str); 9] = [
+const FIGURES: [(Counter, &str); 14] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
+    (Counter::InterruptNanoseconds, "ns in their first half (writing; the deferred half is the kernel's: see baton ntttcp)"),
+    (Counter::Doorbells, "doorbells rung for programs"),
+    (Counter::DoorbellNanoseconds, "ns of ringing them"),
+    (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
+    (Counter::WentBefore, "set-ups that the copy engine let go first"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),
@@ -129,6 +134,8 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         println!("{:>14}  {what}", count(counter));
     }
     println!("{mean:>14.0}  bytes of an aggregate, in the mean");
+    let per_interrupt = count(Counter::HostSent) as f64 / count(Counter::Interrupts).max(1) as f64;
+    println!("{per_interrupt:>14.1}  frames for each interrupt, in the mean");
     if statistics.workers.len() > 1 {
         println!("\nworker   busy s   frames from the wire   connections on the NIC   buckets given away");
         for (worker, [busy, frames, connections, buckets]) in workers(&statistics).enumerate() {

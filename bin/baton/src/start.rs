@@ -150,6 +150,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
             cores: Vec::new(),
             workers: 1,
             card: false,
+            copy_engine: false,
             spin,
             segmentation: true,
             offloads: Default::default(),

@@ -11,6 +11,10 @@ pub struct WorkerArguments {
     /// All frames come to the first worker, which gives the others theirs: what is done where BPF may not be used.
     #[arg(long)]
     one_queue: bool,
+    /// A copy engine, a thread of its own, gives the host what the workers have for it, each in turn. Without it each worker writes to its own
+    /// queue; with one queue for all there always is one.
+    #[arg(long)]
+    copy_engine: bool,
 }
 
 impl WorkerArguments {
@@ -24,5 +28,6 @@ impl WorkerArguments {
             eprintln!("All frames come to the first worker, since the kernel cannot distribute them here: {error}");
             bed.card = false;
         }
+        bed.copy_engine = self.copy_engine || self.workers > 1 && !bed.card;
     }
 }

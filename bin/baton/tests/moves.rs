@@ -63,7 +63,8 @@ fn bytes_are_equal_with_receive_threads() {
 fn bytes_are_equal_with_options_off() {
     for (option, value) in [("ipv4/tcp_sack", "0"), ("ipv4/tcp_timestamps", "0"), ("ipv4/tcp_window_scaling", "0")] {
         for link in [LinkSettings::default(), lossy()] {
-            let settings = TestbedSettings { peer_sysctls: vec![(option, value.to_string())], link, ..TestbedSettings::default() };
+            let settings =
+                TestbedSettings { peer_sysctls: vec![(option, value.to_string())], link, ..TestbedSettings::default() };
             back_and_forth(&mut scene(settings), 100_000);
         }
     }
@@ -195,7 +196,8 @@ fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
 /// Host B marks every packet both ways as having met congestion: the NIC says so to the peer, and slows down when it is told.
 #[test]
 fn congestion_marks_are_echoed_and_obeyed() {
-    let mut scene = scene(TestbedSettings { peer_sysctls: vec![("ipv4/tcp_ecn", "1".to_string())], ..TestbedSettings::default() });
+    let mut scene =
+        scene(TestbedSettings { peer_sysctls: vec![("ipv4/tcp_ecn", "1".to_string())], ..TestbedSettings::default() });
     let ecn = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").options & baton_kernel::tcp_info::OPTION_ECN;
     assert_ne!(ecn, 0, "the kernels did not agree on ECN");
     scene.exchange(50_000, Place::Nic);

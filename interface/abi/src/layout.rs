@@ -256,10 +256,16 @@ pub enum Counter {
     GivenAgain,
     /// Doorbells rung for programs that slept.
     Doorbells,
+    /// Segments that set up connections, and went to the kernel before frames that had waited longer.
+    WentBefore,
+    /// Nanoseconds of writing frames to the kernel: the first half of an interrupt. The deferred half is the kernel's.
+    InterruptNanoseconds,
+    /// Nanoseconds of ringing programs' doorbells.
+    DoorbellNanoseconds,
 }
 
 /// How many counters there are.
-pub const COUNTERS: usize = 29;
+pub const COUNTERS: usize = 32;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -1,6 +1,7 @@
 //! The NIC process: workers on cores of their own, without capabilities, fed by the agent.
 #![forbid(unsafe_code)]
 
+mod copy;
 mod emulated;
 mod nic;
 mod settings;

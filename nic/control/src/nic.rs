@@ -1,6 +1,7 @@
 //! The NIC process: its workers' threads, and what the first of them has to do with agent and programs.
 
 use crate::NicSettings;
+use crate::copy::{CopyEngine, Host};
 use crate::emulated::EmulatedWire;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
@@ -70,7 +71,7 @@ pub enum ToAgent {
     Failed(String),
 }
 
-type NicWorker = Worker<Kernel, EmulatedWire<Wire>>;
+type NicWorker = Worker<Host, EmulatedWire<Wire>>;
 
 /// One worker, and the thread that it has.
 struct Runner {
@@ -84,6 +85,7 @@ struct Runner {
     /// Of all workers.
     bells: Arc<Vec<Doorbell>>,
     busy_nanos: u64,
+    doorbell_nanos: u64,
     /// The first one's.
     front: Option<Front>,
 }
@@ -163,23 +165,28 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         1 => vec![None],
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
     };
+    let (kernels, wires): (Vec<Kernel>, Vec<Wire>) = devices.into_iter().map(|devices| (devices.host, devices.wire)).unzip();
+    let hosts = if settings.copy_engine {
+        let (mut engine, hosts) = CopyEngine::between(kernels, settings.segmentation, settings.spin)?;
+        let core = settings.cores.get(hosts.len()).copied();
+        start_thread("baton copy engine", move || engine.run(core))?;
+        hosts
+    } else {
+        kernels.into_iter().map(|kernel| Host::Own(kernel, 0)).collect()
+    };
     let mut runners = Vec::new();
-    for (me, devices) in devices.into_iter().enumerate() {
-        runners.push(Runner::new(settings, me, devices, peers[me].take(), &memory, &bells, front.take())?);
+    for (me, (host, wire)) in hosts.into_iter().zip(wires).enumerate() {
+        runners.push(Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?);
     }
     let others = runners.split_off(1);
     for mut runner in others {
         let core = settings.cores.get(runner.me).copied();
-        let work = move || {
-            let _all = EndsAll;
+        start_thread("baton worker", move || {
             if let Some(core) = core {
                 process::pin(0, core);
             }
-            if let Err(error) = runner.main_loop() {
-                eprintln!("baton nic: worker {}: {error:#}", runner.me);
-            }
-        };
-        std::thread::Builder::new().name("baton worker".into()).spawn(work).context("starting a worker's thread")?;
+            runner.main_loop()
+        })?;
     }
     let mut first = runners.remove(0);
     if let Some(core) = settings.cores.first() {
@@ -192,7 +199,19 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     first.main_loop()
 }
 
-/// A NIC that lacks a worker is no NIC: the agent starts another.
+/// A thread whose end is the process's.
+fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    let work = move || {
+        let _all = EndsAll;
+        if let Err(error) = work() {
+            eprintln!("baton nic: {name}: {error:#}");
+        }
+    };
+    std::thread::Builder::new().name(name.into()).spawn(work).with_context(|| format!("starting the thread {name:?}"))?;
+    Ok(())
+}
+
+/// A NIC that lacks a thread is no NIC: the agent starts another.
 struct EndsAll;
 
 impl Drop for EndsAll {
@@ -205,13 +224,12 @@ impl Runner {
     fn new(
         settings: &NicSettings,
         me: usize,
-        devices: Devices,
+        (host, wire): (Host, Wire),
         peers: Option<Peers>,
         memory: &Arc<Region>,
         bells: &Arc<Vec<Doorbell>>,
         front: Option<Front>,
     ) -> Result<Runner> {
-        let Devices { host, wire } = devices;
         let poller = Poller::new()?;
         let hears = settings.card || me == 0;
         let channel = front.as_ref().map(|front| front.channel.as_fd());
@@ -244,7 +262,7 @@ impl Runner {
             worker.join(peers, now);
         }
         let (memory, bells) = (memory.clone(), bells.clone());
-        Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, front })
+        Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, doorbell_nanos: 0, front })
     }
 
     fn main_loop(&mut self) -> Result<()> {
@@ -281,10 +299,12 @@ impl Runner {
 
     fn ring_doorbells(&mut self, now: Instant) {
         if let Some(front) = &self.front {
-            let bells = &front.program_bells;
+            let (bells, nanos) = (&front.program_bells, &mut self.doorbell_nanos);
             let agent = self.worker.doorbells(now, |session| {
                 if let Some(bell) = bells.get(&session) {
+                    let started = monotonic_nanos();
                     bell.ring();
+                    *nanos += monotonic_nanos() - started;
                 }
             });
             if agent {
@@ -300,6 +320,12 @@ impl Runner {
     fn publish_counters(&mut self) {
         let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
+        words[Counter::DoorbellNanoseconds as usize].store(self.doorbell_nanos, Ordering::Relaxed);
+        let host = self.worker.host();
+        let ([nanos, went_before], failed) = (host.figures(), host.failed());
+        words[Counter::InterruptNanoseconds as usize].store(nanos, Ordering::Relaxed);
+        words[Counter::WentBefore as usize].store(went_before, Ordering::Relaxed);
+        self.worker.count_lost(failed);
         let [out, back] = self.worker.wire().counters();
         words[Counter::LinkLost as usize].store(out.lost + back.lost, Ordering::Relaxed);
         words[Counter::LinkOverflowed as usize].store(out.overflowed + back.overflowed, Ordering::Relaxed);

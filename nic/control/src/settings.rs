@@ -57,6 +57,9 @@ pub struct NicSettings {
     /// first worker takes every frame, and gives those of the others to them.
     #[serde(default)]
     pub card: bool,
+    /// One thread writes to the kernel what all workers have for it, each in turn; else each worker does so itself.
+    #[serde(default)]
+    pub copy_engine: bool,
     /// Microseconds that it polls without work before it sleeps.
     pub spin: u64,
     /// The wire takes frames of up to 64 KB.

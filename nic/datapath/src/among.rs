@@ -188,6 +188,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn take_frames(&mut self, from: From, now: Instant) -> bool {
         let mut taken = 0;
         let mut empty = false;
+        if from == From::Wire && !self.host.is_ready() {
+            return true;
+        }
         while taken < self.settings.batch && !empty {
             empty = !match from {
                 From::Wire => self.output.wire.receive(&mut self.frame),
@@ -340,6 +343,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// The old owner's last step: nothing of the bucket is here any more, in any queue.
     fn give_up(&mut self, which: Move, now: Instant) {
         self.flush_to_kernel(now);
+        self.host.settle();
         let Some(peers) = self.among.as_ref().map(|among| &among.peers) else { return };
         let its = |flow| peers.hash().bucket_of(&Input::of_flow(flow)) == which.bucket;
         let cids: Vec<Cid> = self.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();

@@ -42,6 +42,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             Err(refusal) => (Control::Refused, refusal as u32),
         };
         self.count_connections();
+        // What the kernel was to be given it has, before the agent goes on.
+        self.host.settle();
         self.tell_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
         if self.among.as_ref().is_none_or(|among| among.peers.is_front()) {
             self.advertise();

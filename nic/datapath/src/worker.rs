@@ -247,6 +247,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.due = self.due.min(due);
     }
 
+    /// Counts frames that the host did not take after all.
+    pub fn count_lost(&mut self, frames: u64) {
+        self.counters.add(Counter::Dropped, frames);
+    }
+
     /// The host's device.
     pub fn host(&mut self) -> &mut H {
         &mut self.host
@@ -280,6 +285,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     #[inline]
     pub(crate) fn poll_wire(&mut self, now: Instant) -> bool {
+        if !self.host.is_ready() {
+            return true;
+        }
         for count in 0..self.settings.batch {
             if !self.output.wire.receive(&mut self.frame) {
                 return count > 0;
@@ -570,7 +578,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Announces that the worker is going to sleep. False if something has come meanwhile; it then must not.
     pub fn prepare_sleep(&mut self) -> bool {
-        let mut idle = self.among.as_mut().is_none_or(|among| among.peers.prepare_sleep());
+        let mut idle = self.host.is_ready() && self.among.as_mut().is_none_or(|among| among.peers.prepare_sleep());
         if !self.is_front() {
             // News that the front has had no room for.
             idle &= self.dirty.is_empty();

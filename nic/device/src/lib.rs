@@ -181,6 +181,15 @@ pub trait Device {
 
     /// Sends a frame, whose buffer may be exchanged. False if the device had no room: the frame is lost, as on any wire.
     fn transmit(&mut self, frame: &mut Frame) -> bool;
+
+    /// Whether it takes frames without keeping them waiting. One that is not ready takes them still, but should be given no more than must be.
+    #[inline]
+    fn is_ready(&mut self) -> bool {
+        true
+    }
+
+    /// Returns when everything that it has taken is where it was to go.
+    fn settle(&mut self) {}
 }
 
 impl<D: Device + ?Sized> Device for Box<D> {
@@ -194,5 +203,13 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         (**self).transmit(frame)
+    }
+
+    fn is_ready(&mut self) -> bool {
+        (**self).is_ready()
+    }
+
+    fn settle(&mut self) {
+        (**self).settle();
     }
 }

@@ -1,0 +1,80 @@
+//! The copy engine between several workers and one queue of the kernel's: what it delivers is whole, and new connections come about while
+//! others take all that it has.
+
+mod common;
+
+use baton_abi::layout::Counter;
+use baton_lab::testbed::{TestbedSettings, address_a};
+use baton_lro::Mode;
+use baton_offloads::Offloads;
+use common::{connect, hosts};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const BULK: u16 = 6;
+
+/// After this a SYN is sent again (RFC 6298).
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+#[test]
+fn new_connections_come_about_beside_bulk_transfers() {
+    let offloads = Offloads { lro: baton_lro::Settings { mode: Mode::InOrder, ..Default::default() }, ..Offloads::default() };
+    // Nothing is lost on the way to the NIC, so that a late connection is the engine's fault.
+    let bed = hosts(TestbedSettings {
+        workers: 4,
+        copy_engine: true,
+        peer_queue: Some(30_000),
+        offloads,
+        ..TestbedSettings::default()
+    });
+    let pairs: Vec<_> = (0..BULK).map(|at| connect(&bed, false, 7000 + at)).collect();
+    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 8080))).expect("a listener");
+    let address = listener.local_addr().expect("its address");
+    let over = AtomicBool::new(false);
+    let mut slowest = Duration::ZERO;
+    std::thread::scope(|scope| {
+        let _over = SetsAtEnd(&over);
+        for (at, (mut server, mut client)) in pairs.into_iter().enumerate() {
+            [&server, &client].into_iter().for_each(|side| side.set_nonblocking(false).expect("blocking"));
+            let piece: Vec<u8> = (0..1 << 16).map(|byte: usize| (byte * 7 + at) as u8).collect();
+            let expected = piece.clone();
+            let over = &over;
+            scope.spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    client.write_all(&piece).expect("the sender");
+                }
+            });
+            scope.spawn(move || {
+                let mut got = vec![0; expected.len()];
+                while server.read_exact(&mut got).is_ok() {
+                    assert!(got == expected, "connection {at}: wrong bytes");
+                }
+            });
+        }
+        let count =
+            |counter: Counter| bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters[counter as usize];
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let mut made = 0;
+        while made < 100 || count(Counter::WentBefore) == 0 {
+            assert!(Instant::now() < deadline, "{made} connections, none of which went before other frames");
+            let started = Instant::now();
+            let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10))).expect("a connection");
+            slowest = slowest.max(started.elapsed());
+            drop((client, listener.accept().expect("its other end")));
+            made += 1;
+        }
+        println!("{made} connections, the slowest after {slowest:?}, {} went before", count(Counter::WentBefore));
+        assert_eq!(count(Counter::Dropped), 0);
+    });
+    assert!(slowest < TIMEOUT, "a SYN was sent again: {slowest:?}");
+}
+
+struct SetsAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for SetsAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
