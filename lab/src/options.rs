@@ -14,6 +14,8 @@ pub enum Fate {
     Stays,
     /// It tells; nothing can be set.
     Told,
+    /// It tells of whoever has the connection: while the NIC has it, the NIC.
+    Answered,
     /// It has no meaning for a connected TCP socket, or is an action and not a state.
     NoMeaning,
 }
@@ -37,7 +39,7 @@ const fn row(name: &'static str, level: i32, number: i32, fate: Fate, value: Opt
     SocketOption { name, level, number, fate, value }
 }
 
-use Fate::{Carried, Kept, NoMeaning, Stays, Told};
+use Fate::{Answered, Carried, Kept, NoMeaning, Stays, Told};
 
 /// All options, by level and number (Linux 6.18).
 pub const OPTIONS: &[SocketOption] = &[
@@ -86,7 +88,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_BUSY_POLL", 1, 46, Kept, Some(10)),
     row("SO_MAX_PACING_RATE", 1, 47, Kept, Some(1_000_000)),
     row("SO_BPF_EXTENSIONS", 1, 48, Told, None),
-    row("SO_INCOMING_CPU", 1, 49, NoMeaning, None),
+    row("SO_INCOMING_CPU", 1, 49, Answered, None),
     row("SO_ATTACH_BPF", 1, 50, Stays, None),
     row("SO_ATTACH_REUSEPORT_CBPF", 1, 51, NoMeaning, None),
     row("SO_ATTACH_REUSEPORT_EBPF", 1, 52, NoMeaning, None),
@@ -233,7 +235,8 @@ pub fn markdown() -> String {
         "# Socket options across a move\n\n\
          Made by `baton options`; every row that is kept, carried or told is taken across a move both ways by `bin/baton/tests/options.rs`.\n\n\
          *kept*: stays with the socket, which is the same one; *carried*: the NIC acts on it, or a move puts it back; *stays*: a connection\n\
-         that uses it stays in the kernel; *told*: read only, and reads the same; –: no meaning for a connected TCP socket, or an action.\n\n\
+         that uses it stays in the kernel; *told*: read only, and reads the same; *answered*: of the NIC while the NIC has it; –: no meaning for a connected TCP socket, or an\n\
+         action.\n\n\
          | option | |\n|---|---|\n",
     );
     for option in OPTIONS {
@@ -242,6 +245,7 @@ pub fn markdown() -> String {
             Fate::Carried => "carried",
             Fate::Stays => "stays",
             Fate::Told => "told",
+            Fate::Answered => "answered",
             Fate::NoMeaning => "–",
         };
         let _ = writeln!(text, "| {} | {fate} |", option.name);

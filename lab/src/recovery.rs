@@ -105,8 +105,13 @@ impl Condition {
 /// Bytes received per block, and losses, of one run.
 fn run_one(condition: Condition, place: Place, seconds: f64) -> Result<(Vec<f64>, u64)> {
     // The NIC sleeps between frames: many of them share the cores.
-    let settings =
-        TestbedSettings { link: condition.link(), spin: 0, nic_core: None, agent_core: None, ..TestbedSettings::default() };
+    let settings = TestbedSettings {
+        link: condition.link(),
+        spin: 0,
+        nic_cores: Vec::new(),
+        agent_core: None,
+        ..TestbedSettings::default()
+    };
     let bed = Testbed::new(&settings)?;
     let (servers, clients) = connect_pairs(&bed, condition.connections(), false)?;
     let mut session = Session::connect(&bed.socket())?;

@@ -228,7 +228,8 @@ impl Bench<'_> {
 /// # Errors
 /// If the test bed cannot be made, or a connection breaks.
 pub fn run(settings: &RssSettings, mut each: impl FnMut(&Measured)) -> Result<RssReport> {
-    let card = TestbedSettings { workers: settings.workers, card: true, nic_core: None, agent_core: None, ..Default::default() };
+    let card =
+        TestbedSettings { workers: settings.workers, card: true, nic_cores: Vec::new(), agent_core: None, ..Default::default() };
     let bed = Testbed::new(&card)?;
     let (servers, clients) = connect_pairs(&bed, settings.flows, false)?;
     let mut session = Session::connect(&bed.socket())?;

@@ -60,8 +60,8 @@ pub struct TestbedSettings {
     pub card: bool,
     /// A copy engine gives the host what the workers have for it.
     pub copy_engine: bool,
-    /// Core of the NIC's first worker.
-    pub nic_core: Option<usize>,
+    /// Cores of the NIC's workers, as far as they are bound to any.
+    pub nic_cores: Vec<usize>,
     /// Core of the agent.
     pub agent_core: Option<usize>,
     /// Seed of the lookup's key and the link's faults.
@@ -98,7 +98,7 @@ impl Default for TestbedSettings {
             workers: 1,
             card: false,
             copy_engine: false,
-            nic_core: several.then_some(0),
+            nic_cores: if several { vec![0] } else { Vec::new() },
             agent_core: several.then_some(1),
             seed: 1,
             program: None,
@@ -277,7 +277,7 @@ impl Testbed {
             nic: NicSettings {
                 slots: settings.slots,
                 workers: settings.workers,
-                cores: settings.nic_core.into_iter().collect(),
+                cores: settings.nic_cores.clone(),
                 card: settings.card,
                 copy_engine: settings.copy_engine,
                 spin: settings.spin,

@@ -89,6 +89,18 @@ pub enum Where {
     NearNic,
 }
 
+/// Processors for several workers; none where some would have to share one, or would leave programs none.
+pub fn own_cores(workers: usize) -> Option<Vec<usize>> {
+    let topology = topology::here().ok()?;
+    let placement = topology.place(workers, None).ok()?;
+    let mut cores: Vec<usize> = placement.workers.iter().map(|place| place.cpu).collect();
+    let all: usize = topology.nodes.iter().map(|node| node.cpus.len()).sum();
+    let wanted = cores.clone();
+    cores.sort_unstable();
+    cores.dedup();
+    (cores.len() == workers && workers < all).then_some(wanted)
+}
+
 /// A processor for one worker; none where programs near it would have no other.
 pub fn own_placement() -> Result<Option<Placement>> {
     let topology = topology::here().context("reading this machine's nodes")?;

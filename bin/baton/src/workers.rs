@@ -28,6 +28,11 @@ impl WorkerArguments {
             eprintln!("All frames come to the first worker, since the kernel cannot distribute them here: {error}");
             bed.card = false;
         }
+        if self.workers > 1
+            && let Some(cores) = crate::placement::own_cores(self.workers.into())
+        {
+            bed.nic_cores = cores;
+        }
         bed.copy_engine = self.copy_engine || self.workers > 1 && !bed.card;
     }
 }

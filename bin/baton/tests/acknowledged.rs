@@ -102,9 +102,9 @@ fn survives(workers: usize) {
     let link = LinkSettings { delay: 2000, ..LinkSettings::default() };
     // Which also waits where timestamps change.
     let offloads = patient(Mode::Reorder);
-    let cores = if workers > 1 { None } else { TestbedSettings::default().nic_core };
+    let cores = if workers > 1 { Vec::new() } else { TestbedSettings::default().nic_cores };
     let bed =
-        hosts(TestbedSettings { workers, card: workers > 1, nic_core: cores, link, offloads, ..TestbedSettings::default() });
+        hosts(TestbedSettings { workers, card: workers > 1, nic_cores: cores, link, offloads, ..TestbedSettings::default() });
     let (mut server, client) = connect(&bed, false, 8080);
     server.set_nonblocking(false).expect("a blocking socket");
     server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");

@@ -1,10 +1,14 @@
 //! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings where a NIC is started.
 
+mod common;
 mod scratch;
 
+use baton_client::protocol::Place;
 use baton_kernel::namespace::Namespace;
-use baton_kernel::process;
+use baton_kernel::{process, socket, topology};
+use baton_lab::testbed::TestbedSettings;
 use scratch::{Scratch, text};
+use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 
 fn baton(arguments: &[&str]) -> Output {
@@ -69,6 +73,46 @@ fn a_program_runs_near_its_nic() {
     };
     let (anywhere, near) = (allowed("anywhere"), allowed("near-nic"));
     assert_eq!(anywhere != near, process::cores() > 1, "{anywhere:?}, {near:?}");
+}
+
+/// Where a connection is: the processor of the NIC's worker while the NIC has it, and the node of that.
+#[test]
+fn a_program_is_told_where_its_connection_is() {
+    let mut scene = common::scene(TestbedSettings { nic_cores: vec![0], ..TestbedSettings::default() });
+    scene.exchange(100_000, Place::Nic);
+    assert_eq!(scene.session.processor(scene.id).expect("a processor"), Some(0));
+    assert_eq!(scene.session.node(scene.id).expect("a node"), topology::node_of_cpu(0));
+    scene.exchange(100_000, Place::Kernel);
+    let fd = scene.session.release(scene.id).expect("the descriptor");
+    let kernels = socket::get(fd.as_fd(), 1, 49).expect("SO_INCOMING_CPU");
+    assert!((0..process::cores() as i32).contains(&kernels), "{kernels}");
+}
+
+/// On the program's own processors as long as the kernel has the connection, on the NIC's own as soon as the NIC does.
+const ASKS: &str = "
+import os, socket, time
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+mine, deadline = os.sched_getaffinity(0), time.monotonic() + 20
+while time.monotonic() < deadline:
+    client.sendall(b'x')
+    server.recv(1)
+    at = server.getsockopt(socket.SOL_SOCKET, socket.SO_INCOMING_CPU)
+    if at >= 0 and at not in mine:
+        print('elsewhere')
+        break
+";
+
+#[test]
+fn an_unmodified_program_is_told_too() {
+    let scratch = Scratch::new("told");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--place", "near-nic", "--rule", "established", "--", "python3", "-c", ASKS]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("output");
+    let elsewhere = text(&ran.stdout).trim() == "elsewhere";
+    assert!(ran.status.success() && elsewhere == (process::cores() > 1), "{ran:?}");
 }
 
 #[test]

@@ -153,7 +153,7 @@ fn goes_on_while_buckets_change_hands(card: bool) {
     let settings = TestbedSettings {
         workers: 3,
         card,
-        nic_core: None,
+        nic_cores: Vec::new(),
         agent_core: None,
         offloads: Offloads { lro, active_ack: true, ..Offloads::default() },
         ..TestbedSettings::default()

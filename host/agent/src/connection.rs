@@ -181,6 +181,11 @@ impl Block {
         Block { memory, base: session::block(connection) }
     }
 
+    /// Which of the session's it is.
+    pub fn number(&self) -> u32 {
+        ((self.base - session::BLOCKS) / session::BLOCK_BYTES) as u32
+    }
+
     pub fn load(&self, field: usize) -> u32 {
         self.memory.word32(self.base + field).load(Ordering::Acquire)
     }

@@ -285,7 +285,8 @@ fn hand_off(
     saved: &Saved,
 ) -> Result<(), Stay> {
     let base = nic::slot(cid.slot());
-    let parameters = [session_number, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
+    let block_number = connection.block.number();
+    let parameters = [session_number, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1, block_number];
     for (at, value) in parameters.into_iter().enumerate() {
         ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
     }
@@ -295,6 +296,7 @@ fn hand_off(
     let fin = u32::from(image.state.fin_received());
     let b = &connection.block;
     b.store(block::CID, cid.0);
+    b.store(block::PROCESSOR, 0);
     b.store(block::RECEIVE_BASE, memory.receive.0);
     b.store(block::RECEIVE_SIZE, memory.receive.1);
     b.store(block::SEND_BASE, memory.send.0);

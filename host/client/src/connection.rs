@@ -365,6 +365,11 @@ impl Connection {
         self.load(block::FLAGS) & 4 != 0
     }
 
+    /// The processor that its frames are processed on, while the NIC has it; None if the NIC has not said so yet.
+    pub fn processor(&self) -> Option<u32> {
+        self.load(block::PROCESSOR).checked_sub(1)
+    }
+
     pub(crate) fn set_flag(&self, flag: u32, on: bool) {
         let flags = self.load(block::FLAGS);
         self.store(block::FLAGS, if on { flags | flag } else { flags & !flag });

@@ -6,7 +6,7 @@ use crate::protocol::{Opening, Place};
 use crate::shared::{Listener, Shared};
 use baton_abi::layout::Owner;
 use baton_kernel::events::{Poller, Trigger};
-use baton_kernel::socket;
+use baton_kernel::{socket, topology};
 use baton_ring::Token;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,6 +22,8 @@ const WATCHED: u64 = u64::MAX - 1;
 
 /// The one thread that uses the session.
 const ME: Token = 1;
+/// Level and number of the option.
+const SO_INCOMING_CPU: (i32, i32) = (1, 49);
 
 #[derive(Debug)]
 struct Adopted {
@@ -255,7 +257,27 @@ impl Session {
         if entered.owner == Owner::Nic && (level, option) == (1, 9) {
             return Ok(i32::from(connection.keepalive()));
         }
+        if entered.owner == Owner::Nic && (level, option) == SO_INCOMING_CPU {
+            return Ok(connection.processor().map_or(-1, |processor| processor as i32));
+        }
         socket::get(fd.as_fd(), level, option)
+    }
+
+    /// The processor that a connection's frames are processed on, wherever it is (SO_INCOMING_CPU): the kernel's, or the NIC's. It changes when
+    /// the connection moves, from one worker of the NIC's to another too. None as long as nothing has come.
+    ///
+    /// # Errors
+    /// See [`Session::option`].
+    pub fn processor(&mut self, id: ConnectionId) -> io::Result<Option<usize>> {
+        Ok(self.option(id, SO_INCOMING_CPU.0, SO_INCOMING_CPU.1)?.try_into().ok())
+    }
+
+    /// The NUMA node of that processor. None if the system does not know.
+    ///
+    /// # Errors
+    /// See [`Session::option`].
+    pub fn node(&mut self, id: ConnectionId) -> io::Result<Option<usize>> {
+        Ok(self.processor(id)?.and_then(topology::node_of_cpu))
     }
 
     /// Takes in what the NIC has told.

@@ -122,6 +122,37 @@ pub fn pin_to(cores: &[usize]) -> bool {
     }
 }
 
+/// The processor that this thread runs on just now.
+#[inline]
+pub fn current_cpu() -> usize {
+    // SAFETY: a query.
+    unsafe { libc::sched_getcpu() }.max(0) as usize
+}
+
+/// New memory of the calling thread comes from a node, as far as it has any; with None from wherever the thread runs. Whether the system
+/// knows of nodes.
+pub fn prefer_memory(node: Option<usize>) -> bool {
+    let mask = NodeMask::of(node);
+    let mode = if node.is_some() { libc::MPOL_PREFERRED } else { libc::MPOL_DEFAULT };
+    // SAFETY: set_mempolicy(2) reads as many bits as it is told, which the mask has.
+    unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, mask.0.as_ptr(), NodeMask::BITS) == 0 }
+}
+
+/// Nodes, a bit each, as set_mempolicy(2) wants them.
+struct NodeMask([u64; 16]);
+
+impl NodeMask {
+    const BITS: usize = 1024;
+
+    fn of(node: Option<usize>) -> NodeMask {
+        let mut words = [0; 16];
+        if let Some(node) = node.filter(|node| *node < Self::BITS) {
+            words[node / 64] |= 1 << (node % 64);
+        }
+        NodeMask(words)
+    }
+}
+
 /// Processors that this thread may run on.
 pub fn allowed_cpus() -> Vec<usize> {
     // SAFETY: cpu_set_t is plain data; CPU_ISSET reads inside it for cores below 1024.

@@ -53,6 +53,13 @@ pub fn here() -> io::Result<Topology> {
     read(Path::new("/sys/devices/system/node"), &crate::process::allowed_cpus())
 }
 
+/// The node that a processor belongs to. None if the system does not know.
+pub fn node_of_cpu(cpu: usize) -> Option<usize> {
+    let entries = std::fs::read_dir(format!("/sys/devices/system/cpu/cpu{cpu}")).ok()?;
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.filter_map(|name| name.strip_prefix("node")?.parse().ok()).next()
+}
+
 /// The node of a network interface's device. None if it has none, or the system does not know.
 pub fn node_of_interface(name: &str) -> Option<usize> {
     let text = std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("device/numa_node")).ok()?;

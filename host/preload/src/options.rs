@@ -139,6 +139,7 @@ pub(crate) unsafe fn get(
     {
         let told = match (level, option) {
             (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => i32::from(connection.keepalive()),
+            (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
             (libc::IPPROTO_TCP, libc::TCP_INFO) => {
                 // SAFETY: the kernel has just written so many bytes there.

@@ -70,7 +70,8 @@ pub mod slot {
     pub const PUBLISHED: usize = 0;
     /// The two copies of the record.
     pub const RECORDS: usize = 64;
-    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size.
+    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size,
+    /// number of the connection's block.
     pub const PARAMETERS: usize = 192;
     /// 4-byte word that a mirroring NIC sets to 1 once its copy covers what the kernel holds out of order, else 0.
     pub const COVERED: usize = PARAMETERS + 28;
@@ -166,6 +167,8 @@ pub mod block {
     pub const QUEUED_SEQ: usize = 44;
     /// At a handoff: bit 0 the peer's FIN has come. Then the program's: bit 1 it has shut its sending side, bit 2 SO_KEEPALIVE.
     pub const FLAGS: usize = 48;
+    /// While the NIC has it: the processor that its worker runs on, plus one; 0 if that is not known. Written by the NIC.
+    pub const PROCESSOR: usize = 52;
 }
 
 /// Owners of a connection, as [`block::OWNER`] holds them.
@@ -274,5 +277,5 @@ const _: () = {
     assert!(slot::NEXT_NAME + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
-    assert!(block::FLAGS + 4 <= session::BLOCK_BYTES);
+    assert!(block::PROCESSOR + 4 <= session::BLOCK_BYTES);
 };

@@ -9,7 +9,7 @@ use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datapath::{Peers, Registers, Settings, Worker, crossbar};
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
-use baton_kernel::process;
+use baton_kernel::{process, topology};
 use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_sim::Impairments;
@@ -174,10 +174,17 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     } else {
         kernels.into_iter().map(|kernel| Host::Own(kernel, 0)).collect()
     };
+    let node_of = |worker: usize| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core));
+    if let Some(node) = node_of(0) {
+        // What is near is faster; that it could not be had stops nobody.
+        let _ = memory.prefer_node(node);
+    }
     let mut runners = Vec::new();
     for (me, (host, wire)) in hosts.into_iter().zip(wires).enumerate() {
+        process::prefer_memory(node_of(me));
         runners.push(Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?);
     }
+    process::prefer_memory(None);
     let others = runners.split_off(1);
     for mut runner in others {
         let core = settings.cores.get(runner.me).copied();
@@ -318,6 +325,7 @@ impl Runner {
     }
 
     fn publish_counters(&mut self) {
+        self.worker.set_processor(process::current_cpu());
         let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
         words[Counter::DoorbellNanoseconds as usize].store(self.doorbell_nanos, Ordering::Relaxed);

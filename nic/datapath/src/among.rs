@@ -5,6 +5,7 @@
 //! the new owner, by way of the front, and everybody sends there what was held.
 
 use crate::balance::{Balance, Step};
+use crate::custody::Custody;
 use crate::offloaded::Pending;
 use crate::peers::{Contents, FRONT, Leaving, Parcel, Peers, Place};
 use crate::worker::Worker;
@@ -393,6 +394,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             let index = slot.cid.slot();
             slot.scheduled = u64::MAX;
             slot.dirty = false;
+            if let Custody::Active(offloaded) = &slot.custody {
+                offloaded.tell_processor(self.processor);
+            }
             if let Some(Among { front: Some(front), .. }) = self.among.as_deref_mut()
                 && let Some(far) = front.far.remove(&index).filter(|far| far.cid == slot.cid)
             {

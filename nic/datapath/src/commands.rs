@@ -133,7 +133,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    pub(crate) fn parameters(&self, index: u32) -> [u32; 5] {
+    pub(crate) fn parameters(&self, index: u32) -> [u32; 6] {
         let base = nic::slot(index) + at::PARAMETERS;
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
@@ -141,14 +141,14 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// `nic_handoff`: from the image to a running connection.
     fn handoff(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
-        let [session, receive_base, receive_size, send_base, send_size] = self.parameters(index);
-        let memory = Memory { receive_base, receive_size, send_base, send_size };
+        let [session, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);
+        let memory = Memory { receive_base, receive_size, send_base, send_size, block };
         let mut bytes = [0u8; MAX_ENCODED];
         let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
         let attached = self.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let session_memory = attached.memory.clone();
-        let (nic_memory, quick_ack) = (self.nic_memory.clone(), self.settings.quick_ack);
+        let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
         let slot = self.tenant(cid)?;
         if !matches!(slot.custody, Custody::Held) {
             return Err(Refusal::WrongState);
@@ -165,6 +165,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
         offloaded.tcp.set_quick_ack(quick_ack);
         offloaded.publish(now);
+        offloaded.tell_processor(processor);
         slot.custody = Custody::Active(Box::new(offloaded));
         self.run_held(index, now);
         Ok(0)

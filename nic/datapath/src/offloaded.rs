@@ -82,26 +82,30 @@ pub(crate) struct Offloaded {
     pair_next: u8,
     nic_memory: Arc<Region>,
     slot_offset: usize,
+    /// Where its program is told the processor.
+    processor_offset: usize,
     ranges_table: u8,
     ranges: u8,
 }
 
-/// Where a connection's memory lies; checked against the session's memory before it is used.
+/// Where a connection's memory and its block lie; checked against the session's memory before it is used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     pub receive_base: u32,
     pub receive_size: u32,
     pub send_base: u32,
     pub send_size: u32,
+    pub block: u32,
 }
 
 impl Memory {
-    /// Whether both areas are powers of two inside the session's heap.
+    /// Whether both areas are powers of two inside the session's heap, and there is such a block.
     pub fn fits(&self, session: &Region) -> bool {
         let inside = |base: u32, size: u32| {
             size.is_power_of_two() && base as usize >= layout::session::HEAP && base as usize + size as usize <= session.len()
         };
-        inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size)
+        let has_block = (self.block as usize) < layout::session::MAX_CONNECTIONS;
+        inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size) && has_block
     }
 }
 
@@ -132,11 +136,17 @@ impl Offloaded {
             session_memory,
             nic_memory,
             slot_offset: layout::nic::slot(slot),
+            processor_offset: layout::session::block(memory.block) + layout::block::PROCESSOR,
             ranges_table: 0,
             ranges: 0,
         };
         offloaded.adopt_send_queue(image, memory);
         Some(offloaded)
+    }
+
+    /// Tells its program the processor, plus one.
+    pub fn tell_processor(&self, processor: u32) {
+        self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
     }
 
     /// The queue that came with the image lies in send memory at its sequence numbers: one pair, or two around the end.

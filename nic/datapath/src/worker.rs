@@ -138,6 +138,8 @@ pub struct Worker<H, W> {
     expired: Vec<u32>,
     agent_told: bool,
     pub(crate) started: bool,
+    /// The processor that it runs on, plus one; 0 while nobody has said.
+    pub(crate) processor: u32,
     pub(crate) settings: Settings,
     /// Set if it acknowledges for the kernel, or has.
     pub(crate) active: Option<Box<Active<Places>>>,
@@ -175,6 +177,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             expired: Vec::new(),
             agent_told: false,
             started: false,
+            processor: 0,
             settings,
             active: None,
             own_places: Vec::new(),
@@ -245,6 +248,19 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Something may be due then.
     pub(crate) fn wake_at(&mut self, due: u64) {
         self.due = self.due.min(due);
+    }
+
+    /// Says which processor the worker runs on, so that programs can learn where their connections are.
+    #[inline]
+    pub fn set_processor(&mut self, processor: usize) {
+        let processor = processor as u32 + 1;
+        if std::mem::replace(&mut self.processor, processor) != processor {
+            for slot in self.slots.iter().flatten() {
+                if let Custody::Active(offloaded) = &slot.custody {
+                    offloaded.tell_processor(processor);
+                }
+            }
+        }
     }
 
     /// Counts frames that the host did not take after all.

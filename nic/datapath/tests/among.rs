@@ -1,7 +1,7 @@
 //! Several workers, polled in any order: whatever the indirection table becomes, and whenever, no connection sees its segments out of
 //! order, and those on the NIC go on wherever they are.
 
-use baton_abi::layout::{Counter, nic, session, slot};
+use baton_abi::layout::{Counter, block, nic, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Registers, Settings, Worker, crossbar};
@@ -91,6 +91,7 @@ impl Bed {
             let settings = Settings { slots: SLOTS, frame_bytes: FRAME, batch: 4, quick_ack: true, ..Settings::default() };
             let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
             worker.join(peers, now);
+            worker.set_processor(far.len() - 1);
             worker
         };
         let mut workers: Vec<_> = peers.into_iter().map(make).collect();
@@ -149,7 +150,7 @@ impl Bed {
     fn offload(&mut self, of: u32) {
         let (cid, base, flow) = (Cid::new(of, 1), nic::slot(of), flow(of));
         let heap = session::HEAP as u32 + of * 2 * BUFFER;
-        for (word, value) in [0, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
+        for (word, value) in [0, heap, BUFFER, heap + BUFFER, BUFFER, of].into_iter().enumerate() {
             self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
         }
         let mut bytes = [0u8; MAX_ENCODED];
@@ -359,6 +360,11 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
         }
         (0..40).for_each(|_| bed.poll_one());
         bed.now = bed.now.after(20_000);
+    }
+    for of in (0..OFFLOADED).filter(|_| card) {
+        bed.fill(of, From::Wire, bed.sent[of as usize], bed.acked[of as usize], 0);
+        let processor = bed.memory.word32(session::block(of) + block::PROCESSOR).load(Ordering::Relaxed);
+        assert_eq!(processor as usize, bed.queue(From::Wire) + 1, "connection {of} is told the worker that has it");
     }
     assert!(tables.len() > 10, "the table was another one {} times only", tables.len());
     assert_eq!(bed.count(Counter::Dropped), 0);

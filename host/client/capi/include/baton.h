@@ -86,6 +86,11 @@ int baton_shutdown(baton_session *session, int connection);
 int baton_set_option(baton_session *session, int connection, int level, int option, int value);
 int baton_get_option(baton_session *session, int connection, int level, int option, int *value);
 
+/* The NUMA node of the processor on which the connection's frames are processed,
+ * the kernel's or the NIC's (the processor itself: SO_INCOMING_CPU). A thread
+ * that runs there has them near. ENODATA if it is not known. */
+int baton_node(baton_session *session, int connection);
+
 /* baton_poll() also ends when this descriptor, such as a listener, becomes
  * readable. */
 int baton_watch(baton_session *session, int fd);

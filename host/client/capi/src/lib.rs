@@ -305,6 +305,18 @@ pub unsafe extern "C" fn baton_get_option(
 /// See `baton.h`.
 ///
 /// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_node(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let node = unsafe { session(pointer) }.and_then(|s| s.session.node(connection as u32));
+    let node = node.and_then(|node| node.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODATA)));
+    answer(node, |node| node as c_int)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
 /// See the module; `fd` must be open while the session lasts.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_watch(pointer: *mut CSession, fd: c_int) -> c_int {
