@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak programs suites bench clean
+.PHONY: demo test build lint dependencies soak programs suites numa bench clean
 
 demo: build
 	$(BATON) demo
@@ -47,6 +47,10 @@ programs: build
 
 suites: build
 	tests/programs/suites.py
+
+# Placement on a machine of two NUMA nodes, emulated.
+numa: build
+	tests/numa/guest.py
 
 bench: build
 	$(BATON) bench datapath --json

@@ -193,10 +193,10 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     let window = read_window(fd)?;
     let timestamps = info.options & tcp_info::OPTION_TIMESTAMPS != 0;
     let ts_clock = if timestamps { socket::get(fd, libc::IPPROTO_TCP, TCP_TIMESTAMP).step("TCP_TIMESTAMP")? as u32 } else { 0 };
-    if timestamps && ts_clock & 1 != 0 {
+    if timestamps && info.options & tcp_info::OPTION_MICROSECONDS != 0 {
         return Err(Stay::MicrosecondClock);
     }
-    // The kernel clears the lowest bit of what it tells: a segment may have carried one more.
+    // From Linux 6.7 on the kernel clears the lowest bit of what it tells: a segment may have carried one more.
     let ts_clock = ts_clock.wrapping_add(1);
     let fin = u32::from(state.fin_queued());
     let image = Image {

@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 pub struct TcpInfo {
     /// Linux's state number.
     pub state: u8,
-    /// Negotiated options: 1 timestamps, 2 SACK, 4 window scaling, 8 ECN.
+    /// Negotiated options: 1 timestamps, 2 SACK, 4 window scaling, 8 ECN, 64 timestamps in microseconds.
     pub options: u8,
     /// Shift of the peer's windows.
     pub snd_wscale: u8,
@@ -53,6 +53,8 @@ pub const OPTION_TIMESTAMPS: u8 = 1;
 pub const OPTION_SACK: u8 = 2;
 /// Negotiated: ECN.
 pub const OPTION_ECN: u8 = 8;
+/// The timestamps' clock runs in microseconds (Linux 6.7 and later).
+pub const OPTION_MICROSECONDS: u8 = 64;
 
 impl TcpInfo {
     /// Asks the kernel.
