@@ -1,41 +1,62 @@
-//! Interrupt moderation: what it costs a ping-pong and saves a bulk transfer, between two kernels, through the NIC. Off and adaptive in turn.
+//! Interrupt moderation: what it costs a ping-pong and saves a bulk transfer, between two kernels through the NIC, and where the receiving
+//! program's connections are on the NIC. Off and adaptive in turn, on the same connections.
 
 use crate::bars::Bar;
 use crate::lro::{Receiver, send};
 use crate::soak::connect_pairs;
 use crate::statistics;
 use crate::testbed::{Testbed, TestbedSettings};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use baton_abi::layout::Counter;
+use baton_client::protocol::{Ask, Place, Reply};
+use baton_client::{ConnectionId, Session};
 use baton_kernel::events::{Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_kernel::socket;
 use baton_moderation::Mode;
+use baton_offloads::Offloads;
 use serde::Serialize;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Exchanges that go by before they count, and that count.
-const WARMING: usize = 500;
-const EXCHANGES: usize = 4000;
+/// Exchanges of a block that go by before they count, and that count; and blocks of each mode.
+const WARMING: usize = 200;
+const EXCHANGES: usize = 500;
+const BLOCKS: usize = 8;
 /// Microseconds of a bulk transfer, and those before it counts.
 const BULK: u64 = 500_000;
+/// Its connections.
+const CONNECTIONS: usize = 4;
+
+const MODES: [Mode; 2] = [Mode::Off, Mode::Adaptive];
+
+/// Who is told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Whom {
+    /// The kernel, of frames for its connections: interrupts.
+    Kernel,
+    /// A program, of data on its connections that the NIC has: doorbells.
+    Program,
+}
 
 /// One way, once.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Measured {
-    /// How deliveries are moderated.
+    /// Who is told.
+    pub whom: Whom,
+    /// How that is moderated.
     pub mode: Mode,
     /// Median round trip of 64 bytes, microseconds.
     pub round_trip: f64,
     /// Gb/s of four connections.
     pub gigabits: f64,
-    /// Frames to the kernel per interrupt.
-    pub frames_per_interrupt: f64,
-    /// Interrupts per MB.
-    pub interrupts_per_mb: f64,
+    /// Frames per interrupt or doorbell.
+    pub frames_each: f64,
+    /// Interrupts or doorbells per MB.
+    pub per_mb: f64,
 }
 
 /// All rounds, and what has to hold.
@@ -47,14 +68,61 @@ pub struct ModerationReport {
     pub bars: Vec<Bar>,
 }
 
-fn bed(mode: Mode) -> Result<Testbed> {
+fn bed() -> Result<Testbed> {
     // The wire takes no large frames, so that a bulk transfer is many.
     let link = baton_control::LinkSettings { delay: 10, ..Default::default() };
-    let offloads = baton_offloads::Offloads { moderation: mode, ..Default::default() };
-    Testbed::new(&TestbedSettings { offloads, threaded_napi: true, link, ..TestbedSettings::default() })
+    Testbed::new(&TestbedSettings { threaded_napi: true, link, ..TestbedSettings::default() })
 }
 
-/// Answers whatever comes until the stream ends.
+fn set(bed: &Testbed, whom: Whom, mode: Mode) -> Result<()> {
+    let offloads = match whom {
+        Whom::Kernel => Offloads { moderation: mode, ..Offloads::default() },
+        Whom::Program => Offloads { doorbells: mode, ..Offloads::default() },
+    };
+    match bed.tool()?.ask(Ask::SetOffloads(Box::new(offloads)))? {
+        Reply::Done => Ok(()),
+        other => bail!("moderation was not set: {other:?}"),
+    }
+}
+
+/// The receiving program: the first connection is for the ping-pong, the others for the bulk transfer.
+enum Program {
+    InKernel(Vec<TcpStream>),
+    OnNic(Session, Vec<ConnectionId>),
+}
+
+impl Program {
+    fn new(whom: Whom, bed: &Testbed, servers: Vec<TcpStream>) -> Result<Program> {
+        if whom == Whom::Kernel {
+            return Ok(Program::InKernel(servers));
+        }
+        let mut session = Session::connect(&bed.socket())?;
+        let ids = servers.into_iter().map(|server| session.adopt(OwnedFd::from(server))).collect::<io::Result<Vec<_>>>()?;
+        ids.iter().try_for_each(|id| session.move_to(*id, Place::Nic)).context("moving to the NIC")?;
+        Ok(Program::OnNic(session, ids))
+    }
+
+    fn echo(&mut self, over: &AtomicBool) -> Result<()> {
+        match self {
+            Program::InKernel(servers) => echo(&servers[0], over),
+            Program::OnNic(session, ids) => echo_on_nic(session, ids[0], over),
+        }
+    }
+
+    /// Receives until a moment. Bytes.
+    fn receive(&mut self, until: u64) -> Result<u64> {
+        match self {
+            Program::InKernel(servers) => {
+                let mut receiver = Receiver::new(&servers[1..], false)?;
+                receiver.run(until, u64::MAX)?;
+                Ok(receiver.total())
+            }
+            Program::OnNic(session, ids) => receive_on_nic(session, &ids[1..], until),
+        }
+    }
+}
+
+/// Answers whatever comes.
 fn echo(server: &TcpStream, over: &AtomicBool) -> Result<()> {
     let poller = Poller::new()?;
     poller.add(server.as_fd(), 0, Trigger::Readable)?;
@@ -72,10 +140,43 @@ fn echo(server: &TcpStream, over: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-fn round_trips(client: &TcpStream) -> Result<f64> {
+fn echo_on_nic(session: &mut Session, id: ConnectionId, over: &AtomicBool) -> Result<()> {
+    let (mut buffer, mut ready) = ([0; 4096], Vec::new());
+    while !over.load(Ordering::Relaxed) {
+        session.poll(Some(Duration::from_millis(10)), &mut ready)?;
+        ready.clear();
+        match session.receive(id, &mut buffer) {
+            Ok(count) => _ = session.send(id, &buffer[..count])?,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+fn receive_on_nic(session: &mut Session, ids: &[ConnectionId], until: u64) -> Result<u64> {
+    let (mut buffer, mut ready, mut got) = (vec![0; 1 << 18], ids.to_vec(), 0);
+    while monotonic_micros() < until {
+        for id in ready.drain(..) {
+            loop {
+                match session.receive(id, &mut buffer) {
+                    Ok(0) => return Err(anyhow!("the sender closed")),
+                    Ok(count) => got += count as u64,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(error) => return Err(error).context("the receiver"),
+                }
+            }
+        }
+        session.poll(Some(Duration::from_millis(10)), &mut ready)?;
+    }
+    Ok(got)
+}
+
+/// A block of exchanges, added to `samples` in microseconds.
+fn round_trips(client: &TcpStream, samples: &mut Vec<f64>) -> Result<()> {
     let poller = Poller::new()?;
     poller.add(client.as_fd(), 0, Trigger::Readable)?;
-    let (mut buffer, mut tokens, mut samples) = ([0; 64], Vec::new(), Vec::new());
+    let (mut buffer, mut tokens) = ([0; 64], Vec::new());
     for number in 0..WARMING + EXCHANGES {
         let started = monotonic_nanos();
         socket::send(client.as_fd(), &[7; 64])?;
@@ -95,82 +196,109 @@ fn round_trips(client: &TcpStream) -> Result<f64> {
             samples.push((monotonic_nanos() - started) as f64 / 1000.0);
         }
     }
-    Ok(statistics::quantile(&mut samples, 0.5))
+    Ok(())
 }
 
-fn ping_pong(mode: Mode) -> Result<f64> {
-    let bed = bed(mode)?;
-    let (servers, clients) = connect_pairs(&bed, 1, false)?;
+/// Median round trips with each of the modes, block by block in turn.
+fn ping_pong(bed: &Testbed, whom: Whom, program: &mut Program, client: &TcpStream) -> Result<[f64; 2]> {
     let over = AtomicBool::new(false);
+    let mut samples = [Vec::new(), Vec::new()];
     std::thread::scope(|scope| {
-        let server = scope.spawn(|| echo(&servers[0], &over));
-        let measured = round_trips(&clients[0]);
+        let server = scope.spawn(|| program.echo(&over));
+        let mut measure = || -> Result<()> {
+            for block in 0..BLOCKS * MODES.len() {
+                set(bed, whom, MODES[block % 2])?;
+                round_trips(client, &mut samples[block % 2])?;
+            }
+            Ok(())
+        };
+        let measured = measure();
         over.store(true, Ordering::Relaxed);
         server.join().map_err(|_| anyhow!("the echo panicked"))?.context("the echo")?;
         measured
-    })
+    })?;
+    Ok(samples.map(|mut samples| statistics::quantile(&mut samples, 0.5)))
 }
 
-/// Gb/s, frames per interrupt, interrupts per MB.
-fn bulk(mode: Mode) -> Result<[f64; 3]> {
-    let bed = bed(mode)?;
-    let (servers, clients) = connect_pairs(&bed, 4, false)?;
+/// Gb/s, frames per interrupt or doorbell, those per MB, with each of the modes.
+fn bulk(bed: &Testbed, whom: Whom, program: &mut Program, clients: &[TcpStream]) -> Result<[[f64; 3]; 2]> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send(&clients, false, &over));
-        let measure = || -> Result<[f64; 3]> {
-            let mut receiver = Receiver::new(&servers, false)?;
-            receiver.run(monotonic_micros() + BULK / 2, u64::MAX)?;
+        let sender = scope.spawn(|| send(clients, false, &over));
+        let mut measure = |mode: Mode| -> Result<[f64; 3]> {
+            set(bed, whom, mode)?;
+            program.receive(monotonic_micros() + BULK / 2)?;
             let counted = || anyhow::Ok(bed.tool()?.statistics()?.counters);
-            let (before, had, started) = (counted()?, receiver.total(), monotonic_micros());
-            receiver.run(started + BULK, u64::MAX)?;
-            let (after, bytes) = (counted()?, (receiver.total() - had) as f64);
-            let took = (monotonic_micros() - started) as f64;
+            let (before, started) = (counted()?, monotonic_micros());
+            let bytes = program.receive(started + BULK)? as f64;
+            let (after, took) = (counted()?, (monotonic_micros() - started) as f64);
             let count = |counter: Counter| (after[counter as usize] - before[counter as usize]) as f64;
-            let interrupts = count(Counter::Interrupts).max(1.0);
-            Ok([bytes * 8.0 / took / 1000.0, count(Counter::HostSent) / interrupts, interrupts / (bytes / 1e6)])
+            let (told, frames) = match whom {
+                Whom::Kernel => (Counter::Interrupts, Counter::HostSent),
+                Whom::Program => (Counter::Doorbells, Counter::Segments),
+            };
+            let told = count(told).max(1.0);
+            Ok([bytes * 8.0 / took / 1000.0, count(frames) / told, told / (bytes / 1e6)])
         };
-        let measured = measure();
+        let measured = measure(MODES[0]).and_then(|off| Ok([off, measure(MODES[1])?]));
         over.store(true, Ordering::Relaxed);
         sender.join().map_err(|_| anyhow!("the sender panicked"))??;
         measured
     })
 }
 
-/// Runs so many rounds, off and adaptive in turn. `each` hears of every measurement.
+fn round(whom: Whom) -> Result<[Measured; 2]> {
+    let bed = bed()?;
+    let (servers, clients) = connect_pairs(&bed, 1 + CONNECTIONS, false)?;
+    let mut program = Program::new(whom, &bed, servers)?;
+    let round_trips = ping_pong(&bed, whom, &mut program, &clients[0])?;
+    let bulks = bulk(&bed, whom, &mut program, &clients[1..])?;
+    Ok(std::array::from_fn(|at| {
+        let [gigabits, frames_each, per_mb] = bulks[at];
+        Measured { whom, mode: MODES[at], round_trip: round_trips[at], gigabits, frames_each, per_mb }
+    }))
+}
+
+/// Runs so many rounds. `each` hears of every measurement.
 ///
 /// # Errors
 /// If a test bed cannot be made.
 pub fn run(rounds: usize, mut each: impl FnMut(&Measured)) -> Result<ModerationReport> {
     let mut all = Vec::new();
     for _ in 0..rounds.max(1) {
-        for mode in [Mode::Off, Mode::Adaptive] {
-            let round_trip = ping_pong(mode)?;
-            let [gigabits, frames_per_interrupt, interrupts_per_mb] = bulk(mode)?;
-            let measured = Measured { mode, round_trip, gigabits, frames_per_interrupt, interrupts_per_mb };
-            each(&measured);
+        for whom in [Whom::Kernel, Whom::Program] {
+            let measured = round(whom)?;
+            measured.iter().for_each(&mut each);
             all.push(measured);
         }
     }
-    let median = |mode: Mode, figure: fn(&Measured) -> f64| {
-        statistics::quantile(&mut all.iter().filter(|one| one.mode == mode).map(figure).collect::<Vec<_>>(), 0.5)
+    // Adaptive over off, in the same round; the median of the rounds.
+    let ratio = |whom: Whom, figure: fn(&Measured) -> f64| {
+        let rounds = all.iter().filter(|[off, _]| off.whom == whom);
+        statistics::quantile(&mut rounds.map(|[off, adaptive]| figure(adaptive) / figure(off)).collect::<Vec<_>>(), 0.5)
     };
-    let ratio = |figure| median(Mode::Adaptive, figure) / median(Mode::Off, figure);
     let bars = vec![
-        Bar::most("moderation.pingpong_ratio", 1.1, ratio(|one| one.round_trip)),
-        Bar::most("moderation.bulk_interrupts_ratio", 0.1, ratio(|one| one.interrupts_per_mb)),
+        Bar::most("moderation.pingpong_ratio", 1.1, ratio(Whom::Kernel, |one| one.round_trip)),
+        Bar::most("moderation.bulk_interrupts_ratio", 0.1, ratio(Whom::Kernel, |one| one.per_mb)),
+        Bar::most("moderation.doorbell_pingpong_ratio", 1.1, ratio(Whom::Program, |one| one.round_trip)),
+        // Beside, without a bound: a program that is busy is never told.
+        Bar::least("moderation.bulk_doorbells_ratio", 0.0, ratio(Whom::Program, |one| one.per_mb)),
     ];
-    Ok(ModerationReport { rounds: all, bars })
+    Ok(ModerationReport { rounds: all.into_iter().flatten().collect(), bars })
 }
 
 /// A line of the table.
 pub fn line(one: &Measured) -> String {
+    let what = match one.whom {
+        Whom::Kernel => "interrupts",
+        Whom::Program => "doorbells",
+    };
     format!(
-        "{:<9} ping-pong {:>6.1} us   bulk {:>5.2} Gb/s, {:>5.1} frames an interrupt, {:>6.1} interrupts/MB",
+        "{what:<10} {:<9} ping-pong {:>6.1} us   bulk {:>5.2} Gb/s, {:>5.1} frames each, {:>6.1} {what}/MB",
         format!("{:?}", one.mode).to_lowercase(),
         one.round_trip,
         one.gigabits,
-        one.frames_per_interrupt,
-        one.interrupts_per_mb
+        one.frames_each,
+        one.per_mb
     )
 }

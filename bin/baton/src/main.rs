@@ -139,7 +139,7 @@ enum Bench {
         #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
         verify: Option<f64>,
     },
-    /// Interrupt moderation of what the NIC gives the kernel: a ping-pong and a bulk transfer, off and adaptive in turn.
+    /// Interrupt moderation, and that of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
     Moderation {
         /// Print one JSON object.
         #[arg(long)]

@@ -166,7 +166,7 @@ pub fn run(settings: &NicSettings) -> Result<()> {
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
     };
     let (kernels, wires): (Vec<Kernel>, Vec<Wire>) = devices.into_iter().map(|devices| (devices.host, devices.wire)).unzip();
-    let hosts = if settings.copy_engine {
+    let hosts = if settings.copy_engine && !settings.beside {
         let (mut engine, hosts) = CopyEngine::between(kernels, settings.segmentation, settings.spin)?;
         let core = settings.cores.get(hosts.len()).copied();
         start_thread("baton copy engine", move || engine.run(core))?;

@@ -57,7 +57,8 @@ pub struct NicSettings {
     /// first worker takes every frame, and gives those of the others to them.
     #[serde(default)]
     pub card: bool,
-    /// One thread writes to the kernel what all workers have for it, each in turn; else each worker does so itself.
+    /// One thread writes to the kernel what all workers have for it, each in turn; else each worker does so itself. Its core is the one behind
+    /// the workers', if there is one. Not beside the kernel, where there is one worker.
     #[serde(default)]
     pub copy_engine: bool,
     /// Microseconds that it polls without work before it sleeps.

@@ -1,13 +1,6 @@
 //! What the engine has to know of a frame.
 
-use baton_wire::frame::ETHERNET;
-
-const IPV4: [u8; 2] = [0x08, 0x00];
-const IPV6: [u8; 2] = [0x86, 0xdd];
-const TCP: u8 = 6;
-const SYN: u8 = 2;
-/// More fragments, or an offset.
-const FRAGMENT: u16 = 0x3fff;
+use baton_wire::{Flags, TcpFrame};
 
 /// Whether a frame sets up a connection, and which.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,25 +15,12 @@ impl Kind {
     /// Of a frame that need be neither whole nor true: what it says of itself is all that is asked.
     #[inline]
     pub fn of(frame: &[u8]) -> Kind {
-        Kind::of_tcp(frame).unwrap_or(Kind { sets_up: false, connection: 0 })
-    }
-
-    #[inline]
-    fn of_tcp(frame: &[u8]) -> Option<Kind> {
-        let ip = frame.get(ETHERNET..)?;
-        let kind: [u8; 2] = frame[ETHERNET - 2..ETHERNET].try_into().ok()?;
-        let (addresses, tcp) = match kind {
-            IPV4 if *ip.get(9)? == TCP && u16::from_be_bytes([ip[6], ip[7]]) & FRAGMENT == 0 => {
-                (ip.get(12..20)?, ip.get(usize::from(ip[0] & 15) * 4..)?)
-            }
-            IPV6 if *ip.get(6)? == TCP => (ip.get(8..40)?, ip.get(40..)?),
-            _ => return None,
-        };
-        let (ports, flags) = (tcp.first_chunk::<4>()?, *tcp.get(13)?);
-        let words = addresses.chunks_exact(4).filter_map(|word| word.first_chunk::<4>()).chain([ports]);
+        let Ok(parsed) = TcpFrame::parse(frame) else { return Kind { sets_up: false, connection: 0 } };
+        let flow = parsed.flow.to_bytes();
+        let words = flow.chunks_exact(4).filter_map(|word| word.first_chunk::<4>());
         // An odd multiplier and a rotation for each word: a wrong match costs a turn, nothing else.
         let mixed = words.fold(0u32, |sum, word| (sum.rotate_left(5) ^ u32::from_ne_bytes(*word)).wrapping_mul(0x9e37_79b1));
-        Some(Kind { sets_up: flags & SYN != 0, connection: mixed | 1 })
+        Kind { sets_up: parsed.flags.contains(Flags::SYN), connection: mixed | 1 }
     }
 }
 
@@ -48,14 +28,19 @@ impl Kind {
 mod tests {
     use super::*;
     use alloc::vec::Vec;
+    use baton_wire::checksum::Sum;
+
+    const SYN: u8 = 2;
 
     fn v4(flags: u8, client_port: u16, fragment: u16) -> Vec<u8> {
         let mut frame = [0; 12].to_vec();
         frame.extend([8, 0, 0x45, 0, 0, 40, 0, 1]);
         frame.extend(fragment.to_be_bytes());
         frame.extend([64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        let sum = Sum::new().bytes(&frame[14..]).finish();
+        frame[24..26].copy_from_slice(&sum.to_be_bytes());
         frame.extend(client_port.to_be_bytes());
-        frame.extend([0, 80, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, flags]);
+        frame.extend([0, 80, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, flags, 1, 0, 0, 0, 0, 0]);
         frame
     }
 
@@ -74,7 +59,7 @@ mod tests {
         let mut frame = [0; 12].to_vec();
         frame.extend([0x86, 0xdd, 0x60, 0, 0, 0, 0, 20, 6, 64]);
         frame.extend(0..32);
-        frame.extend([0, 80, 9, 9, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, SYN]);
+        frame.extend([0, 80, 9, 9, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, SYN, 1, 0, 0, 0, 0, 0]);
         assert!(Kind::of(&frame).sets_up);
         frame[20] = 0;
         assert!(!Kind::of(&frame).sets_up, "an extension header");

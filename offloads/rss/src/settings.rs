@@ -61,51 +61,35 @@ impl fmt::Display for Indirection {
     }
 }
 
-/// As its text.
-impl Serialize for Indirection {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Indirection {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-        impl serde::de::Visitor<'_> for Text {
-            type Value = Indirection;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("balanced, even, or up to 64 hexadecimal digits, each a worker")
-            }
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Indirection, E> {
-                text.parse().map_err(|NoIndirection| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+/// Serialised as its text.
+macro_rules! as_text {
+    ($kind:ty, $expected:literal) => {
+        impl Serialize for $kind {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
             }
         }
-        deserializer.deserialize_str(Text)
-    }
-}
 
-/// As its text.
-impl Serialize for Key {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Key {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-        impl serde::de::Visitor<'_> for Text {
-            type Value = Key;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("microsoft, symmetric, or 40 bytes in hexadecimal with colons between them")
-            }
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Key, E> {
-                text.parse().map_err(|_| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+        impl<'de> Deserialize<'de> for $kind {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                struct Text;
+                impl serde::de::Visitor<'_> for Text {
+                    type Value = $kind;
+                    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                        f.write_str($expected)
+                    }
+                    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<$kind, E> {
+                        text.parse().map_err(|_| E::invalid_value(serde::de::Unexpected::Str(text), &self))
+                    }
+                }
+                deserializer.deserialize_str(Text)
             }
         }
-        deserializer.deserialize_str(Text)
-    }
+    };
 }
+
+as_text!(Indirection, "balanced, even, or up to 64 hexadecimal digits, each a worker");
+as_text!(Key, "microsoft, symmetric, or 40 bytes in hexadecimal with colons between them");
 
 /// How frames are spread over the workers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

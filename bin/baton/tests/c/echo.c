@@ -66,6 +66,10 @@ static int echo(baton_session *s, int c)
     CHECK(baton_set_option(s, c, 6, 1, 1));
     CHECK(baton_get_option(s, c, 6, 1, &value));
     if (value != 1) return fprintf(stderr, "TCP_NODELAY is %d\n", value), 1;
+    /* A system without nodes knows none. */
+    if (baton_node(s, c) < 0 && errno != ENODATA) CHECK(-1);
+    CHECK(baton_get_option(s, c, SOL_SOCKET, SO_INCOMING_CPU, &value));
+    if (value < 0) return fprintf(stderr, "SO_INCOMING_CPU is %d\n", value), 1;
     CHECK(baton_shutdown(s, c));
     CHECK(baton_close(s, c));
     printf("%zu %zu\n", moves, by_nic);
