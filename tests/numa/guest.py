@@ -45,6 +45,8 @@ baton hosts --workers 2 \\
 echo @status $?
 echo @looked
 cat /tmp/looked
+echo @soak
+baton soak --connections 8 --moves 60 --workers 2 --kill-nic 2 --json 2>/dev/null
 echo @end
 poweroff -f
 """
@@ -179,6 +181,11 @@ def judge(console):
     check(any(re.search(r"prefer[^ ]*:0 ", line) for line in memory), f"NIC memory is bound to the first worker's node: {memory[:1]}")
     pages = {node: sum(int(count) for line in maps if "file=" not in line for count in re.findall(rf"N{node}=(\d+)", line)) for node in (0, 1)}
     check(all(pages[node] > 100 for node in (0, 1)), f"each worker's state is on its own node, in pages: {pages}")
+
+    soak = next((json.loads(line) for line in part(console, "soak").splitlines() if line.startswith("{")), {})
+    wrong = {key: soak.get(key) for key in ("mismatches", "resets_seen_by_peer", "failed_moves", "connections_lost")}
+    done = soak.get("moves", 0) >= 60 and soak.get("connections_recovered", 0) > 0
+    check(done and not any(wrong.values()), f"moves and deaths of the NIC are survived on this kernel, too: {soak.get('moves')} moves, {wrong}")
     return check.failed
 
 
