@@ -4,6 +4,7 @@
 //! and timestamps may differ ([`Mode::Reorder`]) acknowledgement, window and echo are those of the newest, the timestamp is the oldest's: that
 //! is what a receiver has to echo that acknowledges several segments at once (RFC 7323 section 4.3).
 
+use crate::counters::Reason;
 use crate::{Mode, Settings};
 use baton_device::{Checksum, Frame, Segmentation};
 use baton_wire::frame::{ETHERNET, TCP, set_lengths};
@@ -96,29 +97,66 @@ impl Aggregate {
             && options(own, &self.first) == options(frame, parsed)
     }
 
+    /// Whether another aggregate may follow, whole.
+    pub fn takes_all(&self, other: &Aggregate, settings: &Settings) -> bool {
+        let length = self.frame.bytes().len() + other.payload().len();
+        other.size == self.size
+            && self.takes(other.frame.bytes(), &other.first, settings)
+            && length - ETHERNET <= settings.most.min(65_535)
+            && length <= self.frame.capacity()
+    }
+
+    fn payload(&self) -> &[u8] {
+        &self.frame.bytes()[self.first.payload_offset..]
+    }
+
     /// Merges a segment that it [takes](Aggregate::takes).
     pub fn append(&mut self, frame: &[u8], parsed: &TcpFrame) {
         if self.first.flow.is_v4() && self.count == 1 {
             self.fixed_ident = ident(frame) == ident(self.frame.bytes());
         }
+        self.extend(&frame[..parsed.payload_offset], parsed.payload(frame));
+        self.count += 1;
+    }
+
+    /// Merges another aggregate that it takes as a [whole](Aggregate::takes_all).
+    pub fn append_all(&mut self, other: &Aggregate) {
+        self.extend(&other.frame.bytes()[..other.first.payload_offset], other.payload());
+        self.count += other.count;
+    }
+
+    /// Appends a payload, and what the headers in front of it say that the whole has to say.
+    fn extend(&mut self, headers: &[u8], payload: &[u8]) {
         let (length, tcp) = (self.frame.bytes().len(), self.first.tcp_offset);
-        self.frame.set_length(length + parsed.payload_length);
+        self.frame.set_length(length + payload.len());
         let own = self.frame.bytes_mut();
-        own[length..].copy_from_slice(parsed.payload(frame));
-        own[tcp + 13] |= parsed.flags.0 & (Flags::FIN | Flags::PSH).0;
-        let newest = u32::from_be_bytes([own[tcp + 8], own[tcp + 9], own[tcp + 10], own[tcp + 11]]);
+        own[length..].copy_from_slice(payload);
+        own[tcp + 13] |= headers[tcp + 13] & (Flags::FIN | Flags::PSH).0;
+        let ack = |bytes: &[u8]| u32::from_be_bytes([bytes[tcp + 8], bytes[tcp + 9], bytes[tcp + 10], bytes[tcp + 11]]);
         // Of segments that were put in order the last is not always the newest.
-        if parsed.ack.wrapping_sub(newest) as i32 >= 0 {
-            own[tcp + 8..tcp + 12].copy_from_slice(&parsed.ack.to_be_bytes());
-            own[tcp + 14..tcp + 16].copy_from_slice(&parsed.window.to_be_bytes());
-            if let (Some(_), Some((_, echo))) = (self.first.options.timestamps, parsed.options.timestamps)
-                && is_timestamps(&own[tcp + TCP..self.first.payload_offset])
-            {
-                own[tcp + TCP + 8..tcp + TCP + 12].copy_from_slice(&echo.to_be_bytes());
+        if ack(headers).wrapping_sub(ack(own)) as i32 >= 0 {
+            own[tcp + 8..tcp + 12].copy_from_slice(&headers[tcp + 8..tcp + 12]);
+            own[tcp + 14..tcp + 16].copy_from_slice(&headers[tcp + 14..tcp + 16]);
+            let (options, echo) = (tcp + TCP..self.first.payload_offset, tcp + TCP + 8..tcp + TCP + 12);
+            if is_timestamps(&own[options.clone()]) && is_timestamps(&headers[options]) {
+                own[echo.clone()].copy_from_slice(&headers[echo]);
             }
         }
-        self.count += 1;
-        self.end = self.end.wrapping_add(parsed.payload_length as u32);
+        self.end = self.end.wrapping_add(payload.len() as u32);
+    }
+
+    /// The frame of one segment, and what it says.
+    pub fn into_segment(self) -> (Frame, TcpFrame) {
+        (self.frame, self.first)
+    }
+
+    /// Why nothing may follow a segment that was appended.
+    pub fn ends_with(&self, parsed: &TcpFrame, pushed: bool, settings: &Settings) -> Option<Reason> {
+        let fin = parsed.flags.contains(Flags::FIN);
+        let short = parsed.payload_length < self.size;
+        let full = !self.has_room(settings);
+        let reasons = [(fin, Reason::Fin), (pushed, Reason::Push), (short, Reason::Short), (full, Reason::Full)];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, reason)| reason)
     }
 
     /// Whether another segment of the usual size would find room.

@@ -1,10 +1,9 @@
 //! ConnectionDescriptor: what is known of one connection.
 
-use crate::Settings;
 use crate::aggregate::Aggregate;
-use alloc::collections::BTreeMap;
-use baton_device::Frame;
-use baton_wire::Name;
+use crate::held::Held;
+use crate::{Push, Settings};
+use baton_wire::{Flags, Name, TcpFrame};
 
 /// Fixed point of the mean interval.
 const SCALE: u64 = 256;
@@ -20,8 +19,8 @@ pub(crate) struct Flow {
     /// Sequence number that is expected next, in 64 bits so that it does not wrap. None until a segment was seen.
     pub next: Option<u64>,
     pub aggregate: Option<Aggregate>,
-    /// Segments behind a gap, by sequence number.
-    pub held: BTreeMap<u64, Frame>,
+    /// What is behind gaps.
+    pub held: Held,
     /// Since when the first gap is waited for.
     pub gap_since: u64,
     pub last_arrival: u64,
@@ -38,7 +37,7 @@ impl Flow {
             name,
             next: None,
             aggregate: None,
-            held: BTreeMap::new(),
+            held: Held::default(),
             gap_since: 0,
             last_arrival: now,
             // Until it is known better it is not worth waiting for.
@@ -55,7 +54,17 @@ impl Flow {
         self.last_arrival = now;
     }
 
-    pub fn is_bulk(&self) -> bool {
+    /// Whether a segment's PSH ends an aggregate.
+    pub fn is_pushed(&self, parsed: &TcpFrame, settings: &Settings) -> bool {
+        let counts = match settings.push {
+            Push::Flush => true,
+            Push::Bulk => !self.is_bulk(),
+            Push::Ignore => false,
+        };
+        counts && parsed.flags.contains(Flags::PSH)
+    }
+
+    fn is_bulk(&self) -> bool {
         self.mean < BULK * SCALE && self.last_count.max(self.aggregate.as_ref().map_or(0, |open| open.count)) >= BULK_SEGMENTS
     }
 

@@ -18,6 +18,7 @@ mod aggregate;
 mod counters;
 mod filter;
 mod flow;
+mod held;
 mod lro;
 
 pub use counters::{Counters, Reason};

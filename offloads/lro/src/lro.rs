@@ -4,18 +4,24 @@ use crate::aggregate::Aggregate;
 use crate::counters::{Counters, Reason};
 use crate::filter::{self, Test, Verdict};
 use crate::flow::Flow;
-use crate::{Mode, Push, Settings};
+use crate::held::{Island, Place};
+use crate::{Mode, Settings};
 use alloc::vec::Vec;
 use baton_device::{Frame, MAX_FRAME};
 use baton_tables::{Lookup, Wheel};
 use baton_wire::{Flags, Name, TcpFrame};
 use core::mem;
 
-/// Held segments stay in the buffers that they came in, so many of them; what is held beyond that is copied, lest it take 64 KB each.
+/// Islands are made in the buffers that their first segments came in, so many of them; beyond that each held segment is copied to a buffer of
+/// its own, lest it take 64 KB.
 const MOST_WIDE: usize = 128;
 /// Bytes of a buffer for such a copy, as far as those are not larger; and how many are kept.
 const SMALL: usize = 2048;
 const MOST_SMALL: usize = 1024;
+
+/// Segments of an island that is rather copied to what is open than let that go out: copying fewer makes larger aggregates, copying more costs
+/// the NIC what larger aggregates would save the kernel.
+const COPIED: u32 = 32;
 
 /// Descriptors that are looked at for one that can be used again.
 const CANDIDATES: usize = 8;
@@ -30,7 +36,7 @@ pub struct Lro {
     free: Vec<u32>,
     /// Buffers for aggregates.
     spares: Vec<Frame>,
-    /// Buffers to give for those in which segments are held, and how many there may still be made.
+    /// Buffers to give for those in which islands are made, and how many there may still be made.
     wide: Vec<Frame>,
     unmade: usize,
     /// Buffers for copies, used again.
@@ -181,21 +187,13 @@ impl Lro {
         let settings = self.settings;
         let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
         flow.next = Some(flow.unwrapped(parsed.seq) + parsed.payload_length as u64);
-        let bulk = match settings.push {
-            Push::Flush => false,
-            Push::Bulk => flow.is_bulk(),
-            Push::Ignore => true,
-        };
+        let pushed = flow.is_pushed(parsed, &settings);
         let fin = parsed.flags.contains(Flags::FIN);
-        let pushed = parsed.flags.contains(Flags::PSH) && !bulk;
         let goes = if fin { Goes::Away } else { Goes::On };
         if let Some(open) = flow.aggregate.as_mut() {
             if open.takes(frame.bytes(), parsed, &settings) {
                 open.append(frame.bytes(), parsed);
-                let short = parsed.payload_length < open.size;
-                let full = !open.has_room(&settings);
-                let reasons = [(fin, Reason::Fin), (pushed, Reason::Push), (short, Reason::Short), (full, Reason::Full)];
-                if let Some((_, reason)) = reasons.into_iter().find(|(holds, _)| *holds) {
+                if let Some(reason) = open.ends_with(parsed, pushed, &settings) {
                     self.close(at, reason, deliver);
                 }
                 return goes;
@@ -230,31 +228,73 @@ impl Lro {
         loop {
             let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
             let next = flow.next.unwrap_or(0);
-            let Some(first) = flow.held.first_entry().filter(|first| *first.key() <= next) else { return Goes::On };
-            let (seq, mut frame) = first.remove_entry();
+            let Some((seq, island)) = flow.held.pop(next) else { return Goes::On };
             // Another gap, another wait.
             flow.gap_since = now;
-            self.let_go(&frame);
-            let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
-            if seq < next {
+            flow.next = Some(next.max(seq + island.length));
+            self.held_bytes -= island.bytes();
+            self.counters.held -= u64::from(island.aggregate.count);
+            let goes = if seq < next {
                 // It overlaps what has gone out.
-                self.counters.old += 1;
+                self.counters.old += u64::from(island.aggregate.count);
                 self.close(at, Reason::Other, deliver);
-                let end = seq + parsed.payload_length as u64;
-                if let Some(flow) = self.flows[at as usize].as_mut() {
-                    flow.next = flow.next.max(Some(end));
-                }
-                deliver(&mut frame);
-                self.keep(frame);
-                continue;
-            }
-            self.counters.reordered += 1;
-            let goes = self.accept(at, &parsed, &mut frame, now, deliver);
-            self.keep(frame);
+                self.let_out(at, island.aggregate, Reason::Other, deliver);
+                Goes::On
+            } else {
+                self.counters.reordered += u64::from(island.aggregate.count);
+                self.join(at, island, now, deliver)
+            };
             if goes == Goes::Away {
                 return goes;
             }
         }
+    }
+
+    /// An island that is next: one segment as if it came now; a few are copied to what is open if they fit; many go on as they are.
+    fn join(&mut self, at: u32, island: Island, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+        let Island { mut aggregate, sealed, .. } = island;
+        if aggregate.count == 1 {
+            let (mut frame, parsed) = aggregate.into_segment();
+            let goes = self.accept(at, &parsed, &mut frame, now, deliver);
+            self.keep(frame);
+            return goes;
+        }
+        let goes = if sealed == Some(Reason::Fin) { Goes::Away } else { Goes::On };
+        let settings = self.settings;
+        if let Some(open) = self.flows[at as usize].as_mut().and_then(|flow| flow.aggregate.as_mut())
+            && aggregate.count <= COPIED
+            && open.takes_all(&aggregate, &settings)
+        {
+            open.append_all(&aggregate);
+            let full = (!open.has_room(&settings)).then_some(Reason::Full);
+            if let Some(reason) = sealed.or(full) {
+                self.close(at, reason, deliver);
+            }
+            self.keep(aggregate.frame);
+            return goes;
+        }
+        self.close(at, Reason::Other, deliver);
+        let goes_on = sealed.is_none() && aggregate.frame.capacity() >= MAX_FRAME;
+        match (self.flows[at as usize].as_mut(), self.spares.pop()) {
+            (Some(flow), Some(spare)) if goes_on => {
+                // Its buffer is one of the aggregates' from now on, and one of theirs takes its place.
+                self.wide.push(spare);
+                aggregate.since = now;
+                flow.aggregate = Some(aggregate);
+            }
+            (_, spare) => {
+                self.spares.extend(spare);
+                self.let_out(at, aggregate, sealed.unwrap_or(Reason::Other), deliver);
+            }
+        }
+        goes
+    }
+
+    /// An island goes out by itself.
+    fn let_out(&mut self, at: u32, aggregate: Aggregate, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
+        let mut frame = self.finish(at, aggregate, reason);
+        deliver(&mut frame);
+        self.keep(frame);
     }
 
     /// Takes the segment out of its buffer, or with it.
@@ -275,7 +315,7 @@ impl Lro {
         copy
     }
 
-    /// Keeps the buffer of a segment that was held.
+    /// Keeps the buffer of what was held.
     fn keep(&mut self, frame: Frame) {
         if frame.capacity() >= MAX_FRAME {
             self.wide.push(frame);
@@ -284,17 +324,12 @@ impl Lro {
         }
     }
 
-    fn let_go(&mut self, frame: &Frame) {
-        self.held_bytes -= frame.bytes().len();
-        self.counters.held -= 1;
-    }
-
     /// A segment behind a gap.
     fn hold(&mut self, at: u32, seq: u64, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         let Settings { held_segments, held_bytes, .. } = self.settings;
         let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
         let length = frame.bytes().len();
-        let full = flow.held.len() >= held_segments || self.held_bytes + length > held_bytes;
+        let full = flow.held.segments() >= held_segments || self.held_bytes + length > held_bytes;
         if full {
             // Whoever sends so much out of order gets no order.
             self.counters.short_of_memory += 1;
@@ -303,29 +338,56 @@ impl Lro {
             if let Some(flow) = self.flows[at as usize].as_mut() {
                 flow.next = flow.next.max(Some(seq + parsed.payload_length as u64));
             }
-        } else if flow.held.contains_key(&seq) {
-            self.counters.old += 1;
-            deliver(frame);
-        } else {
-            if flow.held.is_empty() {
-                flow.gap_since = now;
-            }
-            let kept = self.take(frame);
-            if let Some(flow) = self.flows[at as usize].as_mut() {
-                flow.held.insert(seq, kept);
-            }
-            self.held_bytes += length;
-            self.counters.held += 1;
+            return;
         }
+        if flow.held.is_empty() {
+            flow.gap_since = now;
+        }
+        let settings = self.settings;
+        let pushed = flow.is_pushed(parsed, &settings);
+        let place = flow.held.place(seq, seq + parsed.payload_length as u64);
+        match place {
+            Place::Overlaps => {
+                self.counters.old += 1;
+                return deliver(frame);
+            }
+            Place::Follows(island) if island.sealed.is_none() && island.aggregate.takes(frame.bytes(), parsed, &settings) => {
+                island.aggregate.append(frame.bytes(), parsed);
+                island.sealed = island.aggregate.ends_with(parsed, pushed, &settings);
+                island.length += parsed.payload_length as u64;
+                flow.held.count();
+                self.held_bytes += parsed.payload_length;
+            }
+            Place::Follows(_) | Place::Apart => {
+                let fin = parsed.flags.contains(Flags::FIN);
+                let sealed = [(fin, Reason::Fin), (pushed, Reason::Push)].into_iter().find(|(holds, _)| *holds);
+                let aggregate = Aggregate::new(self.take(frame), *parsed, now);
+                let island = Island { aggregate, length: parsed.payload_length as u64, sealed: sealed.map(|(_, reason)| reason) };
+                if let Some(flow) = self.flows[at as usize].as_mut() {
+                    flow.held.insert(seq, island);
+                }
+                self.held_bytes += length;
+            }
+        }
+        self.counters.held += 1;
     }
 
     /// The aggregate goes out.
     fn close(&mut self, at: u32, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
         let Some(flow) = self.flows[at as usize].as_mut() else { return };
         let Some(open) = flow.aggregate.take() else { return };
-        flow.last_count = open.count;
-        let count = u64::from(open.count);
-        let mut frame = open.finish();
+        let mut frame = self.finish(at, open, reason);
+        deliver(&mut frame);
+        // A device may have exchanged it for one of its own.
+        self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
+    }
+
+    fn finish(&mut self, at: u32, aggregate: Aggregate, reason: Reason) -> Frame {
+        if let Some(flow) = self.flows[at as usize].as_mut() {
+            flow.last_count = aggregate.count;
+        }
+        let count = u64::from(aggregate.count);
+        let frame = aggregate.finish();
         if count > 1 {
             self.counters.merged += count;
             self.counters.aggregates += 1;
@@ -334,16 +396,14 @@ impl Lro {
             self.counters.alone += 1;
         }
         self.counters.flushed[reason as usize] += 1;
-        deliver(&mut frame);
-        // A device may have exchanged it for one of its own.
-        self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
+        frame
     }
 
     /// Everything of a connection goes out, in order; what is missing is waited for no longer.
     fn empty(&mut self, at: u32, reason: Reason, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         self.close(at, reason, deliver);
         while let Some(flow) = self.flows[at as usize].as_mut()
-            && let Some((&seq, _)) = flow.held.first_key_value()
+            && let Some(seq) = flow.held.first()
         {
             self.counters.gaps += 1;
             flow.next = Some(seq);
