@@ -88,7 +88,7 @@ fn set(bed: &Testbed, whom: Whom, mode: Mode) -> Result<()> {
 /// The receiving program: the first connection is for the ping-pong, the others for the bulk transfer.
 enum Program {
     InKernel(Vec<TcpStream>),
-    OnNic(Session, Vec<ConnectionId>),
+    OnNic(Box<Session>, Vec<ConnectionId>),
 }
 
 impl Program {
@@ -99,7 +99,7 @@ impl Program {
         let mut session = Session::connect(&bed.socket())?;
         let ids = servers.into_iter().map(|server| session.adopt(OwnedFd::from(server))).collect::<io::Result<Vec<_>>>()?;
         ids.iter().try_for_each(|id| session.move_to(*id, Place::Nic)).context("moving to the NIC")?;
-        Ok(Program::OnNic(session, ids))
+        Ok(Program::OnNic(Box::new(session), ids))
     }
 
     fn echo(&mut self, over: &AtomicBool) -> Result<()> {
