@@ -87,7 +87,7 @@ const FIGURES: [(Counter, &str); 14] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
-    (Counter::InterruptNanoseconds, "ns in their first half (writing; the deferred half is the kernel's: see baton ntttcp)"),
+    (Counter::InterruptNanoseconds, "ns in the interrupts' first half"),
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
