@@ -2,7 +2,7 @@
 """A machine of two NUMA nodes, emulated: do workers, memory and programs come where the policy says, and are programs told the truth?
 
 Boots a Debian kernel under QEMU's TCG (no /dev/kvm needed) with two nodes of two processors each, and runs in it what this checkout has
-built. Distances are told by the machine, but not felt: this checks places, not times. Takes about a minute; the kernel is downloaded once.
+built. Distances are told by the machine, but not felt: this checks places, not times. Takes half a minute; the kernel is downloaded once.
 
     tests/numa/guest.py             what is to hold, line by line; exit status 1 if anything does not
     tests/numa/guest.py --console   the guest's console, too

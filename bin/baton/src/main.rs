@@ -330,7 +330,7 @@ struct SoakArguments {
     #[arg(long)]
     drop_during_moves: bool,
     /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
-    #[arg(long, conflicts_with = "workers", conflicts_with_all = ["loss", "reorder", "duplicate", "corrupt", "delay"])]
+    #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
     /// Host A's firewall drops what its connection tracker finds invalid.
     #[arg(long)]

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use baton_kernel::{process, topology};
 use baton_lab::testbed::Tool;
-use baton_placement::{Placement, Topology};
+use baton_placement::Topology;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -89,25 +89,14 @@ pub enum Where {
     NearNic,
 }
 
-/// Processors for several workers; none where some would have to share one, or would leave programs none.
-pub fn own_cores(workers: usize) -> Option<Vec<usize>> {
-    let topology = topology::here().ok()?;
-    let placement = topology.place(workers, None).ok()?;
-    let mut cores: Vec<usize> = placement.workers.iter().map(|place| place.cpu).collect();
-    let all: usize = topology.nodes.iter().map(|node| node.cpus.len()).sum();
-    let wanted = cores.clone();
-    cores.sort_unstable();
-    cores.dedup();
-    (cores.len() == workers && workers < all).then_some(wanted)
-}
-
-/// A processor for one worker; none where programs near it would have no other.
-pub fn own_placement() -> Result<Option<Placement>> {
+/// Processors for so many workers; none where some would have to share one, or programs near them would have no other.
+pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
     let topology = topology::here().context("reading this machine's nodes")?;
-    let placement = topology.place(1, None)?;
-    let near = topology.near(&placement, 0);
-    let several = near.iter().any(|cpu| placement.workers.iter().all(|place| place.cpu != *cpu));
-    Ok(several.then_some(placement))
+    let placement = topology.place(workers, None)?;
+    let cores: Vec<usize> = placement.workers.iter().map(|place| place.cpu).collect();
+    let shared = cores.iter().enumerate().any(|(at, core)| cores[..at].contains(core));
+    let others = topology.near(&placement, 0).iter().any(|cpu| !cores.contains(cpu));
+    Ok((others && !shared).then_some(cores))
 }
 
 /// Binds this process, and what it becomes, to processors near those that the NIC of a running Baton was last seen on.

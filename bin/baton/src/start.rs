@@ -87,9 +87,9 @@ impl StartArguments {
         let socket = directory.join("agent.sock");
         let mut settings = beside_settings(socket.clone(), true, self.spin)?;
         if place == Where::NearNic
-            && let Some(placement) = placement::own_placement()?
+            && let Some(cores) = placement::own_cores(1)?
         {
-            settings.nic.cores = placement.workers.iter().map(|place| place.cpu).collect();
+            settings.nic.cores = cores;
         }
         let me = process::open_process(std::process::id()).context("pidfd_open")?;
         let mut command = Command::new(std::env::current_exe()?);

@@ -29,7 +29,7 @@ impl WorkerArguments {
             bed.card = false;
         }
         if self.workers > 1
-            && let Some(cores) = crate::placement::own_cores(self.workers.into())
+            && let Ok(Some(cores)) = crate::placement::own_cores(self.workers.into())
         {
             bed.nic_cores = cores;
         }

@@ -132,25 +132,10 @@ pub fn current_cpu() -> usize {
 /// New memory of the calling thread comes from a node, as far as it has any; with None from wherever the thread runs. Whether the system
 /// knows of nodes.
 pub fn prefer_memory(node: Option<usize>) -> bool {
-    let mask = NodeMask::of(node);
+    let mask = baton_ring::node_mask(node);
     let mode = if node.is_some() { libc::MPOL_PREFERRED } else { libc::MPOL_DEFAULT };
     // SAFETY: set_mempolicy(2) reads as many bits as it is told, which the mask has.
-    unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, mask.0.as_ptr(), NodeMask::BITS) == 0 }
-}
-
-/// Nodes, a bit each, as set_mempolicy(2) wants them.
-struct NodeMask([u64; 16]);
-
-impl NodeMask {
-    const BITS: usize = 1024;
-
-    fn of(node: Option<usize>) -> NodeMask {
-        let mut words = [0; 16];
-        if let Some(node) = node.filter(|node| *node < Self::BITS) {
-            words[node / 64] |= 1 << (node % 64);
-        }
-        NodeMask(words)
-    }
+    unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, mask.as_ptr(), 1024) == 0 }
 }
 
 /// Processors that this thread may run on.

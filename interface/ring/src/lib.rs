@@ -13,5 +13,5 @@ mod sync;
 #[cfg(not(loom))]
 pub use lock::{Held, Lock, Token};
 #[cfg(not(loom))]
-pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray};
+pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
 pub use ring::{Consumer, Full, Producer, count_sleeper, go_to_sleep, needs_doorbell, uncount_sleeper, wake_up};

@@ -29,6 +29,11 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
+/// Nodes of memory, a bit each, as mbind(2) and set_mempolicy(2) want 1024 of them.
+pub fn node_mask(node: Option<usize>) -> [u64; 16] {
+    core::array::from_fn(|word| node.filter(|node| node / 64 == word).map_or(0, |node| 1 << (node % 64)))
+}
+
 impl Region {
     /// Makes a region of zero bytes: its memory cannot be shrunk, grown or unsealed by anyone who gets the descriptor.
     ///
@@ -79,8 +84,7 @@ impl Region {
     /// # Errors
     /// The system's, if it knows of no nodes, or not of this one.
     pub fn prefer_node(&self, node: usize) -> io::Result<()> {
-        let mut nodes = [0u64; 16];
-        *nodes.get_mut(node / 64).ok_or(io::ErrorKind::InvalidInput)? |= 1 << (node % 64);
+        let nodes = node_mask(Some(node));
         const MOVE: libc::c_uint = 2;
         // SAFETY: mbind reads 1024 bits of the mask, and changes where the pages of our own mapping lie, not what is in them.
         let bound = unsafe {

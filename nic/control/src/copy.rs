@@ -66,16 +66,17 @@ impl Through {
         Some(Frame::with_capacity(MAX_FRAME))
     }
 
+    /// Frames that the engine has.
+    fn under_way(&self) -> u64 {
+        self.sent - self.overflow.len() as u64 - self.shared.told[self.me].done.load(Ordering::Acquire)
+    }
+
     /// Hands over what there is room for.
     fn push(&mut self) {
-        while let Some(frame) = self.overflow.pop_front() {
-            let held = self.sent - self.overflow.len() as u64 - 1 - self.shared.told[self.me].done.load(Ordering::Acquire);
-            let refused = if held < CREDIT as u64 {
-                self.to.push(frame).err().map(|rtrb::PushError::Full(frame)| frame)
-            } else {
-                Some(frame)
-            };
-            if let Some(frame) = refused {
+        while self.under_way() < CREDIT as u64
+            && let Some(frame) = self.overflow.pop_front()
+        {
+            if let Err(rtrb::PushError::Full(frame)) = self.to.push(frame) {
                 self.overflow.push_front(frame);
                 break;
             }

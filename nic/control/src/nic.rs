@@ -288,6 +288,7 @@ impl Runner {
             if worked {
                 idle_since = now.0;
                 self.busy_nanos += monotonic_nanos() - started;
+                self.worker.set_processor(process::current_cpu());
                 self.publish_counters();
             } else if now.0 - idle_since > self.spin && self.worker.prepare_sleep() {
                 let next = [self.worker.next_timeout(), self.worker.wire().next_arrival()].into_iter().flatten().min();
@@ -325,7 +326,6 @@ impl Runner {
     }
 
     fn publish_counters(&mut self) {
-        self.worker.set_processor(process::current_cpu());
         let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
         words[Counter::DoorbellNanoseconds as usize].store(self.doorbell_nanos, Ordering::Relaxed);

@@ -61,12 +61,10 @@ impl Aggregate {
     /// Whether a segment may follow.
     pub fn takes(&self, frame: &[u8], parsed: &TcpFrame, settings: &Settings) -> bool {
         let own = self.frame.bytes();
-        let length = own.len() + parsed.payload_length;
         let first = &self.first;
         parsed.seq == self.end
             && parsed.payload_length <= self.size
-            && length - ETHERNET <= settings.most.min(65_535)
-            && length <= self.frame.capacity()
+            && self.fits(parsed.payload_length, settings)
             && own[..ETHERNET] == frame[..ETHERNET]
             && network_fields(own, first.flow.is_v4()) == network_fields(frame, first.flow.is_v4())
             && parsed.payload_offset == first.payload_offset
@@ -99,14 +97,13 @@ impl Aggregate {
 
     /// Whether another aggregate may follow, whole.
     pub fn takes_all(&self, other: &Aggregate, settings: &Settings) -> bool {
-        let length = self.frame.bytes().len() + other.payload().len();
         other.size == self.size
+            && self.fits(other.payload().len(), settings)
             && self.takes(other.frame.bytes(), &other.first, settings)
-            && length - ETHERNET <= settings.most.min(65_535)
-            && length <= self.frame.capacity()
     }
 
-    fn payload(&self) -> &[u8] {
+    /// What it carries so far.
+    pub fn payload(&self) -> &[u8] {
         &self.frame.bytes()[self.first.payload_offset..]
     }
 
@@ -150,7 +147,7 @@ impl Aggregate {
         (self.frame, self.first)
     }
 
-    /// Why nothing may follow a segment that was appended.
+    /// Why nothing may follow a segment that came last.
     pub fn ends_with(&self, parsed: &TcpFrame, pushed: bool, settings: &Settings) -> Option<Reason> {
         let fin = parsed.flags.contains(Flags::FIN);
         let short = parsed.payload_length < self.size;
@@ -161,7 +158,12 @@ impl Aggregate {
 
     /// Whether another segment of the usual size would find room.
     pub fn has_room(&self, settings: &Settings) -> bool {
-        let length = self.frame.bytes().len() + self.size;
+        self.fits(self.size, settings)
+    }
+
+    /// Whether so many more bytes find room.
+    fn fits(&self, more: usize, settings: &Settings) -> bool {
+        let length = self.frame.bytes().len() + more;
         length - ETHERNET <= settings.most.min(65_535) && length <= self.frame.capacity()
     }
 

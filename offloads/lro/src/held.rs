@@ -8,13 +8,17 @@ use alloc::collections::BTreeMap;
 /// Segments that follow each other.
 pub(crate) struct Island {
     pub aggregate: Aggregate,
-    /// Payload bytes.
-    pub length: u64,
     /// Why nothing more may be appended.
     pub sealed: Option<Reason>,
 }
 
 impl Island {
+    /// Payload bytes.
+    pub fn length(&self) -> u64 {
+        self.aggregate.payload().len() as u64
+    }
+
+    /// All of its frame.
     pub fn bytes(&self) -> usize {
         self.aggregate.frame.bytes().len()
     }
@@ -53,8 +57,8 @@ impl Held {
             return Place::Overlaps;
         }
         match self.islands.range_mut(..seq).next_back() {
-            Some((start, island)) if seq < start + island.length => Place::Overlaps,
-            Some((start, island)) if seq == start + island.length => Place::Follows(island),
+            Some((start, island)) if seq < start + island.length() => Place::Overlaps,
+            Some((start, island)) if seq == start + island.length() => Place::Follows(island),
             _ => Place::Apart,
         }
     }

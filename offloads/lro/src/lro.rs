@@ -231,7 +231,7 @@ impl Lro {
             let Some((seq, island)) = flow.held.pop(next) else { return Goes::On };
             // Another gap, another wait.
             flow.gap_since = now;
-            flow.next = Some(next.max(seq + island.length));
+            flow.next = Some(next.max(seq + island.length()));
             self.held_bytes -= island.bytes();
             self.counters.held -= u64::from(island.aggregate.count);
             let goes = if seq < next {
@@ -354,15 +354,12 @@ impl Lro {
             Place::Follows(island) if island.sealed.is_none() && island.aggregate.takes(frame.bytes(), parsed, &settings) => {
                 island.aggregate.append(frame.bytes(), parsed);
                 island.sealed = island.aggregate.ends_with(parsed, pushed, &settings);
-                island.length += parsed.payload_length as u64;
                 flow.held.count();
                 self.held_bytes += parsed.payload_length;
             }
             Place::Follows(_) | Place::Apart => {
-                let fin = parsed.flags.contains(Flags::FIN);
-                let sealed = [(fin, Reason::Fin), (pushed, Reason::Push)].into_iter().find(|(holds, _)| *holds);
                 let aggregate = Aggregate::new(self.take(frame), *parsed, now);
-                let island = Island { aggregate, length: parsed.payload_length as u64, sealed: sealed.map(|(_, reason)| reason) };
+                let island = Island { sealed: aggregate.ends_with(parsed, pushed, &settings), aggregate };
                 if let Some(flow) = self.flows[at as usize].as_mut() {
                     flow.held.insert(seq, island);
                 }
