@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak programs suites numa bench clean
+.PHONY: demo test build lint dependencies soak programs restarts suites numa bench clean
 
 demo: build
 	$(BATON) demo
@@ -16,9 +16,14 @@ dependencies:
 # Everything that must hold: lints, crates without std, units, properties, simulated pairs, the ring's model, the real kernel.
 # What hangs is ended, so that the output names it.
 test: build lint
+	@scripts/dependencies tests
 	timeout --foreground 1200 $(CARGO) test --release --locked --workspace
 	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl"
+	tests/programs/scale.py
+	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
+	tests/programs/restarts.py --rounds 2
+	$(BATON) bench tail --smoke
 	$(BATON) soak --connections 64 --moves 2000 --json
 	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
 	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
@@ -43,7 +48,14 @@ soak: build
 # Whole programs, as far as they are installed here, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
 	tests/programs/programs.py
+	tests/programs/loads.py
 	tests/programs/leaks.py
+	tests/programs/clients.py
+
+# Baton ended and started again under nginx and redis.
+restarts: build
+	@scripts/dependencies tests
+	tests/programs/restarts.py --rounds 20
 
 suites: build
 	tests/programs/suites.py
@@ -57,6 +69,7 @@ bench: build
 	$(BATON) bench lro --json
 	$(BATON) bench moderation --json
 	$(BATON) bench rss --json
+	$(BATON) bench tail --json
 
 clean:
 	$(CARGO) clean

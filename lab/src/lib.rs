@@ -18,4 +18,6 @@ pub mod rss;
 pub mod server;
 pub mod soak;
 pub mod statistics;
+pub mod tail;
 pub mod testbed;
+pub mod wan;

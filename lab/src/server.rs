@@ -60,7 +60,8 @@ pub enum Program {
 
 /// One thread, as many requests on a connection as the clients like, and nothing that depends on where nginx is installed.
 const NGINX: &str = "daemon off; master_process off; pid ROOT/nginx-PORT.pid; error_log stderr crit;
-events { worker_connections 1024; }
+worker_rlimit_nofile 8192;
+events { worker_connections 4096; }
 http {
     access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000; open_file_cache max=4096;
     client_body_temp_path ROOT/t; proxy_temp_path ROOT/t; fastcgi_temp_path ROOT/t; uwsgi_temp_path ROOT/t; scgi_temp_path ROOT/t;

@@ -267,6 +267,7 @@ impl Testbed {
         let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
         std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
         let agent = AgentSettings {
+            limits: Default::default(),
             crash: settings.crash,
             socket: directory.join("agent.sock"),
             interface: (!settings.beside).then(|| a.name.into()),

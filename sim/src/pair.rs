@@ -183,7 +183,7 @@ impl Pair {
             first: isn[at].wrapping_add(1),
             queued: 0,
             wanted: 0,
-            send_room: 4 << 20,
+            send_room: 64 << 20,
             close_after: false,
             memory: vec![0; configs[at].receive_buffer as usize],
             flow: if at == 0 { flow } else { flow.reversed() },

@@ -135,7 +135,7 @@ class Trial:
         if self.mode in ("run", "flip"):
             prefix += [str(BATON), "run", "--log", str(self.directory / "baton.log")]
             prefix += ["--flip-report", str(self.report)]
-            prefix += ["--flip", "1..50"] if self.mode == "flip" else ["--rule", "established"]
+            prefix += ["--flip", "1..50"] if self.mode == "flip" else ["--eager", "--rule", "established"]
             prefix.append("--")
         options["env"] = options.get("env", os.environ) | {"LISTENS": LISTENS}
         return self.start(prefix + command, **options)

@@ -1,7 +1,8 @@
-"""Echo servers in Python's ways: asyncio, selectors, ssl, socketserver, fork. Each prints its port."""
+"""Echo servers in Python's ways: asyncio, selectors, ssl, socketserver, fork; and one for many connections. Each prints its port."""
 
 import asyncio
 import os
+import select
 import selectors
 import signal
 import socket
@@ -59,6 +60,27 @@ def selectors_server():
             selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0), waiting)
 
 
+def many_server():
+    """For thousands of connections: what it does for one does not depend on the others."""
+    events = select.epoll()
+    listener = socket.create_server((LISTENS, 0), family=FAMILY, backlog=4096)
+    listener.setblocking(False)
+    events.register(listener, select.EPOLLIN)
+    announce(listener.getsockname()[1])
+    links = {}
+    while True:
+        for fd, _ in events.poll():
+            if fd == listener.fileno():
+                link, _ = listener.accept()
+                links[link.fileno()] = link
+                events.register(link, select.EPOLLIN)
+            elif data := links[fd].recv(65536):
+                links[fd].sendall(data)
+            else:
+                events.unregister(fd)
+                links.pop(fd).close()
+
+
 def ssl_server(certificate):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
@@ -103,7 +125,7 @@ def fork_server():
         sock.close()
 
 
-ways = {"selectors": selectors_server, "ssl": ssl_server, "socketserver": socketserver_server, "fork": fork_server}
+ways = {"selectors": selectors_server, "many": many_server, "ssl": ssl_server, "socketserver": socketserver_server, "fork": fork_server}
 if sys.argv[1] == "asyncio":
     asyncio.run(asyncio_server())
 else:

@@ -6,6 +6,7 @@ use baton_kernel::control::Channel;
 use baton_kernel::interface::{self, TapOptions};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_kernel::rights;
 use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
@@ -56,8 +57,22 @@ fn examine() -> Vec<Finding> {
             "hosts with a firewall",
             inside(|| Changes::listen(NETFILTER, RULE_CHANGES).map(drop)),
         ),
+        nic_rights(),
         finding("the preloaded library", "run", crate::run::find_library().map(drop).map_err(io::Error::other)),
     ]
+}
+
+/// The NIC works with fewer walls around it, too; which are missing is worth knowing.
+fn nic_rights() -> Finding {
+    let mut missing = Vec::new();
+    if rights::landlock_version().is_none() {
+        missing.push("this kernel has no Landlock (Linux 5.13, and lsm=landlock,... at its start): files are kept from the NIC by its user alone");
+    }
+    if !rights::has_other_users() {
+        missing.push("this user namespace has no other user: the NIC stays the agent's");
+    }
+    let advice = (!missing.is_empty()).then(|| missing.join("; "));
+    Finding { what: "a NIC without rights (user, seccomp, Landlock)", needed_for: "everything", works: true, advice }
 }
 
 fn repair() -> io::Result<()> {

@@ -100,11 +100,11 @@ enum Command {
     },
     /// The processes of a running Baton; started by each other, not by people.
     #[command(hide = true)]
-    KeeperProcess(ProcessArguments),
+    KeeperProcess,
     #[command(hide = true)]
-    AgentProcess(ProcessArguments),
+    AgentProcess,
     #[command(hide = true)]
-    NicProcess(ProcessArguments),
+    NicProcess,
 }
 
 #[derive(Subcommand)]
@@ -167,6 +167,37 @@ enum Bench {
         #[arg(long, default_value_t = 3)]
         shifts: usize,
     },
+    /// One connection over 1 Gb/s and 100 ms, on the NIC and in the kernel in turn. Takes about a minute.
+    Wan {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+        /// Seconds of each transfer.
+        #[arg(long, default_value_t = 5.0)]
+        seconds: f64,
+    },
+    /// How long requests wait at worst, and what short connections cost: a web server in the kernel and under Baton, in turn. Takes about
+    /// three minutes.
+    Tail {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Only so many connections.
+        #[arg(long, value_delimiter = ',')]
+        connections: Vec<usize>,
+        /// Pairs of rounds; medians count.
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+        /// Seconds of a round.
+        #[arg(long, default_value_t = 3.0)]
+        seconds: f64,
+        /// A few seconds in which only errors count.
+        #[arg(long, conflicts_with_all = ["connections", "rounds", "seconds"])]
+        smoke: bool,
+    },
     /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
@@ -190,6 +221,12 @@ fn bench(what: &Bench) -> Result<bool> {
             }
             Ok(true)
         }
+        Bench::Wan { json, rounds, seconds } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let settings = baton_lab::wan::WanSettings { seconds: *seconds, rounds: *rounds };
+            let report = baton_lab::wan::run(&settings, |one| eprintln!("{}", baton_lab::wan::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
         Bench::Moderation { json, rounds } => {
             baton_kernel::namespace::become_root_if_needed()?;
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
@@ -200,6 +237,17 @@ fn bench(what: &Bench) -> Result<bool> {
             let (workers, flows) = (usize::from(*workers), usize::from(*flows));
             let settings = baton_lab::rss::RssSettings { workers, flows, exponent: *exponent, shifts: *shifts };
             let report = baton_lab::rss::run(&settings, |one| eprintln!("{}", baton_lab::rss::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Tail { json, connections, rounds, seconds, smoke } => {
+            baton_kernel::namespace::become_root_if_needed()?;
+            let mut settings = baton_lab::tail::TailSettings { rounds: *rounds, seconds: *seconds, ..Default::default() };
+            if *smoke {
+                settings = baton_lab::tail::TailSettings::smoke();
+            } else if !connections.is_empty() {
+                settings.connections.clone_from(connections);
+            }
+            let report = baton_lab::tail::run(&settings, |row| eprintln!("{}", baton_lab::tail::line(row)))?;
             tell_bars(&report.bars, &report, *json)
         }
         Bench::Lro { json, connections, rounds, plot, verify } => {
@@ -278,12 +326,6 @@ fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
         println!("{gigabytes} GB received, {mismatches} bytes differ");
     }
     Ok(mismatches == 0)
-}
-
-#[derive(Args)]
-struct ProcessArguments {
-    #[arg(long)]
-    settings: String,
 }
 
 #[derive(Args)]
@@ -400,7 +442,6 @@ fn soak(arguments: &SoakArguments) -> Result<bool> {
 }
 
 fn run(command: Command) -> Result<bool> {
-    let parse = "settings that this program was started with";
     match command {
         Command::Soak(arguments) => {
             baton_kernel::namespace::become_root_if_needed()?;
@@ -444,9 +485,9 @@ fn run(command: Command) -> Result<bool> {
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
         Command::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
-        Command::KeeperProcess(given) => baton_keeper::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
-        Command::AgentProcess(given) => baton_agent::run(serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
-        Command::NicProcess(given) => baton_control::run(&serde_json::from_str(&given.settings).context(parse)?).map(|()| true),
+        Command::KeeperProcess => baton_keeper::run().map(|()| true),
+        Command::AgentProcess => baton_agent::run().map(|()| true),
+        Command::NicProcess => baton_control::run().map(|()| true),
     }
 }
 

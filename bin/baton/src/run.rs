@@ -38,6 +38,9 @@ pub struct RunArguments {
     /// Writes a configuration file with comments to the standard output.
     #[arg(long)]
     print_config: bool,
+    /// Hands connections over as soon as their rule fits, whatever that costs the program: short ones, too, and many at once. For tests.
+    #[arg(long)]
+    eager: bool,
     #[command(flatten)]
     flip: FlipArguments,
     #[command(flatten)]
@@ -89,7 +92,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     let group = arguments.flip.make_group(&channel)?;
     drop(channel);
-    let run = Run { socket, group, rules, flips: arguments.flip.is_on() };
+    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");

@@ -4,6 +4,7 @@ use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_client::protocol::{Answer, Ask, Flip, Reply, Request};
+use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_control::{LinkSettings, NicSettings};
 use baton_keeper::Devices;
 use baton_kernel::control::Channel;
@@ -73,15 +74,22 @@ impl StartArguments {
             let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
             return Ok(Some((path.clone(), channel)));
         }
+        if let Some(outer) = Self::outer() {
+            return Ok(Some(outer));
+        }
         let path = PathBuf::from(baton_client::DEFAULT_SOCKET);
         Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))
     }
 
+    /// That of an outer `baton run`, whose process has become this one.
+    fn outer() -> Option<(PathBuf, Channel)> {
+        let run: Run = serde_json::from_str(&std::env::var(RUN_VARIABLE).ok()?).ok()?;
+        Channel::connect(&run.socket).ok().map(|channel| (run.socket, channel))
+    }
+
     fn start(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let devices = Devices::beside(SLOTS).context("starting a Baton")?;
-        let directory = std::env::temp_dir().join(format!("baton-run-{}", std::process::id()));
-        // One that is there already is somebody else's.
-        std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        let directory = make_directory()?;
         // The program may go on as another user.
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
@@ -106,6 +114,26 @@ impl StartArguments {
     }
 }
 
+/// A directory for a Baton that ends with this process. One that is there already is somebody else's: an earlier program's whose process
+/// number this is, or a stranger's.
+fn make_directory() -> Result<PathBuf> {
+    let mut attempt = 0;
+    loop {
+        let name = match attempt {
+            0 => format!("baton-run-{}", std::process::id()),
+            _ => format!("baton-run-{}-{attempt}", std::process::id()),
+        };
+        let directory = std::env::temp_dir().join(name);
+        match std::fs::create_dir(&directory) {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => attempt += 1,
+            made => {
+                made.with_context(|| format!("making {}", directory.display()))?;
+                return Ok(directory);
+            }
+        }
+    }
+}
+
 impl FlipArguments {
     /// Whether connections move at random.
     pub fn is_on(&self) -> bool {
@@ -113,7 +141,7 @@ impl FlipArguments {
     }
 
     pub fn flip(&self) -> Option<Flip> {
-        self.flip.map(|(min, max)| Flip { min, max, seed: self.seed })
+        self.flip.map(|(min, max)| Flip { min: min.max(1), max: max.max(1), seed: self.seed })
     }
 
     /// Tells the agent what is to be done with a program's connections.
@@ -143,6 +171,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
         session_bytes: SESSION_BYTES,
         lingers,
         core: None,
+        limits: Default::default(),
         patience: 500_000,
         crash: None,
         nic: NicSettings {
@@ -163,6 +192,6 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
 }
 
 /// Connections that a NIC holds.
-pub const SLOTS: usize = 4096;
-/// Memory that a session may use.
-const SESSION_BYTES: usize = 2 << 30;
+pub const SLOTS: usize = 16384;
+/// Memory that a session may use; what is not used is not taken from the system.
+const SESSION_BYTES: usize = 3 << 30;

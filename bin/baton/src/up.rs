@@ -3,7 +3,8 @@
 
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
-use baton_client::protocol::{Ask, Reply};
+use baton_agent::{AgentSettings, Limits};
+use baton_client::protocol::{Answer, Ask, Reply};
 use baton_keeper::Devices;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Poller, Trigger};
@@ -11,7 +12,7 @@ use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, socket};
 use baton_lab::testbed::Tool;
 use clap::Args;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -27,11 +28,11 @@ Programs find it by themselves at /run/baton/agent.sock, those in containers too
 namespace listens beside it as well, at that path with the namespace's number behind it (for `baton ls --socket`). It needs root, and
 ends with Ctrl-C or SIGTERM: every connection is then in the kernel.";
 
-/// Namespaces that are served at a time.
-const MOST: usize = 64;
-
 /// How often is looked whether a namespace is still used. It goes when nobody has used it at two looks.
 const LOOK: Duration = Duration::from_secs(10);
+
+/// Connections of refused clients that stay open, so that each can still read the reason.
+const REFUSED: usize = 16;
 
 const LISTENER: u64 = 0;
 const SIGNALS: u64 = 1;
@@ -44,6 +45,24 @@ pub struct UpArguments {
     /// Microseconds that a NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
+    /// Network namespaces that are served at a time.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    namespaces: usize,
+    /// Of those, as many as may be one user's. Root may have all.
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    namespaces_per_user: usize,
+    /// Open sessions, which are processes with connections, that a user may have in one namespace. Root may have any number.
+    #[arg(long, default_value_t = Limits::default().sessions, value_name = "N")]
+    sessions_per_user: u32,
+    /// Groups of sessions, which are programs started by `baton run`, that a user may have in one namespace. Root may have any number.
+    #[arg(long, default_value_t = Limits::default().groups, value_name = "N")]
+    groups_per_user: u32,
+}
+
+impl UpArguments {
+    fn limits(&self) -> Limits {
+        Limits { sessions: self.sessions_per_user, groups: self.groups_per_user }
+    }
 }
 
 /// A namespace's Baton.
@@ -54,23 +73,30 @@ struct Served {
     agent: Tool,
     socket: PathBuf,
     unused: u32,
+    /// Whose first program it was started for.
+    user: u32,
 }
 
 impl Served {
     /// Starts one in the calling thread's namespace.
-    fn start(socket: &Path, spin: u64) -> Result<Served> {
+    fn start(socket: &Path, user: u32, arguments: &UpArguments) -> Result<Served> {
         let devices = Devices::beside(SLOTS)?;
-        let settings = beside_settings(socket.to_owned(), false, spin)?;
+        let settings = beside_settings(socket.to_owned(), false, arguments.spin)?;
+        let settings = AgentSettings { limits: arguments.limits(), ..settings };
         let (keeper, parent) = baton_keeper::launch(Command::new(std::env::current_exe()?), &settings, &devices, None)?;
         let agent = Tool::connect(socket).context("the agent that was just started")?;
-        Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0 })
+        Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
 
+    /// Gives a client to the agent, which may turn it away.
     fn admit(&mut self, client: &Channel) -> Result<()> {
         self.unused = 0;
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
-            Reply::Failed { reason } => bail!(reason),
+            Reply::Failed { reason } => {
+                eprintln!("baton up: a client is turned away: {reason}");
+                Ok(())
+            }
             other => bail!("the agent's answer makes no sense: {other:?}"),
         }
     }
@@ -93,6 +119,7 @@ struct Up<'a> {
     arguments: &'a UpArguments,
     /// By the namespace's number.
     served: BTreeMap<u64, Served>,
+    refused: VecDeque<Channel>,
     own: u64,
 }
 
@@ -103,10 +130,11 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
     }
     let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
-    let signals = process::hear_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+    let signals = process::hear_signals(&process::ENDING)?;
+    process::raise_descriptor_limit();
     let own = socket::namespace(listener.as_fd())?;
-    let mut up = Up { arguments, served: BTreeMap::new(), own };
-    up.served.insert(own, Served::start(&up.socket_of(own), arguments.spin).context("starting a Baton")?);
+    let mut up = Up { arguments, served: BTreeMap::new(), refused: VecDeque::new(), own };
+    up.served.insert(own, Served::start(&up.socket_of(own), 0, arguments).context("starting a Baton")?);
     eprintln!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -122,13 +150,27 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
             up.end_what_is_idle();
             continue;
         }
-        let client = listener.accept()?;
+        let client = match listener.accept() {
+            Ok(client) => client,
+            Err(error) => {
+                eprintln!("baton up: a client cannot be served: {error}");
+                continue;
+            }
+        };
         if let Err(error) = up.admit(&client) {
-            // It finds its connection closed.
             eprintln!("baton up: a client cannot be served: {error:#}");
+            // It waits for the answer to its first request.
+            let reason = format!("{error:#}");
+            let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
+            // Which it may not have made yet: it finds its connection open for a while.
+            up.refused.push_back(client);
+            if up.refused.len() > REFUSED {
+                up.refused.pop_front();
+            }
         }
     }
-    // The listener goes last: keepers remove a directory that they leave empty, and this one may be somebody's mount.
+    // First of all: programs that are let go would come again at once, and wait for an answer.
+    drop(listener);
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
 }
@@ -149,27 +191,41 @@ impl Up<'_> {
                 served.end();
             }
         }
-        if self.served.len() >= MOST {
+        let user = client.peer_user()?;
+        if self.has_no_room(user).is_some() {
             self.end_what_is_idle();
         }
-        if self.served.len() >= MOST {
-            bail!("{MOST} network namespaces are served already");
+        if let Some(why) = self.has_no_room(user) {
+            bail!(why);
         }
-        let mut served = self.serve(client.peer_process()?, namespace).context("starting a Baton for a network namespace")?;
+        let mut served =
+            self.serve(client.peer_process()?, namespace, user).context("starting a Baton for a network namespace")?;
         let admitted = served.admit(client);
         self.served.insert(namespace, served);
         admitted
     }
 
+    /// Why no other namespace can be served for a user, if none can.
+    fn has_no_room(&self, user: u32) -> Option<String> {
+        let UpArguments { namespaces, namespaces_per_user, .. } = *self.arguments;
+        let theirs = self.served.values().filter(|served| served.user == user).count();
+        if user != 0 && theirs >= namespaces_per_user {
+            return Some(format!(
+                "user {user} has {theirs} network namespaces with a Baton, as many as each may (--namespaces-per-user)"
+            ));
+        }
+        (self.served.len() >= namespaces).then(|| format!("{namespaces} network namespaces are served already (--namespaces)"))
+    }
+
     /// Starts a Baton in the namespace of a process.
-    fn serve(&self, process: u32, namespace: u64) -> Result<Served> {
-        let (socket, spin) = (self.socket_of(namespace), self.arguments.spin);
+    fn serve(&self, process: u32, namespace: u64, user: u32) -> Result<Served> {
+        let socket = self.socket_of(namespace);
         let started = Namespace::of_process(process)?.run(|| {
             // The process may have ended, and its number be another's.
             if socket::namespace(socket::stream(false, 0)?.as_fd())? != namespace {
                 return Err(io::Error::other("the client is gone"));
             }
-            Ok(Served::start(&socket, spin))
+            Ok(Served::start(&socket, user, self.arguments))
         });
         started?
     }

@@ -134,6 +134,37 @@ thread.join()
     }
 }
 
+/// The first connections of a listener that close soon teach that the next ones are not worth a move: hardly any of them is handed to the
+/// agent. One that lives on is.
+#[test]
+fn short_connections_stay_in_the_kernel() {
+    const PROGRAM: &str = "
+import socket, time
+listener = socket.create_server(('127.0.0.1', 0))
+def exchange(client, server):
+    client.sendall(b'request'); server.recv(7)
+    server.sendall(b'answer'); client.recv(6)
+for n in range(300):
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    exchange(client, server)
+    server.close(); client.close()
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    exchange(client, server)
+";
+    let scratch = Scratch::new("short");
+    let report = scratch.file("report");
+    let ran = baton_run(&scratch, &["--rule", "accepted", "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    assert!((1..=30).contains(&report["connections"].as_u64().unwrap_or(0)), "{report}");
+    let still_there = report["connections_by_moves"].as_object().expect("counts").keys().any(|moves| moves != "0");
+    assert!(still_there, "the last one never moved: {report}");
+}
+
 /// A program that goes on as another user has its connections moved all the same.
 #[test]
 fn programs_may_change_their_user() {

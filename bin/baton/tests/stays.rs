@@ -76,6 +76,54 @@ fn signed_connections_stay() {
     assert!(error.to_string().contains("signed"), "{error}");
 }
 
+/// Options that only the kernel acts on, set before the move or while the NIC has the connection.
+#[test]
+fn options_that_the_nic_does_not_act_on_stay() {
+    use baton_lab::options::{Fate, OPTIONS};
+    let bed = hosts(TestbedSettings::default());
+    let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
+    let mut seen = 0;
+    for option in OPTIONS.iter().filter(|option| option.fate == Fate::Stays && option.value.is_some()) {
+        let ipv6 = option.level == 41;
+        for set_on_nic in [false, true] {
+            let (server, _peer) = common::connect(&bed, ipv6, 9091);
+            let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+            if set_on_nic {
+                session.move_to(id, Place::Nic).expect("a move");
+            }
+            session.set_option(id, option.level, option.number, option.value.unwrap_or_default()).expect(option.name);
+            assert_eq!(session.place(id), Some(Place::Kernel), "{}", option.name);
+            let error = session.move_to(id, Place::Nic).expect_err(option.name);
+            assert!(error.to_string().contains(option.name), "{error}");
+            session.close(id).expect("close");
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 10);
+    // A congestion control that its program has asked for: the host's default is not that.
+    for (wanted, default, moves) in
+        [("bbr", "cubic", false), ("reno", "cubic", true), ("cubic", "bbr", true), ("bbr", "bbr", true)]
+    {
+        let set = || std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", default);
+        if bed.host_a.run(set).is_err() {
+            eprintln!("this kernel does not give its hosts {default}");
+            continue;
+        }
+        let (server, _peer) = common::connect(&bed, false, 9092);
+        let set = baton_kernel::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, wanted.as_bytes());
+        if let Err(error) = set {
+            eprintln!("this kernel has no {wanted}: {error}");
+            continue;
+        }
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        match session.move_to(id, Place::Nic) {
+            Ok(()) => assert!(moves, "{wanted} where {default} is usual"),
+            Err(error) => assert!(!moves && error.to_string().contains("TCP_CONGESTION"), "{wanted}, {default}: {error}"),
+        }
+        session.close(id).expect("close");
+    }
+}
+
 /// Without a route, or with its source address gone, a connection stays on the side where it is, and goes on when they are back.
 #[test]
 fn no_route_and_a_changed_source_address_stay() {

@@ -3,30 +3,34 @@
 
 use crate::agent::Agent;
 use crate::back::{hand_to_kernel, say_last_words};
-use crate::connection::{Block, Connection, Stage};
+use crate::connection::{Block, Connection, Memory, Stage};
 use crate::forth::queues;
 use crate::ground::Shape;
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry, Phase};
 use crate::kept::Kept;
-use crate::session::{OpenSession, Session};
+use crate::session::{DEAF, OpenSession, Sent, Session};
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session, slot};
 use baton_client::protocol::{Answer, Reply, Request};
 use baton_image::{Image, MAX_ENCODED};
+use baton_kernel::bell::SessionBell;
 use baton_kernel::control::Channel;
-use baton_kernel::events::Doorbell;
 use baton_kernel::import;
-use baton_kernel::{export, socket};
+use baton_kernel::{export, shell, socket};
 use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_wire::Flow;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// Requests that a control connection may hold, and then some.
+const MOST_WAITING: usize = 4096;
 
 /// What the keeper hands over.
 #[derive(Default)]
@@ -46,8 +50,16 @@ impl Legacy {
     }
 
     /// Devices at which the programs beside the kernel are.
-    pub fn devices(&self) -> HashSet<u32> {
-        self.0.iter().filter_map(|(kept, _)| if let Kept::Device(index) = kept { Some(*index) } else { None }).collect()
+    pub fn devices(&mut self) -> HashMap<u32, Vec<OwnedFd>> {
+        let devices = self.0.iter_mut();
+        devices
+            .filter_map(|(kept, links)| if let Kept::Device(index) = kept { Some((*index, std::mem::take(links))) } else { None })
+            .collect()
+    }
+
+    /// Whether the end has been asked for.
+    pub fn draining(&self) -> bool {
+        self.0.iter().any(|(kept, _)| *kept == Kept::Ending)
     }
 
     /// What the NIC was last set to do for the kernel.
@@ -58,46 +70,59 @@ impl Legacy {
     /// Groups by name.
     pub fn take_groups(&mut self, groups: &mut Groups) {
         for (kept, descriptors) in &mut self.0 {
-            if let Kept::Group(name, flip) = kept {
-                groups.add(*name, Group::new(*flip, descriptors.pop()));
+            if let Kept::Group(name, user, flip) = kept {
+                groups.add(*name, Group::new(*user, *flip, descriptors.pop()));
             }
         }
     }
 
-    /// Sessions by number, with their connections in the kernel.
-    fn sessions(self) -> Result<BTreeMap<u32, Session>> {
+    /// Sessions by number, with their connections in the kernel; what cannot be taken over is left out.
+    fn sessions(self) -> BTreeMap<u32, Session> {
         let mut sessions = BTreeMap::new();
-        for (kept, mut descriptors) in self.0 {
-            let mut next = || (!descriptors.is_empty()).then(|| descriptors.remove(0)).context("the keeper lost a descriptor");
-            match kept {
-                Kept::Session(number) => {
-                    let channel = Channel::from_fd(next()?);
-                    sessions.insert(number, Session::new(channel)?);
-                }
-                Kept::Memory(number, opening) => {
-                    let memory = Arc::new(Region::map(next()?)?);
-                    let bell = Doorbell::from_fd(next()?);
-                    if let Some(session) = sessions.get_mut(&number) {
-                        session.open = Some(OpenSession::with_memory(memory, bell));
-                        session.opening = opening;
-                    }
-                }
-                Kept::Connection(of, number) => {
-                    let fd = next()?;
-                    let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
-                    let (Some(session), (Ok(local), Ok(peer))) = (sessions.get_mut(&of), names) else { continue };
-                    let process = session.process;
-                    adopt(session, number, Some(fd), process, (local, peer));
-                }
-                Kept::Attached(of, number, process, local, peer) => {
-                    let Some(session) = sessions.get_mut(&of) else { continue };
-                    adopt(session, number, None, process, (local, peer));
-                }
-                _ => {}
+        for (kept, descriptors) in self.0 {
+            let name = kept.clone();
+            if let Err(error) = take_in(&mut sessions, kept, descriptors) {
+                eprintln!("baton agent: {name:?} of the last agent is lost: {error:#}");
             }
         }
-        Ok(sessions)
+        sessions
     }
+}
+
+/// One of the things that the keeper holds.
+fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<OwnedFd>) -> Result<()> {
+    let mut descriptors = descriptors.into_iter();
+    let mut next = || descriptors.next().context("the keeper lost its descriptor");
+    match kept {
+        Kept::Session(number) => {
+            let channel = Channel::from_fd(next()?);
+            sessions.insert(number, Session::new(channel)?);
+        }
+        Kept::Memory(number, opening) => {
+            let memory = Arc::new(Region::map(next()?)?);
+            let bell = SessionBell::from_fd(next()?);
+            if let Some(session) = sessions.get_mut(&number) {
+                session.open = Some(OpenSession::with_memory(memory, bell));
+                session.opening = opening;
+            }
+        }
+        Kept::Connection(of, number) => {
+            let fd = next()?;
+            let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
+            let (Some(session), Ok(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
+            // A socket whose connection has ended on the NIC has no peer any more; nothing of it is on any wire.
+            let Some(peer) = names.1.ok().or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
+            let process = session.process;
+            adopt(session, number, Some(fd), process, (local, peer));
+        }
+        Kept::Attached(of, number, process, local, peer) => {
+            if let Some(session) = sessions.get_mut(&of) {
+                adopt(session, number, None, process, (local, peer));
+            }
+        }
+        _ => {}
+    }
+    Ok(())
 }
 
 fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, (local, peer): (SocketAddr, SocketAddr)) {
@@ -111,32 +136,36 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
         attached: session.opening.attacher,
         ..Connection::new(number, fd, flow, local, peer, block)
     };
-    let at = number as usize;
-    if session.connections.len() <= at {
-        session.connections.resize_with(at + 1, || None);
-    }
-    session.connections[at] = Some(connection);
+    session.connections.put(connection);
 }
 
 impl Agent {
     /// Takes a dead agent's legacy over: afterwards every connection is in the kernel, and every program can ask again.
     pub(crate) fn take_over(&mut self, mut legacy: Legacy) -> Result<()> {
         legacy.take_groups(&mut self.groups);
-        for (number, session) in legacy.sessions()? {
-            let at = number as usize;
-            if self.sessions.len() <= at {
-                self.sessions.resize_with(at + 1, || None);
-            }
+        for (number, session) in legacy.sessions() {
             self.watch(number, &session)?;
-            self.sessions[at] = Some(session);
+            // More than is allowed now may have been allowed before.
+            let _ = self.users.connects(session.user);
+            if session.open.is_some() {
+                let _ = self.users.opens(session.user);
+                self.groups.joined(session.opening.group);
+            }
+            self.sessions.put(number, session);
         }
         self.fetch_what_was_moving();
-        for at in 0..self.settings.nic.slots as u32 {
+        for at in 0..journal::slots_used(&self.hardware.memory, self.settings.nic.slots as u32) {
             match journal::read(&self.hardware.memory, at) {
-                Some((phase, entry)) => self.resume(phase, &entry),
+                Some((phase, entry)) => {
+                    self.attend(entry.session);
+                    self.resume(phase, &entry);
+                }
                 // Whatever record is there is of an earlier tenant.
                 None => self.hardware.memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release),
             }
+        }
+        for session in self.sessions.iter_mut().flatten() {
+            session.keep_what_has_ended();
         }
         let any = self.sessions.iter().flatten().any(|session| session.open.is_some());
         if any {
@@ -149,6 +178,7 @@ impl Agent {
         connections.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.let_programs_in();
         self.schedule_again();
+        self.attend_nobody();
         Ok(())
     }
 
@@ -156,6 +186,7 @@ impl Agent {
     fn schedule_again(&mut self) {
         for (at, session) in self.sessions.iter_mut().enumerate() {
             let Some(session) = session else { continue };
+            self.hardware.memory.word32(nic::ATTENDED).store(at as u32 + 1, Ordering::Relaxed);
             for connection in session.connections.iter_mut().flatten() {
                 self.serials += 1;
                 connection.serial = self.serials;
@@ -182,10 +213,10 @@ impl Agent {
                 }
                 journal::clear(&nic_memory, cid);
             }
-            Phase::Copied => match entry.on_nic() {
+            Phase::Copied => match entry.on_nic().filter(|on_nic| on_nic.memory.fits(&open.memory)) {
                 Some(on_nic) => {
                     for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
-                        open.heap.reserve(offset, size);
+                        let _ = open.heap.reserve(offset, size);
                     }
                     connection.stage = Stage::Nic(Box::new(on_nic));
                     // Its slot is taken until it has been restored.
@@ -205,20 +236,65 @@ impl Agent {
 
     /// Connections that a dead agent had closed to their programs are open again, and programs learn that their requests were lost.
     fn let_programs_in(&mut self) {
-        for session in self.sessions.iter_mut().flatten() {
-            // What was asked before is asked again.
-            while session.channel.try_receive::<Request>().is_ok() {}
+        for (number, session) in self.sessions.iter_mut().enumerate() {
+            let Some(session) = session else { continue };
+            // What was asked before is asked again. Whoever goes on asking meanwhile is served later, as everybody is.
+            for _ in 0..MOST_WAITING {
+                if session.channel.try_receive::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
+                    break;
+                }
+            }
             let mut starts = 1;
             if let Some(open) = &session.open {
                 for connection in session.connections.iter_mut().flatten() {
-                    if connection.block.load(block::OWNER) != Owner::Kernel as u32 {
+                    if !matches!(connection.stage, Stage::Ended) && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
                         hand_to_kernel(open, connection);
                     }
                 }
                 starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
-                open.announce_move();
+                open.announce_move(session::ANY);
             }
-            let _ = session.channel.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[]);
+            if session.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[]) == Sent::Full {
+                self.cut_off.push((number as u32, DEAF));
+            }
+        }
+    }
+}
+
+impl Session {
+    /// Whether a connection is the NIC's as far as its program knows. Without an entry in the journal it has ended there.
+    fn has_ended(&self, number: u32) -> bool {
+        let owner = |open: &OpenSession| Block::new(open.memory.clone(), number).load(block::OWNER);
+        self.open.as_ref().is_some_and(|open| owner(open) == Owner::Nic as u32)
+    }
+
+    /// Connections that had ended on the NIC: their programs have not read everything yet, and do so from where it lies. Where that is only the
+    /// program still knows; what it says is believed as far as the memory is nobody else's.
+    fn keep_what_has_ended(&mut self) {
+        for number in 0..self.connections.len() as u32 {
+            if !self.has_ended(number) {
+                continue;
+            }
+            let (Some(open), Some(connection)) = (self.open.as_mut(), self.connections[number as usize].as_mut()) else {
+                continue;
+            };
+            if !matches!(connection.stage, Stage::Kernel) {
+                continue;
+            }
+            let word = |field| connection.block.load(field);
+            let receive = (word(block::RECEIVE_BASE), word(block::RECEIVE_SIZE));
+            let send = (word(block::SEND_BASE), word(block::SEND_SIZE));
+            if open.heap.reserve(receive.0, receive.1) {
+                if open.heap.reserve(send.0, send.1) {
+                    open.ended.insert(number, Memory { receive, send });
+                } else {
+                    open.heap.give(receive.0, receive.1);
+                }
+            }
+            connection.stage = Stage::Ended;
+            if let Some(fd) = &connection.fd {
+                let _ = shell::end(fd.as_fd());
+            }
         }
     }
 }

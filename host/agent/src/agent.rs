@@ -1,46 +1,58 @@
 //! The agent's loop: programs and tools ask, the NIC tells, moves go on.
 
 use crate::adoption::Legacy;
-use crate::back::{self, Failure};
 use crate::cgroups::Cgroups;
 use crate::changes::Watched;
-use crate::connection::{Asker, Block, Connection, Stage};
+use crate::connection::{Asker, Block, Connection, Leaving, Stage};
+use crate::devices::Devices;
 use crate::flips::Schedule;
 use crate::forth;
 use crate::ground::{Ground, Shape};
 use crate::group::{Group, Groups};
+use crate::grow;
+use crate::guards::Guards;
 use crate::journal;
 use crate::kept::Kept;
-use crate::nic::{Hardware, NicProcess};
+use crate::looks::Looks;
+use crate::moves::Moves;
+use crate::nic::{Hardware, NicProcess, cut_off};
 use crate::recovery::read_record;
-use crate::session::{OpenSession, Session};
+use crate::session::{DEAF, OpenSession, Sent, Session};
 use crate::settings::AgentSettings;
+use crate::slab::Slab;
 use crate::step::Chaos;
+use crate::texts::shortened;
+use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
-use baton_abi::{Cid, Control, Operation};
-use baton_client::protocol::{
-    Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION,
-};
+use baton_abi::{Cid, Control, Operation, RestoreCause};
+use baton_client::protocol::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
 use baton_control::Descriptor;
+use baton_kernel::bell::SessionBell;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::{self, Stay};
 use baton_kernel::netlink::Netlink;
 use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{diagnosis, interface, netlink, process, rtnetlink, shell, socket};
+use baton_kernel::{diagnosis, files, interface, netlink, process, rtnetlink, shell, socket};
 use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_steering::Steering;
 use baton_wire::Flow;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Connections in one answer.
 const LISTED: usize = 128;
+/// Bytes that each takes at most besides its texts, and those that all may take.
+const LISTED_BYTES: usize = 256;
+const LISTED_IN_ALL: usize = 60_000;
+
+/// Process numbers are smaller (Linux, PID_MAX_LIMIT).
+const NO_PROCESS: u32 = 1 << 22;
 
 /// What the kernel says of a connection that it has.
 fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
@@ -71,6 +83,20 @@ const NIC_CHANNEL: u64 = u64::MAX - 2;
 const KEEPER: u64 = u64::MAX - 3;
 const ROUTES: u64 = u64::MAX - 4;
 const RULES: u64 = u64::MAX - 5;
+const POLICIES: u64 = u64::MAX - 6;
+const TOO_BIG: u64 = u64::MAX - 7;
+const TRAFFIC: u64 = u64::MAX - 8;
+const SIGNALS: u64 = u64::MAX - 9;
+
+/// Descriptors that an agent keeps free for itself: a move needs some, the next NIC, a look into /proc. What would leave it fewer is
+/// refused, and stays in the kernel.
+const RESERVE: u64 = 32;
+
+/// Descriptors that connections leave for clients besides.
+const FOR_CLIENTS: u64 = 16;
+
+/// Microseconds between two complaints about clients that are turned away.
+const COMPLAIN: u64 = 1_000_000;
 
 /// The first of the steering's descriptors that an agent beside the kernel inherits, behind those of [`Descriptor`].
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
@@ -79,19 +105,32 @@ pub(crate) struct Agent {
     pub settings: AgentSettings,
     pub hardware: Hardware,
     pub nic: NicProcess,
-    pub sessions: Vec<Option<Session>>,
-    /// Connections whose move waits for coverage.
-    pub mirroring: Vec<(u32, u32)>,
+    pub sessions: Slab<Session>,
+    pub moves: Moves,
     pub statistics: Statistics,
     pub(crate) chaos: Chaos,
     pub groups: Groups,
     pub schedule: Schedule,
+    /// When moves that did not come about are tried again.
+    pub retries: Schedule,
+    /// Until when no connection is moved at random.
+    pub rests_until: u64,
     pub serials: u64,
     pub watched: Watched,
     pub cgroups: Cgroups,
+    pub guards: Guards,
+    pub looks: Looks,
+    pub users: Users,
+    /// Sessions that are about to be ended, and what their programs have done.
+    pub cut_off: Vec<(u32, &'static str)>,
     pub shape: Shape,
-    keeper: Channel,
-    routes: Netlink,
+    /// The end has been asked for: connections stay in the kernel.
+    pub draining: bool,
+    /// Descriptors that this process may have.
+    descriptors: u64,
+    complained: u64,
+    pub keeper: Channel,
+    pub routes: Netlink,
     pub diagnosis: Netlink,
     poller: Poller,
 }
@@ -105,10 +144,15 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
 ///
 /// # Errors
 /// If something that it needs is missing, with what.
-pub fn run(mut settings: AgentSettings) -> Result<()> {
+pub fn run() -> Result<()> {
+    let keeper = Channel::from_fd(take(Descriptor::Channel)?);
+    let (mut settings, _) = keeper.receive::<AgentSettings>().context("settings, which the keeper sends")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
+    let descriptors = process::raise_descriptor_limit();
+    // Who asks for the end is heard, and answered in order; the NIC, which inherits this, ends with its agent.
+    let signals = process::hear_signals(&process::ENDING)?;
     let hardware = Hardware {
         host: take(Descriptor::Host)?,
         wire: take(Descriptor::Wire)?,
@@ -119,24 +163,31 @@ pub fn run(mut settings: AgentSettings) -> Result<()> {
         nic_bell: Doorbell::from_fd(take(Descriptor::NicBell)?),
         agent_bell: Doorbell::from_fd(take(Descriptor::AgentBell)?),
     };
-    let keeper = Channel::from_fd(take(Descriptor::Channel)?);
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let watched = Watched::open().context("listening to changes of routes")?;
-    let legacy = Legacy::receive(&keeper)?;
+    let mut legacy = Legacy::receive(&keeper)?;
     if let Some(offloads) = legacy.offloads() {
         settings.nic.offloads = offloads;
     }
     let shape = match &settings.interface {
         Some(name) => {
             let interface = rtnetlink::link(&routes, name).with_context(|| format!("the NIC's interface {name:?}"))?;
-            Shape::Inline { interface }
+            Shape::Inline { interface: interface.index }
         }
         None => {
             let inherited = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
             let injector = take(Descriptor::Injector)?;
-            let steering = Steering::from_fds([inherited(0)?, inherited(1)?, inherited(2)?]);
-            Shape::Beside { steering, devices: legacy.devices(), injector }
+            let steering = Steering::from_fds([inherited(0)?, inherited(1)?, inherited(2)?, inherited(3)?]);
+            let name = interface::tap_name(injector.as_fd()).context("the injector's name")?;
+            let index = rtnetlink::link(&routes, &name).context("the injector")?.index;
+            let injector_link = inherited(baton_steering::DESCRIPTORS as i32)?;
+            Shape::Beside {
+                steering,
+                devices: Devices::inherited(legacy.devices(), index),
+                injector,
+                _injector_link: injector_link,
+            }
         }
     };
     let nic = NicProcess::start(&hardware, &shape, &settings)?;
@@ -146,29 +197,49 @@ pub fn run(mut settings: AgentSettings) -> Result<()> {
     poller.add(hardware.agent_bell.as_fd(), NIC_BELL, Trigger::Readable)?;
     poller.add(keeper.as_fd(), KEEPER, Trigger::Readable)?;
     poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+    poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
     poller.add(watched.routes.as_fd(), ROUTES, Trigger::Readable)?;
     if let Some(rules) = &watched.rules {
         poller.add(rules.as_fd(), RULES, Trigger::Readable)?;
     }
+    let guards = Guards::new();
+    if let Some(changes) = guards.policy_changes() {
+        poller.add(changes.as_fd(), POLICIES, Trigger::Readable)?;
+    }
+    if let Some(changes) = guards.traffic_changes() {
+        poller.add(changes.as_fd(), TRAFFIC, Trigger::Readable)?;
+    }
+    for listener in &watched.too_big {
+        poller.add(listener.as_fd(), TOO_BIG, Trigger::Readable)?;
+    }
     let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
-    let sessions = Vec::new();
+    let sessions = Slab::default();
     let chaos = Chaos::new(settings.crash, hardware.memory.clone());
-    let mirroring = Vec::new();
+    let users = Users::new(settings.limits);
     let (groups, schedule) = (Groups::default(), Schedule::default());
     let mut agent = Agent {
         settings,
         hardware,
         nic,
         sessions,
-        mirroring,
+        moves: Moves::default(),
         statistics,
         chaos,
         groups,
         schedule,
+        retries: Schedule::default(),
+        rests_until: 0,
         serials: 0,
         watched,
         cgroups: Cgroups::default(),
+        guards,
+        looks: Looks::default(),
+        cut_off: Vec::new(),
+        users,
         shape,
+        draining: legacy.draining(),
+        descriptors,
+        complained: 0,
         keeper,
         routes,
         diagnosis,
@@ -177,53 +248,109 @@ pub fn run(mut settings: AgentSettings) -> Result<()> {
     agent.take_over(legacy)?;
     // The keeper hears that programs may come.
     agent.keep(&Kept::Ready, &[]);
-    let result = agent.main_loop(&listener);
+    if let Err(error) = agent.main_loop(&listener, &signals) {
+        // The next agent goes on from what the keeper and the journal hold.
+        agent.nic.end();
+        return Err(error);
+    }
+    // Whoever comes now finds nobody.
+    drop(listener);
     agent.give_everything_back();
-    result
+    if agent.settings.lingers
+        && let Some(directory) = agent.settings.socket.parent()
+    {
+        // It was made for this agent's socket alone. The keeper may have been killed.
+        let _ = std::fs::remove_dir(directory);
+    }
+    Ok(())
 }
 
 impl Agent {
-    fn main_loop(&mut self, listener: &Listener) -> Result<()> {
+    /// Ends when the keeper has.
+    ///
+    /// # Errors
+    /// What no client, session or connection can bring about: there is no NIC any more, or no epoll.
+    fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let soon = (!self.mirroring.is_empty()).then_some(Duration::from_micros(200));
-            let limit = [soon, self.schedule.wait(), self.cgroups.wait()].into_iter().flatten().min();
+            let limit =
+                [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait()].into_iter().flatten().min();
             self.poller.wait(limit, &mut tokens)?;
             for token in std::mem::take(&mut tokens) {
                 match token {
-                    LISTENER => self.admit(listener.accept()?)?,
+                    LISTENER => {
+                        let admitted = listener.accept().map_err(Into::into).and_then(|channel| self.admit(channel));
+                        admitted.unwrap_or_else(|error| self.complain(&error));
+                    }
                     NIC_BELL => self.hardware.agent_bell.clear(),
                     NIC_CHANNEL => {
                         if self.nic_is_dead() {
                             self.recover()?;
                         }
                     }
-                    KEEPER => return Ok(()),
+                    KEEPER => match self.keeper.try_receive::<Kept>() {
+                        Ok((Kept::Ending, _)) => self.drain(),
+                        Ok(_) => {}
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        Err(_) => return Ok(()),
+                    },
+                    SIGNALS => {
+                        process::take_signals(signals);
+                        self.drain();
+                    }
                     ROUTES => self.routes_changed(),
                     RULES => self.rules_changed(),
-                    session => self.serve(session as u32),
+                    POLICIES => self.policies_changed(),
+                    TRAFFIC => self.filters_changed(),
+                    TOO_BIG => self.packets_were_too_big(),
+                    session => {
+                        self.serve(session as u32);
+                        self.attend_nobody();
+                    }
                 }
             }
             self.hear_nic();
             self.programs_changed();
-            self.advance_moves();
-            self.flip();
+            self.look();
+            self.work_on_moves();
+            self.attend_nobody();
+            self.end_what_is_cut_off();
             if self.nic_is_dead() {
                 self.recover()?;
             }
         }
     }
 
-    fn admit(&mut self, channel: Channel) -> Result<()> {
-        let number = self.sessions.iter().position(Option::is_none).unwrap_or(self.sessions.len());
-        let session = Session::new(channel)?;
-        self.watch(number as u32, &session)?;
-        self.keep(&Kept::Session(number as u32), &[session.channel.as_fd()]);
-        if number == self.sessions.len() {
-            self.sessions.push(Some(session));
-        } else {
-            self.sessions[number] = Some(session);
+    /// A client is turned away: its connections stay in the kernel.
+    fn complain(&mut self, error: &anyhow::Error) {
+        let now = monotonic_micros();
+        if now.saturating_sub(self.complained) > COMPLAIN {
+            self.complained = now;
+            eprintln!("baton agent: a client is turned away: {error:#}");
         }
+    }
+
+    /// Refuses what would leave this process too few descriptors.
+    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Stay> {
+        if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
+            Ok(())
+        } else {
+            Err(Stay::NoDescriptors(self.descriptors))
+        }
+    }
+
+    fn admit(&mut self, channel: Channel) -> Result<()> {
+        self.has_room_for(channel.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
+        let number = self.sessions.vacant();
+        let session = Session::new(channel)?;
+        if let Err(why) = self.users.connects(session.user) {
+            // It finds its connection closed.
+            let _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason: why } }, &[]);
+            return Ok(());
+        }
+        self.watch(number, &session)?;
+        self.keep(&Kept::Session(number), &[session.channel.as_fd()]);
+        self.sessions.put(number, session);
         Ok(())
     }
 
@@ -257,12 +384,24 @@ impl Agent {
         }
     }
 
+    /// Should this agent die now, it is of this session.
+    pub(crate) fn attend(&self, number: u32) {
+        self.hardware.memory.word32(nic::ATTENDED).store(number.wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// What comes is no session's.
+    pub(crate) fn attend_nobody(&self) {
+        self.hardware.memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
+    }
+
     /// One request of a session; its end, if the program is gone.
     fn serve(&mut self, number: u32) {
+        self.attend(number);
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         match session.channel.try_receive::<Request>() {
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
+                self.moves.last_request = monotonic_micros();
                 if let Some((body, given)) = reply {
                     let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
                     self.answer(number, request.tag, body, &given);
@@ -273,7 +412,7 @@ impl Agent {
                 let reason = "this request makes no sense to me; are both programs of the same version?".into();
                 self.answer(number, 0, Reply::Failed { reason }, &[]);
             }
-            Err(_) => self.end_session(number),
+            Err(_) => self.end_session(number, false),
         }
     }
 
@@ -281,10 +420,10 @@ impl Agent {
         if tag == 0 {
             return;
         }
-        if let Some(Some(session)) = self.sessions.get(number as usize) {
-            // A program that is gone is found out by its channel.
-            // One that does not read its answers does not keep others waiting.
-            let _ = session.channel.try_send(&Answer { tag, body }, descriptors);
+        if let Some(Some(session)) = self.sessions.get(number as usize)
+            && session.send(&Answer { tag, body }, descriptors) == Sent::Full
+        {
+            self.cut_off.push((number, DEAF));
         }
     }
 
@@ -295,9 +434,6 @@ impl Agent {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open(Opening { group, .. }) if group != 0 && !self.groups.has(group) => {
-                failed("there is no such group; it was made with another agent".into())
-            }
             Ask::Open(opening) => match self.open(number, &opening) {
                 Ok(given) => Some((Reply::Opened { session: number }, given)),
                 Err(error) => failed(format!("{error:#}")),
@@ -307,7 +443,8 @@ impl Agent {
                 Some(Err(error)) => failed(format!("{error:#}")),
                 None => failed("there is no control connection".into()),
             },
-            Ask::Group { flip } => Some((self.make_group(flip, descriptors.pop()), Vec::new())),
+            Ask::Group { flip } => Some((self.make_group(number, flip, descriptors.pop()), Vec::new())),
+            Ask::Register { process: Some(0 | NO_PROCESS..), .. } => failed("that is no process number".into()),
             Ask::Register { inherited, process } => match descriptors.pop() {
                 Some(fd) => Some((self.register(number, fd, inherited, process), Vec::new())),
                 None => failed("a registration needs a descriptor".into()),
@@ -316,8 +453,13 @@ impl Agent {
                 self.move_attached(number, connection, to, descriptors.pop(), (number, tag));
                 None
             }
+            Ask::Move { connection, to: Place::Nic } if tag == 0 => {
+                self.suggest(number, connection);
+                None
+            }
             Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
             Ask::Lend { .. } => failed("nobody asked for it".into()),
+            Ask::Closed { .. } if !self.is_attacher(number) => failed("only an attacher says so".into()),
             Ask::Closed { connection, abort } => Some((self.close_attached(number, connection, abort), Vec::new())),
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
             Ask::MoveAny { session, connection, to } => {
@@ -337,15 +479,15 @@ impl Agent {
             Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
             Ask::GiveBack { connection, reason, until } => {
                 self.lent(number, connection, descriptors.pop());
-                let reply = self.give_back(number, connection, reason, until);
+                let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
                 self.lent(number, connection, None);
-                Some((reply, Vec::new()))
+                reply.map(|reply| (reply, Vec::new()))
             }
             Ask::Goodbye => {
-                self.end_connections(number);
+                self.end_connections(number, false);
                 Some((Reply::Done, Vec::new()))
             }
-            Ask::Forget { connection } => Some((self.forget(number, connection), Vec::new())),
+            Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
             Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
@@ -358,6 +500,7 @@ impl Agent {
 
     fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
         self.only_ours(number, "change what the NIC does for the kernel")?;
+        offloads.check().map_err(anyhow::Error::msg)?;
         let elsewhere = Offloads { doorbells: self.settings.nic.offloads.doorbells, ..offloads };
         if matches!(self.shape, Shape::Beside { .. }) && elsewhere != self.settings.nic.offloads {
             anyhow::bail!(
@@ -381,15 +524,28 @@ impl Agent {
         Ok(())
     }
 
-    fn make_group(&mut self, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
+    fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
+        if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
+            return Reply::Failed { reason };
+        }
+        if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
+            return Reply::Failed {
+                reason: "the report goes into a file on a disk or in memory, not into a pipe or the like".into(),
+            };
+        }
         let mut name = [0u8; 8];
         if let Err(error) = process::random(&mut name) {
             return Reply::Failed { reason: format!("no random numbers: {error}") };
         }
         let name = u64::from_ne_bytes(name).max(1);
+        let user = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
+        match self.groups.make_room(user, self.users.groups(user)) {
+            Ok(ended) => ended.into_iter().for_each(|name| self.keep(&Kept::GroupEnded(name), &[])),
+            Err(reason) => return Reply::Failed { reason },
+        }
         let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
-        self.keep(&Kept::Group(name, flip), &kept);
-        let mut group = Group::new(flip, file);
+        self.keep(&Kept::Group(name, user, flip), &kept);
+        let mut group = Group::new(user, flip, file);
         if let Err(error) = group.write() {
             return Reply::Failed { reason: format!("the report's file cannot be written: {error}") };
         }
@@ -399,23 +555,38 @@ impl Agent {
 
     fn open(&mut self, number: u32, opening: &Opening) -> Result<Vec<OwnedFd>> {
         let bytes = self.settings.session_bytes;
-        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
-        if session.open.is_some() {
+        if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.open.is_some()) {
             anyhow::bail!("the session is open already");
         }
-        let open = OpenSession::new(bytes)?;
-        self.nic.attach(number, &open.memory, &open.bell)?;
+        let Some(user) = self.sessions[number as usize].as_ref().map(|session| session.user) else { anyhow::bail!("no session") };
+        self.users.opens(user).map_err(anyhow::Error::msg)?;
+        let opened = self.open_anew(number, bytes);
+        let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
+        // A group that another agent knew, before this one was started, is none.
+        let group = if self.groups.has(opening.group) { opening.group } else { 0 };
+        self.groups.joined(group);
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
-        let given = vec![memory, self.hardware.nic_bell.try_clone()?.into(), open.bell.try_clone()?.into()];
+        let given = vec![memory, theirs.into()];
+        let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
+        let bell = open.bell.try_clone()?;
         session.open = Some(open);
-        session.opening.clone_from(opening);
-        self.keep(&Kept::Memory(number, opening.clone()), &[given[0].as_fd(), given[2].as_fd()]);
+        session.opening.clone_from(&opening);
+        self.keep(&Kept::Memory(number, opening), &[given[0].as_fd(), bell.as_fd()]);
         Ok(given)
+    }
+
+    /// Memory and doorbells of a session, which the NIC knows.
+    fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
+        let (open, theirs) = OpenSession::new(bytes)?;
+        self.has_room_for(open.bell.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
+        self.nic.attach(number, &open.memory, &open.bell)?;
+        Ok((open, theirs))
     }
 
     fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
         let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
-        if let Err(stay) = examine::examine(fd.as_fd()) {
+        if let Err(stay) = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and_then(|()| examine::examine(fd.as_fd())) {
             return stays(stay);
         }
         let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
@@ -425,14 +596,14 @@ impl Agent {
         let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
         let flow = Flow { local: local.into(), remote: peer.into() };
         // Asked again, since the agent that was asked first has died: one connection has one entry.
-        if let Some(known) = session.connections.iter().flatten().find(|known| known.flow == flow) {
+        if let Some(known) = session.connections.with_flow(&flow) {
             return Reply::Registered { connection: known.number };
         }
-        let place = session.connections.iter().position(Option::is_none).unwrap_or(session.connections.len());
-        if place >= baton_abi::layout::session::MAX_CONNECTIONS {
+        let place = session.connections.vacant();
+        if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
             return stays(Stay::NoRoom);
         }
-        let block = Block::new(open.memory.clone(), place as u32);
+        let block = Block::new(open.memory.clone(), place);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
         block.set_owner(Owner::Kernel);
@@ -444,30 +615,28 @@ impl Agent {
             serial,
             inherited,
             process,
+            stays: self.draining,
             attached: attacher,
             cgroup: self.cgroups.of(process),
-            ..Connection::new(place as u32, Some(fd), flow, local, peer, block)
+            ..Connection::new(place, Some(fd), flow, local, peer, block)
         };
-        if place == session.connections.len() {
-            session.connections.push(Some(connection));
-        } else {
-            session.connections[place] = Some(connection);
-        }
+        session.connections.put(connection);
         if attacher {
-            self.lent(number, place as u32, None);
-            self.keep(&Kept::Attached(number, place as u32, process, local, peer), &[]);
-        } else if let Some(Some(connection)) = self.sessions[number as usize].as_ref().map(|session| &session.connections[place])
+            self.lent(number, place, None);
+            self.keep(&Kept::Attached(number, place, process, local, peer), &[]);
+        } else if let Some(Some(session)) = self.sessions.get(number as usize)
+            && let Some(Some(connection)) = session.connections.get(place as usize)
             && let Ok(fd) = connection.fd()
         {
-            self.keep(&Kept::Connection(number, place as u32), &[fd]);
+            self.keep(&Kept::Connection(number, place), &[fd]);
         }
         if let Some(group) = self.groups.get(group) {
             group.report.connections += 1;
             if let Some(after) = group.interval() {
-                self.schedule.add(after, number, place as u32, serial);
+                self.schedule.add(after, number, place, serial);
             }
         }
-        Reply::Registered { connection: place as u32 }
+        Reply::Registered { connection: place }
     }
 
     /// What a connection's record says.
@@ -496,35 +665,6 @@ impl Agent {
         })
     }
 
-    /// The program wants of a connection what only the kernel can do.
-    fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
-        let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
-        if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
-            *group.report.given_back.entry(reason.clone()).or_default() += 1;
-        }
-        self.bring_back(session, number);
-        self.hear_nic();
-        self.bring_back(session, number);
-        let Some(Some(connection)) =
-            self.sessions.get_mut(session as usize).and_then(Option::as_mut).and_then(|s| s.connections.get_mut(number as usize))
-        else {
-            return Reply::Done;
-        };
-        match until {
-            Until::Again => {}
-            Until::Alone => (connection.stays, connection.inherited) = (false, true),
-            Until::Never => connection.stays = true,
-        }
-        if matches!(connection.stage, Stage::Nic(_)) {
-            return Reply::Failed { reason: connection.reason.clone() };
-        }
-        if !reason.is_empty() {
-            connection.reason = reason;
-        }
-        self.try_later(session, number);
-        Reply::Done
-    }
-
     /// What a move needs, and the session it is in.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
@@ -537,6 +677,7 @@ impl Agent {
             chaos: &self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,
+            guards: &mut self.guards,
             process: session.process,
         };
         Some((ground, session))
@@ -550,12 +691,17 @@ impl Agent {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
         };
         connection.wanted = to == Place::Nic;
+        let key = (session, number, connection.serial);
+        let put_off = connection.is_put_off() && !connection.stays;
         match (&mut connection.stage, to) {
             (Stage::Kernel, Place::Kernel) | (Stage::Nic(_), Place::Nic) => return Some((Reply::Done, Vec::new())),
-            (Stage::Ended(_), _) => {
+            (Stage::Ended, _) => {
                 return Some((Reply::Stayed { reason: "it has ended".into(), transient: false }, Vec::new()));
             }
             (Stage::Mirroring { askers, .. }, Place::Nic) => askers.push(asker),
+            (Stage::Kernel, Place::Nic) if put_off => {
+                self.conclude(session, number, Err(Stay::Busy), vec![asker]);
+            }
             (Stage::Mirroring { .. }, Place::Kernel) => {
                 self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
@@ -565,10 +711,7 @@ impl Agent {
                 return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
             }
             (Stage::Kernel, Place::Nic) => match forth::begin(&mut ground, connection, vec![asker]) {
-                Ok(()) => {
-                    self.mirroring.push((session, number));
-                    self.advance_moves();
-                }
+                Ok(()) => self.begun(key),
                 Err(stay) => self.conclude(session, number, Err(stay), vec![asker]),
             },
             (Stage::Nic(_), Place::Kernel) => self.move_back(session, number, vec![asker]),
@@ -576,34 +719,14 @@ impl Agent {
         None
     }
 
-    /// Moves a connection back to the kernel and answers those who asked for it.
-    pub(crate) fn move_back(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
-            return;
-        };
-        let flow = connection.flow;
-        let result = match back::complete(&mut ground, open, connection) {
-            Ok(()) => Ok(()),
-            Err(Failure::Stays(stay)) => Err(stay),
-            Err(Failure::NicGone) => match self.recover() {
-                Ok(()) => Ok(()),
-                Err(_) => Err(Stay::NicGone),
-            },
-            Err(Failure::Lost(error)) => {
-                eprintln!("baton agent: {flow:?} is lost: {error}");
-                self.statistics.failed_moves += 1;
-                Err(Stay::Lost(error.step, error.error))
-            }
-        };
-        self.conclude(session, number, result, askers);
-    }
-
     /// Counts a move and answers those who asked for it.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, result: Result<(), Stay>, askers: Vec<Asker>) {
         let reply = match &result {
             Ok(()) => {
                 self.statistics.moves += 1;
+                if self.looks.begin() {
+                    self.count_deaf_devices();
+                }
                 Reply::Done
             }
             Err(stay) => {
@@ -623,6 +746,7 @@ impl Agent {
             let group = self.groups.get(session.opening.group);
             match &result {
                 Ok(()) => {
+                    connection.note_stuck(false);
                     connection.made += 1;
                     connection.since = monotonic_micros();
                     let usual = if askers.is_empty() { "at random" } else { "asked to" };
@@ -630,6 +754,9 @@ impl Agent {
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
                 Err(stay) => {
+                    if matches!(stay, Stay::Busy) && !connection.is_put_off() {
+                        connection.note_stuck(true);
+                    }
                     connection.reason = stay.to_string();
                     group.into_iter().for_each(|group| group.stayed(stay));
                 }
@@ -640,87 +767,94 @@ impl Agent {
         }
     }
 
-    /// Brings a connection back if need be, and forgets it.
-    pub(crate) fn forget(&mut self, session: u32, number: u32) -> Reply {
-        self.bring_back(session, number);
-        // The NIC refuses a connection that has just ended; its end is among what it has said since.
-        self.hear_nic();
-        self.bring_back(session, number);
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
-        let Some(connection) = entry.connections.get_mut(number as usize).and_then(Option::take) else {
+    /// A connection is the program's alone again.
+    pub(crate) fn finish_forgetting(&mut self, session: u32, number: u32) -> Reply {
+        self.give_up(session, number, false);
+        let Some(connection) = self.take(session, number) else {
             // Forgotten already, at the request of somebody whose answer was lost.
             return Reply::Done;
         };
         connection.block.set_owner(Owner::Nobody);
+        match connection.given_up {
+            true => Reply::Failed { reason: connection.reason },
+            false => Reply::Done,
+        }
+    }
+
+    /// Forgets a connection at this agent's end: it is in the kernel, or has ended, or is lost with the NIC. The last two its program learns
+    /// from the block, which is as it was.
+    fn let_go(&mut self, session: u32, number: u32) {
+        let ended = self.has_ended(session, number);
+        self.give_up(session, number, true);
+        if let Some(connection) = self.take(session, number)
+            && !ended
+            && !connection.given_up
+        {
+            connection.block.set_owner(Owner::Nobody);
+        }
+    }
+
+    fn take(&mut self, session: u32, number: u32) -> Option<Connection> {
+        let entry = self.sessions.get_mut(session as usize)?.as_mut()?;
+        let connection = entry.connections.remove(number)?;
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
         }
         self.keep(&Kept::Forgotten(session, number), &[]);
-        if connection.place() == Place::Nic {
-            return Reply::Failed { reason: connection.reason };
-        }
-        Reply::Done
-    }
-
-    /// Calls a move off that has only begun, and tells those who asked for it.
-    fn call_off(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Stage::Mirroring { cid, .. } = connection.stage else { return };
-        let askers = forth::take_askers(connection);
-        forth::call_off(&mut ground, connection, cid);
-        let reply = Reply::Stayed { reason: Stay::CalledOff.to_string(), transient: false };
-        for (asker, tag) in askers {
-            self.answer(asker, tag, reply.clone(), &[]);
-        }
-    }
-
-    /// Whatever stage a connection is in: it is in the kernel afterwards, or has ended.
-    fn bring_back(&mut self, session: u32, number: u32) {
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        match &connection.stage {
-            Stage::Kernel => {}
-            Stage::Mirroring { .. } => self.call_off(session, number),
-            Stage::Ended(_) => {
-                connection.stage = Stage::Kernel;
-                if let Some(open) = entry.open.as_mut()
-                    && let Some(at) = open.ended.iter().position(|(ended, _)| *ended == number)
-                {
-                    let (_, memory) = open.ended.swap_remove(at);
-                    forth::give_memory(open, memory);
-                }
-            }
-            Stage::Nic(_) => self.move_back(session, number, Vec::new()),
-        }
+        Some(connection)
     }
 
     /// What the NIC has said by itself: it wants to give a connection back, or one has ended.
-    fn hear_nic(&mut self) {
+    pub(crate) fn hear_nic(&mut self) {
         self.nic.listen();
         while let Some(message) = self.nic.inbox.pop_front() {
+            if let Some(session) = cut_off(&message) {
+                self.cut_off.push((session, "its command ring makes no sense"));
+                continue;
+            }
             let Some((session, number)) = self.find(message.cid) else { continue };
             match (message.operation, Control::from_number(message.kind)) {
-                (Operation::OsRestore, _) => self.must_return(session, number, "its peer has ended it"),
+                (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
+                    self.return_soon(session, number, "urgent data from its peer");
+                }
+                (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
                 (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
+                (Operation::OsControl, Some(Control::Grow)) => self.grow(session, number, message.address, message.length),
                 _ => {}
             }
         }
     }
 
+    /// The connection on the NIC with this name: its slot says whose it was when it was handed off.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
-        self.sessions.iter().enumerate().find_map(|(at, session)| {
-            let found = session.as_ref()?.connections.iter().flatten().find(|connection| connection.cid() == Some(cid))?;
-            Some((at as u32, found.number))
-        })
+        let (session, number) = forth::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
+        let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
+        (found.cid() == Some(cid)).then_some((session, number))
+    }
+
+    /// A connection on the NIC could use more memory.
+    fn grow(&mut self, session: u32, number: u32, receive: u32, send: u32) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
+            return;
+        };
+        if grow::grow(&mut ground, open, connection, receive, send).is_err() {
+            // Whatever it was, the next NIC's start brings the connection back; it is noticed at the end of this round.
+            self.nic.end();
+        }
     }
 
     /// A connection has ended on the NIC: its slot is free, its memory stays until the program has read what is in it.
     fn end_connection(&mut self, session: u32, number: u32) {
         let Some((mut ground, entry)) = self.split(session) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Stage::Nic(on_nic) = &connection.stage else { return };
+        let Stage::Nic(on_nic) = &mut connection.stage else { return };
         let cid = on_nic.cid;
+        let leaving = on_nic.leaving.take();
+        if leaving.is_some() {
+            // It does not go back any more: its program is to see the end.
+            connection.block.set_owner(Owner::Nic);
+        }
         ground.cancel(cid, &connection.flow, false);
         journal::clear(ground.nic_memory, cid);
         ground.nic.give_slot(cid);
@@ -728,60 +862,82 @@ impl Agent {
             Some(fd) => shell::end(fd.as_fd()),
             None => diagnosis::destroy(ground.diagnosis, &connection.flow),
         };
-        let ended = std::mem::replace(&mut connection.stage, Stage::Ended(cid));
+        let ended = std::mem::replace(&mut connection.stage, Stage::Ended);
         if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
-            open.ended.push((number, on_nic.memory));
+            open.ended.insert(number, on_nic.memory);
+        }
+        if let Some(Leaving { askers, then, .. }) = leaving {
+            for (asker, tag) in askers {
+                self.answer(asker, tag, Reply::Stayed { reason: "it has ended".into(), transient: false }, &[]);
+            }
+            self.go_on(session, number, then, true);
         }
     }
 
     /// A program is gone: its connections are the kernel's, which closes them as it would have.
-    fn end_session(&mut self, number: u32) {
-        self.end_connections(number);
+    /// Or, with `ending`, the agent goes, and the program goes on.
+    pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
+        self.end_connections(number, ending);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
             return;
         }
-        if let Some(session) = self.sessions[number as usize].take() {
+        if let Some(session) = self.sessions.remove(number) {
             let _ = self.poller.remove(session.channel.as_fd());
             self.keep(&Kept::Ended(number), &[]);
+            self.users.leaves(session.user, session.open.is_some());
+            if session.open.is_some() {
+                self.groups.left(session.opening.group);
+            }
             if session.open.is_some() {
                 let _ = self.nic.control(Control::Detach, Cid(0), number);
+                self.nic.forget_session(number);
+            }
+            self.cut_off.retain(|(other, _)| *other != number);
+        }
+    }
+
+    /// Ends the sessions of programs that broke a rule. Their connections go back to the kernel, and to the programs.
+    pub(crate) fn end_what_is_cut_off(&mut self) {
+        while let Some((number, why)) = self.cut_off.pop() {
+            if let Some(Some(session)) = self.sessions.get(number as usize) {
+                eprintln!("baton agent: process {} of user {} is cut off: {why}", session.process, session.user);
+                self.end_session(number, false);
             }
         }
     }
 
     /// All of a session's connections are forgotten, and its group's report says so.
-    fn end_connections(&mut self, number: u32) {
+    fn end_connections(&mut self, number: u32, ending: bool) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let Opening { group, attacher, .. } = session.opening;
         for connection in 0..session.connections.len() as u32 {
-            let entry =
-                self.sessions[number as usize].as_ref().and_then(|session| session.connections[connection as usize].as_ref());
-            if let Some(entry) = entry {
+            let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
+            let Some(Some(entry)) = session.connections.get_mut(connection as usize) else { continue };
+            if !ending {
+                entry.abandoned = true;
                 entry.block.store(block::BUSY, 0);
-                if attacher {
-                    self.leave_attached(number, connection);
-                } else {
-                    self.forget(number, connection);
-                }
+            }
+            if attacher {
+                self.leave_attached(number, connection);
+            } else if ending {
+                self.let_go(number, connection);
+            } else {
+                let _ = self.forget(number, connection, (number, 0));
             }
         }
         self.groups.write(group);
     }
 
-    fn give_everything_back(&mut self) {
-        for number in 0..self.sessions.len() as u32 {
-            self.end_session(number);
-        }
-        self.nic.end();
-    }
-
     /// After a NIC's death: the next one, with the sessions attached. Frames do not flow yet.
     pub(crate) fn start_next_nic(&mut self) -> Result<()> {
-        let mut next = NicProcess::start(&self.hardware, &self.shape, &self.settings)?;
+        let mut next = self.start_nic_patiently()?;
         next.inherit_slots(&mut self.nic);
         for (number, session) in self.sessions.iter().enumerate() {
-            if let Some(Session { open: Some(open), .. }) = session {
-                next.attach(number as u32, &open.memory, &open.bell)?;
+            if let Some(Session { open: Some(open), .. }) = session
+                && let Err(error) = next.attach(number as u32, &open.memory, &open.bell)
+            {
+                // Its connections go to the kernel all the same, and stay there.
+                eprintln!("baton agent: the NIC cannot have session {number}: {error:#}");
             }
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
@@ -790,25 +946,31 @@ impl Agent {
         Ok(())
     }
 
-    /// Moves that were waiting when the NIC died are called off.
-    pub(crate) fn give_up_mirrors(&mut self) {
-        for (session, number) in std::mem::take(&mut self.mirroring) {
-            let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };
-            let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
-            if let Stage::Mirroring { askers, cid, .. } = std::mem::replace(&mut connection.stage, Stage::Kernel) {
-                self.nic.give_slot(cid);
-                self.conclude(session, number, Err(Stay::NicGone), askers);
+    /// What a machine lacks for a moment, memory or processes, it may have soon.
+    fn start_nic_patiently(&mut self) -> Result<NicProcess> {
+        let mut pause = Duration::from_millis(10);
+        loop {
+            match NicProcess::start(&self.hardware, &self.shape, &self.settings) {
+                Err(error) if pause < Duration::from_secs(1) => {
+                    eprintln!("baton agent: the next NIC does not start: {error:#}");
+                    std::thread::sleep(pause);
+                    pause *= 2;
+                }
+                started => return started,
             }
         }
     }
 
     fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
-        let mut list = Vec::new();
-        for (at, session) in self.sessions.iter().enumerate() {
+        let (mut list, mut bytes) = (Vec::new(), 0);
+        let (first, mut number) = from;
+        for (at, session) in self.sessions.iter().enumerate().skip(first as usize) {
+            let begin = std::mem::take(&mut number) as usize;
             let Some(session) = session else { continue };
-            for connection in session.connections.iter().flatten() {
-                if (at as u32, connection.number) < from || list.len() >= LISTED {
-                    continue;
+            for connection in session.connections.iter().skip(begin).flatten() {
+                bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
+                if list.len() >= LISTED || bytes > LISTED_IN_ALL {
+                    return list;
                 }
                 list.push(ConnectionInfo {
                     session: at as u32,

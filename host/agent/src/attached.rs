@@ -5,15 +5,22 @@ use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::forth;
 use crate::journal;
-use crate::session::Session;
+use crate::session::{DEAF, Sent, Session};
 use baton_client::protocol::{Answer, Ask, Place, Reply, Request};
 use baton_kernel::events::{Poller, Trigger, monotonic_micros};
 use baton_kernel::examine::Stay;
 use baton_kernel::netlink::Netlink;
 use baton_kernel::{diagnosis, socket};
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
+
+/// Requests of an attacher that are looked at, when its time is up, besides those that were waited for.
+const MOST_LATE: usize = 1024;
+
+/// Attachers in one answer.
+const ATTACHERS: usize = 256;
 
 /// Microseconds that an attacher may take to stop its programs and lend what is asked for.
 const PATIENCE: u64 = 3_000_000;
@@ -26,32 +33,25 @@ impl Session {
         }
     }
 
-    /// Asks for descriptors and waits for them.
-    fn lends(&mut self, connections: &[u32], netlink: &Netlink) {
-        if connections.is_empty() {
-            return;
-        }
-        let connections = connections.to_vec();
-        let _ = self.channel.send(&Answer { tag: 0, body: Reply::Fetch { connections: connections.clone() } }, &[]);
+    /// Waits until `deadline` for descriptors that have been asked for.
+    fn lends(&mut self, connections: &[u32], deadline: u64, netlink: &Netlink) {
         let Ok(poller) = Poller::new() else { return };
         if poller.add(self.channel.as_fd(), 0, Trigger::Readable).is_err() {
             return;
         }
-        let deadline = monotonic_micros() + PATIENCE;
-        let mut missing = connections;
-        while !missing.is_empty() {
+        let mut missing: BTreeSet<u32> = connections.iter().copied().collect();
+        // What has come in time counts, even if another attacher has used the time up; not what comes without end.
+        let mut late = connections.len() + MOST_LATE;
+        while !missing.is_empty() && late > 0 {
             let now = monotonic_micros();
-            if now >= deadline || poller.wait(Some(Duration::from_micros(deadline - now)), &mut Vec::new()).is_err() {
-                eprintln!("baton agent: attacher {} has not lent {} connections in time", self.process, missing.len());
-                return;
-            }
+            late -= usize::from(now >= deadline);
             match self.channel.try_receive::<Request>() {
                 Ok((Request { body: Ask::Lend { connection }, .. }, mut descriptors)) => {
                     self.note(connection, descriptors.pop());
-                    missing.retain(|other| *other != connection);
+                    missing.remove(&connection);
                 }
                 // Its program has closed it: a socket of our own stands for it, and is closed when the connection is in it.
-                Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) => {
+                Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
                         let _ = diagnosis::destroy(netlink, &entry.flow);
                         entry.fd = stand_in(entry, abort).ok();
@@ -60,16 +60,21 @@ impl Session {
                     if tag != 0 {
                         let _ = self.channel.try_send(&Answer { tag, body: Reply::Done }, &[]);
                     }
-                    missing.retain(|other| *other != connection);
+                    missing.remove(&connection);
                 }
                 // Whatever else it was about to ask is asked at a bad time.
                 Ok((Request { tag, .. }, _)) => {
                     let body = Reply::Stayed { reason: Stay::NicGone.to_string(), transient: true };
                     let _ = self.channel.try_send(&Answer { tag, body }, &[]);
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && now < deadline => {
+                    let _ = poller.wait(Some(Duration::from_micros(deadline - now)), &mut Vec::new());
+                }
+                Err(_) => break,
             }
+        }
+        if !missing.is_empty() {
+            eprintln!("baton agent: attacher {} has not lent {} connections in time", self.process, missing.len());
         }
     }
 
@@ -101,7 +106,7 @@ impl Agent {
     }
 
     pub(crate) fn attachers(&self) -> Vec<(u32, String)> {
-        let attachers = self.sessions.iter().flatten().filter(|session| session.opening.attacher);
+        let attachers = self.sessions.iter().flatten().filter(|session| session.opening.attacher).take(ATTACHERS);
         attachers.map(|session| (session.process, session.opening.program.clone())).collect()
     }
 
@@ -134,7 +139,6 @@ impl Agent {
         {
             let (cid, askers) = (*cid, std::mem::take(askers));
             forth::call_off(&mut ground, connection, cid);
-            self.mirroring.retain(|waiting| *waiting != (session, number));
             self.conclude(session, number, Err(Stay::OutOfOrder), askers);
         }
         self.lent(session, number, None);
@@ -153,7 +157,8 @@ impl Agent {
                 Err(error) => return Reply::Failed { reason: format!("no socket to close it in: {error}") },
             }
         }
-        self.forget(session, number)
+        // An attacher is not waited for: it is forgotten now.
+        self.forget(session, number, (session, 0)).unwrap_or(Reply::Done)
     }
 
     /// The attacher has ended without bringing a connection back: what the program and the NIC had of it last is lost, and both ends
@@ -165,7 +170,7 @@ impl Agent {
     /// A dead agent's journal says what was being moved: the descriptors are needed before anything else is done.
     pub(crate) fn fetch_what_was_moving(&mut self) {
         let memory = self.hardware.memory.clone();
-        let moving: Vec<(u32, u32)> = (0..self.settings.nic.slots as u32)
+        let moving: HashSet<(u32, u32)> = (0..journal::slots_used(&memory, self.settings.nic.slots as u32))
             .filter_map(|at| journal::read(&memory, at).map(|(_, entry)| (entry.session, entry.connection)))
             .collect();
         self.fetch(|session, connection| moving.contains(&(session, connection.number)));
@@ -177,11 +182,25 @@ impl Agent {
     }
 
     fn fetch(&mut self, wanted: impl Fn(u32, &Connection) -> bool) {
-        for (at, session) in self.sessions.iter_mut().enumerate() {
-            let Some(session) = session.as_mut().filter(|session| session.opening.attacher) else { continue };
+        let mut asked = Vec::new();
+        for (at, session) in self.sessions.iter().enumerate() {
+            let Some(session) = session.as_ref().filter(|session| session.opening.attacher) else { continue };
             let missing = session.connections.iter().flatten().filter(|entry| entry.fd.is_none() && wanted(at as u32, entry));
-            let missing: Vec<u32> = missing.map(|entry| entry.number).collect();
-            session.lends(&missing, &self.diagnosis);
+            let connections: Vec<u32> = missing.map(|entry| entry.number).collect();
+            if connections.is_empty() {
+                continue;
+            }
+            match session.send(&Answer { tag: 0, body: Reply::Fetch { connections: connections.clone() } }, &[]) {
+                Sent::Done => asked.push((at, connections)),
+                Sent::Full => self.cut_off.push((at as u32, DEAF)),
+            }
+        }
+        // All have the same time, so that many who do not answer take no longer than one.
+        let deadline = monotonic_micros() + PATIENCE;
+        for (at, connections) in asked {
+            if let Some(Some(session)) = self.sessions.get_mut(at) {
+                session.lends(&connections, deadline, &self.diagnosis);
+            }
         }
     }
 
@@ -192,11 +211,14 @@ impl Agent {
             connections.filter(|connection| connection.closed).map(move |connection| (at as u32, connection.number))
         });
         for (session, number) in all.collect::<Vec<_>>() {
-            self.forget(session, number);
+            let _ = self.forget(session, number, (session, 0));
         }
-        for session in self.sessions.iter_mut().flatten().filter(|session| session.opening.attacher) {
+        for (number, session) in self.sessions.iter_mut().enumerate() {
+            let Some(session) = session.as_mut().filter(|session| session.opening.attacher) else { continue };
             session.take_back_descriptors();
-            let _ = session.channel.try_send(&Answer { tag: 0, body: Reply::Returned }, &[]);
+            if session.send(&Answer { tag: 0, body: Reply::Returned }, &[]) == Sent::Full {
+                self.cut_off.push((number as u32, DEAF));
+            }
         }
     }
 }

@@ -1,14 +1,15 @@
 //! A move back to the kernel: quiesce, rest, import, release, speak.
 
 use crate::connection::{Connection, OnNic, Path, Stage};
-use crate::forth::{give_memory, queues};
+use crate::forth::queues;
 use crate::ground::{Ground, Shape};
 use crate::journal;
+use crate::memory;
 use crate::recovery::{read_ranges, read_record, unread_by_program};
 use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Cid, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_datapath::LastWords;
 use baton_image::{Image, MAX_ENCODED};
 use baton_kernel::examine::Stay;
@@ -33,19 +34,25 @@ impl From<ImportError> for Failure {
     }
 }
 
-/// Moves a connection back to the kernel.
-pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) -> Result<(), Failure> {
-    connection.fd().map_err(Failure::Stays)?;
+/// Whether a connection can go to the kernel now.
+pub(crate) fn check(ground: &mut Ground<'_>, connection: &Connection) -> Result<(), Stay> {
+    connection.fd()?;
     // Without a route the import would close the socket for good: then the connection waits on the NIC. Where the NIC could not go itself,
     // the kernel can.
-    match ground.link_of(connection) {
-        Ok(_) | Err(Stay::NoNeighbour | Stay::OtherInterface(_) | Stay::NotEthernet(_)) => {}
-        Err(stay) => return Err(Failure::Stays(stay)),
-    }
+    ground.route_of(connection).map(|_| ())
+}
+
+/// Moves a connection back to the kernel, whose program is kept out. It was checked before.
+pub(crate) fn complete(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut Connection) -> Result<(), Failure> {
+    let route = ground.route_of(connection);
     let Stage::Nic(on_nic) = &connection.stage else { return Ok(()) };
     let cid = on_nic.cid;
-    if !connection.block.quiesce(Owner::Nic) {
-        return Err(Failure::Stays(Stay::Busy));
+    // What the NIC says to the kernel last has to come by a device at which the socket listens now.
+    if let Ok((routing, route)) = route {
+        let comes_by = ground.device_of_last_words(on_nic, &routing, &route);
+        if comes_by != on_nic.image.link.interface || on_nic.muted {
+            let _ = ground.nic.control(Control::Interface, cid, comes_by);
+        }
     }
     if let Err(stay) = ground.nic.command(Message::new(Operation::NicRestore, cid, 0, 0)) {
         if matches!(stay, Stay::NicGone) {
@@ -141,7 +148,7 @@ fn finish(ground: &mut Ground<'_>, session: &mut OpenSession, connection: &mut C
     let stage = std::mem::replace(&mut connection.stage, Stage::Kernel);
     if let Stage::Nic(on_nic) = stage {
         journal::clear(ground.nic_memory, on_nic.cid);
-        give_memory(session, on_nic.memory);
+        memory::give(session, on_nic.memory);
         ground.nic.give_slot(on_nic.cid);
     }
     hand_to_kernel(session, connection);
@@ -152,5 +159,5 @@ pub(crate) fn hand_to_kernel(session: &OpenSession, connection: &mut Connection)
     connection.moves += 1;
     connection.block.store(block::MOVES, connection.moves);
     connection.block.set_owner(Owner::Kernel);
-    session.announce_move();
+    session.announce_move(connection.block.number());
 }

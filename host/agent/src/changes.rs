@@ -1,27 +1,85 @@
-//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, the firewall's rules, programs at control
-//! groups. Connections that a change touches, or may touch, go back to the kernel, which knows what it means.
+//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec's policies, the firewall's rules,
+//! programs at control groups. Connections that a change touches, or may touch, go back to the kernel, which knows what it means.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, Stage};
-use crate::ground::Ground;
+use crate::connection::{Connection, OnNic, Stage};
+use crate::ground::{Ground, Shape};
 use baton_abi::Control;
 use baton_device::NOWHERE;
 use baton_kernel::examine::Stay;
+use baton_kernel::icmp::TooBig;
 use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_kernel::rtnetlink;
 use baton_kernel::tcp_info::TcpInfo;
+use baton_steering::Steer;
+use std::collections::HashMap;
 use std::io;
+use std::net::IpAddr;
 
 /// What the agent listens to.
 pub(crate) struct Watched {
     pub routes: Changes,
     /// None where the kernel has no nftables.
     pub rules: Option<Changes>,
+    /// IPv4's and IPv6's messages of packets that were too big, where this process may hear them.
+    pub too_big: Vec<TooBig>,
 }
 
 impl Watched {
     pub fn open() -> io::Result<Watched> {
         let routes = Changes::listen(ROUTE, ROUTE_CHANGES)?;
-        Ok(Watched { routes, rules: Changes::listen(NETFILTER, RULE_CHANGES).ok() })
+        let too_big = [false, true].into_iter().filter_map(|v6| TooBig::listen(v6).ok()).collect();
+        Ok(Watched { routes, rules: Changes::listen(NETFILTER, RULE_CHANGES).ok(), too_big })
+    }
+}
+
+/// What was told on the route socket.
+#[derive(Default)]
+struct Told {
+    /// Links, their settings or addresses.
+    links: bool,
+    /// Routes, rules, addresses, links, or something that was lost.
+    routes: bool,
+    /// Neighbours: device, address, and the link address if the kernel would use one.
+    neighbours: HashMap<(u32, IpAddr), Option<[u8; 6]>>,
+}
+
+impl Told {
+    fn take_in(changes: &Changes) -> Told {
+        const RTM_NEWLINK: u16 = 16;
+        const RTM_DELLINK: u16 = 17;
+        const RTM_NEWADDR: u16 = 20;
+        const RTM_DELADDR: u16 = 21;
+        const RTM_NEWNEIGH: u16 = 28;
+        const RTM_DELNEIGH: u16 = 29;
+        const RTM_NEWNETCONF: u16 = 80;
+        const RTM_DELNETCONF: u16 = 81;
+        let mut told = Told::default();
+        changes.each(|kind, body| match kind {
+            RTM_NEWNETCONF | RTM_DELNETCONF => told.links = true,
+            RTM_NEWNEIGH | RTM_DELNEIGH => match rtnetlink::parse_neighbour(body) {
+                Some((device, address, found)) => {
+                    told.neighbours.insert((device, address), found.filter(|_| kind == RTM_NEWNEIGH));
+                }
+                None => told.routes = true,
+            },
+            _ => {
+                told.links |= matches!(kind, RTM_NEWLINK | RTM_DELLINK | RTM_NEWADDR | RTM_DELADDR | 0);
+                told.routes = true;
+            }
+        });
+        told
+    }
+
+    /// Whether a connection's frames may have another way now.
+    fn touches(&self, on_nic: &OnNic) -> bool {
+        let Some(way) = &on_nic.way else { return true };
+        let link = &on_nic.image.link;
+        // Inline the only device has no number.
+        let of_neighbour = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
+            *address == way.hop && (link.interface == 0 || link.interface == *device) && *found != Some(link.destination)
+        };
+        self.routes || self.links || on_nic.muted || self.neighbours.iter().any(of_neighbour)
     }
 }
 
@@ -34,38 +92,79 @@ fn doubt(connection: &mut Connection) {
     connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
-/// Mutes a connection on the NIC that has no route any more, as it would be in the kernel, and lets it speak when it has one again. False
-/// if it has another one: that is the kernel's to follow.
-fn follow_route(ground: &mut Ground<'_>, connection: &mut Connection) -> bool {
-    let now = ground.link_of(connection);
-    let Stage::Nic(on_nic) = &mut connection.stage else { return true };
+/// Mutes a connection on the NIC that has no route any more, as it would be in the kernel, and lets it speak when it has one again; its
+/// path's MTU, and the devices at which it is heard, follow the route. An error if it has to go another way: that is the kernel's to follow.
+fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
+    const ELSEWHERE: &str = "its route has changed";
+    let now = ground.way_of(connection);
+    let Stage::Nic(on_nic) = &mut connection.stage else { return Ok(()) };
     let link = on_nic.image.link;
     let (muted, interface) = match &now {
-        Ok(now) if (now.interface, now.source, now.destination) == (link.interface, link.source, link.destination) => {
-            (false, link.interface)
+        Ok(now) if now.leads_as(&link) => (false, link.interface),
+        Err(Stay::NoRoute | Stay::SourceGone(_) | Stay::PolicyBlocks) => (true, NOWHERE),
+        Err(Stay::Policy) => return Err("an IPsec policy covers it"),
+        Err(Stay::Rules(_) | Stay::LegacyRules | Stay::Filtered(_)) => {
+            return Err("rules that change from packet to packet may judge it");
         }
-        Err(Stay::NoRoute | Stay::SourceGone(_)) => (true, NOWHERE),
-        _ => return false,
+        Err(Stay::Marked(_)) => return Err("its program has set SO_MARK"),
+        _ => return Err(ELSEWHERE),
     };
     if muted != on_nic.muted && ground.nic.control(Control::Interface, on_nic.cid, interface).is_ok() {
         on_nic.muted = muted;
-        connection.reason = now.map_or_else(|stay| stay.to_string(), |_| "its route is there again".into());
+        connection.reason = now.as_ref().map_or_else(ToString::to_string, |_| "its route is there again".into());
     }
-    true
+    let Ok(now) = now else { return Ok(()) };
+    let was = on_nic.way.replace(now);
+    if was.is_some_and(|was| was.path != now.path) {
+        ground.shape.steer(&connection.flow, &now.path, Steer::Steal).map_err(|_| ELSEWHERE)?;
+    }
+    if was.is_some_and(|was| was.mtu != now.mtu) {
+        ground.nic.control(Control::Mtu, on_nic.cid, now.mtu).map_err(|_| ELSEWHERE)?;
+    }
+    Ok(())
 }
 
 impl Agent {
-    /// Routes, addresses or neighbours have changed: connections whose frames would go another way now go back, those that have none
+    /// Routes, addresses, neighbours or links have changed: connections whose frames would go another way now go back, those that have none
     /// fall silent.
     pub(crate) fn routes_changed(&mut self) {
-        if !self.watched.routes.any() {
-            return;
+        let told = Told::take_in(&self.watched.routes);
+        if told.links
+            && let Shape::Beside { steering, devices, .. } = &mut self.shape
+            && !devices.is_new()
+            && let Err(error) = devices.follow(&self.routes, steering, &self.keeper)
+        {
+            eprintln!("baton agent: devices have changed, and could not be looked at: {error}");
         }
+        if told.links {
+            self.count_deaf_devices();
+        }
+        self.follow_ways(|connection| matches!(&connection.stage, Stage::Nic(on_nic) if told.touches(on_nic)));
+    }
+
+    /// IPsec's policies have changed: connections that they cover now go back.
+    pub(crate) fn policies_changed(&mut self) {
+        if self.guards.policies_changed() {
+            self.follow_ways(|_| true);
+        }
+    }
+
+    /// Filters of traffic control have changed: where there are some now, connections go back.
+    pub(crate) fn filters_changed(&mut self) {
+        if self.guards.traffic_changed() {
+            self.follow_ways(|_| true);
+        }
+    }
+
+    /// Looks the ways of connections on the NIC up again.
+    pub(crate) fn follow_ways(&mut self, of: impl Fn(&Connection) -> bool) {
         for (session, number) in self.on_nic() {
             let Some((mut ground, entry)) = self.split(session) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
-            if !follow_route(&mut ground, connection) {
-                self.must_return(session, number, "its route has changed");
+            if of(connection)
+                && let Err(why) = follow_way(&mut ground, connection)
+            {
+                self.return_soon(session, number, why);
             }
         }
     }
@@ -76,6 +175,7 @@ impl Agent {
         if !self.watched.rules.as_ref().is_some_and(Changes::any) {
             return;
         }
+        self.guards.forget_rules();
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
         }
@@ -102,7 +202,7 @@ impl Agent {
         all.filter(|connection| touches(connection)).for_each(doubt);
     }
 
-    fn on_nic(&self) -> Vec<(u32, u32)> {
+    pub(crate) fn on_nic(&self) -> Vec<(u32, u32)> {
         let sessions = self.sessions.iter().enumerate().filter_map(|(at, session)| Some((at as u32, session.as_ref()?)));
         sessions
             .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection)))

@@ -1,8 +1,10 @@
 //! A connection as the agent holds it, and what both directions of a move share.
 
+use crate::memory::Limits;
+use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
-use baton_client::protocol::Place;
+use baton_client::protocol::{Place, Until};
 use baton_image::Image;
 use baton_kernel::events;
 use baton_kernel::examine::Stay;
@@ -13,24 +15,52 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Duration;
 
-/// Microseconds that a program may take to leave an operation on a connection that is to be moved.
-const QUIESCE_LIMIT: u64 = 20_000;
+/// How often a program's busy word is looked at again at once: most operations are over within a microsecond.
+const GLANCES: u32 = 200;
+
+/// After a time-out of its program a connection's moves are put off for so many microseconds, twice as long after the next one, and so on.
+const FIRST_BACKOFF: u64 = 20_000;
+const MOST_DOUBLINGS: u32 = 9;
 
 /// A waiting request for a move: session of the asker, its tag.
 pub(crate) type Asker = (u32, u32);
+
+/// What a program waits for when it has asked for something that a connection has to be in the kernel for.
+pub(crate) enum Then {
+    /// The connection is forgotten.
+    Forget(Asker),
+    /// The kernel has it, and why; when it may move again.
+    GiveBack { asker: Asker, reason: String, until: Until },
+}
+
+impl Then {
+    pub fn asker(&self) -> Asker {
+        match self {
+            Then::Forget(asker) | Then::GiveBack { asker, .. } => *asker,
+        }
+    }
+}
+
+/// A move back that waits until the program has left an operation on the connection.
+pub(crate) struct Leaving {
+    /// Microseconds of the monotonic clock at which it is given up.
+    pub deadline: u64,
+    pub askers: Vec<Asker>,
+    pub then: Vec<Then>,
+}
 
 /// Where a connection is in its life with the agent.
 pub(crate) enum Stage {
     /// In the kernel.
     Kernel,
-    /// In the kernel, the NIC is copying; since when, who asked, and whether the kernel has been asked for its SACK blocks.
-    Mirroring { since: u64, cid: Cid, askers: Vec<Asker>, asked: bool },
+    /// In the kernel, the NIC is copying; since when, who asked, whether the kernel has been asked for its SACK blocks, and until when the
+    /// program may take to leave an operation, once everything is copied.
+    Mirroring { since: u64, cid: Cid, askers: Vec<Asker>, asked: bool, quiescing: Option<u64> },
     /// On the NIC.
     Nic(Box<OnNic>),
     /// It ended while it was on the NIC; only the shell is left.
-    Ended(Cid),
+    Ended,
 }
 
 /// What the agent remembers of a connection on the NIC.
@@ -40,10 +70,18 @@ pub(crate) struct OnNic {
     pub image: Image,
     pub saved: Saved,
     pub memory: Memory,
+    /// What its memory may grow to.
+    pub limits: Limits,
     /// Microseconds of the monotonic clock just before the handoff.
     pub handed_off_at: u64,
     /// There is no route to its peer: nothing of it leaves the NIC.
     pub muted: bool,
+    /// It goes back as soon as its program has left it.
+    pub leaving: Option<Leaving>,
+    /// Where its frames go and come from, as was found last. None after a death: it is on its way to the kernel.
+    pub way: Option<Way>,
+    /// Segments that its shell had dropped when that was looked at first.
+    pub dropped: Option<u32>,
 }
 
 /// What is known of a connection's path.
@@ -76,6 +114,17 @@ impl Path {
 pub(crate) struct Memory {
     pub receive: (u32, u32),
     pub send: (u32, u32),
+}
+
+impl Memory {
+    /// Whether it lies in the heap of a session.
+    pub fn fits(&self, session: &Region) -> bool {
+        let inside = |(offset, size): (u32, u32)| {
+            let end = offset as usize + size as usize;
+            size.is_power_of_two() && offset as usize >= session::HEAP && end <= session::heap_end(session.len())
+        };
+        inside(self.receive) && inside(self.send)
+    }
 }
 
 pub(crate) struct Connection {
@@ -114,8 +163,18 @@ pub(crate) struct Connection {
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as it can, if it has.
     pub must_return: Option<&'static str>,
+    /// It could not go to the kernel when it had to.
+    pub given_up: bool,
     /// Its program has closed it; a socket of the agent's own stands for it.
     pub closed: bool,
+    /// Its program has ended, or is about to: nobody waits for it.
+    pub abandoned: bool,
+    /// How often in a row its program was inside an operation for too long, and until when no move of it is begun.
+    pub stuck: u32,
+    pub put_off: u64,
+    /// It is in the list of moves that wait, and in that of moves that are suggested.
+    pub under_way: bool,
+    pub suggested: bool,
     pub block: Block,
 }
 
@@ -143,7 +202,13 @@ impl Connection {
             wanted: false,
             unproved: None,
             must_return: None,
+            given_up: false,
             closed: false,
+            abandoned: false,
+            stuck: 0,
+            put_off: 0,
+            under_way: false,
+            suggested: false,
             block,
         }
     }
@@ -153,17 +218,37 @@ impl Connection {
         self.fd.as_ref().map(AsFd::as_fd).ok_or(Stay::Elsewhere)
     }
 
+    /// Whether a move waits for the program to leave an operation. An attacher is in none while it asks for a move.
+    pub fn waits_for_program(&self) -> bool {
+        !self.attached && !self.abandoned
+    }
+
+    /// Its program has been inside an operation for too long, or not: how soon it is bothered again.
+    pub fn note_stuck(&mut self, stuck: bool) {
+        if !stuck {
+            (self.stuck, self.put_off) = (0, 0);
+            return;
+        }
+        self.put_off = events::monotonic_micros() + (FIRST_BACKOFF << self.stuck);
+        self.stuck = (self.stuck + 1).min(MOST_DOUBLINGS);
+    }
+
+    /// Whether no move of it is to be begun now.
+    pub fn is_put_off(&self) -> bool {
+        self.put_off != 0 && events::monotonic_micros() < self.put_off
+    }
+
     pub fn place(&self) -> Place {
         match self.stage {
-            Stage::Nic(_) | Stage::Ended(_) => Place::Nic,
+            Stage::Nic(_) | Stage::Ended => Place::Nic,
             Stage::Kernel | Stage::Mirroring { .. } => Place::Kernel,
         }
     }
 
     pub fn cid(&self) -> Option<Cid> {
         match &self.stage {
-            Stage::Kernel => None,
-            Stage::Mirroring { cid, .. } | Stage::Ended(cid) => Some(*cid),
+            Stage::Kernel | Stage::Ended => None,
+            Stage::Mirroring { cid, .. } => Some(*cid),
             Stage::Nic(on_nic) => Some(on_nic.cid),
         }
     }
@@ -202,23 +287,20 @@ impl Block {
         }
     }
 
-    /// Keeps the program out of the connection. False if it does not leave an operation in time; it then keeps the connection.
-    pub fn quiesce(&self, owner: Owner) -> bool {
+    /// Keeps the program out of the connection from now on. False if it is still inside an operation: then [`Block::is_left`] tells when
+    /// it has left.
+    pub fn keep_out(&self) -> bool {
         self.set_owner(Owner::Moving);
         fence(Ordering::SeqCst);
-        let busy = self.memory.word32(self.base + layout::BUSY);
-        let deadline = events::monotonic_micros() + QUIESCE_LIMIT;
-        loop {
-            let holder = busy.load(Ordering::Acquire);
-            if holder == 0 {
-                break;
-            }
-            if events::monotonic_micros() > deadline {
-                self.set_owner(owner);
-                return false;
-            }
-            events::wait_while(busy, holder, Duration::from_millis(1));
-        }
-        true
+        (0..GLANCES).any(|_| {
+            let left = self.is_left();
+            std::hint::spin_loop();
+            left
+        })
+    }
+
+    /// Whether the program, which is kept out, has left the operation that it was in.
+    pub fn is_left(&self) -> bool {
+        self.load(layout::BUSY) == 0
     }
 }

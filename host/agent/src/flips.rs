@@ -3,6 +3,7 @@
 use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::forth;
+use crate::moves::SLICE;
 use baton_client::protocol::{Opening, Place};
 use baton_kernel::events::monotonic_micros;
 use std::cmp::Reverse;
@@ -21,7 +22,7 @@ pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
 
 impl Schedule {
     pub fn add(&mut self, after: u64, session: u32, number: u32, serial: u64) {
-        self.0.push(Reverse((monotonic_micros() + after, session, number, serial)));
+        self.0.push(Reverse((monotonic_micros().saturating_add(after), session, number, serial)));
     }
 
     fn due(&mut self, now: u64) -> Option<(u32, u32, u64)> {
@@ -42,13 +43,50 @@ impl Schedule {
 impl Agent {
     /// Moves what is due.
     pub(crate) fn flip(&mut self) {
-        let now = monotonic_micros();
-        while let Some((session, number, serial)) = self.schedule.due(now) {
-            self.flip_one(session, number, serial);
+        let begun = monotonic_micros();
+        while let Some((session, number, serial)) = self.retries.due(begun) {
+            self.attend(session);
+            self.flip_one(session, number, serial, true);
+            if monotonic_micros() >= begun + SLICE {
+                break;
+            }
+        }
+        if begun < self.rests_until {
+            return;
+        }
+        let mut now = begun;
+        while let Some((session, number, serial)) = self.schedule.due(begun) {
+            if now < begun + SLICE {
+                self.attend(session);
+                self.flip_one(session, number, serial, false);
+                now = monotonic_micros();
+            } else {
+                // What there is no time for is not made up for.
+                self.flip_later(session, number, serial);
+            }
+        }
+        // Requests and other moves get as long as this took, one slice at most.
+        self.rests_until = now + SLICE.min(now - begun);
+    }
+
+    /// How long the loop may sleep as far as random moves and retries are concerned.
+    pub(crate) fn flips_wait(&self) -> Option<Duration> {
+        let rest = Duration::from_micros(self.rests_until.saturating_sub(monotonic_micros()));
+        let flips = self.schedule.wait().map(|wait| wait.max(rest));
+        [flips, self.retries.wait()].into_iter().flatten().min()
+    }
+
+    fn flip_later(&mut self, session: u32, number: u32, serial: u64) {
+        let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
+        if connection.serial == serial
+            && let Some(after) = self.groups.get(entry.opening.group).and_then(crate::group::Group::interval)
+        {
+            self.schedule.add(after, session, number, serial);
         }
     }
 
-    fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
+    fn flip_one(&mut self, session: u32, number: u32, serial: u64, retried: bool) {
         let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
         let Some((mut ground, entry)) = self.split(session) else { return };
         let Opening { group, attacher, .. } = entry.opening;
@@ -64,15 +102,18 @@ impl Agent {
                 self.want(session, number, Place::Kernel);
             }
             Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
-            Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
-                Ok(()) => {
-                    self.mirroring.push((session, number));
-                    self.advance_moves();
+            // Its program was stuck inside an operation the last time.
+            Stage::Kernel | Stage::Nic(_) if connection.is_put_off() => {
+                if retried {
+                    self.retries.add(LATER, session, number, serial);
                 }
+            }
+            Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
+                Ok(()) => self.begun((session, number, serial)),
                 Err(stay) => {
                     self.conclude(session, number, Err(stay), Vec::new());
                     if !flips {
-                        self.schedule.add(LATER, session, number, serial);
+                        self.retries.add(LATER, session, number, serial);
                     }
                 }
             },
@@ -85,9 +126,9 @@ impl Agent {
                 }
             }
             Stage::Mirroring { .. } => {}
-            Stage::Ended(_) => return,
+            Stage::Ended => return,
         }
-        if let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
+        if !retried && let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
             self.schedule.add(after, session, number, serial);
         }
     }
@@ -102,7 +143,7 @@ impl Agent {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
         if let Some(serial) = connection.filter(|connection| connection.wanted && !connection.stays).map(|found| found.serial) {
-            self.schedule.add(LATER, session, number, serial);
+            self.retries.add(LATER, session, number, serial);
         }
     }
 
@@ -112,7 +153,7 @@ impl Agent {
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
         let still = connection.is_some_and(|connection| matches!(connection.stage, Stage::Nic(_)));
         if still {
-            self.schedule.add(AGAIN, session, number, serial);
+            self.retries.add(AGAIN, session, number, serial);
         }
         still
     }
@@ -125,7 +166,7 @@ impl Agent {
         let serial = connection.serial;
         if entry.opening.attacher {
             self.want(session, number, Place::Kernel);
-            self.schedule.add(LATER, session, number, serial);
+            self.retries.add(LATER, session, number, serial);
             return;
         }
         self.move_back(session, number, Vec::new());

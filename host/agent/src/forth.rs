@@ -1,14 +1,15 @@
 //! A move to the NIC, step by step: reserve, mirror, (wait until the copy covers what the kernel holds out of order), quiesce, steal,
 //! read, purge, hand off. Each step that fails is undone by those before it.
 
-use crate::agent::Agent;
 use crate::back::hand_to_kernel;
 use crate::changes::UNKNOWN;
 use crate::connection::{Asker, Connection, Memory, OnNic, Stage};
 use crate::ground::Ground;
 use crate::journal::{self, Entry, Phase};
+use crate::memory::{self, Limits};
 use crate::session::OpenSession;
 use crate::step::Step;
+use crate::way::Way;
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Cid, Message, Operation};
 use baton_image::{Image, MAX_ENCODED};
@@ -19,25 +20,21 @@ use baton_kernel::import::Importer;
 use baton_kernel::shell::{self, Saved};
 use baton_kernel::socket::{self, Pieces};
 use baton_kernel::tcp_info::{OPTION_SACK, TcpInfo};
-use baton_kernel::{conntrack, diagnosis};
+use baton_kernel::{conntrack, diagnosis, unenforced};
 use baton_ring::Region;
 use baton_wire::Flow;
-use baton_wire::frame::Link;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 /// Microseconds of mirroring after which the kernel is asked what it holds out of order.
-const QUIET: u64 = 5_000;
-/// Smallest send and receive memory of a connection.
-const MIN_BUFFER: u32 = 1 << 18;
-/// Largest.
-const MAX_BUFFER: u32 = 1 << 26;
+pub(crate) const QUIET: u64 = 5_000;
 const SOL_SOCKET: i32 = 1;
 const SO_MEMINFO: i32 = 55;
 
 /// Reserves a slot and lets the NIC copy the connection's frames.
 pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers: Vec<Asker>) -> Result<(), Stay> {
     let info = examine::examine(connection.fd()?)?;
+    unenforced::check(connection.fd()?)?;
     if connection.unproved == Some(UNKNOWN) {
         connection.unproved = Some((info.bytes_acked, info.bytes_received));
     }
@@ -58,19 +55,19 @@ pub(crate) fn begin(ground: &mut Ground<'_>, connection: &mut Connection, askers
     if conntrack::is_translated(&connection.flow).unwrap_or(false) {
         return Err(Stay::Translated);
     }
-    let link = ground.link_of(connection)?;
+    let way = ground.way_of(connection)?;
     let cid = ground.nic.take_slot().ok_or(Stay::NoRoom)?;
     let base = nic::slot(cid.slot());
     let _ = ground.nic_memory.write(base + slot::FLOW, &connection.flow.to_bytes());
     ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
-    if let Err(stay) = ground.mirror(cid, &connection.flow, link.interface) {
+    if let Err(stay) = ground.mirror(cid, &connection.flow, &way.path) {
         ground.nic.give_slot(cid);
         return Err(stay);
     }
     ground.passed(Step::Mirrored);
     // Its segments will bypass the host's connection tracker.
     let _ = conntrack::be_liberal(&connection.flow);
-    connection.stage = Stage::Mirroring { since: monotonic_micros(), cid, askers, asked: false };
+    connection.stage = Stage::Mirroring { since: monotonic_micros(), cid, askers, asked: false, quiescing: None };
     Ok(())
 }
 
@@ -95,10 +92,13 @@ pub(crate) fn covered(nic_memory: &Region, connection: &Connection, cid: Cid) ->
 pub(crate) fn call_off(ground: &mut Ground<'_>, connection: &mut Connection, cid: Cid) {
     ground.cancel(cid, &connection.flow, false);
     ground.nic.give_slot(cid);
-    connection.stage = Stage::Kernel;
+    let stage = std::mem::replace(&mut connection.stage, Stage::Kernel);
+    if matches!(stage, Stage::Mirroring { quiescing: Some(_), .. }) {
+        connection.block.set_owner(Owner::Kernel);
+    }
 }
 
-/// From the steal to the handoff: the connection's blackout.
+/// From the steal to the handoff: the connection's blackout. The program is kept out.
 pub(crate) fn complete(
     ground: &mut Ground<'_>,
     session: &mut OpenSession,
@@ -106,26 +106,25 @@ pub(crate) fn complete(
     connection: &mut Connection,
     cid: Cid,
 ) -> Result<(), Stay> {
-    let link = match ground.link_of(connection) {
-        Ok(link) => link,
+    // The firewall may have changed since the move began.
+    let way = if connection.unproved.is_some() { Err(Stay::Unproved) } else { ground.way_of(connection) };
+    let way = match way {
+        Ok(way) => way,
         Err(stay) => {
             call_off(ground, connection, cid);
+            connection.block.set_owner(Owner::Kernel);
             return Err(stay);
         }
     };
-    if !connection.block.quiesce(Owner::Kernel) {
-        call_off(ground, connection, cid);
-        return Err(Stay::Busy);
-    }
     // The program may have done so since the move began.
-    if let Err(stay) = connection.fd().and_then(examine::check_receiving) {
+    if let Err(stay) = connection.fd().and_then(|fd| examine::check_receiving(fd).and_then(|()| unenforced::check(fd))) {
         call_off(ground, connection, cid);
         connection.block.set_owner(Owner::Kernel);
         return Err(stay);
     }
     ground.passed(Step::Quiesced);
     connection.moves += 1;
-    let moved = steal_and_hand_off(ground, session, session_number, connection, cid, link);
+    let moved = steal_and_hand_off(ground, session, session_number, connection, cid, way);
     let result = match moved {
         Ok(on_nic) => {
             connection.stage = Stage::Nic(Box::new(on_nic));
@@ -135,11 +134,13 @@ pub(crate) fn complete(
         Err(stay) => {
             connection.stage = Stage::Kernel;
             ground.nic.give_slot(cid);
+            // It counts as a move: what the kernel reported of the socket meanwhile is not to be believed.
+            connection.block.store(block::MOVES, connection.moves);
             connection.block.set_owner(Owner::Kernel);
             Err(stay)
         }
     };
-    session.announce_move();
+    session.announce_move(connection.block.number());
     result
 }
 
@@ -149,15 +150,15 @@ fn steal_and_hand_off(
     session_number: u32,
     connection: &Connection,
     cid: Cid,
-    link: Link,
+    way: Way,
 ) -> Result<OnNic, Stay> {
     let fd = connection.fd()?;
-    ground.steal(cid, &connection.flow, link.interface)?;
+    ground.steal(cid, &connection.flow, &way.path)?;
     ground.passed(Step::Stolen);
     let begun = Saved::read(fd).map_err(|_| Stay::Filter).and_then(|saved| {
         let entry = Entry::new(session_number, connection.number, cid, saved);
         note(ground, Phase::Reading, &entry)?;
-        Ok((Exporter::begin(fd, connection.flow, link, &entry.saved)?, entry))
+        Ok((Exporter::begin(fd, connection.flow, way.link, &entry.saved)?, entry))
     });
     let (exporter, entry) = match begun {
         Ok(begun) => begun,
@@ -171,7 +172,8 @@ fn steal_and_hand_off(
     if let Some(path) = connection.path {
         path.remember(&mut image);
     }
-    let Some(memory) = take_memory(session, &image) else {
+    let limits = Limits::of(fd);
+    let Some(memory) = memory::take(session, &image, limits) else {
         let _ = exporter.abandon();
         return Err(never_left(ground, cid, &connection.flow, Stay::NoRoom));
     };
@@ -182,21 +184,39 @@ fn steal_and_hand_off(
     let entry = entry.copied(&image, memory, handed_off_at);
     if let Err(stay) = copied.and_then(|()| note(ground, Phase::Copied, &entry)) {
         let _ = exporter.abandon();
-        give_memory(session, memory);
+        memory::give(session, memory);
         return Err(never_left(ground, cid, &connection.flow, stay));
     }
     ground.passed(Step::Read);
     let (saved, result) = match exporter.purge() {
         Ok(saved) => {
             ground.passed(Step::Purged);
-            let result = hand_off(ground, session_number, connection, cid, &image, memory, &saved);
+            limits.write(ground.nic_memory, cid);
+            let written = write_down(ground.nic_memory, session_number, connection, cid, &image, memory, &saved);
+            let result = written.and_then(|()| {
+                // An event of the NIC's may reach the program before the move is over. Noted any earlier the program would look at its
+                // block, find no move there, and not look again when the event comes.
+                session.note_move(connection.block.number());
+                ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
+            });
             match result {
                 Ok(()) => {
                     ground.passed(Step::HandedOff);
                     if connection.attached {
                         let _ = shell::show_closing(fd);
                     }
-                    return Ok(OnNic { cid, image, saved, memory, handed_off_at, muted: false });
+                    return Ok(OnNic {
+                        cid,
+                        image,
+                        saved,
+                        memory,
+                        limits,
+                        handed_off_at,
+                        muted: false,
+                        leaving: None,
+                        way: Some(way),
+                        dropped: None,
+                    });
                 }
                 Err(stay) => (saved, stay),
             }
@@ -205,7 +225,7 @@ fn steal_and_hand_off(
     };
     // Past the purge there is one way back: what was read goes in again.
     put_back(ground, connection, cid, &image, &region, memory, &saved)?;
-    give_memory(session, memory);
+    memory::give(session, memory);
     Err(result)
 }
 
@@ -241,33 +261,6 @@ fn put_back(
     finished.map_err(|failed| Stay::Lost(failed.step, failed.error))
 }
 
-/// Memory for the queues: room for what is there, for the window that was advertised, and no less than the minimum.
-fn take_memory(session: &mut OpenSession, image: &Image) -> Option<Memory> {
-    let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
-    let receive = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?.max(MIN_BUFFER);
-    let send = image.send_queue().max(MIN_BUFFER);
-    if receive > MAX_BUFFER || send > MAX_BUFFER {
-        return None;
-    }
-    let receive = session.heap.take(receive)?;
-    let Some(send) = session.heap.take(send) else {
-        session.heap.give(receive.0, receive.1);
-        return None;
-    };
-    Some(Memory { receive, send })
-}
-
-/// Gives a connection's memory back.
-pub(crate) fn give_memory(session: &mut OpenSession, memory: Memory) {
-    for (offset, size) in [memory.receive, memory.send] {
-        // Pages of ordinary buffers are soon used again; large ones go back to the system.
-        if size > 1 << 21 {
-            session.memory.discard(offset as usize, size as usize);
-        }
-        session.heap.give(offset, size);
-    }
-}
-
 /// Where the unread and the unacknowledged bytes of an image lie.
 pub(crate) fn queues<'a>(region: &'a Region, memory: Memory, image: &Image) -> Option<(Pieces<'a>, Pieces<'a>)> {
     let unread = Pieces::of(region, memory.receive, image.read_seq(), image.unread)?;
@@ -275,8 +268,9 @@ pub(crate) fn queues<'a>(region: &'a Region, memory: Memory, image: &Image) -> O
     Some((unread, unacknowledged))
 }
 
-fn hand_off(
-    ground: &mut Ground<'_>,
+/// Writes down what the NIC needs in the connection's slot, and what the program needs in its block.
+fn write_down(
+    nic_memory: &Region,
     session_number: u32,
     connection: &Connection,
     cid: Cid,
@@ -288,11 +282,11 @@ fn hand_off(
     let block_number = connection.block.number();
     let parameters = [session_number, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1, block_number];
     for (at, value) in parameters.into_iter().enumerate() {
-        ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+        nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
     }
     let mut bytes = [0u8; MAX_ENCODED];
     image.encode(&mut bytes).map_err(|_| Stay::NoRoom)?;
-    let _ = ground.nic_memory.write(base + slot::IMAGE, &bytes);
+    let _ = nic_memory.write(base + slot::IMAGE, &bytes);
     let fin = u32::from(image.state.fin_received());
     let b = &connection.block;
     b.store(block::CID, cid.0);
@@ -308,61 +302,31 @@ fn hand_off(
     b.store(block::FLAGS, fin | u32::from(image.state.fin_queued()) << 1 | u32::from(saved.keepalive()) << 2);
     // Before the NIC runs: what it tells the program must find its connection.
     b.store(block::MOVES, connection.moves);
-    ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
+    Ok(())
 }
 
-impl Agent {
-    /// Goes over the connections that are being mirrored: completes moves whose copy covers the kernel's, gives up on others.
-    pub(crate) fn advance_moves(&mut self) {
-        let waiting = std::mem::take(&mut self.mirroring);
-        for (session, number) in waiting {
-            if !self.advance_move(session, number) {
-                self.mirroring.push((session, number));
-            }
-        }
+/// Session and number of the connection that was handed off last under the slot of this name.
+pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u32, u32)> {
+    if cid.slot() as usize >= slots {
+        return None;
     }
-
-    /// Whether the move is over, one way or the other.
-    fn advance_move(&mut self, session: u32, number: u32) -> bool {
-        let patience = self.settings.patience;
-        let nic_memory = self.hardware.memory.clone();
-        let Some((mut ground, entry)) = self.split(session) else { return true };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return true };
-        let Stage::Mirroring { since, cid, asked, .. } = connection.stage else { return true };
-        let result = if covered(&nic_memory, connection, cid) {
-            let askers = take_askers(connection);
-            let Some(open) = entry.open.as_mut() else { return true };
-            let result = complete(&mut ground, open, session, connection, cid);
-            (result, askers)
-        } else if monotonic_micros() - since > patience {
-            let askers = take_askers(connection);
-            call_off(&mut ground, connection, cid);
-            (Err(Stay::OutOfOrder), askers)
-        } else {
-            if !asked
-                && monotonic_micros() - since > QUIET
-                && let Some(open) = &entry.open
-            {
-                ask_for_sack_blocks(open, connection);
-            }
-            return false;
-        };
-        self.conclude(session, number, result.0, result.1);
-        true
-    }
+    let parameter = |at: usize| nic_memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
+    Some((parameter(0), parameter(5)))
 }
 
 /// A connection without traffic sends no acknowledgement that would tell what the kernel holds out of order: it is made to send one.
-fn ask_for_sack_blocks(session: &OpenSession, connection: &mut Connection) {
+pub(crate) fn ask_for_sack_blocks(session: &OpenSession, connection: &mut Connection) {
+    let Some(fd) = &connection.fd else { return };
+    if !connection.block.keep_out() {
+        // Another time.
+        connection.block.set_owner(Owner::Kernel);
+        return;
+    }
+    let _ = shell::acknowledge(fd.as_fd());
     if let Stage::Mirroring { asked, .. } = &mut connection.stage {
         *asked = true;
     }
-    if let Some(fd) = &connection.fd
-        && connection.block.quiesce(Owner::Kernel)
-    {
-        let _ = shell::acknowledge(fd.as_fd());
-        hand_to_kernel(session, connection);
-    }
+    hand_to_kernel(session, connection);
 }
 
 /// Those who wait for a move's end, who then have to be told.

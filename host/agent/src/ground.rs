@@ -1,7 +1,8 @@
 //! What a move needs of the host besides the connection: the NIC, the steering beside the kernel, routes and links.
 
-use crate::connection::{Connection, Stage};
-use crate::kept::Kept;
+use crate::connection::Connection;
+use crate::devices::Devices;
+use crate::guards::Guards;
 use crate::nic::NicProcess;
 use crate::step::{Chaos, Step};
 use baton_abi::{Cid, Control};
@@ -9,28 +10,27 @@ use baton_backends::{BesideKernel, Kernel, VnetDevice};
 use baton_kernel::control::Channel;
 use baton_kernel::examine::Stay;
 use baton_kernel::netlink::Netlink;
-use baton_kernel::{export, process, rtnetlink, socket};
+use baton_kernel::{process, socket};
 use baton_ring::Region;
-use baton_steering::{Steer, Steering};
+use baton_steering::{Path, Steer, Steering};
 use baton_wire::Flow;
-use baton_wire::frame::Link;
-use std::collections::HashSet;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 /// How the NIC shares the host's network with the kernel.
 pub(crate) enum Shape {
     /// The kernel's interface is a TAP behind the NIC.
     Inline {
-        /// That interface.
-        interface: rtnetlink::LinkInfo,
+        /// That interface's index.
+        interface: u32,
     },
     /// The kernel has its devices, the NIC hears and speaks beside it.
     Beside {
         steering: Steering,
-        /// Devices at which the programs are, with their links.
-        devices: HashSet<u32>,
+        devices: Devices,
         injector: OwnedFd,
+        /// The injector's program is there as long as this is open.
+        _injector_link: OwnedFd,
     },
 }
 
@@ -47,12 +47,10 @@ impl Shape {
     }
 
     /// Says what is done with a connection's frames beside the kernel.
-    fn steer(&self, flow: &Flow, interface: u32, steer: Steer) -> Result<(), Stay> {
+    pub fn steer(&self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Stay> {
         match self {
             Shape::Inline { .. } => Ok(()),
-            Shape::Beside { steering, .. } => {
-                steering.set(flow, interface, steer).map_err(|error| Stay::System("steering", error))
-            }
+            Shape::Beside { steering, .. } => steering.set(flow, path, steer).map_err(|error| Stay::System("steering", error)),
         }
     }
 
@@ -66,8 +64,8 @@ impl Shape {
     }
 
     /// After a NIC's death: nothing of the connection meets the kernel, whatever the last NIC had come to.
-    pub fn steal_again(&self, flow: &Flow, interface: u32) {
-        if let Err(stay) = self.steer(flow, interface, Steer::Steal) {
+    pub fn steal_again(&self, flow: &Flow, path: &Path) {
+        if let Err(stay) = self.steer(flow, path, Steer::Steal) {
             eprintln!("baton agent: {flow:?}: {stay}");
         }
     }
@@ -84,6 +82,7 @@ pub(crate) struct Ground<'a> {
     pub chaos: &'a Chaos,
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
+    pub guards: &'a mut Guards,
     /// The process whose connection is moved.
     pub process: u32,
 }
@@ -105,61 +104,16 @@ impl Ground<'_> {
             .is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
-    /// The link header of a connection's frames, if the NIC is on their way.
-    pub fn link_of(&mut self, connection: &Connection) -> Result<Link, Stay> {
-        let (local, peer) = (connection.local.ip().to_canonical(), connection.peer.ip().to_canonical());
-        if !rtnetlink::is_local(self.routes, local).map_err(|error| Stay::System("RTM_GETADDR", error))? {
-            return Err(Stay::SourceGone(local));
-        }
-        let route = rtnetlink::route_to(self.routes, peer, Some(local)).map_err(|_| Stay::NoRoute)?;
-        let interface = self.device(route.interface)?;
-        let neighbour = if interface.kind == rtnetlink::LOOPBACK {
-            [0; 6]
-        } else {
-            let hop = route.gateway.unwrap_or(peer);
-            rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?
-        };
-        let (ttl, tos) = match (&connection.fd, &connection.stage) {
-            (None, Stage::Nic(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
-            _ => export::link_settings(connection.fd()?, connection.flow.is_v4())
-                .map_err(|error| Stay::System("getsockopt", error))?,
-        };
-        let index = if matches!(self.shape, Shape::Beside { .. }) { interface.index } else { 0 };
-        Ok(Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: index })
-    }
-
-    /// The device of a route, if the NIC can be there. Beside the kernel the programs are put at it when it is first used.
-    fn device(&mut self, index: u32) -> Result<rtnetlink::LinkInfo, Stay> {
-        match self.shape {
-            Shape::Inline { interface } if interface.index == index => Ok(*interface),
-            Shape::Inline { .. } => Err(Stay::OtherInterface(index)),
-            Shape::Beside { steering, devices, .. } => {
-                let info = rtnetlink::link_at(self.routes, index).map_err(|error| Stay::System("RTM_GETLINK", error))?;
-                if info.kind != rtnetlink::ETHERNET && info.kind != rtnetlink::LOOPBACK {
-                    return Err(Stay::NotEthernet(index));
-                }
-                if !devices.contains(&index) {
-                    let attached = steering.attach(index).map_err(|error| Stay::System("tcx", error))?;
-                    let links = attached.links.each_ref().map(AsFd::as_fd);
-                    // The keeper holds the links from now on: they outlive this agent, and vanish with the keeper.
-                    self.keeper.send(&Kept::Device(index), &links).map_err(|error| Stay::System("keeper", error))?;
-                    devices.insert(index);
-                }
-                Ok(info)
-            }
-        }
-    }
-
     /// The NIC copies the connection's frames; its flow is in the slot.
-    pub fn mirror(&mut self, cid: Cid, flow: &Flow, interface: u32) -> Result<(), Stay> {
+    pub fn mirror(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Stay> {
         self.nic.control(Control::Mirror, cid, 0)?;
-        self.shape.steer(flow, interface, Steer::Mirror)
+        self.shape.steer(flow, path, Steer::Mirror)
     }
 
     /// The NIC gets the connection's frames alone.
-    pub fn steal(&mut self, cid: Cid, flow: &Flow, interface: u32) -> Result<(), Stay> {
+    pub fn steal(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Stay> {
         self.nic.control(Control::Steal, cid, 0)?;
-        self.shape.steer(flow, interface, Steer::Steal)
+        self.shape.steer(flow, path, Steer::Steal)
     }
 
     /// The NIC gives up what it holds of a connection that it does not run; see [`Control::Cancel`].

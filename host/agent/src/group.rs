@@ -4,13 +4,23 @@ use crate::connection::Connection;
 use baton_client::protocol::{Flip, Report};
 use baton_kernel::events::monotonic_micros;
 use baton_kernel::examine::Stay;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::os::fd::OwnedFd;
 
+/// Microseconds for which a group is kept that no session belongs to: a script's next command may come late.
+const UNUSED: u64 = 3_600_000_000;
+
+/// Causes that a report tells apart, of each kind.
+const MOST_CAUSES: usize = 64;
+
 /// A group.
 pub(crate) struct Group {
+    user: u32,
+    /// Sessions that are open now, and since when there are none, microseconds of the monotonic clock.
+    sessions: u32,
+    unused_since: u64,
     pub flip: Option<Flip>,
     pub report: Report,
     file: Option<File>,
@@ -18,21 +28,36 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    pub fn new(flip: Option<Flip>, file: Option<OwnedFd>) -> Group {
+    pub fn new(user: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Group {
         let random = flip.map_or(0, |flip| flip.seed);
-        Group { flip, report: Report::default(), file: file.map(File::from), random }
+        Group {
+            user,
+            sessions: 0,
+            unused_since: monotonic_micros(),
+            flip,
+            report: Report::default(),
+            file: file.map(File::from),
+            random,
+        }
     }
 
     /// Microseconds until a connection's next move, if its group moves them at random.
     pub fn interval(&mut self) -> Option<u64> {
         let flip = self.flip?;
         let random = splitmix(&mut self.random);
-        Some(flip.min + random % (flip.max.saturating_sub(flip.min) + 1))
+        // What was asked for has been checked; what a keeper holds since an earlier version may not have been.
+        let (min, max) = (flip.min.clamp(1, Flip::LONGEST), flip.max.clamp(1, Flip::LONGEST));
+        Some(min + random % (max.saturating_sub(min) + 1))
+    }
+
+    /// The program has asked for a connection in the kernel, for this reason.
+    pub fn gave_back(&mut self, reason: &str) {
+        *cause(&mut self.report.given_back, reason) += 1;
     }
 
     /// A move has not taken place.
     pub fn stayed(&mut self, stay: &Stay) {
-        *self.report.stayed.entry(stay.to_string()).or_default() += 1;
+        *cause(&mut self.report.stayed, &stay.to_string()) += 1;
         match stay {
             Stay::Lost(..) => self.report.resets += 1,
             // It was closed just then.
@@ -46,7 +71,7 @@ impl Group {
     pub fn forgotten(&mut self, connection: &Connection) {
         *self.report.connections_by_moves.entry(connection.made).or_default() += 1;
         if connection.made == 0 {
-            let longest = self.report.unmoved.entry(connection.reason.clone()).or_default();
+            let longest = cause(&mut self.report.unmoved, &connection.reason);
             *longest = (monotonic_micros().saturating_sub(connection.since) / 1000).max(*longest);
         }
     }
@@ -61,6 +86,12 @@ impl Group {
         let end = file.stream_position()?;
         file.set_len(end)
     }
+}
+
+/// The entry of a cause, or of all others: causes may be a program's own words, and a report does not grow without end.
+fn cause<'a>(causes: &'a mut BTreeMap<String, u64>, name: &str) -> &'a mut u64 {
+    let name = if causes.len() < MOST_CAUSES || causes.contains_key(name) { name } else { "other causes" };
+    causes.entry(name.into()).or_default()
 }
 
 /// The next of a sequence of numbers (Steele, Lea and Flood's SplitMix64).
@@ -83,6 +114,45 @@ impl Groups {
         self.groups.insert(name, group);
     }
 
+    /// A session of the group has opened.
+    pub fn joined(&mut self, name: u64) {
+        if let Some(group) = self.groups.get_mut(&name) {
+            group.sessions += 1;
+        }
+    }
+
+    /// One has ended.
+    pub fn left(&mut self, name: u64) {
+        if let Some(group) = self.groups.get_mut(&name) {
+            group.sessions = group.sessions.saturating_sub(1);
+            group.unused_since = monotonic_micros();
+        }
+    }
+
+    /// Makes room for another group of a user's, who may have `most`. Groups that nobody uses any more end: those for a long time, and the
+    /// user's oldest one if there is no room otherwise. Returns the names of those that have ended.
+    ///
+    /// # Errors
+    /// If all of the user's groups are in use.
+    pub fn make_room(&mut self, user: u32, most: u32) -> Result<Vec<u64>, String> {
+        let now = monotonic_micros();
+        let unused = |group: &Group| group.sessions == 0;
+        let old = self.groups.iter().filter(|(_, group)| unused(group) && group.unused_since + UNUSED < now);
+        let mut ended: Vec<u64> = old.map(|(name, _)| *name).collect();
+        self.groups.retain(|name, _| !ended.contains(name));
+        let mine = self.groups.iter().filter(|(_, group)| group.user == user);
+        if mine.clone().count() >= most as usize {
+            let oldest =
+                mine.filter(|(_, group)| unused(group)).min_by_key(|(_, group)| group.unused_since).map(|(name, _)| *name);
+            let Some(oldest) = oldest else {
+                return Err(format!("user {user} has {most} groups of sessions, as many as each may (--groups-per-user)"));
+            };
+            self.groups.remove(&oldest);
+            ended.push(oldest);
+        }
+        Ok(ended)
+    }
+
     pub fn has(&self, name: u64) -> bool {
         self.groups.contains_key(&name)
     }
@@ -95,6 +165,40 @@ impl Groups {
     pub fn write(&mut self, name: u64) {
         if let Some(Err(error)) = self.get(name).map(Group::write) {
             eprintln!("baton agent: the report cannot be written: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_end_when_nobody_uses_them_and_room_is_needed() {
+        let mut groups = Groups::default();
+        let add = |groups: &mut Groups, name, user| {
+            let ended = groups.make_room(user, 2);
+            if ended.is_ok() {
+                groups.add(name, Group::new(user, None, None));
+            }
+            ended
+        };
+        assert_eq!(
+            (add(&mut groups, 1, 1000), add(&mut groups, 2, 1000), add(&mut groups, 3, 1001)),
+            (Ok(vec![]), Ok(vec![]), Ok(vec![]))
+        );
+        groups.joined(1);
+        assert_eq!(add(&mut groups, 4, 1000), Ok(vec![2]), "the one that is not used; not the other user's");
+        groups.joined(4);
+        let refused = add(&mut groups, 5, 1000).unwrap_err();
+        assert!(refused.contains("user 1000 has 2 groups"), "{refused}");
+        groups.left(1);
+        assert_eq!(add(&mut groups, 5, 1000), Ok(vec![1]));
+        if let Some(group) = groups.get(3) {
+            group.unused_since = 0;
+        }
+        if monotonic_micros() > UNUSED {
+            assert_eq!(groups.make_room(1000, 9), Ok(vec![3]), "it has not been used for long");
         }
     }
 }

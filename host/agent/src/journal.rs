@@ -2,6 +2,7 @@
 //! connection, which programs do not see; its first word is written last.
 
 use crate::connection::{Memory, OnNic};
+use crate::memory::Limits;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
 use baton_image::{Image, MAX_ENCODED};
@@ -62,7 +63,18 @@ impl Entry {
         bytes.get_mut(..self.image.len())?.copy_from_slice(&self.image);
         let image = Image::decode(&bytes).ok()?;
         let (saved, memory) = (self.saved.clone(), self.memory());
-        Some(OnNic { cid: Cid(self.cid), image, saved, memory, handed_off_at: self.handed_off_at, muted: false })
+        Some(OnNic {
+            cid: Cid(self.cid),
+            image,
+            saved,
+            memory,
+            limits: Limits::default(),
+            handed_off_at: self.handed_off_at,
+            muted: false,
+            leaving: None,
+            way: None,
+            dropped: None,
+        })
     }
 }
 
@@ -80,10 +92,31 @@ pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     }
     // A half-written entry must not be taken for one.
     nic_memory.word32(base).store(0, Ordering::Release);
+    nic_memory.word32(grown_at(Cid(entry.cid).slot())).store(0, Ordering::Release);
     nic_memory.word32(base + 4).store(bytes.len() as u32, Ordering::Release);
     let written = nic_memory.write(base + 8, &bytes).is_ok();
     nic_memory.word32(base).store(phase as u32, Ordering::Release);
     written
+}
+
+fn grown_at(at: u32) -> usize {
+    nic::slot(at) + slot::GROWN
+}
+
+fn grown_copy(at: u32, copy: u32) -> usize {
+    grown_at(at) + 4 + (copy as usize - 1) * slot::GROWN_WORDS * 4
+}
+
+/// The entry stands, but for its connection's name and memory.
+pub(crate) fn grown(nic_memory: &Region, at: u32, cid: Cid, memory: Memory) {
+    let counts = nic_memory.word32(grown_at(at));
+    // The copy that does not count is written, and counts then.
+    let copy = if counts.load(Ordering::Acquire) == 1 { 2 } else { 1 };
+    let words = [cid.0, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
+    for (word, value) in words.into_iter().enumerate() {
+        nic_memory.word32(grown_copy(at, copy) + 4 * word).store(value, Ordering::Relaxed);
+    }
+    counts.store(copy, Ordering::Release);
 }
 
 /// The entry stands, the move has come further. `image` is what the kernel is to go on from.
@@ -112,7 +145,14 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
     let mut bytes = vec![0u8; length.min(slot::JOURNAL_BYTES - 8)];
     nic_memory.read(base + 8, &mut bytes).ok()?;
-    let entry: Entry = postcard::from_bytes(&bytes).ok()?;
+    let mut entry: Entry = postcard::from_bytes(&bytes).ok()?;
+    if let copy @ 1..=2 = nic_memory.word32(grown_at(at)).load(Ordering::Acquire) {
+        let words = grown_copy(at, copy);
+        let [cid, memory @ ..] = std::array::from_fn::<u32, { slot::GROWN_WORDS }, _>(|word| {
+            nic_memory.word32(words + 4 * word).load(Ordering::Relaxed)
+        });
+        (entry.cid, entry.memory) = (cid, memory);
+    }
     (Cid(entry.cid).slot() == at).then_some((phase, entry))
 }
 
@@ -120,6 +160,16 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
 pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_NAME).load(Ordering::Acquire);
     if word == 0 { Cid::new(at, 1) } else { Cid(word) }
+}
+
+/// How many slots have ever had a connection: the first ones.
+pub(crate) fn slots_used(nic_memory: &Region, slots: u32) -> u32 {
+    nic_memory.word32(nic::SLOTS_USED).load(Ordering::Acquire).min(slots)
+}
+
+/// Notes how many slots have had a connection, before the last of them has one.
+pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
+    nic_memory.word32(nic::SLOTS_USED).store(used, Ordering::Release);
 }
 
 /// Notes the name of a slot's next tenant.

@@ -4,16 +4,17 @@ use crate::ground::Shape;
 use crate::journal;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::nic;
+use baton_abi::layout::{RING_MESSAGES, nic};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_control::{ToAgent, ToNic};
+use baton_kernel::bell::SessionBell;
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, monotonic_micros};
 use baton_kernel::examine::Stay;
 use baton_kernel::process;
 use baton_offloads::Offloads;
 use baton_ring::{Consumer, Producer, Region, RingWords, needs_doorbell};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -33,6 +34,12 @@ pub(crate) struct Hardware {
     pub agent_bell: Doorbell,
 }
 
+/// The session that a message says is cut off, since its program broke the interface's rules.
+pub(crate) fn cut_off(message: &Message) -> Option<u32> {
+    let about = (message.operation, Control::from_number(message.kind));
+    matches!(about, (Operation::OsControl, Some(Control::Detach))).then_some(message.address)
+}
+
 pub(crate) struct NicProcess {
     child: Child,
     channel: Channel,
@@ -44,8 +51,38 @@ pub(crate) struct NicProcess {
     pub inbox: VecDeque<Message>,
     /// Connections that it has room for, as advertised.
     pub room: u32,
-    /// Free slots, and the name that each will give its next tenant.
-    free: Vec<Cid>,
+    free: FreeSlots,
+}
+
+/// Slots without a connection. Memory of slots that never had one is not touched.
+#[derive(Default)]
+struct FreeSlots {
+    /// Slots that had a connection, with the names that they give their next ones.
+    names: BTreeMap<u32, Cid>,
+    /// The first slot that never had a connection, and the number of slots.
+    fresh: u32,
+    slots: u32,
+}
+
+impl FreeSlots {
+    /// All slots, whatever an earlier agent has had in them.
+    fn read(memory: &Region, slots: u32) -> FreeSlots {
+        let fresh = journal::slots_used(memory, slots);
+        let names = (0..fresh).map(|slot| (slot, journal::next_name(memory, slot))).collect();
+        FreeSlots { names, fresh, slots }
+    }
+
+    fn take(&mut self, memory: &Region) -> Option<Cid> {
+        if let Some((_, name)) = self.names.pop_last() {
+            return Some(name);
+        }
+        if self.fresh == self.slots {
+            return None;
+        }
+        self.fresh += 1;
+        journal::note_slots_used(memory, self.fresh);
+        Some(Cid::new(self.fresh - 1, 1))
+    }
 }
 
 impl NicProcess {
@@ -53,7 +90,8 @@ impl NicProcess {
     pub fn start(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<NicProcess> {
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg("nic-process").arg("--settings").arg(serde_json::to_string(&settings.nic)?);
+        command.arg("nic-process");
+        ours.send(&settings.nic, &[])?;
         let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![
             hardware.host.as_fd(),
@@ -69,9 +107,7 @@ impl NicProcess {
         descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, true);
         // What the last NIC left unread was for the last NIC.
-        let mut leftovers = Consumer::new(hardware.memory.ring(nic::COMMANDS));
-        while leftovers.pop().is_some() {}
-        leftovers.release();
+        Consumer::new(hardware.memory.ring(nic::COMMANDS)).skip_all();
         let child = command.spawn().context("starting the NIC process")?;
         drop(theirs);
         match ours.receive::<ToAgent>() {
@@ -89,7 +125,7 @@ impl NicProcess {
             bell: hardware.nic_bell.try_clone()?,
             inbox: VecDeque::new(),
             room: slots,
-            free: (0..slots).rev().map(|slot| journal::next_name(&hardware.memory, slot)).collect(),
+            free: FreeSlots::read(&hardware.memory, slots),
         })
     }
 
@@ -115,18 +151,18 @@ impl NicProcess {
 
     /// A free slot, within what the NIC advertised.
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if self.room == 0 { None } else { self.free.pop() }
+        if self.room == 0 { None } else { self.free.take(&self.memory) }
     }
 
     /// A slot that is free again.
     pub fn give_slot(&mut self, cid: Cid) {
         journal::note_next_name(&self.memory, cid.next_generation());
-        self.free.push(cid.next_generation());
+        self.free.names.insert(cid.slot(), cid.next_generation());
     }
 
     /// A slot is another connection's already.
     pub fn withhold(&mut self, cid: Cid) {
-        self.free.retain(|free| free.slot() != cid.slot());
+        self.free.names.remove(&cid.slot());
     }
 
     /// Takes over the free slots of the last NIC, with their names, so that no name is used twice.
@@ -156,7 +192,7 @@ impl NicProcess {
     }
 
     /// Gives a session's memory to the NIC.
-    pub fn attach(&mut self, session: u32, memory: &Region, bell: &Doorbell) -> Result<()> {
+    pub fn attach(&mut self, session: u32, memory: &Region, bell: &SessionBell) -> Result<()> {
         let memory = memory.fd().context("session memory is shared memory")?;
         self.tell(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
         match self.channel.receive::<ToAgent>()?.0 {
@@ -222,10 +258,14 @@ impl NicProcess {
         }
     }
 
-    /// Moves what the NIC has said into the inbox.
+    /// Moves what the NIC has said into the inbox: at most as much as its ring holds.
     pub fn listen(&mut self) {
-        while let Some(message) = self.next_event() {
-            self.inbox.push_back(message);
-        }
+        let waiting = std::iter::from_fn(|| self.next_event()).take(RING_MESSAGES).collect::<Vec<_>>();
+        self.inbox.extend(waiting);
+    }
+
+    /// What was said of a session does not count for the next one of this number.
+    pub fn forget_session(&mut self, session: u32) {
+        self.inbox.retain(|message| cut_off(message) != Some(session));
     }
 }

@@ -3,13 +3,14 @@
 use crate::agent::Agent;
 use crate::back::{hand_to_kernel, speak};
 use crate::connection::{Connection, OnNic, Stage};
-use crate::forth::{give_memory, queues};
+use crate::forth::queues;
 use crate::ground::Shape;
 use crate::journal;
+use crate::memory;
 use crate::nic::NicProcess;
 use crate::session::OpenSession;
 use crate::step::{Chaos, Step};
-use baton_abi::layout::{Owner, block, nic as layout, slot};
+use baton_abi::layout::{block, nic as layout, slot};
 use baton_abi::{Control, Record, record};
 use baton_backends::{Kernel, VnetDevice};
 use baton_datapath::{LastWords, gather, posts_of};
@@ -18,9 +19,13 @@ use baton_image::{Image, State};
 use baton_kernel::events::monotonic_micros;
 use baton_kernel::import::{ImportError, Importer};
 use baton_ring::Region;
+use baton_steering::Path;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
+
+/// Microseconds that programs may take to leave operations on connections that were on the NIC.
+const QUIESCE_LIMIT: u64 = 20_000;
 
 /// More frames than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
@@ -97,14 +102,18 @@ impl Agent {
     /// their shells are deaf and mute: no peer hears anything but the connections themselves.
     pub(crate) fn recover(&mut self) -> anyhow::Result<()> {
         self.nic.end();
+        let leaving = self.take_leaving();
         self.keep_programs_out();
         self.start_next_nic()?;
         self.hold_frames();
-        self.drop_stale_frames()?;
+        if let Err(error) = self.drop_stale_frames() {
+            eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
+        }
         self.nic.let_frames_flow()?;
         self.fetch_what_was_on_the_nic();
         let mut kernel = self.shape.kernel(&self.hardware.host)?;
         for at in 0..self.sessions.len() {
+            self.attend(at as u32);
             let Some(session) = self.sessions[at].as_mut() else { continue };
             let Some(open) = session.open.as_mut() else { continue };
             for connection in session.connections.iter_mut().flatten() {
@@ -119,7 +128,8 @@ impl Agent {
                 }
             }
         }
-        self.give_up_mirrors();
+        self.attend_nobody();
+        self.give_up_moves(leaving);
         self.return_what_was_lent();
         Ok(())
     }
@@ -129,7 +139,9 @@ impl Agent {
         for connection in self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten()) {
             if let Stage::Nic(on_nic) = &mut connection.stage {
                 on_nic.cid = on_nic.cid.next_generation();
-                self.shape.steal_again(&connection.flow, on_nic.image.link.interface);
+                let way = on_nic.way.map(|way| way.path);
+                let wherever = Path { leaves_by: on_nic.image.link.interface, anywhere: true, ..Path::default() };
+                self.shape.steal_again(&connection.flow, &way.unwrap_or(wherever));
                 // The flow is in the slot since the handoff. Should this NIC die, too, the next round goes on from here.
                 let _ = self.nic.control(Control::Mirror, on_nic.cid, 0);
                 let _ = self.nic.control(Control::Steal, on_nic.cid, 0);
@@ -166,13 +178,18 @@ impl Agent {
     }
 
     fn keep_programs_out(&mut self) {
+        let on_nic = || {
+            let all = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
+            all.filter(|connection| matches!(connection.stage, Stage::Nic(_)))
+        };
+        let mut busy: Vec<&Connection> = on_nic().filter(|connection| !connection.block.keep_out()).collect();
+        // A program that is stuck inside an operation is dying itself; its connection goes back all the same. All are waited for at once.
+        let deadline = monotonic_micros() + QUIESCE_LIMIT;
+        while !busy.is_empty() && monotonic_micros() < deadline {
+            std::thread::sleep(std::time::Duration::from_micros(100));
+            busy.retain(|connection| !connection.block.is_left());
+        }
         for session in self.sessions.iter().flatten() {
-            for connection in session.connections.iter().flatten() {
-                if matches!(connection.stage, Stage::Nic(_)) {
-                    // A program that is stuck inside an operation is dying itself; its connection goes back all the same.
-                    connection.block.quiesce(Owner::Moving);
-                }
-            }
             if let Some(open) = &session.open {
                 open.forget_commands();
             }
@@ -221,7 +238,7 @@ fn recover_one(
     journal::clear(nic_memory, on_nic.cid);
     nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
     nic.give_slot(on_nic.cid);
-    give_memory(session, on_nic.memory);
+    memory::give(session, on_nic.memory);
     connection.reason = "the NIC died".into();
     hand_to_kernel(session, connection);
     result.map(|()| true)

@@ -1,6 +1,7 @@
 //! What an agent is told when it starts.
 
 use crate::step::Crash;
+use crate::users::Limits;
 use baton_control::NicSettings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -21,6 +22,8 @@ pub struct AgentSettings {
     pub core: Option<usize>,
     /// Microseconds that a move may wait for out-of-order data to be covered.
     pub patience: u64,
+    /// What each user may have.
+    pub limits: Limits,
     /// For tests: who is killed after which step of a move.
     #[serde(default)]
     pub crash: Option<Crash>,

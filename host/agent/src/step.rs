@@ -30,6 +30,8 @@ pub enum Step {
     Released,
     /// Not of a move but of a recovery: the kernel has numbers and queues again. A crash: the next agent starts from the record.
     Restored,
+    /// Of a connection that gets more memory: its bytes are in both. A crash: restored from record and the new one.
+    Grown,
 }
 
 impl Step {

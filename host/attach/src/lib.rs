@@ -6,13 +6,15 @@
 //! closing one means what it always meant. If the attacher dies its connections are reset.
 #![forbid(unsafe_code)]
 
+mod batches;
 mod moves;
 mod relay;
 mod target;
 
 use anyhow::{Context, Result};
+use batches::{Still, Work};
 use baton_abi::layout::session;
-use baton_client::protocol::{Answer, Ask, Flip, Opening, Place, Reply, Until, VERSION};
+use baton_client::protocol::{Answer, Ask, Flip, Opening, Reply, VERSION};
 use baton_client::{Listener, Shared};
 use baton_kernel::events::{Poller, Trigger};
 use baton_kernel::freeze::Frozen;
@@ -32,9 +34,6 @@ pub use target::Target;
 
 /// The attacher is one thread.
 const ME: Token = 1;
-
-/// When what a process did not stop for is tried again.
-const AGAIN: Duration = Duration::from_millis(5);
 
 const BELL: u64 = u64::MAX;
 const CHANNEL: u64 = u64::MAX - 1;
@@ -89,16 +88,16 @@ pub struct Attacher {
     processes: BTreeMap<u32, OwnedFd>,
     /// Sockets that are known, or known not to be meant.
     inodes: BTreeSet<u64>,
-    wanted: BTreeMap<u32, Place>,
-    /// What waits until a process can be stopped: sockets whose state has changed, and moves to the kernel with their causes.
-    changed: BTreeSet<u32>,
-    postponed: BTreeMap<u32, Option<(String, Until)>>,
-    /// What stands still, and since when.
-    frozen: Option<(Frozen, u64)>,
+    /// What waits until its process can be stopped.
+    work: Work,
+    /// What stands still.
+    frozen: Option<Still>,
     pauses: Vec<u32>,
     next_tag: u32,
     /// Answers that came while something else was waited for.
     early_answers: Vec<Answer>,
+    /// A signal has asked for the end, or the program has ended.
+    ends: bool,
     /// Room for bytes on their way.
     piece: Vec<u8>,
     summary: Summary,
@@ -114,8 +113,13 @@ impl Attacher {
         if let Some(absence) = settings.target.absence(&processes) {
             anyhow::bail!("{absence}");
         }
-        // Whoever may not stop a program may not take its connections.
-        drop(Frozen::freeze(&processes).map_err(|error| explain(&settings.target, &error))?);
+        // Whoever may not stop a program may not take its connections. One that does not stop just now will do so later.
+        for process in &processes {
+            match Frozen::freeze(&[*process]) {
+                Err(error) if error.kind() != std::io::ErrorKind::TimedOut => return Err(explain(&settings.target, &error)),
+                _ => {}
+            }
+        }
         let heard = Arc::new(Mutex::new(Vec::new()));
         let sink = heard.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
@@ -152,18 +156,18 @@ impl Attacher {
             by_cookie: BTreeMap::new(),
             processes: BTreeMap::new(),
             inodes: BTreeSet::new(),
-            wanted: BTreeMap::new(),
-            changed: BTreeSet::new(),
-            postponed: BTreeMap::new(),
+            work: Work::default(),
             frozen: None,
             pauses: Vec::new(),
             next_tag: 2,
             early_answers: Vec::new(),
+            ends: false,
             piece: vec![0; relay::PIECE],
             summary: Summary::default(),
         };
-        for process in processes {
-            attacher.discover(process)?;
+        attacher.work.processes.extend(processes);
+        while !attacher.ends && attacher.has_begun_only() {
+            attacher.round()?;
         }
         Ok(attacher)
     }
@@ -178,68 +182,62 @@ impl Attacher {
     /// # Errors
     /// If the agent is gone for good.
     pub fn run(mut self) -> Result<Summary> {
-        let mut tokens = Vec::new();
-        let mut ends = false;
-        while !ends {
-            self.shared.count_sleeper();
-            let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-            let idle = !heard && !self.shared.has_news(ME) && self.wanted.is_empty();
-            let again = !self.changed.is_empty() || !self.postponed.is_empty();
-            let limit = if idle { again.then_some(AGAIN) } else { Some(Duration::ZERO) };
-            let waited = self.poller.wait(limit, &mut tokens);
-            self.shared.uncount_sleeper();
-            waited?;
-            let mut due = BTreeSet::new();
-            for token in tokens.drain(..) {
-                match token {
-                    BELL => self.shared.bell().clear(),
-                    CHANNEL => self.hear_agent()?,
-                    EVENTS => {}
-                    SIGNALS => ends = true,
-                    // Its connections end first: their state tells.
-                    TARGET => ends = self.program_is_gone()?,
-                    engine => drop(due.insert(engine as u32)),
-                }
-            }
-            self.hear_kernel(&mut due)?;
-            self.shared.catch_up(ME);
-            due.extend(std::mem::take(&mut *self.heard.lock().unwrap_or_else(PoisonError::into_inner)));
-            for number in due {
-                self.carry(number)?;
-            }
-            self.move_what_is_wanted()?;
-            self.try_again()?;
+        while !self.ends {
+            self.round()?;
         }
         self.detach()
     }
 
-    fn hear_kernel(&mut self, due: &mut BTreeSet<u32>) -> Result<()> {
+    /// Waits until something happens, and does what follows.
+    fn round(&mut self) -> Result<()> {
+        let mut tokens = Vec::new();
+        self.shared.count_sleeper();
+        let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
+        let limit = if heard || self.shared.has_news(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
+        let waited = self.poller.wait(limit, &mut tokens);
+        self.shared.uncount_sleeper();
+        waited?;
+        let mut due = BTreeSet::new();
+        for token in tokens.drain(..) {
+            match token {
+                BELL => self.shared.bell().clear(),
+                CHANNEL => self.hear_agent()?,
+                EVENTS => {}
+                SIGNALS => self.ends = true,
+                // Its connections end first: their state tells.
+                TARGET => self.ends |= self.program_is_gone()?,
+                engine => drop(due.insert(engine as u32)),
+            }
+        }
+        self.hear_kernel(&mut due);
+        self.shared.catch_up(ME);
+        due.extend(std::mem::take(&mut *self.heard.lock().unwrap_or_else(PoisonError::into_inner)));
+        for number in due {
+            self.carry(number)?;
+        }
+        self.do_a_batch()
+    }
+
+    fn hear_kernel(&mut self, due: &mut BTreeSet<u32>) {
         let mut strangers = BTreeSet::new();
         while let Some(event) = self.bypass.next_event() {
             match event {
                 SocketEvent::Read(cookie) => due.extend(self.by_cookie.get(&cookie)),
                 SocketEvent::State(cookie, _) => {
-                    if let Some(number) = self.by_cookie.get(&cookie) {
-                        self.state_changed(*number)?;
-                    }
+                    self.work.changed.extend(self.by_cookie.get(&cookie));
                 }
                 SocketEvent::Stranger(_, process) => drop(strangers.insert(process)),
             }
         }
-        for process in strangers {
-            if self.settings.target.covers(process) {
-                self.discover(process)?;
-            }
-        }
-        Ok(())
+        strangers.retain(|process| self.settings.target.covers(*process));
+        self.work.processes.extend(strangers);
     }
 
     fn program_is_gone(&mut self) -> Result<bool> {
         if let Some(target) = &self.target {
             let _ = self.poller.remove(target.as_fd());
         }
-        let mut due = BTreeSet::new();
-        self.hear_kernel(&mut due)?;
+        self.hear_kernel(&mut BTreeSet::new());
         // What it started may go on.
         let left = self.settings.target.processes();
         self.target = left.iter().find_map(|process| process::open_process(*process).ok());

@@ -2,12 +2,12 @@
 
 use crate::relay::{self, Joined, Next};
 use crate::{Attacher, ME, stays};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use baton_abi::layout::Owner;
 use baton_client::protocol::{Answer, Ask, Place, Reply, Request, Until};
 use baton_kernel::control::Channel;
-use baton_kernel::events::{Trigger, monotonic_micros};
-use baton_kernel::freeze::{Frozen, take_descriptor};
+use baton_kernel::events::Trigger;
+use baton_kernel::freeze::take_descriptor;
 use baton_kernel::tcp_info::TcpInfo;
 use baton_kernel::{diagnosis, process, socket};
 use baton_wire::Flow;
@@ -40,7 +40,7 @@ impl Attacher {
     fn unasked(&mut self, channel: &Channel, body: Reply) -> Result<bool> {
         match body {
             Reply::Wanted { connection, to } => {
-                self.wanted.insert(connection, to);
+                self.work.wanted.insert(connection, to);
                 Ok(false)
             }
             Reply::Fetch { connections } => self.lend(channel, connections),
@@ -118,42 +118,12 @@ impl Attacher {
         }
     }
 
-    /// Stops the processes that may use a connection's socket.
-    fn stop_users(&mut self, process: u32) -> Result<()> {
-        let (frozen, _) = self.frozen.get_or_insert_with(|| (Frozen::default(), monotonic_micros()));
-        frozen.add(process).with_context(|| format!("stopping process {process}"))?;
-        for child in process::children(process) {
-            frozen.add(child).with_context(|| format!("stopping process {child}"))?;
-        }
-        Ok(())
-    }
-
-    /// What could not be done since a process did not stop.
-    pub(crate) fn try_again(&mut self) -> Result<()> {
-        for number in std::mem::take(&mut self.changed) {
-            self.state_changed(number)?;
-        }
-        for (number, cause) in std::mem::take(&mut self.postponed) {
-            self.move_to_kernel(number, cause.as_ref().map(|(reason, until)| (reason.as_str(), *until)))?;
-        }
-        self.thaw();
-        Ok(())
-    }
-
-    /// Programs go on.
-    pub(crate) fn thaw(&mut self) {
-        if let Some((frozen, since)) = self.frozen.take() {
-            drop(frozen);
-            self.pauses.push((monotonic_micros() - since) as u32);
-        }
-    }
-
     /// A copy of the descriptor of a connection, if any process still has it.
     fn descriptor(&mut self, number: u32) -> Option<OwnedFd> {
         let entry = self.entries.get(&number)?;
         let (process, fd, cookie, inode) = (entry.process, entry.fd, entry.cookie, entry.inode);
-        if let Some(fd) = self.copy(process, fd, cookie) {
-            return Some(fd);
+        if let Some(copy) = self.copy(process, fd, cookie) {
+            return Some(copy);
         }
         // It may have got another number, or only a child of the process has it still.
         let holders = std::iter::once(process).chain(process::children(process));
@@ -169,6 +139,12 @@ impl Attacher {
             }
         }
         None
+    }
+
+    /// The same, if its process has it under the number that is known.
+    fn known_descriptor(&mut self, number: u32) -> Option<OwnedFd> {
+        let entry = self.entries.get(&number)?;
+        self.copy(entry.process, entry.fd, entry.cookie)
     }
 
     fn copy(&mut self, process: u32, fd: i32, cookie: u64) -> Option<OwnedFd> {
@@ -203,7 +179,7 @@ impl Attacher {
     /// Puts a socket into the map, with a new engine.
     fn join(&mut self, number: u32, fd: BorrowedFd<'_>) -> io::Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
-        let joined = Joined::new()?;
+        let joined = self.work.engines.pop().map_or_else(Joined::new, Ok)?;
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
@@ -229,25 +205,17 @@ impl Attacher {
         Ok(())
     }
 
-    pub(crate) fn move_what_is_wanted(&mut self) -> Result<()> {
-        let wanted = std::mem::take(&mut self.wanted);
-        for (number, to) in wanted {
-            match to {
-                Place::Nic => self.move_to_nic(number)?,
-                Place::Kernel => self.move_to_kernel(number, None)?,
-            }
-        }
-        self.thaw();
-        Ok(())
-    }
-
-    fn move_to_nic(&mut self, number: u32) -> Result<()> {
+    pub(crate) fn move_to_nic(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get(&number) else { return Ok(()) };
         if entry.joined.is_some() {
             return Ok(());
         }
         if let Err(error) = self.stop_users(entry.process) {
             self.note_stay(&format!("{error:#}"));
+            if self.settings.flip.is_none() {
+                // Nobody asks again.
+                self.work.wanted.insert(number, Place::Nic);
+            }
             return Ok(());
         }
         let Some(fd) = self.descriptor(number) else { return self.forget(number) };
@@ -269,14 +237,13 @@ impl Attacher {
     }
 
     /// Brings a connection back; with a cause, if it is not the agent that wants it.
-    fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
+    pub(crate) fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
         if self.entries.get(&number).is_none_or(|entry| entry.joined.is_none()) {
             return Ok(());
         }
         let process = self.entries.get(&number).map_or(0, |entry| entry.process);
         if self.stop_users(process).is_err() {
-            self.thaw();
-            self.postponed.insert(number, cause.map(|(reason, until)| (reason.to_owned(), until)));
+            self.work.postponed.insert(number, cause.map(|(reason, until)| (reason.to_owned(), until)));
             return Ok(());
         }
         match self.take_out(number)? {
@@ -308,11 +275,15 @@ impl Attacher {
                     bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
                 }
                 if let Some((reason, until)) = cause {
-                    self.postponed.insert(number, Some((reason.to_owned(), until)));
+                    self.work.postponed.insert(number, Some((reason.to_owned(), until)));
                 }
                 Ok(())
             }
         }
+    }
+
+    fn postpone(&mut self, number: u32, reason: &str, until: Until) {
+        self.work.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
     }
 
     /// Carries a connection's bytes, and does what follows.
@@ -325,31 +296,31 @@ impl Attacher {
         match next {
             Next::GoesOn => return Ok(()),
             _ if entry.closed.is_some() => return Ok(()),
-            Next::AtEnd => self.move_to_kernel(number, Some(("end of stream", Until::Never)))?,
-            Next::TooMuch => self.move_to_kernel(number, Some(("backlog", Until::Again)))?,
+            Next::AtEnd => self.postpone(number, "end of stream", Until::Never),
+            Next::TooMuch => self.postpone(number, "backlog", Until::Again),
             Next::Ended => self.forget(number)?,
         }
-        self.thaw();
         Ok(())
     }
 
     /// The program has done something to a socket: shut it down, or closed it.
     pub(crate) fn state_changed(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get(&number) else { return Ok(()) };
-        let state = diagnosis::information(&self.diagnosis, &entry.flow).map(|info| info.state);
+        let known = diagnosis::state_and_holder(&self.diagnosis, &entry.flow);
+        let (state, held) = known.map_or((None, false), |(state, held)| (Some(state), held));
         // Moves change it, too, for a moment.
-        if matches!(state, Ok(ESTABLISHED)) {
+        if state == Some(ESTABLISHED) {
             return Ok(());
         }
         let on_nic = entry.joined.is_some();
         if self.stop_users(entry.process).is_err() {
             // Its end may be what is under way.
-            self.thaw();
-            self.changed.insert(number);
+            self.work.changed.insert(number);
             return Ok(());
         }
-        let held = self.descriptor(number);
-        match (held, on_nic) {
+        // What the kernel says nobody has need not be looked for among thousands of descriptors.
+        let fd = if held { self.descriptor(number) } else { self.known_descriptor(number) };
+        match (fd, on_nic) {
             // It has ended, and nothing will be heard when the program closes it.
             (Some(fd), false) if TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state == CLOSE) => self.forget(number)?,
             (Some(_), false) => {}
@@ -364,13 +335,11 @@ impl Attacher {
             (None, true) => {
                 if let Some(entry) = self.entries.get_mut(&number) {
                     // Closed in order it has a FIN to deliver; reset, there is nothing left.
-                    entry.closed.get_or_insert(state.is_err());
+                    entry.closed.get_or_insert(state.is_none());
                 }
-                self.thaw();
                 return self.carry(number);
             }
         }
-        self.thaw();
         Ok(())
     }
 
@@ -408,24 +377,11 @@ impl Attacher {
         self.shared.let_go(&entry.connection, ME);
     }
 
-    /// Looks for new connections of a process.
-    pub(crate) fn discover(&mut self, process: u32) -> Result<()> {
-        let new: Vec<(i32, u64)> =
-            process::sockets_of(process).into_iter().filter(|(_, inode)| !self.inodes.contains(inode)).collect();
-        if new.is_empty() {
-            return Ok(());
-        }
-        if let Err(error) = self.stop_users(process) {
-            self.thaw();
-            self.note_stay(&format!("{error:#}"));
-            return Ok(());
-        }
-        for (fd, inode) in new {
-            let Ok(pidfd) = self.pidfd(process) else { break };
-            let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { continue };
-            self.consider(process, fd, inode, copy.as_fd())?;
-        }
-        self.move_what_is_wanted()
+    /// A socket of a process that stands still.
+    pub(crate) fn discover(&mut self, process: u32, fd: i32, inode: u64) -> Result<()> {
+        let Ok(pidfd) = self.pidfd(process) else { return Ok(()) };
+        let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { return Ok(()) };
+        self.consider(process, fd, inode, copy.as_fd())
     }
 
     /// Registers a socket with the agent, if it is a connection that is meant.
@@ -461,17 +417,8 @@ impl Attacher {
         self.entries.insert(number, relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, shut, closed });
         self.summary.connections += 1;
         if self.settings.flip.is_none() {
-            self.wanted.insert(number, Place::Nic);
+            self.work.wanted.insert(number, Place::Nic);
         }
-        Ok(())
-    }
-
-    pub(crate) fn bring_everything_back(&mut self) -> Result<()> {
-        let numbers: Vec<u32> = self.entries.keys().copied().collect();
-        for number in numbers {
-            self.move_to_kernel(number, Some(("detached", Until::Never)))?;
-        }
-        self.thaw();
         Ok(())
     }
 }

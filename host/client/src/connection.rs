@@ -17,6 +17,9 @@ const LATE: u32 = 1 << 13;
 /// Input or output error: what the agent says of memory makes no sense.
 const EIO: u32 = 5;
 
+/// Connection reset by peer.
+const ECONNRESET: u32 = 104;
+
 /// A connection of a session.
 #[derive(Debug)]
 pub struct Connection {
@@ -52,6 +55,8 @@ pub struct Connection {
 pub struct Readiness {
     /// Bytes unread.
     pub unread: u32,
+    /// Bytes that the receive memory has.
+    pub receive_memory: u32,
     /// The peer has closed its sending side, and said so.
     pub fin: bool,
     /// Bytes that can be queued.
@@ -183,10 +188,11 @@ impl Connection {
             return None;
         }
         match self.owner() {
-            Owner::Moving | Owner::Nobody => {
+            Owner::Moving => {
                 self.leave();
                 None
             }
+            // A connection that the agent has let go is the kernel's.
             owner => Some(Entered { connection: self, owner }),
         }
     }
@@ -288,9 +294,32 @@ impl Connection {
         }
     }
 
+    /// Whether no more bytes will come than are known of.
+    pub(crate) fn is_over(&self) -> bool {
+        self.fin.load(Ordering::Acquire) || self.error.load(Ordering::Acquire) != UNHURT
+    }
+
     pub(crate) fn set_ended(&self, error: u32) {
-        self.error.store(error, RELAXED);
+        self.error.store(error, Ordering::Release);
         self.stopped.store(true, RELAXED);
+    }
+
+    /// Agent and NIC are gone for good: if it was not in the kernel it has failed now. What it had received can be read, unless it was
+    /// being moved.
+    pub(crate) fn fail(&self) {
+        match self.owner() {
+            Owner::Kernel | Owner::Nobody => return,
+            Owner::Nic => {}
+            Owner::Moving => {
+                self.moves.store(self.moves(), Ordering::Release);
+                self.received.store(self.read.load(RELAXED), RELAXED);
+                self.store(block::OWNER, Owner::Nic as u32);
+                events::wake_all(self.word(block::OWNER));
+            }
+        }
+        if self.ended().is_none() {
+            self.set_ended(ECONNRESET);
+        }
     }
 
     pub(crate) fn set_shut(&self, shut: bool) {
@@ -312,8 +341,11 @@ impl Connection {
     /// What can be done with it on the NIC.
     #[inline]
     pub(crate) fn readiness(&self) -> Readiness {
+        // In this order: what another thread reads meanwhile may count as unread, never the other way round.
+        let read = self.read.load(Ordering::Acquire);
         Readiness {
-            unread: self.received.load(RELAXED).wrapping_sub(self.read.load(RELAXED)),
+            unread: self.received.load(RELAXED).wrapping_sub(read),
+            receive_memory: self.receive_memory.length(),
             fin: self.fin.load(RELAXED),
             room: self.room(),
             send_memory: self.send_memory.length(),

@@ -1,6 +1,6 @@
 //! Memory in a session: blocks of powers of two.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The smallest block: a page.
 const MIN_ORDER: u32 = 12;
@@ -9,50 +9,68 @@ const MIN_ORDER: u32 = 12;
 #[derive(Debug)]
 pub struct Heap {
     start: u64,
+    bytes: u64,
     /// Free blocks by order.
-    free: BTreeMap<u32, Vec<u64>>,
+    free: BTreeMap<u32, BTreeSet<u64>>,
 }
 
 impl Heap {
     /// All of `start..end` is free.
     pub fn new(start: usize, end: usize) -> Heap {
-        let mut heap = Heap { start: start as u64, free: BTreeMap::new() };
+        let mut heap = Heap { start: start as u64, bytes: (end - start) as u64, free: BTreeMap::new() };
         let mut at = 0u64;
         let length = (end - start) as u64;
         while length - at >= 1 << MIN_ORDER {
             let alignment = if at == 0 { 63 } else { at.trailing_zeros() };
             let order = alignment.min((length - at).ilog2());
-            heap.free.entry(order).or_default().push(at);
+            heap.free.entry(order).or_default().insert(at);
             at += 1 << order;
         }
         heap
+    }
+
+    /// All that it has, free or not.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What is free.
+    pub fn free_bytes(&self) -> u64 {
+        self.free.iter().map(|(order, blocks)| (blocks.len() as u64) << order).sum()
     }
 
     /// A block of at least `size` bytes, a power of two. Its offset and size.
     pub fn take(&mut self, size: u32) -> Option<(u32, u32)> {
         let order = size.max(1).next_power_of_two().ilog2().max(MIN_ORDER);
         let found = *self.free.range(order..).find(|(_, blocks)| !blocks.is_empty())?.0;
-        let at = self.free.get_mut(&found)?.pop()?;
+        let at = self.free.get_mut(&found)?.pop_first()?;
         for smaller in (order..found).rev() {
-            self.free.entry(smaller).or_default().push(at + (1 << smaller));
+            self.free.entry(smaller).or_default().insert(at + (1 << smaller));
         }
         Some(((self.start + at) as u32, 1 << order))
     }
 
-    /// Takes a certain block, which is free. Nothing happens if it is not.
-    pub fn reserve(&mut self, offset: u32, size: u32) {
-        let Some(wanted) = u64::from(offset).checked_sub(self.start) else { return };
-        let within = |order: u32, block: u64| block <= wanted && wanted + u64::from(size) <= block + (1 << order);
-        let found =
-            self.free.iter().find_map(|(order, blocks)| Some((*order, blocks.iter().position(|at| within(*order, *at))?)));
-        let Some((mut order, index)) = found else { return };
-        let Some(mut block) = self.free.get_mut(&order).map(|blocks| blocks.swap_remove(index)) else { return };
+    /// Takes a certain block. False, and nothing happens, if it is none or not free.
+    pub fn reserve(&mut self, offset: u32, size: u32) -> bool {
+        let Some(wanted) = u64::from(offset).checked_sub(self.start) else { return false };
+        if !size.is_power_of_two() || size < 1 << MIN_ORDER || !wanted.is_multiple_of(size.into()) {
+            return false;
+        }
+        // A block lies at a multiple of its size.
+        let around = |order: u32| wanted >> order << order;
+        let holds = |order: u32| wanted + u64::from(size) <= around(order) + (1 << order);
+        let found = self
+            .free
+            .iter_mut()
+            .find_map(|(order, blocks)| (holds(*order) && blocks.remove(&around(*order))).then_some((*order, around(*order))));
+        let Some((mut order, mut block)) = found else { return false };
         while 1u64 << order > u64::from(size) {
             order -= 1;
             let upper = block + (1 << order);
             let other = if wanted >= upper { std::mem::replace(&mut block, upper) } else { upper };
-            self.free.entry(order).or_default().push(other);
+            self.free.entry(order).or_default().insert(other);
         }
+        true
     }
 
     /// Gives a block back.
@@ -62,11 +80,10 @@ impl Heap {
         loop {
             let buddy = at ^ (1 << order);
             let blocks = self.free.entry(order).or_default();
-            let Some(found) = blocks.iter().position(|block| *block == buddy) else {
-                blocks.push(at);
+            if !blocks.remove(&buddy) {
+                blocks.insert(at);
                 return;
-            };
-            blocks.swap_remove(found);
+            }
             at = at.min(buddy);
             order += 1;
         }
@@ -80,7 +97,11 @@ mod tests {
     #[test]
     fn a_certain_block_can_be_taken() {
         let mut heap = Heap::new(4096, 4096 + (1 << 20));
-        heap.reserve(4096 + (3 << 16), 1 << 16);
+        for (offset, size) in [(0, 4096), (4096, 0), (4096, 100), (8192, 8192), (4096 + (1 << 20), 4096), (u32::MAX, 1 << 31)] {
+            assert!(!heap.reserve(offset, size), "{offset} {size}");
+        }
+        assert!(heap.reserve(4096 + (3 << 16), 1 << 16));
+        assert!(!heap.reserve(4096 + (3 << 16), 1 << 16), "it is taken");
         let mut taken: Vec<_> = std::iter::from_fn(|| heap.take(1 << 16)).collect();
         assert_eq!(taken.len(), 15);
         assert!(!taken.contains(&(4096 + (3 << 16), 1 << 16)));

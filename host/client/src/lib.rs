@@ -7,6 +7,7 @@
 
 mod buffer;
 mod connection;
+mod ending;
 pub mod heap;
 pub mod protocol;
 pub mod rules;

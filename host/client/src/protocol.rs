@@ -4,7 +4,7 @@ use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Where a connection is, or shall go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -28,11 +28,12 @@ pub struct Request {
 /// What can be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Ask {
-    /// Opens a session: the answer carries its memory, the NIC's doorbell and the program's.
+    /// Opens a session: the answer carries its memory, and the program's end of its doorbells.
     Open(Opening),
     /// A client that came to somebody else's door (same user or root): its control connection comes along.
     Admit,
-    /// Makes a group, which programs join when they open their sessions. A descriptor that comes along is the file for its report.
+    /// Makes a group, which programs join when they open their sessions. A descriptor that comes along is the file for its report, on a disk
+    /// or in memory.
     Group {
         /// How its connections are to be moved to and fro, if at all.
         flip: Option<Flip>,
@@ -151,6 +152,24 @@ pub struct Flip {
     pub max: u64,
     /// Seed of the intervals.
     pub seed: u64,
+}
+
+impl Flip {
+    /// The longest interval, microseconds: eleven days.
+    pub const LONGEST: u64 = 1_000_000_000_000;
+
+    /// # Errors
+    /// With what is wrong, if these are no intervals that anything can move at.
+    pub fn check(&self) -> Result<(), String> {
+        let Flip { min, max, .. } = *self;
+        if min >= 1 && min <= max && max <= Flip::LONGEST {
+            return Ok(());
+        }
+        let longest = Flip::LONGEST;
+        Err(format!(
+            "moves at intervals of {min} to {max} us: the shortest is at least 1 and not the longer, the longest at most {longest}"
+        ))
+    }
 }
 
 /// What became of the connections of a group.

@@ -266,6 +266,9 @@ pub struct Run {
     /// The agent moves them to and fro by itself.
     #[serde(default)]
     pub flips: bool,
+    /// They go as soon as their rule fits, whatever that costs the program.
+    #[serde(default)]
+    pub eager: bool,
 }
 
 /// The environment variable that holds a [`Run`], as JSON.

@@ -2,7 +2,7 @@
 
 use crate::buffer::{Buffer, Filled, Posts, Store};
 use crate::connection::Connection;
-use crate::protocol::{Opening, Place};
+use crate::protocol::{Opening, Place, Until};
 use crate::shared::{Listener, Shared};
 use baton_abi::layout::Owner;
 use baton_kernel::events::{Poller, Trigger};
@@ -19,6 +19,7 @@ pub type ConnectionId = u32;
 
 const BELL: u64 = u64::MAX;
 const WATCHED: u64 = u64::MAX - 1;
+const END: u64 = u64::MAX - 2;
 
 /// The one thread that uses the session.
 const ME: Token = 1;
@@ -71,6 +72,7 @@ impl Session {
         let shared = Shared::connect(path, Opening::alone(), listener)?;
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
+        poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
         let store = Store::new(shared.memory().clone());
         Ok(Session { shared, heard, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
     }
@@ -109,9 +111,9 @@ impl Session {
     /// Where a connection is; None while it moves.
     pub fn place(&self, id: ConnectionId) -> Option<Place> {
         match self.adopted(id).ok()?.connection.owner() {
-            Owner::Kernel => Some(Place::Kernel),
+            Owner::Kernel | Owner::Nobody => Some(Place::Kernel),
             Owner::Nic => Some(Place::Nic),
-            Owner::Moving | Owner::Nobody => None,
+            Owner::Moving => None,
         }
     }
 
@@ -144,6 +146,17 @@ impl Session {
     /// The system's.
     pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.poller.add(fd, WATCHED, Trigger::Readable)
+    }
+
+    /// Agent and keeper are gone: what the NIC had is lost, and its peers learn that.
+    fn end(&mut self) {
+        let _ = self.poller.remove(self.shared.hangs_up());
+        if self.shared.notice_end(ME) {
+            let adopted = self.connections.iter().flatten();
+            for lost in adopted.filter(|adopted| self.shared.has_lost(&adopted.connection)) {
+                let _ = socket::reset(lost.fd.as_fd());
+            }
+        }
     }
 
     fn mark_ready(&mut self, id: ConnectionId) {
@@ -238,7 +251,12 @@ impl Session {
     /// `WouldBlock` while the connection is being moved, else the system's.
     pub fn set_option(&mut self, id: ConnectionId, level: i32, option: i32, value: i32) -> io::Result<()> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
-        let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
+        let mut entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
+        if entered.owner == Owner::Nic && baton_kernel::unenforced::may_keep_in_kernel(level, option) {
+            drop(entered);
+            self.shared.give_back(connection.number(), "option", Until::Again)?;
+            entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
+        }
         let on_nic = entered.owner == Owner::Nic;
         // SO_KEEPALIVE would make the shell speak.
         if !on_nic || (level, option) != (1, 9) {
@@ -310,6 +328,7 @@ impl Session {
             match token {
                 BELL => self.shared.bell().clear(),
                 WATCHED => {}
+                END => self.end(),
                 connection => self.mark_ready(connection as u32),
             }
         }

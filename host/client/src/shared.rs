@@ -2,23 +2,29 @@
 //! while the NIC has it. Nothing here waits for the network.
 
 use crate::connection::{Connection, Entered, Inside, Readiness};
+use crate::ending::{Ending, ended};
 use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
 use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
+use baton_kernel::bell::SessionBell;
 use baton_kernel::control::Channel;
-use baton_kernel::events::Doorbell;
 use baton_kernel::process::Undisturbed;
 use baton_ring::{
     Consumer, Lock, MovableWords, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper,
 };
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 const RELAXED: Ordering = Ordering::Relaxed;
+/// How often a connection's numbers are read again because it has moved meanwhile. A thread that took the session's lock and was then
+/// interrupted by a signal cannot take the move in, and must not try for ever.
+const READINESS_ATTEMPTS: u32 = 8;
 
 /// A session with the agent.
 #[derive(Debug)]
@@ -26,17 +32,21 @@ pub struct Shared {
     /// Its number, as tools show it.
     pub number: u32,
     memory: Arc<Region>,
-    channel: Mutex<Channel>,
+    channel: Mutex<Arc<Channel>>,
+    /// The same, for whoever only wants to know whether it is hung up.
+    pub(crate) line: Arc<Channel>,
+    pub(crate) ending: Ending,
     commands: Lock<Producer<RingWords>>,
-    events: Lock<Events>,
-    connections: RwLock<Connections>,
-    nic_bell: Doorbell,
-    bell: Doorbell,
+    pub(crate) events: Lock<Events>,
+    pub(crate) connections: RwLock<Connections>,
+    bell: SessionBell,
     next_tag: AtomicU32,
     moves_seen: AtomicU32,
     nic_sleeping: MovableWords<1>,
     moves: MovableWords<1>,
-    listener: Listener,
+    /// A connection had moved before the program knew its number.
+    early: AtomicBool,
+    pub(crate) listener: Listener,
 }
 
 /// Hears of each connection that may have become readable or writable. It is called with the session's events locked, so it must not
@@ -50,13 +60,17 @@ impl std::fmt::Debug for Listener {
 }
 
 /// By number.
-type Connections = Vec<Option<Arc<Connection>>>;
+pub(crate) type Connections = Vec<Option<Arc<Connection>>>;
 
 #[derive(Debug)]
-struct Events {
+pub(crate) struct Events {
     ring: Consumer<RingWords>,
     /// Numbers of the connections that were last known in the NIC's slots.
     by_slot: Vec<Option<u32>>,
+    /// Numbers by name, for a connection whose slot was known as another's last.
+    by_name: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
+    /// Connections that were between two owners when they were looked at last.
+    between: Vec<u32>,
 }
 
 fn protocol_error(what: &str) -> io::Error {
@@ -77,14 +91,19 @@ impl Shared {
     /// # Errors
     /// If nobody listens there, or the agent is of another version.
     pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
-        Self::connect_above(path, opening, listener, 0)
+        Self::connect_with(path, opening, listener, Ok)
     }
 
-    /// As [`Shared::connect`], with all descriptors of the session numbered from `lowest` on, out of the program's way.
+    /// As [`Shared::connect`]; each of the session's descriptors goes through `renumber`, in the order of [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
-    pub fn connect_above(path: &Path, opening: Opening, listener: Listener, lowest: i32) -> io::Result<Shared> {
+    pub fn connect_with(
+        path: &Path,
+        opening: Opening,
+        listener: Listener,
+        mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
+    ) -> io::Result<Shared> {
         let channel = Channel::connect(path).map_err(|error| {
             io::Error::new(
                 error.kind(),
@@ -94,8 +113,7 @@ impl Shared {
                 ),
             )
         })?;
-        let lift = |fd: OwnedFd| if lowest > 0 { baton_kernel::process::lift(fd, lowest) } else { Ok(fd) };
-        let channel = Channel::from_fd(lift(channel.into())?);
+        let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
         channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
         let number = match answer.body {
@@ -103,34 +121,48 @@ impl Shared {
             Reply::Failed { reason } => return Err(io::Error::other(reason)),
             _ => return Err(protocol_error("not an opened session")),
         };
-        let descriptors = descriptors.into_iter().map(lift).collect::<io::Result<Vec<_>>>()?;
-        let Ok([memory, nic_bell, bell]) = <[OwnedFd; 3]>::try_from(descriptors) else {
+        let descriptors = descriptors.into_iter().map(renumber).collect::<io::Result<Vec<_>>>()?;
+        let Ok([memory, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
             return Err(protocol_error("descriptors are missing"));
         };
         let memory = Arc::new(Region::map(memory)?);
-        Ok(Shared {
+        Ok(Shared::new(number, channel, memory, SessionBell::from_fd(bell), listener))
+    }
+
+    fn new(number: u32, channel: Arc<Channel>, memory: Arc<Region>, bell: SessionBell, listener: Listener) -> Shared {
+        Shared {
             number,
+            line: channel.clone(),
+            ending: Ending::default(),
             channel: Mutex::new(channel),
             commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
-            events: Lock::new(Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_slot: Vec::new() }),
+            events: Lock::new(Events::new(&memory)),
             nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),
             moves: MovableWords::new(memory.clone(), at::MOVES),
             memory,
             connections: RwLock::default(),
-            nic_bell: Doorbell::from_fd(nic_bell),
-            bell: Doorbell::from_fd(bell),
+            bell,
             next_tag: AtomicU32::new(2),
             moves_seen: AtomicU32::new(0),
+            early: AtomicBool::new(false),
             listener,
-        })
+        }
+    }
+
+    /// A session on private memory, without an agent.
+    #[cfg(test)]
+    fn on(memory: Arc<Region>) -> Shared {
+        let (channel, _) = Channel::pair().expect("two sockets");
+        let (bell, _) = SessionBell::pair().expect("two sockets");
+        Shared::new(0, Arc::new(channel), memory, bell, Listener(Box::new(|_| {})))
     }
 
     /// Every descriptor that the session has.
-    pub fn descriptors(&self) -> [i32; 4] {
+    pub fn descriptors(&self) -> [i32; 3] {
         use std::os::fd::AsRawFd;
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
         let memory = self.memory.fd().map_or(-1, |fd| fd.as_raw_fd());
-        [channel, memory, self.nic_bell.as_fd().as_raw_fd(), self.bell.as_fd().as_raw_fd()]
+        [channel, memory, self.bell.as_fd().as_raw_fd()]
     }
 
     fn tag(&self) -> u32 {
@@ -144,6 +176,9 @@ impl Shared {
         let descriptors: Vec<_> = descriptor.into_iter().collect();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
+            if self.has_ended() {
+                return Err(ended());
+            }
             let tag = self.tag();
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
             channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
@@ -191,6 +226,13 @@ impl Shared {
             connections.resize_with(number as usize + 1, || None);
         }
         connections[number as usize] = Some(connection.clone());
+        drop(connections);
+        if connection.has_moved() {
+            self.early.store(true, Ordering::Release);
+        }
+        if self.has_ended() {
+            connection.fail();
+        }
     }
 
     /// Moves a connection and waits until it is there.
@@ -213,6 +255,9 @@ impl Shared {
     pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
         let _undisturbed = Undisturbed::begin();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.has_ended() {
+            return Err(ended());
+        }
         channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
     }
 
@@ -235,6 +280,9 @@ impl Shared {
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
         let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
         self.let_go(connection, token);
+        if self.has_ended() {
+            return Ok(());
+        }
         match reply? {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
@@ -257,7 +305,7 @@ impl Shared {
     }
 
     /// The control connection, for a session whose agent says things unasked. Nothing else may ask the agent then.
-    pub fn channel(&self) -> &Mutex<Channel> {
+    pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
     }
 
@@ -295,8 +343,17 @@ impl Shared {
     /// What can be done with a connection that the NIC has; not what could be done before its last move.
     #[inline]
     pub fn readiness(&self, connection: &Connection, token: Token) -> Readiness {
-        if connection.has_moved() && connection.owner() != Owner::Moving {
-            self.note_move(connection, token);
+        for _ in 0..READINESS_ATTEMPTS {
+            if connection.has_moved() && connection.owner() != Owner::Moving {
+                self.note_move(connection, token);
+            }
+            let before = connection.moves.load(Ordering::Acquire);
+            let readiness = connection.readiness();
+            fence(Ordering::Acquire);
+            // Another thread may take in what a move has changed meanwhile: numbers from before and after it make no sense together.
+            if connection.moves.load(RELAXED) == before && (!connection.has_moved() || connection.owner() == Owner::Moving) {
+                return readiness;
+            }
         }
         connection.readiness()
     }
@@ -455,6 +512,9 @@ impl Shared {
 
     /// `nic_recvd`: the program has read up to here.
     fn tell_read(&self, connection: &Connection, token: Token, read: u32) -> io::Result<()> {
+        if self.has_ended() {
+            return Ok(());
+        }
         let length = read.wrapping_sub(connection.told_read.load(RELAXED));
         let message = Message::new(Operation::NicRecvd, connection.name(), 0, length);
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
@@ -477,19 +537,41 @@ impl Shared {
     #[inline(always)]
     fn ring_nic(&self) {
         if needs_doorbell(&self.nic_sleeping[0]) {
-            self.nic_bell.ring();
+            self.bell.ring();
         }
     }
 
-    /// Bytes that can be received now, if fewer than are wanted of what is known so far: after the NIC's news. The connection must be
-    /// entered, and the NIC's.
+    /// Bytes that can be received now behind `skip` unread ones, as many as are `wanted` or as there are; 0 at the end of the stream, or if
+    /// none are wanted. The connection must be entered, and the NIC's.
     #[inline(always)]
-    fn unread(&self, connection: &Connection, token: Token, wanted: usize) -> u32 {
-        let unread = || connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED));
-        if (unread() as usize) < wanted {
-            self.catch_up(token);
+    fn unread(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
+        let known = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
+        if (known as usize) < wanted {
+            return self.unread_after_all(connection, token, skip, wanted);
         }
-        unread()
+        Ok(wanted)
+    }
+
+    #[inline(never)]
+    fn unread_after_all(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
+        self.catch_up(token);
+        loop {
+            // In this order: other threads take in what the NIC tells, too, and the end comes after the last byte.
+            let over = connection.is_over();
+            let unread = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
+            if unread > 0 {
+                return Ok(wanted.min(unread as usize));
+            }
+            if over {
+                return match connection.take_error() {
+                    0 => Ok(0),
+                    error => Err(io::Error::from_raw_os_error(error as i32)),
+                };
+            }
+            if !connection.is_over() {
+                return Err(would_block());
+            }
+        }
     }
 
     /// Receives bytes; 0 at the end of the stream. The connection must be entered, and the NIC's.
@@ -498,9 +580,9 @@ impl Shared {
     /// `WouldBlock` if nothing waits, else what the connection ended with.
     #[inline(always)]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
-        let length = out.len().min(self.unread(connection, token, out.len()) as usize);
+        let length = self.unread(connection, token, 0, out.len())?;
         if length == 0 {
-            return self.nothing(connection, out.is_empty());
+            return Ok(0);
         }
         let read = connection.read.load(RELAXED);
         connection.receive_memory.read(read, &mut out[..length]);
@@ -536,7 +618,7 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn skip(&self, connection: &Connection, token: Token, most: usize) -> io::Result<usize> {
-        let mut nowhere = vec![0; most.min(self.unread(connection, token, most) as usize).max(1)];
+        let mut nowhere = vec![0; self.unread(connection, token, 0, most)?.max(1)];
         self.receive(connection, token, &mut nowhere)
     }
 
@@ -545,25 +627,13 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn peek(&self, connection: &Connection, token: Token, skip: u32, out: &mut [u8]) -> io::Result<usize> {
-        let length = out.len().min(self.unread(connection, token, skip as usize + out.len()).saturating_sub(skip) as usize);
+        let length = self.unread(connection, token, skip, out.len())?;
         if length == 0 {
-            return self.nothing(connection, out.is_empty());
+            return Ok(0);
         }
         let from = connection.read.load(RELAXED).wrapping_add(skip);
         connection.receive_memory.read(from, &mut out[..length]);
         Ok(length)
-    }
-
-    #[cold]
-    fn nothing(&self, connection: &Connection, asked_for_nothing: bool) -> io::Result<usize> {
-        if asked_for_nothing {
-            return Ok(0);
-        }
-        match connection.take_error() {
-            0 if connection.fin.load(RELAXED) || connection.ended().is_some() => Ok(0),
-            0 => Err(would_block()),
-            error => Err(io::Error::from_raw_os_error(error as i32)),
-        }
     }
 
     /// `nic_post`: the bytes that follow those that buffers were posted for, or the first unread ones, go to this place in session memory.
@@ -596,16 +666,26 @@ impl Shared {
     /// Shuts the sending side down. The connection must be entered, and the NIC's.
     ///
     /// # Errors
-    /// `WouldBlock` if the ring is full.
+    /// `WouldBlock` if the ring is full, `ResourceBusy` in a signal handler that interrupted another command.
     pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let message = Message::control(Operation::NicControl, Control::Shutdown, connection.name(), 0, 0);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        // Not before there was room for the command, and before the NIC can act on it: after its death the flag alone tells.
         connection.set_shut(true);
         connection.set_flag(2, true);
-        self.control(connection, token, Control::Shutdown, 0, 0)
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
     }
 
     fn control(&self, connection: &Connection, token: Token, control: Control, address: u32, length: u32) -> io::Result<()> {
+        if self.has_ended() {
+            return Ok(());
+        }
         let message = Message::control(Operation::NicControl, control, connection.name(), address, length);
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         commands.publish();
         drop(commands);
@@ -617,7 +697,7 @@ impl Shared {
     /// SO_KEEPALIVE must not be set on the descriptor: it would make the shell speak; its value is `keepalive`.
     ///
     /// # Errors
-    /// `WouldBlock` if the ring is full, else the system's.
+    /// As [`Shared::shutdown`], else the system's.
     pub fn option_was_set(
         &self,
         connection: &Connection,
@@ -652,7 +732,7 @@ impl Shared {
 
     #[inline(always)]
     fn has_moved(&self) -> bool {
-        self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED)
+        self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
     }
 
     /// Takes in what the NIC has told; the listener hears of each connection that it was about.
@@ -660,7 +740,7 @@ impl Shared {
     pub fn catch_up(&self, token: Token) {
         let Some(mut events) = self.events.lock(token) else { return };
         if self.has_moved() {
-            self.look_at_moves(&mut events);
+            self.look_at_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
         }
         if !events.ring.has_message() {
             return;
@@ -702,7 +782,7 @@ impl Shared {
                 Some(Control::Posted) => {
                     connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
                 }
-                Some(Control::Fin) => connection.fin.store(true, RELAXED),
+                Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 Some(Control::Closed) => connection.set_ended(message.address),
                 _ => return None,
             },
@@ -714,29 +794,56 @@ impl Shared {
     /// Learns the names that connections got by moving.
     #[cold]
     fn refresh_names(&self, events: &mut Events, connections: &Connections) {
-        for connection in connections.iter().flatten().filter(|connection| connection.has_moved()) {
-            refresh(events, connection);
-            self.listener.0(connection.number());
+        if self.has_moved() {
+            self.look_at_moves(events, connections);
+        }
+        for number in std::mem::take(&mut events.between) {
+            self.look_at_move(events, connections, number, true);
         }
     }
 
     /// Connections that have moved may be readable and writable: their old readiness says nothing.
     #[cold]
-    fn look_at_moves(&self, events: &mut Events) {
-        let moves = self.moves[0].load(Ordering::Acquire);
+    fn look_at_moves(&self, events: &mut Events, connections: &Connections) {
+        let early = self.early.swap(false, Ordering::AcqRel);
+        let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves[0].load(Ordering::Acquire));
         self.moves_seen.store(moves, RELAXED);
-        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
-        for connection in connections.iter().flatten() {
-            // One that a thread is using refreshes when it is entered next.
-            if connection.has_moved() && connection.owner() != Owner::Moving {
-                refresh(events, connection);
-                self.listener.0(connection.number());
-            }
+        let missed = moves.wrapping_sub(seen);
+        let entry = |at: u32| {
+            let entry = seen.wrapping_add(at) % at::MOVED_ENTRIES;
+            self.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
+        };
+        let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
+        // What was overwritten while it was read says nothing.
+        let overtaken = self.moves[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
+        if early || overtaken || moved.contains(&at::ANY) {
+            events.between.clear();
+            (0..connections.len() as u32).for_each(|number| self.look_at_move(events, connections, number, false));
+            return;
         }
+        moved.append(&mut events.between);
+        moved.into_iter().for_each(|number| self.look_at_move(events, connections, number, false));
+    }
+
+    /// Looks at a connection that may have moved. One that a thread is using refreshes when it is entered next. `now`: also if it is
+    /// between two owners.
+    fn look_at_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
+        let Some(Some(connection)) = connections.get(number as usize) else { return };
+        if !connection.has_moved() {
+            return;
+        }
+        if !now && connection.owner() == Owner::Moving {
+            if !events.between.contains(&number) {
+                events.between.push(number);
+            }
+            return;
+        }
+        refresh(events, connection);
+        self.listener.0(number);
     }
 
     /// Rings when there is news while somebody sleeps.
-    pub fn bell(&self) -> &Doorbell {
+    pub fn bell(&self) -> &SessionBell {
         &self.bell
     }
 
@@ -759,6 +866,11 @@ fn is_worth_telling(connection: &Connection, read: u32) -> bool {
 }
 
 impl Events {
+    fn new(memory: &Arc<Region>) -> Events {
+        let ring = Consumer::new(memory.ring(at::EVENTS));
+        Events { ring, by_slot: Vec::new(), by_name: HashMap::default(), between: Vec::new() }
+    }
+
     #[inline]
     fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
         let number = (*self.by_slot.get(cid.slot() as usize)?)?;
@@ -767,12 +879,17 @@ impl Events {
 
     #[cold]
     fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
-        let found = connections.iter().flatten().find(|connection| connection.name() == cid)?;
+        let number = *self.by_name.get(&cid.0)?;
+        let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.name() == cid)?;
         self.note(found);
         Some(found)
     }
 
     fn forget(&mut self, connection: &Connection) {
+        let name = connection.name().0;
+        if self.by_name.get(&name) == Some(&connection.number()) {
+            self.by_name.remove(&name);
+        }
         if let Some(known) = self.by_slot.get_mut(connection.name().slot() as usize)
             && *known == Some(connection.number())
         {
@@ -786,10 +903,11 @@ impl Events {
             self.by_slot.resize(slot + 1, None);
         }
         self.by_slot[slot] = Some(connection.number());
+        self.by_name.insert(connection.name().0, connection.number());
     }
 }
 
-fn refresh(events: &mut Events, connection: &Connection) {
+pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
     events.forget(connection);
     connection.refresh();
     events.note(connection);
@@ -826,6 +944,31 @@ mod tests {
         assert!(connection.has_moved());
     }
 
+    /// With no room in the ring the connection is not shut, and a later attempt shuts it.
+    #[test]
+    fn shutting_down_waits_for_room() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        let shared = Shared::on(memory);
+        let connection = shared.unnamed();
+        connection.rename(0);
+        let filler = Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 0, 0);
+        {
+            let mut commands = shared.commands.lock(1).unwrap();
+            while commands.push(filler.to_words()).is_ok() {}
+            commands.publish();
+        }
+        let refused = shared.shutdown(&connection, 1).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+        assert!(!shared.readiness(&connection, 1).shut);
+        while nic.pop().is_some() {}
+        nic.release();
+        shared.shutdown(&connection, 1).unwrap();
+        assert!(shared.readiness(&connection, 1).shut);
+        let told = Message::from_words(nic.pop().unwrap()).unwrap();
+        assert_eq!((told.operation, told.kind), (Operation::NicControl, Control::Shutdown as u16));
+    }
+
     /// A connection that has left the NIC is looked at later than the next one in its slot: the next one's news still find it.
     #[test]
     fn slots_change_their_tenants() {
@@ -839,7 +982,7 @@ mod tests {
         };
         let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
         let connections = vec![connection(0, first), connection(1, next)];
-        let mut events = Events { ring: Consumer::new(memory.ring(at::EVENTS)), by_slot: Vec::new() };
+        let mut events = Events::new(&memory);
         let number = |found: Option<&Connection>| found.map(Connection::number);
         for late in [1, 0] {
             events.note(connections[late].as_ref().unwrap());

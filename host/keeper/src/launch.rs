@@ -54,7 +54,7 @@ impl Devices {
         let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
         let routes = rtnetlink::open()?;
         let index = rtnetlink::link(&routes, &name)?.index;
-        let injector_link = Steering::make_injector(index)?;
+        let injector_link = steering.make_injector(index)?;
         rtnetlink::set_up(&routes, index, None, None)?;
         let beside = BesideDevices { injector, injector_link, steering };
         Ok(Devices { host, wire: wire.context("packet socket")?, beside: Some(beside), card: Vec::new() })
@@ -75,7 +75,8 @@ pub fn launch(
     process: Option<BorrowedFd<'_>>,
 ) -> Result<(Child, Channel)> {
     let (parent, theirs) = Channel::pair()?;
-    command.arg("keeper-process").arg("--settings").arg(serde_json::to_string(settings)?);
+    command.arg("keeper-process");
+    parent.send(settings, &[])?;
     let mut descriptors = vec![devices.host.as_fd(), devices.wire.as_fd(), theirs.as_fd()];
     if let Some(beside) = &devices.beside {
         descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);
@@ -90,7 +91,7 @@ pub fn launch(
     } else {
         command.process_group(0);
     }
-    let mut keeper = command.spawn().context("starting the keeper")?;
+    let mut keeper = command.spawn().map_err(explain).context("starting the keeper")?;
     drop(theirs);
     match parent.receive::<bool>() {
         Ok(_) => Ok((keeper, parent)),
@@ -98,5 +99,16 @@ pub fn launch(
             let _ = keeper.wait();
             bail!("Baton did not start ({error})")
         }
+    }
+}
+
+/// Linux's number of the error that there are too many open files.
+const EMFILE: i32 = 24;
+
+/// Says what to type where the limit on open files is the cause.
+fn explain(error: std::io::Error) -> anyhow::Error {
+    match error.raw_os_error() {
+        Some(EMFILE) => anyhow::anyhow!("the limit on open files is too low: `ulimit -n 1024` or more"),
+        _ => error.into(),
     }
 }

@@ -2,18 +2,24 @@
 //! when that dies. It decides nothing, so that it has no reason to die.
 #![forbid(unsafe_code)]
 
+mod blame;
+mod held;
 mod launch;
 
+use crate::blame::{Aside, Blame};
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::nic;
+use baton_abi::layout::{nic, slot};
 use baton_agent::{AgentSettings, Kept};
 use baton_kernel::control::Channel;
 use baton_kernel::events::Doorbell;
 use baton_kernel::process;
 use baton_ring::Region;
+use held::Held;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command};
+use std::sync::atomic::Ordering;
 
 pub use launch::{BesideDevices, Devices, launch};
 
@@ -34,38 +40,41 @@ pub enum Descriptor {
 /// process (a pidfd) whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
-/// Agents that die before they are ready are not replaced more than so many times in a row.
-const HASTY_DEATHS: u32 = 3;
-
 /// Runs a keeper until its parent is gone.
 ///
 /// # Errors
 /// If a descriptor is missing, or agents die as soon as they start.
-pub fn run(settings: &AgentSettings) -> Result<()> {
+pub fn run() -> Result<()> {
     let take = |descriptor: Descriptor| {
         process::inherited(descriptor as i32).with_context(|| format!("descriptor {descriptor:?} for the keeper"))
     };
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     let parent = Channel::from_fd(take(Descriptor::Parent)?);
+    let settings = &parent.receive::<AgentSettings>().context("settings, which whoever starts a keeper sends")?.0;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
     let card = (0..settings.nic.card_descriptors()).map(|_| next()).collect::<Result<Vec<OwnedFd>>>()?;
-    let end = End { parent, process: if settings.lingers { Some(next()?) } else { None } };
+    let signals = process::hear_signals(&process::ENDING)?;
+    process::raise_descriptor_limit();
+    let end = End { parent, process: if settings.lingers { Some(next()?) } else { None }, signals };
+    let _socket = Socket(settings);
     let memory = Region::create("baton-nic", nic::bytes(settings.nic.slots)).context("NIC memory")?;
     let (nic_bell, agent_bell) = (Doorbell::new()?, Doorbell::new()?);
     let mut announced = false;
-    let mut held = Vec::new();
-    let mut deaths = 0;
+    let mut held = Held::default();
+    let mut blame = Blame::default();
     loop {
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg("agent-process").arg("--settings").arg(serde_json::to_string(settings)?);
+        command.arg("agent-process");
+        ours.send(settings, &[])?;
         let region = memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![host.as_fd(), wire.as_fd(), region, nic_bell.as_fd(), agent_bell.as_fd(), theirs.as_fd()];
         if let Some(beside) = &beside {
             descriptors.push(beside.injector.as_fd());
             descriptors.extend(beside.steering.iter().map(AsFd::as_fd));
+            descriptors.push(beside.injector_link.as_fd());
         }
         descriptors.extend(card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, false);
@@ -75,30 +84,68 @@ pub fn run(settings: &AgentSettings) -> Result<()> {
         // An agent that has died already is found out below.
         let _ = hand_over(&ours, &held);
         if watch(&mut agent, ours, &end, &mut held, &mut ready, &mut announced)? {
-            // A directory that was made for the agent's socket alone is empty now; any other stays.
-            if let Some(directory) = settings.socket.parent() {
-                let _ = std::fs::remove_dir(directory);
-            }
             return Ok(());
         }
-        deaths = if ready { 0 } else { deaths + 1 };
-        if deaths >= HASTY_DEATHS {
-            bail!("{deaths} agents in a row died before they were ready; see their messages above");
+        let attended = memory.word32(nic::ATTENDED).swap(0, Ordering::AcqRel).checked_sub(1);
+        // One that was killed by a signal from outside has not died of what it was given.
+        let by_itself = agent.wait()?.signal().is_none_or(|signal| signal != SIGKILL && signal != SIGTERM);
+        match blame.judge(ready, by_itself, attended) {
+            Aside::Nothing => {}
+            Aside::Groups => {
+                eprintln!(
+                    "baton keeper: two agents have died before they were ready; the next one moves no groups' connections at random"
+                );
+                held.set_groups_aside();
+            }
+            Aside::Session(number) => {
+                eprintln!("baton keeper: two agents have died of session {number}; it is given up");
+                held.note(Kept::Ended(number), Vec::new());
+            }
+            Aside::Everything => {
+                eprintln!("baton keeper: agents go on dying before they are ready; all sessions are given up");
+                held.set_sessions_aside();
+                for slot in 0..settings.nic.slots as u32 {
+                    memory.word32(nic::slot(slot) + slot::JOURNAL).store(0, Ordering::Release);
+                }
+            }
+            Aside::GiveUp => bail!("agents go on dying before they are ready; see their messages above"),
         }
     }
 }
+
+/// Signals by which somebody ends an agent.
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
 
 /// What a NIC beside the kernel needs.
 struct Beside {
     injector: OwnedFd,
     /// Its program is there as long as this is open.
-    _injector_link: OwnedFd,
+    injector_link: OwnedFd,
     steering: [OwnedFd; baton_steering::DESCRIPTORS],
 }
 
 impl Beside {
     fn inherit(next: &mut impl FnMut() -> Result<OwnedFd>) -> Result<Beside> {
-        Ok(Beside { injector: next()?, _injector_link: next()?, steering: [next()?, next()?, next()?] })
+        Ok(Beside { injector: next()?, injector_link: next()?, steering: [next()?, next()?, next()?, next()?] })
+    }
+}
+
+/// The agent's socket, of which nothing is left when the keeper ends, however its agents have ended.
+struct Socket<'a>(&'a AgentSettings);
+
+impl Drop for Socket<'_> {
+    fn drop(&mut self) {
+        let path = &self.0.socket;
+        if Channel::connect(path).is_err() {
+            let _ = std::fs::remove_file(path);
+        }
+        // A directory that was made for this socket alone goes with it.
+        if self.0.lingers
+            && let Some(directory) = path.parent()
+        {
+            let _ = std::fs::remove_dir(directory);
+        }
     }
 }
 
@@ -108,6 +155,8 @@ struct End {
     parent: Channel,
     /// Or, instead, this process.
     process: Option<OwnedFd>,
+    /// Or somebody asks for it. While the process lives its connections go to the kernel and the rest waits for it.
+    signals: OwnedFd,
 }
 
 impl End {
@@ -116,12 +165,9 @@ impl End {
     }
 }
 
-/// What is held for the next agent: what it is, and its descriptors.
-type Held = Vec<(Kept, Vec<OwnedFd>)>;
-
 /// Gives an agent what its predecessor has left.
 fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
-    for (kept, descriptors) in held {
+    for (kept, descriptors) in held.iter() {
         let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
         agent.send(kept, &descriptors)?;
     }
@@ -140,12 +186,12 @@ fn watch(
     let poller = baton_kernel::events::Poller::new()?;
     poller.add(channel.as_fd(), 0, baton_kernel::events::Trigger::Readable)?;
     poller.add(end.fd(), 1, baton_kernel::events::Trigger::Readable)?;
+    poller.add(end.signals.as_fd(), 2, baton_kernel::events::Trigger::Readable)?;
     let mut tokens = Vec::new();
     let mut over = false;
     loop {
         // Programs that the watched process has left behind keep their connections.
-        let sessions = held.iter().any(|(kept, _)| matches!(kept, Kept::Session(_)));
-        if over && !(end.process.is_some() && sessions) {
+        if over && !(end.process.is_some() && held.has_sessions()) {
             drop(channel);
             agent.wait()?;
             return Ok(true);
@@ -157,6 +203,14 @@ fn watch(
                 poller.remove(end.fd())?;
                 continue;
             }
+            if token == 2 {
+                process::take_signals(&end.signals);
+                over |= end.process.is_none();
+                // An agent that has died already is found out below; the next one finds it among what is held.
+                let _ = channel.send(&Kept::Ending, &[]);
+                held.note(Kept::Ending, Vec::new());
+                continue;
+            }
             match channel.try_receive::<Kept>() {
                 Ok((Kept::Ready, _)) => {
                     *ready = true;
@@ -165,10 +219,8 @@ fn watch(
                     }
                 }
                 Ok((kept, descriptors)) => {
-                    held.retain(|(other, _)| !kept.drops(other));
-                    if kept.holds() {
-                        held.push((kept, descriptors));
-                    }
+                    over |= kept == Kept::Ending && end.process.is_none();
+                    held.note(kept, descriptors);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => {

@@ -9,11 +9,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 65536;
 /// Descriptors that a message carries at most.
 const MAX_DESCRIPTORS: usize = 32;
+
+/// A limit for waiting: none.
+const NOW: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// One end of a control connection.
 #[derive(Debug)]
@@ -157,6 +161,14 @@ impl Channel {
         Ok((message, descriptors))
     }
 
+    /// Whether nobody has the other end any more. What was sent before may still wait here.
+    pub fn is_hung_up(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one live pollfd.
+        let said = unsafe { libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &NOW, std::ptr::null::<u8>(), 8) };
+        said == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+    }
+
     /// The user of the other end, as the kernel knows it.
     ///
     /// # Errors
@@ -216,6 +228,13 @@ impl From<Channel> for OwnedFd {
 pub struct Listener {
     fd: OwnedFd,
     path: std::path::PathBuf,
+    /// Given up for a moment when this process has no other descriptor left, to turn a client away.
+    spare: Mutex<Option<OwnedFd>>,
+}
+
+/// A descriptor for nothing.
+fn spare() -> Option<OwnedFd> {
+    std::fs::File::open("/dev/null").ok().map(Into::into)
 }
 
 impl Listener {
@@ -239,14 +258,25 @@ impl Listener {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         // SAFETY: a call on our own descriptor.
         check(unsafe { libc::listen(fd.as_raw_fd(), 64) })?;
-        Ok(Listener { fd, path: path.to_owned() })
+        Ok(Listener { fd, path: path.to_owned(), spare: Mutex::new(spare()) })
     }
 
-    /// Takes the next connection, waiting for one.
+    /// Takes the next connection, waiting for one. If this process has no descriptor left for it, it is closed, and does not wait any more.
     ///
     /// # Errors
     /// The system's.
     pub fn accept(&self) -> io::Result<Channel> {
+        let accepted = self.accept_one();
+        if accepted.as_ref().is_err_and(|error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))) {
+            let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            *kept = None;
+            drop(self.accept_one());
+            *kept = spare();
+        }
+        accepted
+    }
+
+    fn accept_one(&self) -> io::Result<Channel> {
         let raw = uninterrupted(|| {
             // SAFETY: the peer's address is not asked for.
             check(unsafe { libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC) })

@@ -1,18 +1,25 @@
 //! Socket diagnosis: what the kernel tells about a connection to nobody but an administrator.
 
 use crate::netlink::{ACK, Netlink, Request, attributes};
+use crate::route::Routing;
 use crate::tcp_info::TcpInfo;
 use baton_wire::Flow;
 use std::io;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;
+const LISTEN: u8 = 10;
 const ANY_COOKIE: [u8; 8] = [0xff; 8];
 /// Bytes of `struct inet_diag_msg`.
 const ANSWER: usize = 72;
 const INET_DIAG_MD5SIG: u16 = 18;
 /// The keys come only with the answer's TCP_INFO.
-const INET_DIAG_INFO_BIT: u8 = 2;
+const INET_DIAG_INFO_BIT: u8 = 1 << 1;
+const INET_DIAG_TOS: u16 = 5;
+const INET_DIAG_TCLASS: u16 = 6;
+const INET_DIAG_SKMEMINFO: u16 = 7;
+/// Bits for those three.
+const INET_DIAG_FURTHER_BITS: u8 = 1 << 4 | 1 << 5 | 1 << 6;
 
 /// Whether a key of TCP MD5 (RFC 2385) is set on a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
@@ -34,10 +41,28 @@ pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
     find(netlink, flow).map(|(info, _)| info)
 }
 
+/// What the kernel knows of a connection, and whether any process has its socket still. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The system's; `ENOENT` if there is no such connection here.
+pub fn state_and_holder(netlink: &Netlink, flow: &Flow) -> io::Result<(u8, bool)> {
+    /// Of `struct inet_diag_msg`; 0 once the last descriptor is closed.
+    const INODE: usize = 68;
+    const STATE: usize = 1;
+    let mut found = None;
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
+        if let (Some(state), Some(inode)) = (body.get(STATE), body.get(INODE..INODE + 4)) {
+            found = Some((*state, inode != [0; 4]));
+        }
+    })?;
+    // Where there is no connection the kernel answers with the listener.
+    found.filter(|(state, _)| *state != LISTEN).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+}
+
 /// A connection's TCP_INFO, and its socket's cookie.
 fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     const INET_DIAG_INFO: u16 = 2;
-    const LISTEN: u8 = 10;
     const COOKIE: usize = 4 + 40;
     let mut found = None;
     netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
@@ -47,6 +72,40 @@ fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     })?;
     // Where there is no connection the kernel answers with the listener.
     let found = found.filter(|(info, _)| info.state != LISTEN);
+    found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// What its socket adds to a connection's addresses when its packets are routed; SO_DONTROUTE and a flow label are not told. `netlink` is of
+/// family [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The system's; `ENOENT` if there is no such connection here.
+pub fn routing(netlink: &Netlink, flow: &Flow) -> io::Result<Routing> {
+    routing_and_drops(netlink, flow).map(|(routing, _)| routing)
+}
+
+/// As [`routing`], and how many segments the socket has not taken.
+///
+/// # Errors
+/// See [`routing`].
+pub fn routing_and_drops(netlink: &Netlink, flow: &Flow) -> io::Result<(Routing, u32)> {
+    const DROPS: usize = 4 * 8;
+    const INTERFACE: usize = 4 + 36;
+    const USER: usize = 64;
+    const INET_DIAG_MARK: u16 = 15;
+    let class = if flow.is_v4() { INET_DIAG_TOS } else { INET_DIAG_TCLASS };
+    let mut found = None;
+    let request = Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE));
+    netlink.ask(request, |body| {
+        let native = |at: usize| body.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_ne_bytes);
+        let attribute = |wanted| attributes(body, ANSWER).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
+        let mark = attribute(INET_DIAG_MARK).and_then(|value| value.try_into().ok()).map_or(0, u32::from_ne_bytes);
+        let class = attribute(class).and_then(|value| value.first().copied()).unwrap_or(0);
+        let memory = attribute(INET_DIAG_SKMEMINFO).and_then(|memory| memory.get(DROPS..DROPS + 4));
+        let drops = memory.and_then(|drops| drops.try_into().ok()).map_or(0, u32::from_ne_bytes);
+        let ends = native(INTERFACE).zip(native(USER));
+        found = ends.map(|(device, user)| (Routing { mark, device, user, class, ..Routing::default() }, drops));
+    })?;
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
@@ -63,7 +122,8 @@ pub fn destroy(netlink: &Netlink, flow: &Flow) -> io::Result<()> {
 /// A request's header (`struct inet_diag_req_v2`) for one connection.
 fn which(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
     let v4 = flow.is_v4();
-    let mut header = vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT, 0];
+    let mut header =
+        vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT | INET_DIAG_FURTHER_BITS, 0];
     header.extend_from_slice(&u32::MAX.to_ne_bytes());
     header.extend_from_slice(&flow.local.port.to_be_bytes());
     header.extend_from_slice(&flow.remote.port.to_be_bytes());

@@ -69,6 +69,8 @@ pub enum Trigger {
     Readable,
     /// Each time it becomes readable or writable.
     Edge,
+    /// As long as the other end is gone.
+    HangUp,
 }
 
 /// An epoll instance.
@@ -94,6 +96,8 @@ impl Poller {
     pub fn add(&self, fd: BorrowedFd<'_>, token: u64, trigger: Trigger) -> io::Result<()> {
         let events = match trigger {
             Trigger::Readable => libc::EPOLLIN,
+            // The kernel reports EPOLLHUP unasked.
+            Trigger::HangUp => 0,
             Trigger::Edge => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET,
         };
         let mut event = libc::epoll_event { events: events as u32, u64: token };

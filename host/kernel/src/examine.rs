@@ -37,6 +37,9 @@ pub enum Stay {
     /// An upper layer protocol (kTLS, …) owns its payload.
     #[error("an upper layer protocol (TCP_ULP) is attached to it")]
     UpperLayer,
+    /// Its program has set an option that the NIC does not act on.
+    #[error("its {0} is set, which only the kernel acts on")]
+    Option(&'static str),
     /// A socket filter that cannot be read back.
     #[error("it has a socket filter that cannot be saved")]
     Filter,
@@ -49,6 +52,41 @@ pub enum Stay {
     /// Its device has no Ethernet headers.
     #[error("its route leads through interface {0}, which is neither Ethernet nor loopback")]
     NotEthernet(u32),
+    /// Its packets carry a mark, by which rules, queues and filters of the kernel tell them.
+    #[error("its packets carry a mark (SO_MARK {0}), and the NIC's do not: where nothing goes by the mark, do not set it")]
+    Marked(u32),
+    /// It is bound to a device, and its route leads through another.
+    #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
+    Bound(u32, u32),
+    /// It belongs to a VRF.
+    #[error("it belongs to a VRF (interface {0}), whose rules only the kernel follows")]
+    Vrf(u32),
+    /// Its route adds headers.
+    #[error("its route adds headers of its own (ip route … encap), which only the kernel can")]
+    Encapsulated,
+    /// There are more paths to its peer than can be listened to.
+    #[error("its route has {0} equal paths, more than the NIC can hear at")]
+    ManyPaths(usize),
+    /// Rules of the firewall change without a word, and may judge it.
+    #[error(
+        "the firewall judges it by {0}, and only the kernel's packets count for that; a rule before it that accepts what is established \
+         lets it move"
+    )]
+    Rules(String),
+    /// There are rules of which nothing tells.
+    #[error(
+        "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"
+    )]
+    LegacyRules,
+    /// Filters of traffic control judge what comes in.
+    #[error("filters of traffic control judge what comes in at interface {0} (tc filter show dev … ingress)")]
+    Filtered(u32),
+    /// IPsec covers it.
+    #[error("an IPsec policy covers it (see ip xfrm policy)")]
+    Policy,
+    /// IPsec blocks it on the way out: the kernel could not even take it back.
+    #[error("an IPsec policy blocks it (see ip xfrm policy)")]
+    PolicyBlocks,
     /// Its source address is not the host's any more.
     #[error("its source address {0} is not one of this host's any more")]
     SourceGone(std::net::IpAddr),
@@ -82,6 +120,11 @@ pub enum Stay {
     /// The NIC has no room.
     #[error("the NIC has no room for it")]
     NoRoom,
+    /// The agent needs the descriptors that it has left for itself.
+    #[error(
+        "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
+    )]
+    NoDescriptors(u64),
     /// The NIC said no.
     #[error("the NIC refused it ({0})")]
     Refused(u32),
@@ -151,11 +194,17 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     if socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_AO_INFO, &mut ao).is_ok() {
         return Err(Stay::Signed);
     }
-    if poll(fd) & libc::POLLPRI != 0 {
-        return Err(Stay::Urgent);
-    }
+    check_urgent(fd)?;
     check_receiving(fd)?;
     Ok(info)
+}
+
+/// Whether urgent data waits for the program.
+///
+/// # Errors
+/// [`Stay::Urgent`] if so.
+pub fn check_urgent(fd: BorrowedFd<'_>) -> Result<(), Stay> {
+    if poll(fd) & libc::POLLPRI != 0 { Err(Stay::Urgent) } else { Ok(()) }
 }
 
 /// Whether the program has shut the receiving side down: the socket says that nothing more comes, though no FIN has come.

@@ -159,7 +159,8 @@ impl<'a> Exporter<'a> {
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
             shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
             self.saved.remember(self.fd);
-            Ok(())
+            // The shell stays in repair mode, which forces reuse of its port: who asks the socket, or binds the port, finds what was there.
+            self.saved.write_reuse(self.fd).step("SO_REUSEADDR")
         };
         match steps() {
             Ok(()) => Ok(self.saved),
@@ -180,6 +181,8 @@ pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
 
 fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Stay> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
+    // It may have come since the connection was examined.
+    crate::examine::check_urgent(fd)?;
     let state = State::from_number(info.state).ok_or(Stay::State(crate::examine::state_name(info.state)))?;
     let options = options(fd).step("getsockopt")?;
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;

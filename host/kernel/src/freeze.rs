@@ -7,11 +7,43 @@
 //! a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and epoll_wait EINTR.
 
 use crate::socket::check;
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// A thread that does not stop within so many microseconds is not waited for: it may be inside vfork.
-const PATIENCE: u64 = 100_000;
+const PATIENCE: u64 = 50_000;
+
+/// So often the processor is given up before a thread that is to stop is waited for asleep, and for how long then.
+const YIELDS: u32 = 100;
+const NAP: std::time::Duration = std::time::Duration::from_micros(50);
+
+thread_local! {
+    /// Threads that were told to stop and had not when they were let go: they will stop yet, and have to be let go then.
+    static LATE: RefCell<Vec<i32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether threads that were told to stop have not been let go yet.
+pub fn any_late() -> bool {
+    LATE.with_borrow(|late| !late.is_empty())
+}
+
+/// Lets threads go on that have stopped too late for whoever wanted them to. Whether there are others that have not stopped yet: this is
+/// to be called again soon then, by the thread that froze them.
+pub fn release_late() -> bool {
+    LATE.with_borrow_mut(|late| {
+        late.retain(|number| {
+            let mut thread = Thread { number: *number, stopped: false, signal: 0 };
+            match thread.look() {
+                Ok(false) => return true,
+                Ok(true) if thread.stopped => thread.release(),
+                _ => {}
+            }
+            false
+        });
+        !late.is_empty()
+    })
+}
 
 /// Processes whose every thread stands still, until this is dropped. It belongs to the thread that made it.
 #[derive(Debug, Default)]
@@ -72,8 +104,10 @@ impl Frozen {
                     Ok(()) => {}
                     // It has just ended.
                     Err(error) if error.raw_os_error() == Some(libc::ESRCH) => continue,
-                    // Or ended, and nobody has waited for it yet; or it is ours since it did not stop the last time.
-                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead_or_ours(number) => continue,
+                    // It did not stop the last time: it was told to already.
+                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && take_late(number) => {}
+                    // Or ended, and nobody has waited for it yet.
+                    Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead(number) => continue,
                     Err(error) => return Err(error),
                 }
                 let _ = ptrace(libc::PTRACE_INTERRUPT, number, 0);
@@ -89,38 +123,60 @@ impl Frozen {
     }
 }
 
-/// Whether a thread has ended and only waits to be waited for, or this process traces it.
-fn is_dead_or_ours(number: i32) -> bool {
+/// Takes a thread off the list of those that were late.
+fn take_late(number: i32) -> bool {
+    LATE.with_borrow_mut(|late| late.extract_if(.., |other| *other == number).count() > 0)
+}
+
+/// Whether a thread has ended and only waits to be waited for.
+fn is_dead(number: i32) -> bool {
     let Ok(status) = std::fs::read_to_string(format!("/proc/{number}/status")) else { return true };
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    let tracer = field("TracerPid:").and_then(|tracer| tracer.parse().ok());
-    field("State:").is_none_or(|state| state.starts_with(['Z', 'X'])) || tracer == Some(std::process::id())
+    let state = status.lines().find_map(|line| line.strip_prefix("State:")).map(str::trim);
+    state.is_none_or(|state| state.starts_with(['Z', 'X']))
 }
 
 impl Thread {
     fn wait(&mut self) -> io::Result<()> {
         let deadline = crate::events::monotonic_micros() + PATIENCE;
-        loop {
-            let mut status = 0;
-            // SAFETY: room for the status.
-            match unsafe { libc::waitpid(self.number, &mut status, libc::__WALL | libc::WNOHANG) } {
-                0 if crate::events::monotonic_micros() > deadline => {
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, format!("thread {} does not stop", self.number)));
-                }
-                // It stops when it comes to run; nothing tells two kinds of waiting apart that both are short.
-                0 => std::thread::yield_now(),
-                // It has ended.
-                -1 => return Ok(()),
-                _ if libc::WIFSTOPPED(status) => {
-                    self.stopped = true;
-                    // Not the stop that was asked for: the signal is delivered when the thread goes on.
-                    if status >> 16 == 0 {
-                        self.signal = libc::WSTOPSIG(status);
-                    }
-                    return begin_anew(self.number);
-                }
-                _ => return Ok(()),
+        for look in 0u32.. {
+            if self.look()? {
+                break;
             }
+            if crate::events::monotonic_micros() > deadline {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("thread {} does not stop", self.number)));
+            }
+            // It stops when it comes to run; nothing tells two kinds of waiting apart that both are short.
+            if look < YIELDS { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+        }
+        Ok(())
+    }
+
+    /// Whether it has stopped, or ended.
+    fn look(&mut self) -> io::Result<bool> {
+        let mut status = 0;
+        // SAFETY: room for the status.
+        match unsafe { libc::waitpid(self.number, &mut status, libc::__WALL | libc::WNOHANG) } {
+            0 => Ok(false),
+            // It has ended.
+            -1 => Ok(true),
+            _ if libc::WIFSTOPPED(status) => {
+                self.stopped = true;
+                // Not the stop that was asked for: the signal is delivered when the thread goes on.
+                if status >> 16 == 0 {
+                    self.signal = libc::WSTOPSIG(status);
+                }
+                begin_anew(self.number).map(|()| true)
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// Lets it go on.
+    fn release(&self) {
+        if ptrace(libc::PTRACE_DETACH, self.number, self.signal as usize).is_err() {
+            // It was killed: its end is told to whoever traces it before its parent.
+            // SAFETY: no status is asked for.
+            unsafe { libc::waitpid(self.number, std::ptr::null_mut(), libc::__WALL | libc::WNOHANG) };
         }
     }
 }
@@ -162,14 +218,11 @@ fn begin_anew(_thread: i32) -> io::Result<()> {
 impl Drop for Frozen {
     fn drop(&mut self) {
         for thread in &mut self.threads {
-            if !thread.stopped {
-                // It was not waited for; only a thread that stands still can be let go.
-                let _ = thread.wait();
-            }
-            if ptrace(libc::PTRACE_DETACH, thread.number, thread.signal as usize).is_err() {
-                // It was killed: its end is told to whoever traces it before its parent.
-                // SAFETY: no status is asked for.
-                unsafe { libc::waitpid(thread.number, std::ptr::null_mut(), libc::__WALL | libc::WNOHANG) };
+            // Only a thread that stands still can be let go. One that has ended is no more.
+            match if thread.stopped { Ok(true) } else { thread.look() } {
+                _ if thread.stopped => thread.release(),
+                Ok(false) => LATE.with_borrow_mut(|late| late.push(thread.number)),
+                _ => {}
             }
         }
     }

@@ -55,6 +55,7 @@ impl<'a> Importer<'a> {
         unacknowledged: &Pieces<'a>,
         saved: &Saved,
     ) -> Result<Importer<'a>, ImportError> {
+        let saved = &saved.with_reuse_of_shell(fd);
         shell::repair(fd, true).step("TCP_REPAIR")?;
         // FINs are not restored: the peer's is replayed to the kernel, ours is sent again by shutdown.
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));

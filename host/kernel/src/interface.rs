@@ -55,7 +55,11 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
             io::ErrorKind::PermissionDenied,
             "no right to use /dev/net/tun: run as root, or let users open it (chmod 666 /dev/net/tun, as most distributions have it)",
         ),
-        _ => error,
+        Some(libc::ENOTTY | libc::EINVAL | libc::EISDIR) => io::Error::new(
+            error.kind(),
+            format!("/dev/net/tun is not the TUN device ({error}): make it anew (rm /dev/net/tun; mknod /dev/net/tun c 10 200)"),
+        ),
+        _ => io::Error::new(error.kind(), format!("/dev/net/tun: {error}")),
     };
     let file = OpenOptions::new()
         .read(true)

@@ -9,6 +9,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 pub const ROUTE: i32 = 0;
 /// Socket diagnosis.
 pub const SOCK_DIAG: i32 = 4;
+/// IPsec.
+pub const XFRM: i32 = 6;
 /// Connection tracking, among others.
 pub const NETFILTER: i32 = 12;
 
@@ -131,8 +133,12 @@ impl Netlink {
     }
 }
 
-/// Route groups that tell of links, neighbours, addresses, routes and rules, IPv4 and IPv6.
-pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+/// Route groups that tell of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of settings of links (rp_filter).
+pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18 | 1 << 23;
+/// The route group that tells of queueing disciplines and filters (tc).
+pub const TRAFFIC_CONTROL_CHANGES: u32 = 0x8;
+/// The groups that tell of IPsec's policies, and of those that expire.
+pub const POLICY_CHANGES: u32 = 0x8 | 0x2;
 /// The netfilter group that tells of nftables' rules.
 pub const RULE_CHANGES: u32 = 1 << 6;
 
@@ -160,15 +166,40 @@ impl Changes {
 
     /// Takes in what was told. Whether there was anything; what has been lost counts.
     pub fn any(&self) -> bool {
-        let mut buffer = [0u8; 8192];
         let mut any = false;
+        self.each(|_, _| any = true);
+        any
+    }
+
+    /// Takes in what was told: each message's type and body. Of messages that were lost there is one of type 0, without a body.
+    pub fn each(&self, mut each: impl FnMut(u16, &[u8])) {
+        let mut buffer = [0u8; 16384];
         loop {
-            // SAFETY: the pointer and length describe the buffer.
-            let got = unsafe { libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) };
-            if got < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock {
-                return any;
+            // SAFETY: the pointer and length describe the buffer; MSG_TRUNC makes the call tell a longer message's length.
+            let got = unsafe {
+                libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT | libc::MSG_TRUNC)
+            };
+            if got < 0 {
+                match io::Error::last_os_error().kind() {
+                    io::ErrorKind::WouldBlock => return,
+                    io::ErrorKind::Interrupted => continue,
+                    _ => each(0, &[]),
+                }
+                continue;
             }
-            any = true;
+            let Some(mut rest) = buffer.get(..got as usize) else {
+                each(0, &[]);
+                continue;
+            };
+            while rest.len() >= 16 {
+                let length = u32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]) as usize;
+                if length < 16 || length > rest.len() {
+                    each(0, &[]);
+                    break;
+                }
+                each(u16::from_ne_bytes([rest[4], rest[5]]), &rest[16..length]);
+                rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+            }
         }
     }
 }

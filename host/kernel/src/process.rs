@@ -9,18 +9,42 @@ use std::process::Command;
 /// The first descriptor that [`inherit`] gives to a child.
 pub const FIRST_DESCRIPTOR: i32 = 3;
 
+/// Open files that a process of Baton's needs at least.
+const FEW_DESCRIPTORS: libc::rlim_t = 1024;
+
 /// Descriptors that [`inherit`] gives at most.
 const MOST_DESCRIPTORS: usize = 64;
+
+/// Raises this process' limit on open files (`ulimit -n`) to [`FEW_DESCRIPTORS`], if it is lower and may be raised.
+fn allow_few_descriptors() {
+    // SAFETY: one live rlimit; plain system calls, allowed between fork and exec.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < FEW_DESCRIPTORS {
+            let most = limit.rlim_max.max(FEW_DESCRIPTORS);
+            let allowed = libc::rlimit { rlim_cur: FEW_DESCRIPTORS.min(limit.rlim_max), rlim_max: limit.rlim_max };
+            if libc::setrlimit(libc::RLIMIT_NOFILE, &libc::rlimit { rlim_cur: FEW_DESCRIPTORS, rlim_max: most }) != 0 {
+                libc::setrlimit(libc::RLIMIT_NOFILE, &allowed);
+            }
+        }
+    }
+}
 
 /// Makes a command's process get these descriptors as 3, 4, …, and die with the thread that starts it if `tied`.
 pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool) {
     let raw: Vec<i32> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let work = move || {
+        allow_few_descriptors();
         // First out of the way of the targets, then onto them: dup2 clears close-on-exec.
         let mut moved = [0i32; MOST_DESCRIPTORS];
         for (at, fd) in raw.iter().enumerate() {
             // SAFETY: plain descriptor calls, allowed between fork and exec.
-            moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR + MOST_DESCRIPTORS as i32) })?;
+            moved[at] = check(unsafe { libc::fcntl(*fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR + MOST_DESCRIPTORS as i32) })
+                // Numbers beyond the limit are invalid arguments to the kernel.
+                .map_err(|error| match error.raw_os_error() {
+                    Some(libc::EINVAL) => io::Error::from_raw_os_error(libc::EMFILE),
+                    _ => error,
+                })?;
         }
         for (at, fd) in moved[..raw.len()].iter().enumerate() {
             // SAFETY: as above.
@@ -78,7 +102,23 @@ pub fn inherited(number: i32) -> io::Result<std::os::fd::OwnedFd> {
     }
 }
 
-/// Gives up every capability for good; no program that is started later gets any back.
+/// No program that is started later gets a capability back. Needs CAP_SETPCAP, so that it comes before a change of user.
+///
+/// # Errors
+/// The system's.
+pub fn drop_bounds() -> io::Result<()> {
+    // SAFETY: no pointers are involved.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        for capability in 0..64 {
+            // Fails for numbers that this kernel does not have.
+            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
+        }
+    }
+    Ok(())
+}
+
+/// Gives up every capability for good.
 ///
 /// # Errors
 /// The system's.
@@ -90,16 +130,8 @@ pub fn drop_capabilities() -> io::Result<()> {
     }
     let header = Header { version: 0x2008_0522, pid: 0 };
     let none = [[0u32; 3]; 2];
-    // SAFETY: no pointers, then a header and two empty sets of version 3.
-    unsafe {
-        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-        for capability in 0..64 {
-            // Fails for numbers that this kernel does not have.
-            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
-        }
-        check(libc::syscall(libc::SYS_capset, &header, &none) as i32)?;
-    }
-    Ok(())
+    // SAFETY: a header and two empty sets of version 3.
+    check(unsafe { libc::syscall(libc::SYS_capset, &header, &none) } as i32).map(|_| ())
 }
 
 /// Binds a thread to one core; 0 is the calling thread. Whether it worked.
@@ -214,6 +246,27 @@ pub fn lift(fd: std::os::fd::OwnedFd, lowest: i32) -> io::Result<std::os::fd::Ow
     Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
 }
 
+/// Gives a descriptor the number of another one, which is closed: nothing ever finds the number free.
+///
+/// # Errors
+/// The system's; the descriptor is closed then, the other is as it was.
+pub fn put_in_place_of(fd: std::os::fd::OwnedFd, other: std::os::fd::OwnedFd) -> io::Result<std::os::fd::OwnedFd> {
+    // SAFETY: a call on two descriptors of our own; the second one's number is ours before and after it.
+    check(unsafe { libc::syscall(libc::SYS_dup3, fd.as_raw_fd(), other.as_raw_fd(), libc::O_CLOEXEC) } as i32)?;
+    Ok(other)
+}
+
+/// Raises the number of descriptors that this process may have as far as it may, and says how many that are.
+pub fn raise_descriptor_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
+    // SAFETY: one live rlimit.
+    unsafe {
+        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
+        let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
+        if libc::setrlimit(libc::RLIMIT_NOFILE, &raised) == 0 { raised.rlim_cur } else { limit.rlim_cur }
+    }
+}
+
 /// Fills a buffer with random bytes.
 ///
 /// # Errors
@@ -303,6 +356,16 @@ pub fn all() -> Vec<u32> {
 pub fn cgroup(process: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{process}/cgroup")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+}
+
+/// The signals by which a process is asked to end.
+pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
+/// Takes what has come to a descriptor of [`hear_signals`].
+pub fn take_signals(signals: &std::os::fd::OwnedFd) {
+    let mut info = [0u8; 128];
+    // SAFETY: room for one signalfd_siginfo; the descriptor does not block.
+    while unsafe { libc::read(signals.as_raw_fd(), info.as_mut_ptr().cast(), info.len()) } > 0 {}
 }
 
 /// A descriptor that becomes readable when one of these signals comes; nothing else happens to the process then.

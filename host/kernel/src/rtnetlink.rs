@@ -1,6 +1,7 @@
 //! Routes, neighbours, links and addresses.
 
 use crate::netlink::{ACK, CREATE_EXCLUSIVE, CREATE_REPLACE, DUMP, Netlink, ROUTE, Request, attributes};
+use std::collections::HashSet;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -9,66 +10,26 @@ const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
 const RTM_DELADDR: u16 = 21;
-const RTM_GETROUTE: u16 = 26;
 const RTM_NEWNEIGH: u16 = 28;
 const RTM_GETNEIGH: u16 = 30;
 
-/// Where the kernel would send a packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
-    /// Index of the outgoing interface.
-    pub interface: u32,
-    /// The next hop, if it is not the destination itself.
-    pub gateway: Option<IpAddr>,
-    /// The source address it prefers.
-    pub source: Option<IpAddr>,
-}
-
-fn family(address: &IpAddr) -> u8 {
+pub(crate) fn family(address: &IpAddr) -> u8 {
     if address.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 }
 }
 
-fn bytes(address: &IpAddr) -> Vec<u8> {
+pub(crate) fn bytes(address: &IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(v4) => v4.octets().to_vec(),
         IpAddr::V6(v6) => v6.octets().to_vec(),
     }
 }
 
-fn parse(value: &[u8]) -> Option<IpAddr> {
+pub(crate) fn parse(value: &[u8]) -> Option<IpAddr> {
     <[u8; 4]>::try_from(value).map(IpAddr::from).or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()
 }
 
-fn word(value: &[u8]) -> Option<u32> {
+pub(crate) fn word(value: &[u8]) -> Option<u32> {
     Some(u32::from_ne_bytes(value.try_into().ok()?))
-}
-
-/// Asks which way packets from `source` to `destination` go.
-///
-/// # Errors
-/// `ENETUNREACH` or `EHOSTUNREACH` without a route, `EINVAL` if the source is not this host's.
-pub fn route_to(netlink: &Netlink, destination: IpAddr, source: Option<IpAddr>) -> io::Result<Route> {
-    let size = if destination.is_ipv4() { 32 } else { 128 };
-    let header = [family(&destination), size, if source.is_some() { size } else { 0 }, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    let mut request = Request::new(RTM_GETROUTE, 0, &header).attribute(1, &bytes(&destination));
-    if let Some(source) = source {
-        request = request.attribute(2, &bytes(&source));
-    }
-    let mut route = Route { interface: 0, gateway: None, source: None };
-    let mut kind = 0;
-    netlink.ask(request, |body| {
-        kind = body.get(7).copied().unwrap_or(0);
-        for (attribute, value) in attributes(body, 12) {
-            match attribute {
-                4 => route.interface = word(value).unwrap_or(0),
-                5 => route.gateway = parse(value),
-                7 => route.source = parse(value),
-                _ => {}
-            }
-        }
-    })?;
-    // RTN_UNICAST and RTN_LOCAL lead somewhere.
-    if kind == 1 || kind == 2 { Ok(route) } else { Err(io::Error::from_raw_os_error(libc::ENETUNREACH)) }
 }
 
 /// The link address of a neighbour, if the kernel knows one that it would use.
@@ -81,35 +42,24 @@ pub fn neighbour(netlink: &Netlink, interface: u32, address: IpAddr) -> io::Resu
     header[4..8].copy_from_slice(&interface.to_ne_bytes());
     let request = Request::new(RTM_GETNEIGH, 0, &header).attribute(1, &bytes(&address));
     let mut found = None;
-    let answer = netlink.ask(request, |body| {
-        let state = u16::from_ne_bytes([body[8], body[9]]);
-        // REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT.
-        if state & 0xde != 0 {
-            found = attributes(body, 12).find(|(kind, _)| *kind == 2).and_then(|(_, value)| value.try_into().ok());
-        }
-    });
+    let answer = netlink.ask(request, |body| found = parse_neighbour(body).and_then(|(_, _, found)| found));
     match answer {
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
         other => other.map(|()| found),
     }
 }
 
-/// Whether an address is one of this host's.
-///
-/// # Errors
-/// The system's.
-pub fn is_local(netlink: &Netlink, address: IpAddr) -> io::Result<bool> {
-    const RTM_GETADDR: u16 = 22;
-    let header = [family(&address), 0, 0, 0, 0, 0, 0, 0];
-    let wanted = bytes(&address);
-    let mut found = false;
-    netlink.ask(Request::new(RTM_GETADDR, DUMP, &header), |body| {
-        found |= attributes(body, 8).any(|(kind, value)| (kind == 1 || kind == 2) && value == wanted);
-    })?;
-    Ok(found)
+/// What a message about a neighbour says: device, address, and the link address if the kernel would use one.
+pub fn parse_neighbour(body: &[u8]) -> Option<(u32, IpAddr, Option<[u8; 6]>)> {
+    let device = word(body.get(4..8)?)?;
+    let state = u16::from_ne_bytes(body.get(8..10)?.try_into().ok()?);
+    let of = |wanted| attributes(body, 12).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
+    // REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT.
+    let found = of(2).filter(|_| state & 0xde != 0).and_then(|value| value.try_into().ok());
+    Some((device, of(1).and_then(parse)?, found))
 }
 
-/// A link's index, MAC address and MTU.
+/// A link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkInfo {
     /// Index.
@@ -118,8 +68,27 @@ pub struct LinkInfo {
     pub address: [u8; 6],
     /// MTU in bytes of IP packet.
     pub mtu: u32,
+    /// MTU for IPv6, which can be less; 0 without IPv6.
+    pub mtu6: u32,
     /// Kind of link layer: [`ETHERNET`], [`LOOPBACK`] or another.
     pub kind: u16,
+    /// It is up.
+    pub up: bool,
+    /// What stands over it.
+    pub master: Master,
+    /// It is a VRF device (or another that stands for a routing table of its own).
+    pub vrf: bool,
+}
+
+/// What stands over a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Master {
+    /// Nothing: packets that it receives are the host's.
+    None,
+    /// A VRF: packets that it receives are the host's, with a routing table of their own.
+    Vrf,
+    /// A bridge, a bond, …: what it receives counts as received by that.
+    Other,
 }
 
 /// A link with Ethernet headers.
@@ -147,20 +116,119 @@ pub fn link_at(netlink: &Netlink, index: u32) -> io::Result<LinkInfo> {
     ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &header))
 }
 
+/// All links of the namespace.
+///
+/// # Errors
+/// The system's.
+pub fn links(netlink: &Netlink) -> io::Result<Vec<LinkInfo>> {
+    let mut all = Vec::new();
+    netlink.ask(Request::new(RTM_GETLINK, DUMP, &[0; 16]), |body| all.extend(parse_link(body)))?;
+    Ok(all)
+}
+
 fn ask_for_link(netlink: &Netlink, request: Request) -> io::Result<LinkInfo> {
-    let mut info = LinkInfo { index: 0, address: [0; 6], mtu: 1500, kind: 0 };
-    netlink.ask(request, |body| {
-        info.kind = u16::from_ne_bytes([body[2], body[3]]);
-        info.index = word(&body[4..8]).unwrap_or(0);
-        for (kind, value) in attributes(body, 16) {
-            match kind {
-                1 => info.address = value.try_into().unwrap_or_default(),
-                4 => info.mtu = word(value).unwrap_or(1500),
-                _ => {}
+    let mut info = None;
+    netlink.ask(request, |body| info = parse_link(body))?;
+    info.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
+}
+
+fn parse_link(body: &[u8]) -> Option<LinkInfo> {
+    const LINKINFO: u16 = 18;
+    const AF_SPEC: u16 = 26;
+    let flags = word(body.get(8..12)?)?;
+    let mut info = LinkInfo {
+        index: word(&body[4..8])?,
+        address: [0; 6],
+        mtu: 1500,
+        mtu6: 0,
+        kind: u16::from_ne_bytes([body[2], body[3]]),
+        up: flags & libc::IFF_UP as u32 != 0,
+        master: Master::None,
+        vrf: false,
+    };
+    let mut slave_of_vrf = false;
+    for (kind, value) in attributes(body, 16) {
+        match kind {
+            1 => info.address = value.try_into().unwrap_or_default(),
+            4 => info.mtu = word(value).unwrap_or(1500),
+            10 if word(value) != Some(0) => info.master = Master::Other,
+            LINKINFO => {
+                // IFLA_INFO_KIND and IFLA_INFO_SLAVE_KIND.
+                let is_vrf = |wanted| attributes(value, 0).any(|(kind, name)| kind == wanted && name == b"vrf\0");
+                (info.vrf, slave_of_vrf) = (is_vrf(1), is_vrf(4));
             }
+            AF_SPEC => info.mtu6 = ipv6_mtu(value).unwrap_or(0),
+            _ => {}
         }
+    }
+    if slave_of_vrf {
+        info.master = Master::Vrf;
+    }
+    Some(info)
+}
+
+/// The MTU among a link's IPv6 settings (IFLA_AF_SPEC, AF_INET6, IFLA_INET6_CONF).
+fn ipv6_mtu(families: &[u8]) -> Option<u32> {
+    const CONF: u16 = 2;
+    const MTU: usize = 2;
+    let (_, v6) = attributes(families, 0).find(|(family, _)| *family == libc::AF_INET6 as u16)?;
+    let (_, settings) = attributes(v6, 0).find(|(kind, _)| *kind == CONF)?;
+    word(settings.get(4 * MTU..4 * MTU + 4)?)
+}
+
+/// Whether a filter of traffic control's judges what comes in at a link. Those of this library's own (tcx) are not counted.
+///
+/// # Errors
+/// The system's.
+pub fn has_ingress_filter(netlink: &Netlink, index: u32) -> io::Result<bool> {
+    const RTM_GETTFILTER: u16 = 46;
+    /// The parents of filters at the ingress: of clsact, and of the older ingress discipline.
+    const PARENTS: [u32; 2] = [0xffff_fff2, 0xffff_0000];
+    let mut found = false;
+    for parent in PARENTS {
+        let mut header = [0u8; 20];
+        header[4..8].copy_from_slice(&index.to_ne_bytes());
+        header[12..16].copy_from_slice(&parent.to_ne_bytes());
+        match netlink.ask(Request::new(RTM_GETTFILTER, DUMP, &header), |_| found = true) {
+            // No such discipline, or no traffic control in this kernel.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT | libc::EOPNOTSUPP)) => {}
+            other => other?,
+        }
+    }
+    Ok(found)
+}
+
+/// Links that have an IPv4 address.
+///
+/// # Errors
+/// The system's.
+pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
+    const RTM_GETADDR: u16 = 22;
+    let mut found = HashSet::new();
+    let header = [libc::AF_INET as u8, 0, 0, 0, 0, 0, 0, 0];
+    netlink.ask(Request::new(RTM_GETADDR, DUMP, &header), |body| found.extend(body.get(4..8).and_then(word)))?;
+    Ok(found)
+}
+
+/// How a link filters by reverse path (`rp_filter`): 0 not at all, 1 strictly, 2 loosely. The list has all links that have IPv4.
+///
+/// # Errors
+/// The system's.
+pub fn reverse_path_filters(netlink: &Netlink) -> io::Result<Vec<(u32, u32)>> {
+    const RTM_GETNETCONF: u16 = 82;
+    const INDEX: u16 = 1;
+    const FILTER: u16 = 3;
+    /// The number that stands for all links, whose setting counts where it is larger.
+    const ALL: u32 = -1i32 as u32;
+    let mut filters = Vec::new();
+    netlink.ask(Request::new(RTM_GETNETCONF, DUMP, &[libc::AF_INET as u8, 0, 0, 0]), |body| {
+        let of = |wanted| attributes(body, 4).find(|(kind, _)| *kind == wanted).and_then(|(_, value)| word(value));
+        filters.extend(of(INDEX).zip(of(FILTER)));
     })?;
-    Ok(info)
+    let all = filters.iter().find(|(index, _)| *index == ALL).map_or(0, |(_, filter)| *filter);
+    filters.retain(|(index, _)| (*index as i32) > 0);
+    filters.iter_mut().for_each(|(_, filter)| *filter = all.max(*filter));
+    Ok(filters)
 }
 
 /// Sets a link's MAC address and MTU and brings it up.

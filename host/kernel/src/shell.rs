@@ -82,6 +82,17 @@ impl Saved {
         Saved { keepalive: i32::from(on), ..self.clone() }
     }
 
+    /// The same with the SO_REUSEADDR that the shell has: the program may have set it while the NIC had the connection. Repair mode's own
+    /// value, 2, and that of a socket outside of repair mode, which forgets it, are not the program's.
+    #[must_use]
+    pub(crate) fn with_reuse_of_shell(&self, fd: BorrowedFd<'_>) -> Saved {
+        let in_repair = socket::get(fd, libc::IPPROTO_TCP, TCP_REPAIR).is_ok_and(|repair| repair == 1);
+        match socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR) {
+            Ok(reuse @ 0..=1) if in_repair => Saved { reuse, ..self.clone() },
+            _ => self.clone(),
+        }
+    }
+
     /// Puts back what a disconnect has forgotten. What is as it was is not touched.
     pub(crate) fn remember(&self, fd: BorrowedFd<'_>) {
         for (level, option, value) in &self.forgotten {
@@ -92,12 +103,17 @@ impl Saved {
         }
     }
 
+    /// Puts SO_REUSEADDR back, also on a shell, which stays in repair mode.
+    pub(crate) fn write_reuse(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)
+    }
+
     /// Puts the settings back, but for the filter, which [`hear`] does.
     ///
     /// # Errors
     /// The system's.
     pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)?;
+        self.write_reuse(fd)?;
         socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, self.keepalive)
     }
 }

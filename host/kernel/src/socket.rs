@@ -205,6 +205,21 @@ pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// Ends a connection as if its peer had reset it, and resets the peer: the next call fails with ECONNRESET, later ones find the end of the
+/// stream.
+///
+/// # Errors
+/// The system's.
+pub fn reset(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let raw = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
+    // SAFETY: a live sockaddr of the given length.
+    check(unsafe { libc::connect(fd.as_raw_fd(), &raw, size_of::<libc::sockaddr>() as libc::socklen_t) })?;
+    // It has no peer any more, says the kernel, but shuts both sides all the same.
+    // SAFETY: a call on a live descriptor.
+    unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_RDWR) };
+    Ok(())
+}
+
 /// Bytes of a circular area of shared memory, as the one or two pieces that system calls want.
 #[derive(Clone, Copy, Debug)]
 pub struct Pieces<'a> {
@@ -344,16 +359,28 @@ pub fn stream(v6: bool, protocol: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
+fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
+    let mut status = MaybeUninit::<libc::stat>::zeroed();
+    // SAFETY: room for one stat, which is plain data.
+    check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
+    // SAFETY: zeroed, then filled.
+    Ok(unsafe { status.assume_init() })
+}
+
 /// The inode of a descriptor's file, by which /proc names sockets.
 ///
 /// # Errors
 /// The system's.
 pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
-    let mut status = MaybeUninit::<libc::stat>::zeroed();
-    // SAFETY: room for one stat, which is plain data.
-    check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
-    // SAFETY: zeroed, then filled.
-    Ok(unsafe { status.assume_init() }.st_ino)
+    Ok(status(fd)?.st_ino)
+}
+
+/// The user that a socket belongs to, whom routing rules may ask for.
+///
+/// # Errors
+/// The system's.
+pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    Ok(status(fd)?.st_uid)
 }
 
 /// Sends one byte as urgent data.

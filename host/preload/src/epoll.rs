@@ -1,27 +1,28 @@
 //! Epoll sets with sockets that may be on the NIC.
 //!
-//! The kernel's set stays as the program made it, and says what there is to say of connections in the kernel. While a connection is on
-//! the NIC its registration is there with no events, and what it would say is worked out here. The session's bell and an eventfd of
-//! the set's own are in the kernel's set, too, so that a thread that sleeps in it wakes for either.
+//! The kernel's set stays, and says what there is to say of connections in the kernel; what it says is given to the set's
+//! [`Interest`], which decides what the program hears. The session's bell and an eventfd of the set's own are in the kernel's set, too, so
+//! that a thread that sleeps in it wakes for either.
+//!
+//! A child of fork shares the kernel's set with its parent. It changes nothing there on its own account, and only translates what the
+//! kernel reports ([`leave_inherited`]).
+//!
+//! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
+use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::tcp::Tcp;
 use crate::{process, readiness, real, table, thread, wait};
 use baton_abi::layout::Owner;
-use libc::{
-    EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
-};
-use libc::{EPOLLPRI, EPOLLRDHUP, c_int, epoll_event};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-type Table<K, V> = HashMap<K, V, std::hash::BuildHasherDefault<std::hash::DefaultHasher>>;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The data of this library's own registrations: addresses of its own, which no program has a reason to use.
 static BELL: u8 = 0;
 static WAKE: u8 = 1;
+static END: u8 = 2;
 
 fn bell_data() -> u64 {
     std::ptr::from_ref(&BELL) as u64
@@ -31,43 +32,39 @@ fn wake_data() -> u64 {
     std::ptr::from_ref(&WAKE) as u64
 }
 
-/// What the kernel is told besides what the program asks: it reports those always.
-const ALWAYS: u32 = (EPOLLERR | EPOLLHUP) as u32;
+/// Whether it is any of them.
+fn is_own(data: u64) -> bool {
+    data == bell_data() || data == wake_data() || data == end_data()
+}
 
-/// A socket in a set.
-#[derive(Clone, Copy, Debug)]
-struct Registration {
-    events: u32,
-    data: u64,
-    /// It has fired, and waits to be armed again (EPOLLONESHOT).
-    spent: bool,
-    /// The kernel's registration has no events.
-    muted: bool,
-    /// It was just given back to the kernel, which may report again what was reported before.
-    rearmed: bool,
-    /// Bytes that had come when receiving was last reported; None if it was not since the registration.
-    seen: Option<u32>,
-    /// The end of the stream was reported.
-    seen_end: bool,
-    /// How often a send had found no room when sending was last reported.
-    seen_stuck: Option<u32>,
-    /// The socket's nudges that have been reported.
-    seen_nudges: u32,
-    /// It is in the list of those to look at.
-    queued: bool,
-    /// Moves that the connection had made when the kernel last reported it.
-    moves: u32,
+/// Of the session's control connection, which hangs up when the session ends.
+fn end_data() -> u64 {
+    std::ptr::from_ref(&END) as u64
+}
+
+/// How often an epoll_wait without a time limit waits, a millisecond each, for connections to come to rest.
+const SETTLING_ROUNDS: u32 = 50;
+
+/// What is in a set.
+#[derive(Clone, Copy)]
+pub(crate) enum File {
+    Tcp(&'static Tcp),
+    Set(&'static Set),
+}
+
+impl PartialEq for File {
+    fn eq(&self, other: &File) -> bool {
+        match (self, other) {
+            (File::Tcp(one), File::Tcp(other)) => std::ptr::eq(*one, *other),
+            (File::Set(one), File::Set(other)) => std::ptr::eq(*one, *other),
+            _ => false,
+        }
+    }
 }
 
 #[derive(Default)]
 struct Inner {
-    /// By descriptor, ordered so that nothing depends on hashing.
-    sockets: BTreeMap<c_int, Registration>,
-    by_data: Table<u64, Vec<c_int>>,
-    /// Sets in this set: descriptor, data, events.
-    nested: BTreeMap<c_int, (u64, u32)>,
-    /// To be looked at.
-    queue: VecDeque<c_int>,
+    interest: Interest<File>,
     /// The bell of this session is in the kernel's set.
     bell: Option<c_int>,
 }
@@ -76,13 +73,15 @@ struct Inner {
 #[repr(align(64))]
 pub(crate) struct Set {
     inner: Mutex<Inner>,
-    /// Sockets to which something has happened.
-    marked: Mutex<Vec<c_int>>,
+    /// Slots of sockets to which something has happened.
+    marked: Mutex<Vec<u32>>,
     any_marked: AtomicBool,
-    wake: c_int,
+    wake: OnceLock<c_int>,
     sleepers: AtomicU32,
     /// Somebody looks at the set itself: it is in another set, or polled.
     watched: AtomicBool,
+    /// It belongs to the process that this one was forked from.
+    inherited: AtomicBool,
     fds: Mutex<Vec<c_int>>,
 }
 
@@ -98,21 +97,29 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
+/// A set that has just been made.
+pub(crate) fn created(epfd: c_int) -> c_int {
+    if epfd >= 0 && process::plan().is_some() {
+        table::put(epfd, None);
+        known_set(epfd);
+    }
+    epfd
+}
+
 /// The set behind a descriptor, known from now on.
 fn known_set(epfd: c_int) -> &'static Set {
     if let Some(set) = table::set_of(epfd) {
         return set;
     }
     let set = locked(&POOL).pop().unwrap_or_else(|| {
-        let wake = wait::eventfd();
-        locked(&OURS).push(wake);
         Box::leak(Box::new(Set {
             inner: Mutex::default(),
             marked: Mutex::default(),
             any_marked: AtomicBool::new(false),
-            wake,
+            wake: OnceLock::new(),
             sleepers: AtomicU32::new(0),
             watched: AtomicBool::new(false),
+            inherited: AtomicBool::new(false),
             fds: Mutex::default(),
         }))
     });
@@ -127,115 +134,137 @@ fn known_set(epfd: c_int) -> &'static Set {
 /// # Safety
 /// As epoll_ctl(2).
 pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
-    match table::get(fd) {
-        // SAFETY: the caller's promise.
-        Some(table::File::Tcp(tcp)) => unsafe { known_set(epfd).control_socket(epfd, operation, fd, tcp, event) },
-        Some(table::File::Set(_)) => {
-            // SAFETY: the caller's promise.
-            let done = unsafe { real::epoll_ctl(epfd, operation, fd, event) };
-            if done == 0 {
-                // SAFETY: the kernel has just read it, or needed none.
-                let given = unsafe { event.as_ref() }.map(|event| (event.u64, event.events));
-                known_set(epfd).note_nested(operation, fd, given);
-            }
-            done
+    // SAFETY: the caller's promise; the kernel judges what is asked.
+    let native = || unsafe { real::epoll_ctl(epfd, operation, fd, event) };
+    let file = match table::get(fd) {
+        Some(table::File::Tcp(tcp)) => File::Tcp(tcp),
+        Some(table::File::Set(set)) => File::Set(set),
+        None => return native(),
+    };
+    // SAFETY: the program's event, or null.
+    let given = unsafe { event.as_ref() }.map(|event| (event.events, event.u64));
+    let given = match operation {
+        EPOLL_CTL_DEL => None,
+        EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,
+        _ => return native(),
+    };
+    if table::tcp(epfd).is_some() {
+        return native();
+    }
+    let is_foreign = !process::is_mine() || table::set_of(epfd).is_some_and(Set::is_inherited);
+    if is_foreign {
+        // What two processes wait for with one set, only the kernel can report to both.
+        if let File::Tcp(tcp) = file {
+            tcp.give_back("epoll set of several processes", baton_client::protocol::Until::Never);
         }
-        // SAFETY: the caller's promise.
-        None => unsafe { real::epoll_ctl(epfd, operation, fd, event) },
+        return native();
+    }
+    known_set(epfd).control(epfd, operation, fd, file, given)
+}
+
+/// The kernel's set, and what is in it.
+struct Kernel(c_int);
+
+impl World for Kernel {
+    type File = File;
+
+    fn place(&mut self, file: File) -> (Place, u32) {
+        let File::Tcp(tcp) = file else { return (Place::Set, 0) };
+        let Some((connection, _)) = tcp.managed() else { return (Place::Kernel, 0) };
+        let place = match connection.owner() {
+            Owner::Nic => Place::Nic,
+            Owner::Moving => Place::Moving,
+            _ => Place::Kernel,
+        };
+        (place, connection.moves())
+    }
+
+    fn on_nic(&mut self, file: File) -> u32 {
+        match file {
+            File::Tcp(tcp) => readiness::events(tcp),
+            File::Set(_) => 0,
+        }
+    }
+
+    fn progress(&mut self, file: File, fd: c_int) -> Progress {
+        let File::Tcp(tcp) = file else { return Progress::default() };
+        Progress {
+            received: position(tcp, fd),
+            stuck: tcp.stuck.load(Ordering::Acquire),
+            nudges: tcp.nudges.load(Ordering::Acquire),
+        }
+    }
+
+    fn may_move(&mut self, file: File) -> bool {
+        matches!(file, File::Tcp(tcp) if tcp.may_move())
+    }
+
+    fn set_is_ready(&mut self, file: File) -> bool {
+        matches!(file, File::Set(set) if set.is_ready())
+    }
+
+    fn report(&mut self, out: &mut [epoll_event]) -> usize {
+        // Signals are not let through meanwhile: an epoll_pwait that has events to report does not do so either.
+        ask(self.0, out, Some(0), std::ptr::null()).max(0) as usize
+    }
+
+    fn register(&mut self, operation: c_int, fd: c_int, events: u32, data: u64) -> bool {
+        let mut event = epoll_event { events, u64: data };
+        // SAFETY: one live event.
+        unsafe { real::epoll_ctl(self.0, operation, fd, &mut event) == 0 }
     }
 }
 
-fn kernel_control(epfd: c_int, operation: c_int, fd: c_int, events: u32, data: u64) -> c_int {
-    let mut event = epoll_event { events, u64: data };
-    // SAFETY: one live event.
-    unsafe { real::epoll_ctl(epfd, operation, fd, &mut event) }
-}
-
-impl Inner {
-    fn remove_data(&mut self, data: u64, fd: c_int) {
-        if let Some(fds) = self.by_data.get_mut(&data) {
-            fds.retain(|other| *other != fd);
-            if fds.is_empty() {
-                self.by_data.remove(&data);
-            }
+/// Bytes that have come for a socket, ever, and its end, which counts as one.
+fn position(tcp: &Tcp, fd: c_int) -> u32 {
+    let taken = tcp.taken.load(Ordering::Relaxed);
+    match tcp.managed() {
+        Some((connection, session)) if connection.owner() == Owner::Nic => {
+            let readiness = session.shared.readiness(connection, thread::token());
+            taken.wrapping_add(readiness.unread).wrapping_add(u32::from(readiness.fin))
         }
-    }
-
-    fn enqueue(&mut self, fd: c_int) {
-        if let Some(registration) = self.sockets.get_mut(&fd)
-            && !registration.queued
-        {
-            registration.queued = true;
-            self.queue.push_back(fd);
+        _ => {
+            let mut unread: c_int = 0;
+            // SAFETY: FIONREAD writes one int.
+            unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut unread).cast()) };
+            taken.wrapping_add(unread.max(0) as u32).wrapping_add(u32::from(wait::now_says(fd, libc::POLLRDHUP)))
         }
     }
 }
 
 impl Set {
-    unsafe fn control_socket(
-        &'static self,
-        epfd: c_int,
-        operation: c_int,
-        fd: c_int,
-        tcp: &'static Tcp,
-        event: *mut epoll_event,
-    ) -> c_int {
-        let mut inner = locked(&self.inner);
-        // SAFETY: the program's event, or null.
-        let given = unsafe { event.as_ref() }.map(|event| (event.events, event.u64));
-        // SAFETY: the caller's promise. The kernel judges what is asked, whoever has the connection.
-        let done = unsafe { real::epoll_ctl(epfd, operation, fd, event) };
-        if done != 0 {
-            return done;
-        }
-        if let Some(old) = inner.sockets.get(&fd).copied() {
-            inner.remove_data(old.data, fd);
-            if operation == EPOLL_CTL_DEL {
-                inner.sockets.remove(&fd);
-                tcp.remove_set(self, fd);
-            }
-        }
-        let (EPOLL_CTL_ADD | EPOLL_CTL_MOD, Some((events, data))) = (operation, given) else { return done };
-        if operation == EPOLL_CTL_ADD {
-            tcp.remove_set(self, fd);
-            tcp.add_set(self, fd);
-        }
-        let registration = Registration {
-            events,
-            data,
-            spent: false,
-            muted: false,
-            rearmed: false,
-            seen: None,
-            seen_end: false,
-            seen_stuck: None,
-            seen_nudges: tcp.nudges.load(Ordering::Acquire),
-            queued: false,
-            moves: tcp.managed().map_or(0, |(connection, _)| connection.moves()),
-        };
-        inner.sockets.insert(fd, registration);
-        inner.by_data.entry(data).or_default().push(fd);
-        if tcp.is_managed() {
-            self.join_bell(&mut inner, epfd);
-            inner.enqueue(fd);
-            self.settle_one(&mut inner, epfd, fd, tcp);
-            drop(inner);
-            self.alert();
-        }
-        done
+    fn is_inherited(&self) -> bool {
+        self.inherited.load(Ordering::Relaxed)
     }
 
-    fn note_nested(&'static self, operation: c_int, fd: c_int, given: Option<(u64, u32)>) {
+    fn control(&'static self, epfd: c_int, operation: c_int, fd: c_int, file: File, given: Option<(u32, u64)>) -> c_int {
         let mut inner = locked(&self.inner);
-        match (operation, given, table::set_of(fd)) {
-            (EPOLL_CTL_ADD | EPOLL_CTL_MOD, Some(given), Some(other)) => {
-                inner.nested.insert(fd, given);
-                other.watched.store(true, Ordering::Release);
+        let kernel = &mut Kernel(epfd);
+        let Some(given) = given else {
+            let (done, slot) = inner.interest.delete(kernel, fd, file);
+            if let (Some(slot), File::Tcp(tcp)) = (slot, file) {
+                tcp.remove_set(self, slot);
             }
-            _ => {
-                inner.nested.remove(&fd);
+            return if done { 0 } else { -1 };
+        };
+        let known = inner.interest.find(fd, file);
+        let Some(slot) = inner.interest.set(kernel, operation, fd, file, given) else { return -1 };
+        match file {
+            File::Tcp(tcp) => {
+                if known.is_none() {
+                    tcp.add_set(self, slot);
+                }
+                if tcp.is_managed() {
+                    self.join_bell(&mut inner, epfd);
+                    // It may have moved before the socket knew of this set.
+                    inner.interest.enqueue(slot);
+                    drop(inner);
+                    self.alert();
+                }
             }
+            File::Set(other) => other.watch(),
         }
+        0
     }
 
     /// The bell and the set's eventfd are in the kernel's set.
@@ -246,42 +275,81 @@ impl Set {
             return;
         }
         inner.bell = Some(bell);
-        kernel_control(epfd, EPOLL_CTL_ADD, bell, (EPOLLIN | EPOLLEXCLUSIVE) as u32, bell_data());
-        kernel_control(epfd, EPOLL_CTL_ADD, self.wake, EPOLLIN as u32, wake_data());
+        let kernel = &mut Kernel(epfd);
+        kernel.register(EPOLL_CTL_ADD, bell, (EPOLLIN | EPOLLEXCLUSIVE) as u32, bell_data());
+        // It hangs up as long as nobody takes it out, so that everybody sees it who sleeps in this set.
+        kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
+        kernel.register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
+    }
+
+    fn eventfd(&self) -> c_int {
+        *self.wake.get_or_init(|| {
+            let fd = wait::eventfd();
+            locked(&OURS).push(fd);
+            fd
+        })
     }
 
     /// A socket of the set may go to the NIC from now on.
     pub fn expect_news(&self) {
         if let Some(epfd) = locked(&self.fds).first().copied() {
             self.join_bell(&mut locked(&self.inner), epfd);
+            // Whoever sleeps in it since before there was a session is not counted as a sleeper.
+            wait::signal(self.eventfd());
         }
     }
 
     /// Something has happened to a socket of the set. Called with the session's events locked.
-    pub fn mark(&self, fd: c_int) {
-        locked(&self.marked).push(fd);
-        self.any_marked.store(true, Ordering::Release);
+    pub fn mark(&self, slot: u32) {
+        locked(&self.marked).push(slot);
+        // Whoever is about to sleep counts itself, then looks at this.
+        self.any_marked.store(true, Ordering::SeqCst);
         self.alert();
     }
 
     /// Whoever sleeps in the set, or looks at it from outside, is to look again.
     fn alert(&self) {
-        if self.sleepers.load(Ordering::Acquire) > 0 || self.watched.load(Ordering::Acquire) {
-            wait::signal(self.wake);
+        if self.sleepers.load(Ordering::SeqCst) > 0 || self.watched.load(Ordering::SeqCst) {
+            wait::signal(self.eventfd());
         }
     }
 
-    /// A descriptor of a socket is about to be closed for good: the kernel's registration goes, whoever else holds the socket.
-    pub fn forget(&'static self, fd: c_int) {
-        let epfd = locked(&self.fds).first().copied();
-        let mut inner = locked(&self.inner);
-        if let Some(old) = inner.sockets.remove(&fd) {
-            inner.remove_data(old.data, fd);
-            if let Some(epfd) = epfd {
-                // SAFETY: DEL takes no event.
-                unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
-            }
+    fn clear_wake(&self) {
+        if let Some(wake) = self.wake.get() {
+            wait::clear(*wake);
         }
+    }
+
+    /// With the set's list and one of its descriptors.
+    fn with_interest(&self, change: impl FnOnce(&mut Interest<File>, &mut Kernel)) {
+        let epfd = locked(&self.fds).first().copied();
+        change(&mut locked(&self.inner).interest, &mut Kernel(epfd.unwrap_or(-1)));
+    }
+
+    /// A socket is about to be closed for good.
+    pub fn forget(&'static self, slot: u32, tcp: &'static Tcp) {
+        self.with_interest(|interest, kernel| interest.forget(kernel, slot, File::Tcp(tcp)));
+    }
+
+    /// A socket is the kernel's alone from now on.
+    pub fn release(&'static self, slot: u32, tcp: &'static Tcp) {
+        self.with_interest(|interest, kernel| {
+            interest.settle(kernel, slot);
+            interest.release(kernel, slot, File::Tcp(tcp));
+        });
+    }
+
+    /// Whether a socket is registered under this descriptor.
+    pub fn has_number(&self, slot: u32, fd: c_int, tcp: &'static Tcp) -> bool {
+        locked(&self.inner).interest.find(fd, File::Tcp(tcp)) == Some(slot)
+    }
+
+    /// A descriptor of a socket is about to be closed, which others have, too.
+    pub fn lose_number(&self, slot: u32, fd: c_int) {
+        self.with_interest(|interest, kernel| {
+            interest.settle(kernel, slot);
+            interest.lose_number(slot, fd);
+        });
     }
 
     /// Another descriptor of the same set.
@@ -294,127 +362,46 @@ impl Set {
         table::put(fd, None);
         let mut fds = locked(&self.fds);
         fds.retain(|other| *other != fd);
-        if !fds.is_empty() {
+        if !fds.is_empty() || self.is_inherited() {
             return;
         }
         drop(fds);
         let inner = std::mem::take(&mut *locked(&self.inner));
-        for fd in inner.sockets.keys() {
-            if let Some(tcp) = table::tcp(*fd) {
-                tcp.remove_set(self, *fd);
+        for (slot, file) in inner.interest.files() {
+            if let File::Tcp(tcp) = file {
+                tcp.remove_set(self, slot);
             }
         }
         locked(&self.marked).clear();
-        wait::clear(self.wake);
+        self.clear_wake();
         locked(&POOL).push(self);
     }
 
-    /// Brings the kernel's registration of a socket in line with who has the connection.
-    fn settle_one(&self, inner: &mut Inner, epfd: c_int, fd: c_int, tcp: &Tcp) {
-        let on_nic = tcp.settled_owner() == Some(Owner::Nic);
-        let Some(registration) = inner.sockets.get_mut(&fd) else { return };
-        if registration.muted == on_nic {
-            return;
-        }
-        registration.muted = on_nic;
-        registration.rearmed = !on_nic;
-        // What has fired is silent until it is armed again; the kernel would report some events even so, but does so only once.
-        let events = match () {
-            () if on_nic => registration.events & EPOLLET as u32,
-            () if registration.spent => registration.events & EPOLLET as u32 | EPOLLONESHOT as u32,
-            () => registration.events,
-        };
-        if registration.events & EPOLLEXCLUSIVE as u32 != 0 {
-            // An exclusive registration cannot be modified.
-            // SAFETY: DEL takes no event.
-            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
-            let events = if on_nic { 0 } else { registration.events };
-            kernel_control(epfd, EPOLL_CTL_ADD, fd, events, registration.data);
-        } else {
-            kernel_control(epfd, EPOLL_CTL_MOD, fd, events, registration.data);
-        }
-    }
-
-    /// Takes in what has happened: marked sockets are to be looked at, and those that have moved are registered accordingly.
+    /// Takes in what has happened: marked sockets are to be looked at.
     fn take_marks(&self, inner: &mut Inner, epfd: c_int) {
-        if !self.any_marked.swap(false, Ordering::AcqRel) {
+        if !self.any_marked.swap(false, Ordering::SeqCst) {
             return;
         }
         self.join_bell(inner, epfd);
-        for fd in std::mem::take(&mut *locked(&self.marked)) {
-            if let Some(tcp) = table::tcp(fd) {
-                self.settle_one(inner, epfd, fd, tcp);
-                inner.enqueue(fd);
-            }
+        // Not with the list locked: what is found out about a socket may mark others.
+        let marked = std::mem::take(&mut *locked(&self.marked));
+        for slot in marked {
+            inner.interest.settle(&mut Kernel(epfd), slot);
+            inner.interest.enqueue(slot);
         }
     }
 
-    /// Moves what is ready among sockets on the NIC into `out`.
-    fn collect(&self, inner: &mut Inner, epfd: c_int, out: &mut [epoll_event]) -> usize {
-        let (mut count, mut again) = (0, Vec::new());
-        for _ in 0..inner.queue.len() {
-            if count == out.len() {
-                break;
-            }
-            let Some(fd) = inner.queue.pop_front() else { break };
-            let Some(registration) = inner.sockets.get_mut(&fd) else { continue };
-            registration.queued = false;
-            let Some(tcp) = table::tcp(fd) else { continue };
-            if !registration.muted || registration.spent {
-                continue;
-            }
-            if tcp.settled_owner() != Some(Owner::Nic) {
-                // It has come back just now: the kernel is asked next.
-                self.settle_one(inner, epfd, fd, tcp);
-                continue;
-            }
-            let events = readiness::events(tcp) & (registration.events | ALWAYS);
-            if events == 0 || registration.is_edge() && !registration.has_edge(tcp, fd, events) {
-                continue;
-            }
-            registration.reported(tcp, fd, events);
-            out[count] = epoll_event { events, u64: registration.data };
-            count += 1;
-            if !registration.is_edge() && !registration.spent {
-                again.push(fd);
-            }
+    /// Whether the data of a kernel's event is this library's own; then what it stands for is noted.
+    fn own(&self, data: u64, bell: &mut bool, end: &mut bool) -> bool {
+        *bell |= data == bell_data();
+        *end |= data == end_data();
+        if data == wake_data() {
+            self.clear_wake();
         }
-        // Level-triggered ones are looked at again, behind the others.
-        again.into_iter().for_each(|fd| inner.enqueue(fd));
-        if inner.queue.is_empty() {
-            wait::clear_if(self.watched.load(Ordering::Acquire), self.wake);
-        }
-        count
+        is_own(data)
     }
 
-    /// What the kernel reported, without what is ours, and without what it should not have said. Whether the bell was among it.
-    fn sift(&self, inner: &mut Inner, events: &mut [epoll_event], count: usize) -> (usize, bool) {
-        let (mut kept, mut bell) = (0, false);
-        for at in 0..count {
-            let mut event = events[at];
-            let data = event.u64;
-            if data == bell_data() {
-                bell = true;
-                continue;
-            }
-            if data == wake_data() {
-                wait::clear(self.wake);
-                continue;
-            }
-            let fd = inner.by_data.get(&data).and_then(|fds| fds.first().copied());
-            let genuine = match fd.and_then(|fd| Some((fd, inner.sockets.get_mut(&fd)?, table::tcp(fd)?))) {
-                Some((fd, registration, tcp)) => registration.may_report(tcp, fd, &mut event),
-                None => inner.nested_is_ready(data),
-            };
-            if genuine {
-                events[kept] = event;
-                kept += 1;
-            }
-        }
-        (kept, bell)
-    }
-
-    /// epoll_wait(2) and its kin.
+    /// epoll_wait(2) and its kin, with a limit in microseconds.
     pub(crate) fn wait(
         &'static self,
         epfd: c_int,
@@ -422,7 +409,11 @@ impl Set {
         limit: Option<u64>,
         mask: *const libc::sigset_t,
     ) -> c_int {
+        if self.is_inherited() {
+            return self.wait_inherited(epfd, out, limit, mask);
+        }
         let deadline = limit.map(|limit| wait::now() + limit);
+        let mut rounds = 0;
         loop {
             let session = process::session();
             if let Some(session) = session {
@@ -430,34 +421,50 @@ impl Set {
             }
             let mut inner = locked(&self.inner);
             self.take_marks(&mut inner, epfd);
-            let ready = self.collect(&mut inner, epfd, out);
-            drop(inner);
-            let awake = ready > 0 || limit == Some(0);
-            let got = self.ask_kernel(session, epfd, &mut out[ready..], if awake { Some(0) } else { deadline }, mask);
-            if got < 0 {
-                return if ready > 0 { ready as c_int } else { got };
+            let kernel = &mut Kernel(epfd);
+            let (mut bell, mut end) = (false, limit == Some(0) && session.is_some_and(Session::is_over));
+            let mut count = inner.interest.gather(kernel, out, |data| self.own(data, &mut bell, &mut end));
+            let mut moving = inner.interest.moving;
+            if count == 0 {
+                drop(inner);
+                let until = if moving.is_some() { Some(0) } else { deadline };
+                let got = self.ask_kernel(session, epfd, out, until, mask);
+                if got < 0 {
+                    return got;
+                }
+                inner = locked(&self.inner);
+                count = inner.interest.take_in(kernel, out, got as usize, |data| self.own(data, &mut bell, &mut end));
+                moving = moving.or(inner.interest.moving);
             }
-            let mut inner = locked(&self.inner);
-            if self.any_marked.load(Ordering::Acquire) {
-                self.take_marks(&mut inner, epfd);
-            }
-            let (kept, bell) = self.sift(&mut inner, &mut out[ready..], got as usize);
+            let left = count > 0 && inner.interest.has_queued();
             drop(inner);
             if bell && let Some(session) = session {
                 session.shared.bell().clear();
                 session.shared.catch_up(thread::token());
             }
-            if ready + kept > 0 {
-                return (ready + kept) as c_int;
+            if end && let Some(session) = session {
+                session.leave_if_over();
             }
-            if limit == Some(0) && !self.any_marked.load(Ordering::Acquire)
-                || deadline.is_some_and(|deadline| wait::now() >= deadline)
-            {
+            if count > 0 {
+                if left {
+                    // The kernel, too, wakes the next thread while anything may be ready.
+                    self.alert();
+                }
+                return count as c_int;
+            }
+            if let (Some(File::Tcp(tcp)), true) = (moving, limit != Some(0) || rounds < SETTLING_ROUNDS) {
+                rounds += 1;
+                tcp.wait_a_little();
+            } else if limit == Some(0) && !self.any_marked.load(Ordering::SeqCst) {
+                return 0;
+            }
+            if limit != Some(0) && deadline.is_some_and(|deadline| wait::now() >= deadline) {
                 return 0;
             }
         }
     }
 
+    /// Waits in the kernel.
     fn ask_kernel(
         &self,
         session: Option<&Session>,
@@ -466,158 +473,110 @@ impl Set {
         deadline: Option<u64>,
         mask: *const libc::sigset_t,
     ) -> c_int {
-        if out.is_empty() {
-            return 0;
+        if deadline == Some(0) {
+            return ask(epfd, out, deadline, mask);
         }
-        let left =
-            |deadline: Option<u64>| deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000) as c_int);
-        let ask = |out: &mut [epoll_event], limit| {
-            // SAFETY: so many live events; the caller's mask.
-            unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, limit, mask) }
-        };
-        let (Some(session), false) = (session, deadline == Some(0)) else {
-            return ask(out, left(deadline));
-        };
-        self.sleepers.fetch_add(1, Ordering::AcqRel);
-        session.shared.count_sleeper();
-        let news = session.shared.has_news(thread::token()) || self.any_marked.load(Ordering::Acquire);
-        let got = ask(out, if news { 0 } else { left(deadline) });
-        session.shared.uncount_sleeper();
-        self.sleepers.fetch_sub(1, Ordering::AcqRel);
+        // Whoever marks a socket, or adds one that has moved already, looks at this; also if there was no session when this thread fell
+        // asleep.
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        if let Some(session) = session {
+            session.shared.count_sleeper();
+        }
+        let news =
+            self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_news(thread::token()));
+        let got = ask(epfd, out, if news { Some(0) } else { deadline }, mask);
+        let errno = thread::errno();
+        if let Some(session) = session {
+            session.shared.uncount_sleeper();
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        thread::fail(errno);
         got
+    }
+
+    /// In a child: the kernel's set is its parent's, too.
+    fn wait_inherited(&self, epfd: c_int, out: &mut [epoll_event], limit: Option<u64>, mask: *const libc::sigset_t) -> c_int {
+        let deadline = limit.map(|limit| wait::now() + limit);
+        loop {
+            let got = ask(epfd, out, deadline, mask);
+            if got <= 0 {
+                return got;
+            }
+            // Whoever held this lock in the parent does not exist here: then nothing is known of the set.
+            let inner = self.inner.try_lock();
+            let mut kept = 0;
+            for at in 0..got as usize {
+                let event = out[at];
+                let data = event.u64;
+                let data = match data {
+                    own if is_own(own) => continue,
+                    token if interest::is_token(token) => {
+                        let Some(data) = inner.as_ref().ok().and_then(|inner| inner.interest.translate(token)) else { continue };
+                        data
+                    }
+                    data => data,
+                };
+                out[kept] = epoll_event { events: event.events, u64: data };
+                kept += 1;
+            }
+            if kept > 0 || deadline.is_some_and(|deadline| wait::now() >= deadline) {
+                return kept as c_int;
+            }
+        }
     }
 
     /// Whether anything is ready, for whoever looks at the set from outside.
     pub fn is_ready(&'static self) -> bool {
         let Some(epfd) = locked(&self.fds).first().copied() else { return false };
-        if let Some(session) = process::session() {
-            session.shared.bell().clear();
-            session.shared.catch_up(thread::token());
+        if !self.is_inherited() {
+            if let Some(session) = process::session() {
+                session.shared.bell().clear();
+                session.shared.catch_up(thread::token());
+            }
+            let mut inner = locked(&self.inner);
+            self.take_marks(&mut inner, epfd);
+            if inner.interest.is_ready(&mut Kernel(epfd)) {
+                return true;
+            }
+            drop(inner);
+            self.clear_wake();
         }
-        let mut inner = locked(&self.inner);
-        self.take_marks(&mut inner, epfd);
-        let here = inner.queue.iter().any(|fd| {
-            let (Some(registration), Some(tcp)) = (inner.sockets.get(fd), table::tcp(*fd)) else { return false };
-            let events = readiness::events(tcp) & (registration.events | ALWAYS);
-            let edge = || !registration.is_edge() || registration.has_edge(tcp, *fd, events);
-            registration.muted && !registration.spent && events != 0 && edge()
-        });
-        if here {
-            return true;
-        }
-        drop(inner);
-        wait::clear(self.wake);
         let mut poll = libc::pollfd { fd: epfd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one live pollfd.
         unsafe { real::poll(&mut poll, 1, 0) == 1 }
     }
 
-    /// Somebody polls the set itself.
+    /// Somebody polls the set itself, or has it in another set.
     pub fn watch(&self) {
-        self.watched.store(true, Ordering::Release);
+        self.watched.store(true, Ordering::SeqCst);
     }
 }
 
-impl Inner {
-    /// Whether what the kernel says under some data may be said: only of a set in this set must be found out.
-    fn nested_is_ready(&self, data: u64) -> bool {
-        match self.nested.iter().find(|(_, (known, _))| *known == data) {
-            Some((fd, _)) => table::set_of(*fd).is_none_or(Set::is_ready),
-            None => true,
-        }
-    }
-}
-
-impl Registration {
-    fn is_edge(&self) -> bool {
-        self.events & EPOLLET as u32 != 0
-    }
-
-    /// Bytes that have come for the socket, ever, and whether the stream has ended.
-    fn position(tcp: &Tcp, fd: c_int) -> u32 {
-        let taken = tcp.taken.load(Ordering::Relaxed);
-        match tcp.managed() {
-            Some((connection, session)) if connection.owner() == Owner::Nic => {
-                taken.wrapping_add(session.shared.readiness(connection, thread::token()).unread)
-            }
-            _ => {
-                let mut unread: c_int = 0;
-                // SAFETY: FIONREAD writes one int.
-                unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut unread).cast()) };
-                taken.wrapping_add(unread.max(0) as u32)
-            }
-        }
-    }
-
-    /// Whether an edge-triggered registration has something new to say.
-    fn has_edge(&self, tcp: &Tcp, fd: c_int, events: u32) -> bool {
-        let end = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32 != 0;
-        if end && !self.seen_end || self.seen_nudges != tcp.nudges.load(Ordering::Acquire) {
-            return true;
-        }
-        if events & EPOLLIN as u32 != 0 && self.seen != Some(Self::position(tcp, fd)) && !(end && self.seen_end) {
-            return true;
-        }
-        events & EPOLLOUT as u32 != 0 && self.seen_stuck != Some(tcp.stuck.load(Ordering::Acquire))
-    }
-
-    /// Notes what has been reported.
-    fn reported(&mut self, tcp: &Tcp, fd: c_int, events: u32) {
-        if self.is_edge() {
-            self.seen_nudges = tcp.nudges.load(Ordering::Acquire);
-            if events & (EPOLLIN | EPOLLPRI) as u32 != 0 {
-                self.seen = Some(Self::position(tcp, fd));
-            }
-            self.seen_end |= events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32 != 0;
-            if events & EPOLLOUT as u32 != 0 {
-                self.seen_stuck = Some(tcp.stuck.load(Ordering::Acquire));
-            }
-        }
-        self.spent = self.events & EPOLLONESHOT as u32 != 0;
-    }
-
-    /// Whether the kernel's report counts: not of a connection that the NIC has, and not a second time of what was reported before the
-    /// connection came back.
-    fn may_report(&mut self, tcp: &Tcp, fd: c_int, event: &mut epoll_event) -> bool {
-        if self.muted || self.spent || tcp.settled_owner() == Some(Owner::Nic) {
-            return false;
-        }
-        if let Some((connection, _)) = tcp.managed()
-            && connection.moves() != self.moves
-        {
-            self.moves = connection.moves();
-            // Moving makes the kernel say again what it has said.
-            self.rearmed = true;
-            // It may have been reported in the middle of a move, when its socket was none for a moment.
-            let mut poll = libc::pollfd { fd, events: (self.events & 0xffff) as i16, revents: 0 };
-            // SAFETY: one live pollfd.
-            unsafe { real::poll(&mut poll, 1, 0) };
-            event.events &= poll.revents as u16 as u32;
-            if event.events == 0 {
-                return false;
-            }
-        }
-        let events = event.events;
-        if std::mem::take(&mut self.rearmed) && self.is_edge() && !self.has_edge(tcp, fd, events) {
-            return false;
-        }
-        if tcp.is_managed() || self.is_edge() || self.events & EPOLLONESHOT as u32 != 0 {
-            self.reported(tcp, fd, events);
-        }
-        true
-    }
+/// epoll_pwait(2) until a time of the monotonic clock in microseconds; 0 for one that has passed.
+fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const libc::sigset_t) -> c_int {
+    let left = match deadline {
+        None => -1,
+        Some(0) => 0,
+        Some(deadline) => deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int,
+    };
+    // SAFETY: so many live events; the caller's mask.
+    unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, left, mask) }
 }
 
 /// In a child that has inherited sets: they are its parent's, too, and nothing is changed in them from here. The sockets in them stay in
 /// the kernel, which alone can tell both.
 pub(crate) fn leave_inherited() {
-    for (epfd, file) in table::known(0, u32::MAX) {
+    for (_, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
+        set.inherited.store(true, Ordering::Relaxed);
         // Whoever held this lock in the parent does not exist here: then nothing is known of the set.
         if let Ok(inner) = set.inner.try_lock() {
-            inner.sockets.keys().filter_map(|fd| table::tcp(*fd)).for_each(Tcp::stay);
+            for (_, file) in inner.interest.files() {
+                if let File::Tcp(tcp) = file {
+                    tcp.stay();
+                }
+            }
         }
-        table::put(epfd, None);
     }
     if let Ok(mut pool) = POOL.try_lock() {
         pool.clear();
@@ -627,9 +586,29 @@ pub(crate) fn leave_inherited() {
 /// Every set is brought in line with where connections are: for a child that is about to inherit them.
 pub(crate) fn settle() {
     for (epfd, file) in table::known(0, u32::MAX) {
-        if let table::File::Set(set) = file {
+        if let table::File::Set(set) = file
+            && !set.is_inherited()
+        {
             let mut inner = locked(&set.inner);
             set.take_marks(&mut inner, epfd);
+            let slots: Vec<u32> = inner.interest.files().map(|(slot, _)| slot).collect();
+            slots.into_iter().for_each(|slot| {
+                inner.interest.settle(&mut Kernel(epfd), slot);
+            });
+        }
+    }
+}
+
+/// A session has ended: no set listens to its descriptors any more.
+pub(crate) fn leave(session: &Session) {
+    for (epfd, file) in table::known(0, u32::MAX) {
+        let table::File::Set(set) = file else { continue };
+        let mut inner = locked(&set.inner);
+        if inner.bell.take().is_some() {
+            for fd in [session.shared.bell().as_fd(), session.shared.hangs_up()] {
+                // SAFETY: DEL takes no event.
+                unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) };
+            }
         }
     }
 }

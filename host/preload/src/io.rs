@@ -68,12 +68,31 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
 /// As send(2).
 #[inline(never)]
 pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
+    let mut tried = None;
+    if flags & !PLAIN_SEND == 0
+        && length > 0
+        && let Some(inside) = tcp.enter_kernel()
+    {
+        let sleeps = tcp.may_sleep(&inside, flags);
+        // SAFETY: the caller's promise.
+        let sent = unsafe { real::send(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
+        drop(inside);
+        tcp.count(fd, sent, true);
+        if sleeps || sent == length as ssize_t || sent < 0 && thread::errno() != libc::EAGAIN {
+            return sent;
+        }
+        tried = Some(sent.max(0) as usize);
+    }
     let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
-    // SAFETY: the caller's promise.
-    unsafe { send_message(tcp, fd, &message, flags) }
+    match tried {
+        // SAFETY: the caller's promise.
+        Some(done) => unsafe { send_rest(tcp, fd, &message, flags, done, true) },
+        // SAFETY: the caller's promise.
+        None => unsafe { send_message(tcp, fd, &message, flags) },
+    }
 }
 
 #[cold]
@@ -115,9 +134,14 @@ fn total(message: &msghdr) -> usize {
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
-fn does_not_wait(fd: c_int, flags: c_int) -> bool {
+fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
+    if flags & libc::MSG_DONTWAIT != 0 {
+        return true;
+    }
     // SAFETY: a query.
-    flags & libc::MSG_DONTWAIT != 0 || unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0
+    let nonblocking = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
+    tcp.note_nonblocking(nonblocking);
+    nonblocking
 }
 
 /// When a blocking call gives up: SO_RCVTIMEO or SO_SNDTIMEO.
@@ -131,7 +155,7 @@ fn deadline(fd: c_int, option: c_int) -> Option<u64> {
 }
 
 /// What one attempt came to.
-enum Attempt {
+pub(crate) enum Attempt {
     Done(usize),
     Failed(c_int),
     /// The connection is being moved.
@@ -145,7 +169,7 @@ fn attempt(result: std::io::Result<usize>) -> Attempt {
     }
 }
 
-fn native(result: ssize_t) -> Attempt {
+pub(crate) fn native(result: ssize_t) -> Attempt {
     if result < 0 { Attempt::Failed(thread::errno()) } else { Attempt::Done(result as usize) }
 }
 
@@ -160,19 +184,34 @@ pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr
     } else if message.msg_controllen > 0 {
         tcp.give_back("control message", Until::Again);
     }
-    if !tcp.is_managed() {
-        let inside = tcp.inside_kernel();
+    if let Some(inside) = tcp.enter_kernel()
+        && (tcp.may_sleep(&inside, flags) || flags & !PLAIN_SEND != 0)
+    {
         // SAFETY: the caller's promise.
         let sent = unsafe { real::sendmsg(fd, message, flags) };
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;
     }
+    // SAFETY: the caller's promise.
+    unsafe { send_rest(tcp, fd, message, flags, 0, false) }
+}
+
+/// sendmsg(2) of what lies behind `done`, without waiting inside the kernel; `stuck` if there was no room for that just now.
+unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int, mut done: usize, mut stuck: bool) -> ssize_t {
     let wanted = total(message);
-    let (mut done, mut limit) = (0, None);
+    let (mut limit, life) = (None, tcp.life());
     loop {
-        // SAFETY: the caller's promise.
-        match unsafe { try_send(tcp, fd, message, done, flags) } {
+        if tcp.life() != life {
+            return fail(libc::EBADF);
+        }
+        let attempt = if std::mem::take(&mut stuck) {
+            Attempt::Failed(libc::EAGAIN)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { try_send(tcp, fd, message, done, flags) }
+        };
+        match attempt {
             Attempt::Moving => {
                 if inside_already(tcp) {
                     return fail(libc::EAGAIN);
@@ -191,7 +230,10 @@ pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr
             Attempt::Failed(number) => return send_failed(number, flags),
         }
         tcp.stuck.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
-        if does_not_wait(fd, flags) {
+        if does_not_wait(tcp, fd, flags) {
+            if done == 0 && tcp.has_ended_just_now() {
+                continue;
+            }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
         }
         let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_SNDTIMEO));
@@ -219,13 +261,21 @@ fn inside_already(tcp: &Tcp) -> bool {
 }
 
 /// One attempt to send what lies behind `done`, without waiting.
-unsafe fn try_send(tcp: &Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
+unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
     // SAFETY: the caller's promise.
     let native = || unsafe {
         let (rest, _vectors) = rest_of(message, done);
         native(real::sendmsg(fd, &rest, flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL))
     };
-    let Some((connection, session)) = tcp.managed() else { return native() };
+    let Some((connection, session)) = tcp.managed() else {
+        let Some(inside) = tcp.enter_kernel() else { return Attempt::Moving };
+        let sent = native();
+        drop(inside);
+        if let Attempt::Done(count) = sent {
+            tcp.count(fd, count as isize, true);
+        }
+        return sent;
+    };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
         return native();
@@ -266,12 +316,31 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
 /// As recv(2).
 #[inline(never)]
 pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
+    let mut tried = false;
+    if flags & !PLAIN_RECEIVE == 0
+        && let Some(inside) = tcp.enter_kernel()
+        && (tcp.may_sleep(&inside, flags) || flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1)
+    {
+        let sleeps = tcp.may_sleep(&inside, flags);
+        // SAFETY: the caller's promise.
+        let received = unsafe { real::recv(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
+        drop(inside);
+        tcp.count(fd, received, false);
+        if sleeps || received >= 0 || thread::errno() != libc::EAGAIN {
+            return received;
+        }
+        tried = true;
+    }
     let mut vector = iovec { iov_base: start, iov_len: length };
     let mut message = empty_message();
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
-    // SAFETY: the caller's promise.
-    unsafe { receive_message(tcp, fd, &mut message, flags) }
+    match tried {
+        // SAFETY: the caller's promise.
+        true => unsafe { receive_rest(tcp, fd, &mut message, flags, true) },
+        // SAFETY: the caller's promise.
+        false => unsafe { receive_message(tcp, fd, &mut message, flags) },
+    }
 }
 
 /// recvmsg(2).
@@ -287,21 +356,36 @@ pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut
     if flags & !PLAIN_RECEIVE != 0 {
         tcp.give_back(if flags & libc::MSG_OOB != 0 { "MSG_OOB" } else { "unknown receive flag" }, Until::Never);
     }
-    if !tcp.is_managed() || flags & !PLAIN_RECEIVE != 0 {
-        let inside = tcp.inside_kernel();
+    let inside = tcp.enter_kernel();
+    if flags & !PLAIN_RECEIVE != 0 || inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags)) {
         // SAFETY: the caller's promise.
         let received = unsafe { real::recvmsg(fd, message, flags) };
         drop(inside);
         tcp.count(fd, received, false);
         return received;
     }
+    drop(inside);
+    // SAFETY: the caller's promise.
+    unsafe { receive_rest(tcp, fd, message, flags, false) }
+}
+
+/// recvmsg(2), without waiting inside the kernel; `nothing` if nothing was there just now.
+unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int, mut nothing: bool) -> ssize_t {
     let room = total(message);
     let lowat = tcp.lowat() as usize;
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
-    let (mut done, mut limit) = (0, None);
+    let (mut done, mut limit, life) = (0, None, tcp.life());
     loop {
-        // SAFETY: the caller's promise.
-        match unsafe { try_receive(tcp, fd, message, done, flags) } {
+        if tcp.life() != life {
+            return fail(libc::EBADF);
+        }
+        let attempt = if std::mem::take(&mut nothing) {
+            Attempt::Failed(libc::EAGAIN)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { try_receive(tcp, fd, message, done, flags) }
+        };
+        match attempt {
             Attempt::Moving => {
                 if inside_already(tcp) {
                     return fail(libc::EAGAIN);
@@ -320,7 +404,10 @@ pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut
             Attempt::Failed(_) if done > 0 => return done as ssize_t,
             Attempt::Failed(number) => return fail(number),
         }
-        if does_not_wait(fd, flags) {
+        if does_not_wait(tcp, fd, flags) {
+            if done == 0 && tcp.has_ended_just_now() {
+                continue;
+            }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
         }
         let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_RCVTIMEO));
@@ -331,27 +418,43 @@ pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut
     }
 }
 
+/// One attempt to receive behind `from` from the kernel, without waiting. `more`: something has been received already.
+unsafe fn receive_from_kernel(fd: c_int, message: &mut msghdr, from: usize, flags: c_int, more: bool) -> Attempt {
+    if more && wait::now_says(fd, libc::POLLERR) {
+        // The error is for the next call.
+        return Attempt::Failed(libc::EIO);
+    }
+    let (mut rest, _vectors) = rest_of(message, from);
+    // SAFETY: the caller's promise.
+    let received = unsafe { real::recvmsg(fd, &mut rest, (flags | libc::MSG_DONTWAIT) & !libc::MSG_WAITALL) };
+    message.msg_namelen = rest.msg_namelen;
+    message.msg_controllen = rest.msg_controllen;
+    message.msg_flags = rest.msg_flags;
+    native(received)
+}
+
 /// One attempt to receive behind `done`, without waiting.
-unsafe fn try_receive(tcp: &Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int) -> Attempt {
-    let Some((connection, session)) = tcp.managed() else { return Attempt::Moving };
-    let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
+unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int) -> Attempt {
     let peek = flags & libc::MSG_PEEK != 0;
     let from = if peek { 0 } else { done };
-    if entered.owner != Owner::Nic {
-        if done > 0 && wait::now_says(fd, libc::POLLERR) {
-            // The error is for the next call.
-            return Attempt::Failed(libc::EIO);
-        }
-        let (mut rest, _vectors) = rest_of(message, from);
+    let Some((connection, session)) = tcp.managed() else {
+        let Some(inside) = tcp.enter_kernel() else { return Attempt::Moving };
         // SAFETY: the caller's promise.
-        let received = unsafe { real::recvmsg(fd, &mut rest, (flags | libc::MSG_DONTWAIT) & !libc::MSG_WAITALL) };
-        message.msg_namelen = rest.msg_namelen;
-        message.msg_controllen = rest.msg_controllen;
-        message.msg_flags = rest.msg_flags;
-        if received > 0 && !peek {
-            tcp.took(received as usize);
+        let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
+        drop(inside);
+        if let (Attempt::Done(count), false) = (&received, peek) {
+            tcp.count(fd, *count as isize, false);
         }
-        return native(received);
+        return received;
+    };
+    let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
+    if entered.owner != Owner::Nic {
+        // SAFETY: the caller's promise.
+        let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
+        if let (Attempt::Done(count), false) = (&received, peek) {
+            tcp.took(*count);
+        }
+        return received;
     }
     message.msg_namelen = 0;
     message.msg_controllen = 0;

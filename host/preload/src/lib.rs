@@ -9,7 +9,9 @@
 //! calls that a program makes with instructions of its own.
 
 mod calls;
+mod custody;
 mod epoll;
+mod interest;
 mod io;
 mod options;
 mod poll;
@@ -20,6 +22,7 @@ mod table;
 mod tcp;
 mod thread;
 mod wait;
+mod worth;
 
 /// The inode behind a descriptor, 0 if there is none.
 fn fd_inode(fd: libc::c_int) -> u64 {

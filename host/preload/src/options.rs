@@ -25,8 +25,9 @@ fn meaning(level: c_int, option: c_int) -> Meaning {
     match (level, option) {
         (1, 9) => Meaning::KeepAlive,
         // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
-        // SO_BINDTODEVICE, SO_MARK, SO_DONTROUTE.
-        (1, 2 | 25 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
+        // SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
+        (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
+        _ if baton_kernel::unenforced::may_keep_in_kernel(level, option) => Meaning::ReadAtHandoff,
         (6, 31) => Meaning::Never("TCP_ULP"),
         (6, 14 | 32 | 38..=42) => Meaning::Never("signed segments"),
         (6, 19..=22) => Meaning::Never("TCP_REPAIR"),
@@ -83,18 +84,23 @@ pub(crate) unsafe fn set(
         {
             // SAFETY: the program's descriptor, during its own call.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-            let _ = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
+            let told = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
+            if told.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
+                // The NIC has not read what it was told before.
+                drop(entered);
+                std::thread::yield_now();
+                continue;
+            }
         }
         break done;
     };
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
-        let lowat = given.unwrap_or(1).max(1) as u32;
-        tcp.set_lowat(lowat);
+        note_lowat(tcp, fd);
         tcp.changed();
         if let Some((connection, session)) = tcp.managed() {
             let readiness = session.shared.readiness(connection, token());
             let ready = match tcp.settled_owner() {
-                Some(Owner::Nic) => readiness.fin || readiness.unread >= lowat,
+                Some(Owner::Nic) => readiness.fin || readiness.unread >= crate::readiness::least(tcp, &readiness),
                 _ => crate::wait::now_says(fd, libc::POLLIN),
             };
             if ready {
@@ -103,6 +109,19 @@ pub(crate) unsafe fn set(
         }
     }
     done
+}
+
+/// SO_RCVLOWAT was set: to what the kernel made of it, which is no more than half of the largest receive memory.
+pub(crate) fn note_lowat(tcp: &Tcp, fd: c_int) {
+    tcp.set_lowat(kernels(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT).unwrap_or(1).max(1) as u32);
+}
+
+/// The kernel's own value of an integer option, asked past this library.
+pub(crate) fn kernels(fd: c_int, level: c_int, option: c_int) -> Option<c_int> {
+    let (mut value, mut length) = (0 as c_int, size_of::<c_int>() as socklen_t);
+    // SAFETY: room for one int.
+    let done = unsafe { real::getsockopt(fd, level, option, (&raw mut value).cast(), &mut length) };
+    (done == 0).then_some(value)
 }
 
 /// getsockopt(2).
@@ -120,21 +139,14 @@ pub(crate) unsafe fn get(
     if (level, option) == (libc::IPPROTO_TCP, libc::TCP_INFO) {
         tcp.leave_if_over();
     }
-    let moves = || tcp.managed().map(|(connection, _)| connection.moves());
-    tcp.settled_owner();
-    let before = moves();
-    // SAFETY: the caller's promise.
-    let mut done = unsafe { real::getsockopt(fd, level, option, value, length) };
-    if (level, option) == (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
-        && tcp.settled_owner() == Some(Owner::Kernel)
-        && moves() != before
-    {
-        // What was read was the shell's.
+    // In the middle of a move some of what the socket says is the agent's doing.
+    let (done, owner) = tcp.undisturbed(|owner| {
         // SAFETY: the caller's promise.
-        done = unsafe { real::getsockopt(fd, level, option, value, length) };
-    }
+        let done = unsafe { real::getsockopt(fd, level, option, value, length) };
+        (done, owner)
+    });
     if done == 0
-        && tcp.settled_owner() == Some(Owner::Nic)
+        && owner == Some(Owner::Nic)
         && let Some((connection, session)) = tcp.managed()
     {
         let told = match (level, option) {
@@ -219,6 +231,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
         match session.shared.shutdown(connection, token()) {
             Ok(()) => return 0,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => std::thread::yield_now(),
+            Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => return fail(libc::EAGAIN) as c_int,
             Err(error) => return fail(thread::number(&error)) as c_int,
         }
     }

@@ -18,7 +18,7 @@ impl Watched {
         let mut watched = Watched { sockets: Vec::new(), sets: Vec::new() };
         for (at, entry) in fds.iter().enumerate() {
             match table::get(entry.fd) {
-                Some(table::File::Tcp(tcp)) if tcp.is_managed() => watched.sockets.push((at, tcp)),
+                Some(table::File::Tcp(tcp)) if tcp.is_managed() || tcp.may_be_handed_over() => watched.sockets.push((at, tcp)),
                 Some(table::File::Set(set)) => watched.sets.push((at, set)),
                 _ => {}
             }
@@ -46,25 +46,40 @@ impl Watched {
         ready
     }
 
-    /// How often each socket has moved.
-    fn moves(&self) -> Vec<u32> {
-        self.sockets.iter().map(|(_, tcp)| tcp.managed().map_or(0, |(connection, _)| connection.moves())).collect()
+    /// What each socket has been through: another connection, another move.
+    fn past(&self) -> Vec<(u32, Option<u32>)> {
+        self.sockets.iter().map(|(_, tcp)| (tcp.life(), tcp.moves())).collect()
     }
 
-    /// Takes over what the kernel said, but of sockets that have moved since `moves`, and of sets only if it is true. How many are
+    /// Takes over what the kernel said, but of sockets that have moved since `past`, and of sets only if it is true. How many are
     /// ready.
-    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], moves: &[u32]) -> usize {
+    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], past: &[(u32, Option<u32>)]) -> usize {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
                 entry.revents = answer.revents;
             }
         }
-        for ((at, tcp), before) in self.sockets.iter().zip(moves) {
-            let asked = asked[*at].fd >= 0 && fds[*at].revents != 0;
-            if asked && tcp.settled_owner() == Some(Owner::Nic) {
-                fds[*at].revents = 0;
-            } else if asked && tcp.managed().is_some_and(|(connection, _)| connection.moves() != *before) {
+        for ((at, tcp), (life, moves)) in self.sockets.iter().zip(past) {
+            if tcp.life() != *life {
+                // Another thread has closed it.
+                fds[*at].revents = libc::POLLNVAL;
+                continue;
+            }
+            if asked[*at].fd < 0 || fds[*at].revents == 0 {
+                continue;
+            }
+            let mut moves = *moves;
+            while fds[*at].revents != 0 {
+                let owner = tcp.settled_owner();
+                let now = tcp.moves();
+                if owner == Some(Owner::Nic) {
+                    fds[*at].revents = 0;
+                }
+                if now == moves {
+                    break;
+                }
                 // In the middle of a move the socket is none for a moment.
+                moves = now;
                 // SAFETY: one live pollfd.
                 unsafe { real::poll(&mut fds[*at], 1, 0) };
             }
@@ -81,23 +96,29 @@ impl Watched {
 /// ppoll(2) with a limit in microseconds.
 pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
     let watched = Watched::among(fds);
-    let session = process::session();
-    let (Some(session), false) = (session, watched.is_empty()) else {
+    if watched.is_empty() {
         let limit =
             limit.map(|limit| libc::timespec { tv_sec: (limit / 1_000_000) as i64, tv_nsec: (limit % 1_000_000 * 1000) as i64 });
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: so many live pollfds, the caller's mask.
         return unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
-    };
+    }
     let deadline = limit.map(|limit| wait::now() + limit);
     let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
     watched.sets.iter().for_each(|(_, set)| set.watch());
     let mut asked: Vec<pollfd> = fds.to_vec();
+    let lives: Vec<u32> = sockets.iter().map(|tcp| tcp.life()).collect();
     loop {
-        session.shared.catch_up(thread::token());
+        let session = process::session();
+        if let Some(session) = session {
+            session.shared.catch_up(thread::token());
+            if limit == Some(0) && session.shared.notice_end_sometimes(thread::token()) {
+                session.leave();
+            }
+        }
         fds.iter_mut().chain(asked.iter_mut()).for_each(|entry| entry.revents = 0);
+        let past: Vec<_> = watched.past().into_iter().zip(&lives).map(|((_, moves), life)| (*life, moves)).collect();
         let ready = watched.answer(fds, &mut asked);
-        let moves = watched.moves();
         let got = if ready > 0 || limit == Some(0) {
             // SAFETY: so many live pollfds.
             unsafe {
@@ -105,7 +126,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             }
         } else {
             let changed = || {
-                watched.moves() != moves
+                watched.past() != past
                     || watched.sockets.iter().any(|(at, tcp)| {
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
@@ -120,7 +141,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             return got;
         }
         let errno = errno();
-        let total = watched.merge(fds, &asked, &moves);
+        let total = watched.merge(fds, &asked, &past);
         fail(errno);
         if total > 0 {
             return total as c_int;

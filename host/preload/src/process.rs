@@ -1,12 +1,14 @@
 //! This process: what it was told, its session with the agent, and what becomes of both when it forks.
 
 use crate::tcp::Tcp;
-use crate::{real, table, tcp};
+use crate::{real, table, tcp, thread, wait};
 use baton_client::protocol::{Opening, VERSION};
 use baton_client::rules::{RUN_VARIABLE, Rule, Run};
 use baton_client::{Listener, Shared};
 use libc::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::collections::VecDeque;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// What the program was started with.
@@ -19,18 +21,25 @@ pub(crate) struct Plan {
 /// A session, for as long as this process lives: it is never freed, only left by a fork.
 pub(crate) struct Session {
     pub shared: Shared,
-    pub fds: [c_int; 4],
+    pub fds: [c_int; 3],
     /// Sockets by connection number.
     by_number: Mutex<Vec<Option<&'static Tcp>>>,
 }
 
 static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
-/// Whose session it is: a child of vfork shares this memory and is somebody else.
+/// Whose memory this is, and whose session: a child of vfork shares both and is somebody else.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 /// No connection may go to the NIC now: the process forks, or has locked itself in.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
+/// The last session that ended. Its descriptors' numbers are the next one's: none is ever free while a late thread may still use it.
+static LEFT: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
+/// Before this time, microseconds of the monotonic clock, nobody asks again for an agent that could not be reached.
+static NOT_BEFORE: AtomicU64 = AtomicU64::new(0);
+
+/// Microseconds after which an agent that could not be reached is asked for again.
+const AGAIN: u64 = 1_000_000;
 
 fn identity() -> u32 {
     std::process::id()
@@ -62,6 +71,11 @@ impl Plan {
     pub fn flips(&self) -> bool {
         self.run.flips
     }
+
+    /// Whether connections are handed over as soon as their rule fits. A test of moves moves whatever there is.
+    pub fn is_eager(&self) -> bool {
+        self.run.flips || self.run.eager
+    }
 }
 
 /// The session, if there is one.
@@ -78,12 +92,25 @@ pub(crate) fn open_session() -> Option<&'static Session> {
         return None;
     }
     if let Some(session) = session() {
-        return is_mine().then_some(session);
+        if !is_mine() {
+            return None;
+        }
+        if !session.shared.notice_end_sometimes(thread::token()) {
+            return Some(session);
+        }
+        session.leave();
     }
     let plan = plan()?;
+    if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
+        return None;
+    }
     let _one = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(session) = session() {
         return Some(session);
+    }
+    // Another thread may have asked in vain just now.
+    if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
+        return None;
     }
     let opening = Opening { version: VERSION, group: plan.run.group, program: plan.program.clone(), attacher: false };
     let listener = Listener(Box::new(|number| {
@@ -91,7 +118,24 @@ pub(crate) fn open_session() -> Option<&'static Session> {
             tcp.changed();
         }
     }));
-    match Shared::connect_above(&plan.run.socket, opening, listener, lowest_descriptor()) {
+    let mut places: VecDeque<c_int> = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0).collect();
+    // The last session's numbers, else any that are out of the program's way.
+    let renumber = |fd| match places.pop_front() {
+        Some(place) => {
+            LEFT.store(std::ptr::null_mut(), Ordering::Release);
+            // SAFETY: the number is that of a session that has ended and never closes it itself.
+            baton_kernel::process::put_in_place_of(fd, unsafe { OwnedFd::from_raw_fd(place) })
+        }
+        None => baton_kernel::process::lift(fd, lowest_descriptor()),
+    };
+    let opened = Shared::connect_with(&plan.run.socket, opening, listener, renumber);
+    if left().is_none() {
+        for place in places {
+            // SAFETY: as above.
+            drop(unsafe { OwnedFd::from_raw_fd(place) });
+        }
+    }
+    match opened {
         Ok(shared) => {
             let fds = shared.descriptors();
             let made = Box::leak(Box::new(Session { shared, fds, by_number: Mutex::default() }));
@@ -100,11 +144,23 @@ pub(crate) fn open_session() -> Option<&'static Session> {
             Some(made)
         }
         Err(_) => {
-            // The agent is gone, or not to be reached from here: everything stays in the kernel.
-            CLOSED.store(true, Ordering::Release);
+            // The agent is gone, or not to be reached from here: everything stays in the kernel for now.
+            NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
             None
         }
     }
+}
+
+/// Whether no connection may go to the NIC now.
+pub(crate) fn is_closed() -> bool {
+    CLOSED.load(Ordering::SeqCst)
+}
+
+/// The last session that ended, if no other has been opened since.
+fn left() -> Option<&'static Session> {
+    let left = LEFT.load(Ordering::Acquire);
+    // SAFETY: sessions are never freed.
+    if left.is_null() { None } else { Some(unsafe { &*left }) }
 }
 
 /// Where this library's descriptors begin: out of the way of programs that count on low numbers.
@@ -128,14 +184,16 @@ pub(crate) fn lift(fd: c_int) -> c_int {
     }
 }
 
-/// Whether this is the process that the session belongs to, and not a child of its vfork.
+/// Whether this process is the one that this memory belongs to, and not a child of its vfork.
 pub(crate) fn is_mine() -> bool {
     OWNER.load(Ordering::Acquire) == identity()
 }
 
 /// Whether a descriptor is this library's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    session().is_some_and(|session| session.fds.contains(&fd)) || crate::wait::is_ours(fd) || crate::epoll::is_ours(fd)
+    session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
+        || crate::wait::is_ours(fd)
+        || crate::epoll::is_ours(fd)
 }
 
 impl Session {
@@ -151,6 +209,44 @@ impl Session {
         sockets[number as usize] = tcp;
     }
 
+    /// Whether it has ended, as far as that is known or was looked at just now.
+    pub fn is_over(&self) -> bool {
+        self.shared.notice_end_sometimes(thread::token())
+    }
+
+    /// Leaves it if it has ended; see [`Session::leave`].
+    #[cold]
+    pub fn leave_if_over(&'static self) {
+        if self.shared.notice_end(thread::token()) {
+            self.leave();
+        }
+    }
+
+    /// It has ended: its sockets are the kernel's alone, until another session is opened. Those that the NIC had are lost. Not to be called
+    /// with a set or a socket locked.
+    #[cold]
+    pub fn leave(&'static self) {
+        let this = std::ptr::from_ref(self).cast_mut();
+        {
+            // Whoever holds this opens a session, or leaves this one.
+            let Ok(_one) = OPENING.try_lock() else { return };
+            if SESSION.load(Ordering::Acquire) != this {
+                return;
+            }
+            crate::epoll::leave(self);
+            LEFT.store(this, Ordering::Release);
+            SESSION.store(std::ptr::null_mut(), Ordering::Release);
+        }
+        let mut lost = false;
+        for tcp in self.sockets() {
+            lost |= tcp.leave_session();
+        }
+        if !lost {
+            self.shared.discard_memory();
+        }
+        crate::epoll::settle();
+    }
+
     fn sockets(&self) -> Vec<&'static Tcp> {
         self.by_number.lock().unwrap_or_else(PoisonError::into_inner).iter().flatten().copied().collect()
     }
@@ -159,6 +255,12 @@ impl Session {
 /// Gives every connection back to the kernel.
 pub(crate) fn give_everything_back(reason: &str, until: baton_client::protocol::Until) {
     let Some(session) = session().filter(|_| is_mine()) else { return };
+    // What other threads are handing over just now counts, too.
+    for (_, file) in table::known(0, u32::MAX) {
+        if let table::File::Tcp(tcp) = file {
+            tcp.settle();
+        }
+    }
     for tcp in session.sockets() {
         tcp.give_back(reason, until);
     }
@@ -167,13 +269,13 @@ pub(crate) fn give_everything_back(reason: &str, until: baton_client::protocol::
 
 /// The process locks itself in (seccomp), or does what nobody here can follow: from now on everything stays in the kernel.
 pub(crate) fn close_for_good(reason: &str) {
-    CLOSED.store(true, Ordering::Release);
+    CLOSED.store(true, Ordering::SeqCst);
     give_everything_back(reason, baton_client::protocol::Until::Never);
 }
 
 extern "C" fn before_fork() {
     if session().is_some() && is_mine() {
-        CLOSED.store(true, Ordering::Release);
+        CLOSED.store(true, Ordering::SeqCst);
         give_everything_back(tcp::FORK, baton_client::protocol::Until::Never);
     }
 }
@@ -188,13 +290,17 @@ extern "C" fn parent_after_fork() {
 }
 
 extern "C" fn child_after_fork() {
-    let Some(left) = session() else { return };
-    SESSION.store(std::ptr::null_mut(), Ordering::Release);
-    CLOSED.store(false, Ordering::Release);
-    for fd in left.fds {
-        // SAFETY: this copy of the descriptor is the child's.
-        unsafe { real::close(fd) };
+    OWNER.store(identity(), Ordering::Release);
+    if let Some(left) = session().or_else(left) {
+        SESSION.store(std::ptr::null_mut(), Ordering::Release);
+        LEFT.store(std::ptr::null_mut(), Ordering::Release);
+        CLOSED.store(false, Ordering::Release);
+        for fd in left.fds {
+            // SAFETY: this copy of the descriptor is the child's.
+            unsafe { real::close(fd) };
+        }
     }
+    // Also without a session: the sets that the parent's sockets know of are the parent's.
     tcp::forget_pool();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(_) = file {
@@ -217,6 +323,7 @@ fn take_inherited() {
 
 extern "C" fn at_start() {
     if plan().is_some() {
+        OWNER.store(identity(), Ordering::Release);
         // SAFETY: three functions that live as long as the process.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(parent_after_fork), Some(child_after_fork)) };
         take_inherited();

@@ -2,7 +2,14 @@
 
 use crate::tcp::Tcp;
 use crate::thread;
+use baton_client::Readiness;
 use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
+
+/// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, but no more than half of the receive memory, which is what the kernel
+/// allows of its own (tcp_set_rcvlowat). More might never come.
+pub(crate) fn least(tcp: &Tcp, state: &Readiness) -> u32 {
+    tcp.lowat().min(state.receive_memory / 2).max(1)
+}
 
 /// Events of a connection on the NIC, as bits of epoll, which are those of poll.
 pub(crate) fn events(tcp: &Tcp) -> u32 {
@@ -16,7 +23,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if ended || state.fin {
         events |= EPOLLIN | EPOLLRDNORM | EPOLLRDHUP;
     }
-    if state.unread >= tcp.lowat() && state.unread > 0 {
+    if state.unread >= least(tcp, &state) {
         events |= EPOLLIN | EPOLLRDNORM;
     }
     // Writable when a third is free (sk_stream_is_writeable).

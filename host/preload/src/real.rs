@@ -42,6 +42,8 @@ real! {
     accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
     connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
+    listen = c"listen": fn(fd: c_int, most: c_int) -> c_int;
+    getsockname = c"getsockname": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     getpeername = c"getpeername": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     close = c"close": fn(fd: c_int) -> c_int;
     dup = c"dup": fn(fd: c_int) -> c_int;
@@ -72,6 +74,8 @@ real! {
     ppoll = c"ppoll": fn(fds: *mut libc::pollfd, count: nfds_t, limit: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
     select = c"select": fn(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, limit: *mut libc::timeval) -> c_int;
     pselect = c"pselect": fn(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, limit: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    epoll_create = c"epoll_create": fn(size: c_int) -> c_int;
+    epoll_create1 = c"epoll_create1": fn(flags: c_int) -> c_int;
     epoll_ctl = c"epoll_ctl": fn(set: c_int, operation: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;
     epoll_wait = c"epoll_wait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int) -> c_int;
     epoll_pwait = c"epoll_pwait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int, mask: *const libc::sigset_t) -> c_int;
@@ -84,6 +88,8 @@ real! {
     fexecve = c"fexecve": fn(fd: c_int, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
     posix_spawn = c"posix_spawn": fn(process: *mut pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
     posix_spawnp = c"posix_spawnp": fn(process: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
+    system = c"system": fn(command: *const c_char) -> c_int;
+    popen = c"popen": fn(command: *const c_char, mode: *const c_char) -> *mut libc::FILE;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

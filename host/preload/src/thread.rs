@@ -2,6 +2,7 @@
 
 use baton_ring::Token;
 use libc::c_int;
+use std::sync::OnceLock;
 
 /// A number that no other live thread of this process has: its control block's address. Not 0.
 #[inline(always)]
@@ -26,6 +27,20 @@ pub(crate) fn fail(number: c_int) -> isize {
     // SAFETY: the C library's own variable of this thread.
     unsafe { *libc::__errno_location() = number };
     -1
+}
+
+/// Sets errno.
+pub(crate) fn set_errno(number: c_int) {
+    fail(number);
+}
+
+/// Whether this process has no other thread, as far as the C library knows.
+pub(crate) fn is_alone() -> bool {
+    static AT: OnceLock<usize> = OnceLock::new();
+    // SAFETY: a C string.
+    let at = *AT.get_or_init(|| unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) } as usize);
+    // SAFETY: the C library's own variable, a byte, which only a process without other threads changes.
+    at != 0 && unsafe { (at as *const u8).read_volatile() } != 0
 }
 
 /// errno.

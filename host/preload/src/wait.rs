@@ -9,6 +9,7 @@ use crate::{process, real, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// An eventfd of a thread that waits.
@@ -76,17 +77,11 @@ pub(crate) fn now() -> u64 {
     baton_kernel::events::monotonic_micros()
 }
 
-/// Makes an eventfd unreadable, if somebody might look at it.
-pub(crate) fn clear_if(looked_at: bool, fd: c_int) {
-    if looked_at {
-        clear(fd);
-    }
-}
-
 /// Waits until the kernel has something for `fds`, or something has happened to one of `sockets`; `ready` is asked once more before
-/// falling asleep. Answers are in `fds` as by ppoll; errno if that fails.
+/// falling asleep. Answers are in `fds` as by ppoll; errno if that fails. Without a session nothing is on the NIC yet: whoever hands one
+/// of `sockets` over wakes this thread.
 pub(crate) fn sleep(
-    session: &Session,
+    session: Option<&'static Session>,
     sockets: &[&Tcp],
     fds: &mut Vec<pollfd>,
     deadline: Option<u64>,
@@ -97,13 +92,17 @@ pub(crate) fn sleep(
     for socket in sockets {
         socket.add_waiter(&waiter);
     }
-    session.shared.count_sleeper();
-    session.shared.catch_up(thread::token());
+    let session = session.filter(|session| !session.shared.has_ended());
     let programs = fds.len();
-    let bell = session.shared.bell().as_fd().as_raw_fd();
-    for fd in [waiter.0, bell] {
-        fds.push(pollfd { fd, events: libc::POLLIN, revents: 0 });
+    fds.push(pollfd { fd: waiter.0, events: libc::POLLIN, revents: 0 });
+    if let Some(session) = session {
+        session.shared.count_sleeper();
+        session.shared.catch_up(thread::token());
+        fds.push(pollfd { fd: session.shared.bell().as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 });
+        fds.push(pollfd { fd: session.shared.hangs_up().as_raw_fd(), events: 0, revents: 0 });
     }
+    // Whoever makes `ready` true looks for waiters afterwards.
+    fence(Ordering::SeqCst);
     let result = if ready() {
         Ok(0)
     } else {
@@ -116,14 +115,19 @@ pub(crate) fn sleep(
         let got = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
-    session.shared.uncount_sleeper();
     for socket in sockets {
         socket.remove_waiter(&waiter);
     }
     waiter.give();
-    if result.is_ok() && fds[programs + 1].revents != 0 {
-        session.shared.bell().clear();
-        session.shared.catch_up(thread::token());
+    if let Some(session) = session {
+        session.shared.uncount_sleeper();
+        if result.is_ok() && fds[programs + 1].revents != 0 {
+            session.shared.bell().clear();
+            session.shared.catch_up(thread::token());
+        }
+        if result.is_ok() && fds[programs + 2].revents != 0 {
+            session.leave_if_over();
+        }
     }
     fds.truncate(programs);
     result
@@ -151,21 +155,32 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
 }
 
-/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler wants that seen.
+/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler wants that seen, EBADF if
+/// another thread has closed the socket.
 pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> Result<(), c_int> {
-    let Some((connection, session)) = tcp.managed() else { return Ok(()) };
-    if tcp.settled_owner() == Some(Owner::Nic) && satisfied(tcp, want) {
+    let owner = tcp.settled_owner();
+    if owner == Some(Owner::Nic) && satisfied(tcp, want) {
         return Ok(());
     }
-    let moves = connection.moves();
+    let (life, known) = (tcp.life(), tcp.moves());
     let mut fds = Vec::with_capacity(3);
-    if connection.owner() == Owner::Kernel {
+    if owner != Some(Owner::Nic) {
         let events = if want == Want::Send { libc::POLLOUT } else { libc::POLLIN };
         fds.push(pollfd { fd, events, revents: 0 });
     }
-    let ready = || connection.moves() != moves || satisfied(tcp, want);
-    match sleep(session, &[tcp], &mut fds, deadline, std::ptr::null(), ready) {
-        Ok(_) if deadline.is_some_and(|deadline| now() >= deadline) && !satisfied(tcp, want) => Err(libc::EAGAIN),
+    let ready = || tcp.moves() != known || tcp.life() != life || tcp.is_managed() && satisfied(tcp, want);
+    let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
+    if tcp.life() != life {
+        return Err(libc::EBADF);
+    }
+    match slept {
+        Ok(_)
+            if deadline.is_some_and(|deadline| now() >= deadline)
+                && !ready()
+                && fds.first().is_none_or(|entry| entry.revents == 0) =>
+        {
+            Err(libc::EAGAIN)
+        }
         Ok(_) => Ok(()),
         Err(libc::EINTR) if deadline.is_none() && handlers_restart() => Ok(()),
         Err(number) => Err(number),

@@ -15,6 +15,7 @@ pub(crate) enum R {
     R2,
     R3,
     R4,
+    R5,
     /// Kept across calls.
     R6,
     /// Kept across calls.
@@ -48,6 +49,7 @@ pub(crate) enum Size {
 pub(crate) enum Helper {
     MapLookup = 1,
     MapUpdate = 2,
+    StoreBytes = 9,
     CurrentProcess = 14,
     Redirect = 23,
     LoadBytes = 26,
@@ -90,6 +92,10 @@ impl Assembler {
 
     pub fn and(&mut self, to: R, value: i32) -> &mut Self {
         self.push(0x57, to, R::R0, 0, value)
+    }
+
+    pub fn and_register(&mut self, to: R, from: R) -> &mut Self {
+        self.push(0x5f, to, from, 0, 0)
     }
 
     pub fn shift_left(&mut self, to: R, bits: i32) -> &mut Self {
@@ -170,6 +176,11 @@ impl Assembler {
     pub fn jump_unless(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
         self.jumps.push((self.code.len(), label));
         self.push(0x55, register, R::R0, 0, value)
+    }
+
+    pub fn jump_if_equal(&mut self, register: R, other: R, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x1d, register, other, 0, 0)
     }
 
     pub fn jump_unless_equal(&mut self, register: R, other: R, label: &'static str) -> &mut Self {

@@ -1,6 +1,7 @@
 //! Steering, for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map says which 4-tuples are the NIC's. Four small programs look into it: two at the devices (tc) keep the kernel from hearing
+//! One map says which 4-tuples are the NIC's, another by which devices the kernel takes packets whose answers leave by others. Four small
+//! programs look into them: two at the devices (tc) keep the kernel from hearing
 //! and from speaking for those, two at packet sockets let the NIC hear exactly those. A fifth gives frames to the kernel as if a
 //! device had received them. Everything lives as long as somebody holds its descriptor, and no longer.
 
@@ -42,12 +43,42 @@ pub const LOOPBACK: u32 = 1;
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
-pub const DESCRIPTORS: usize = 3;
+pub const DESCRIPTORS: usize = 4;
 
-/// The map, and the two programs that are attached to devices.
+/// Devices that a connection can be heard at besides those of the map of devices and the one by which its frames leave.
+pub const FURTHER: usize = 5;
+
+/// Devices that the map of devices holds.
+const MOST_DEVICES: u32 = 4096;
+
+/// Where a connection's frames go, and where its peer's are heard.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Path {
+    /// The device by which they leave, and at which they are heard in any case.
+    pub leaves_by: u32,
+    /// They are heard at every device of the map of devices, too: its socket is bound to none.
+    pub anywhere: bool,
+    /// And at these; 0 for none.
+    pub also_at: [u32; FURTHER],
+}
+
+/// For which families the kernel takes a connection's packets at a device by which its own do not leave.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Accepts {
+    /// IPv4: there is no strict reverse path filter.
+    pub v4: bool,
+    /// IPv6.
+    pub v6: bool,
+}
+
+const V4: u32 = 1;
+const V6: u32 = 2;
+
+/// The maps, and the two programs that are attached to devices.
 #[derive(Debug)]
 pub struct Steering {
     flows: OwnedFd,
+    devices: OwnedFd,
     ingress: OwnedFd,
     egress: OwnedFd,
 }
@@ -65,20 +96,21 @@ impl Steering {
     /// # Errors
     /// With what to do about it, if this process may not load BPF programs; else the system's.
     pub fn new(connections: u32) -> io::Result<Steering> {
-        let flows = bpf::create_map(programs::KEY_BYTES as u32, 8, connections.max(1))?;
-        let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(flows.as_fd()))?;
+        let flows = bpf::create_map(programs::KEY_BYTES as u32, programs::VALUE_BYTES as u32, connections.max(1))?;
+        let devices = bpf::create_map(4, programs::DEVICE_BYTES as u32, MOST_DEVICES)?;
+        let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(flows.as_fd(), devices.as_fd()))?;
         let egress = bpf::load(bpf::ProgramKind::Device, &programs::egress(flows.as_fd()))?;
-        Ok(Steering { flows, ingress, egress })
+        Ok(Steering { flows, devices, ingress, egress })
     }
 
     /// One that another process made.
-    pub fn from_fds([flows, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
-        Steering { flows, ingress, egress }
+    pub fn from_fds([flows, devices, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
+        Steering { flows, devices, ingress, egress }
     }
 
     /// Its descriptors, for another process.
     pub fn fds(&self) -> [BorrowedFd<'_>; DESCRIPTORS] {
-        [self.flows.as_fd(), self.ingress.as_fd(), self.egress.as_fd()]
+        [self.flows.as_fd(), self.devices.as_fd(), self.ingress.as_fd(), self.egress.as_fd()]
     }
 
     /// Puts the programs at a device of the calling thread's network namespace.
@@ -95,8 +127,8 @@ impl Steering {
     ///
     /// # Errors
     /// See [`Steering::attach`].
-    pub fn make_injector(interface: u32) -> io::Result<OwnedFd> {
-        let program = bpf::load(bpf::ProgramKind::Device, &programs::inject())?;
+    pub fn make_injector(&self, interface: u32) -> io::Result<OwnedFd> {
+        let program = bpf::load(bpf::ProgramKind::Device, &programs::inject(self.devices.as_fd()))?;
         bpf::attach_to_device(program.as_fd(), interface, bpf::Hook::Ingress)
     }
 
@@ -105,7 +137,8 @@ impl Steering {
     /// # Errors
     /// The system's.
     pub fn hear_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::incoming(self.flows.as_fd()))?, socket)
+        let program = programs::incoming(self.flows.as_fd(), self.devices.as_fd());
+        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
     /// Lets a packet socket hear what the kernel sends of connections that are being mirrored.
@@ -116,15 +149,39 @@ impl Steering {
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
     }
 
-    /// Says what is done with a connection's frames at a device.
+    /// Says what is done with a connection's frames.
     ///
     /// # Errors
     /// The system's; `E2BIG` if the map is full.
-    pub fn set(&self, flow: &Flow, interface: u32, steer: Steer) -> io::Result<()> {
-        let mut value = [0u8; 8];
-        value[..4].copy_from_slice(&(steer as u32).to_ne_bytes());
-        value[4..].copy_from_slice(&interface.to_ne_bytes());
+    pub fn set(&self, flow: &Flow, path: &Path, steer: Steer) -> io::Result<()> {
+        let family = if flow.is_v4() { V4 } else { V6 };
+        let words = [steer as u32, path.leaves_by, if path.anywhere { family } else { 0 }].into_iter().chain(path.also_at);
+        let mut value = [0u8; programs::VALUE_BYTES];
+        for (bytes, word) in value.chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
         bpf::update(self.flows.as_fd(), &key(flow), &value)
+    }
+
+    /// Says which connections are heard at a device besides those whose frames leave by it, and what its address is, to which injected
+    /// frames are sent.
+    ///
+    /// # Errors
+    /// The system's; `E2BIG` if the map is full.
+    pub fn hear_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
+        let families = if accepts.v4 { V4 } else { 0 } | if accepts.v6 { V6 } else { 0 };
+        let mut value = [0u8; programs::DEVICE_BYTES];
+        value[..4].copy_from_slice(&families.to_ne_bytes());
+        value[4..10].copy_from_slice(&address);
+        bpf::update(self.devices.as_fd(), &device.to_ne_bytes(), &value)
+    }
+
+    /// There is no such device any more.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn forget_device(&self, device: u32) -> io::Result<()> {
+        bpf::delete(self.devices.as_fd(), &device.to_ne_bytes())
     }
 
     /// The kernel has the connection alone.
@@ -165,14 +222,18 @@ mod tests {
             return;
         }
         let steering = Steering::new(8).unwrap();
-        for way in [programs::incoming(steering.flows.as_fd()), programs::outgoing(steering.flows.as_fd())] {
+        let (flows, devices) = (steering.flows.as_fd(), steering.devices.as_fd());
+        for way in [programs::incoming(flows, devices), programs::outgoing(flows)] {
             bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
         }
-        bpf::load(bpf::ProgramKind::Device, &programs::inject()).unwrap();
+        bpf::load(bpf::ProgramKind::Device, &programs::inject(devices)).unwrap();
         let flow = Flow { local: Endpoint::v4([127, 0, 0, 1], 1), remote: Endpoint::v4([127, 0, 0, 1], 2) };
-        steering.set(&flow, 1, Steer::Mirror).unwrap();
-        steering.set(&flow, 1, Steer::Steal).unwrap();
-        steering.set(&flow.reversed(), 1, Steer::Steal).unwrap();
+        let path = Path { leaves_by: 1, ..Path::default() };
+        steering.set(&flow, &path, Steer::Mirror).unwrap();
+        steering.set(&flow, &path, Steer::Steal).unwrap();
+        steering.set(&flow.reversed(), &path, Steer::Steal).unwrap();
+        steering.hear_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
+        steering.forget_device(7).unwrap();
         assert_eq!(steering.count(), 2);
         steering.remove(&flow).unwrap();
         steering.remove(&flow).unwrap();

@@ -4,11 +4,22 @@
 //! memory), build the flow's key as this host sees it, and look it up.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{LOOPBACK, MARK, ROUTED, Steer};
+use crate::{FURTHER, LOOPBACK, MARK, ROUTED, Steer};
 use std::os::fd::BorrowedFd;
 
 /// Bytes of the map's key.
 pub(crate) const KEY_BYTES: usize = 36;
+
+/// Bytes of its value: the state, the device by which the connection's frames leave, whether and with which family's bit in the map of
+/// devices it is heard at others, and further devices at which it is heard whatever that map says.
+pub(crate) const VALUE_BYTES: usize = 12 + 4 * FURTHER;
+/// Bytes of the map of devices' value: families, then the device's address.
+pub(crate) const DEVICE_BYTES: usize = 12;
+const DEVICE_ADDRESS: i32 = 4;
+
+const LEAVES_BY: i16 = 4;
+const ANYWHERE: i16 = 8;
+const ALSO_AT: i16 = 12;
 
 /// Where things lie on the stack.
 const KEY: i16 = -40;
@@ -22,11 +33,13 @@ const HEADER: i16 = -88;
 /// Offsets in `__sk_buff`.
 const PACKET_TYPE: i16 = 4;
 const SKB_MARK: i16 = 8;
+const TAGGED: i16 = 20;
 const INTERFACE: i16 = 40;
 
-/// `TCX_NEXT`, `TC_ACT_SHOT`, `PACKET_OUTGOING`, `BPF_F_INGRESS`.
+/// `TCX_NEXT`, `TC_ACT_SHOT`, `PACKET_OTHERHOST`, `PACKET_OUTGOING`, `BPF_F_INGRESS`.
 const NEXT: i32 = -1;
 const SHOT: i32 = 2;
+const OTHER_HOST: i32 = 3;
 const OUTGOING: i32 = 4;
 const TO_INGRESS: i32 = 1;
 
@@ -34,6 +47,8 @@ const ETHERNET: i32 = 14;
 const TCP: i32 = 6;
 const ICMP: i32 = 1;
 const ICMPV6: i32 = 58;
+/// IPv6's fragment header, and what [`find`] says of IPv4's fragments of TCP.
+const FRAGMENT: i32 = 44;
 
 /// Which way the frame goes: its source is the peer, or this host.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -58,7 +73,7 @@ fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
 }
 
 /// Looks the frame's flow up. Goes to `other` if it is no TCP segment, with its IP protocol in R7 (0 if it is not even that), to
-/// `unknown` if the map does not have it at this device; else on, with the state in R7.
+/// `unknown` if the map does not have it; else on, with the state in R7, and a pointer to the map's value in R0.
 fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     let [source, destination] = way.places();
     a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
@@ -69,9 +84,10 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     a.label("v4").set(R::R2, ETHERNET);
     load_bytes(a, HEADER, 20);
     a.load(Size::Byte, R::R7, R::R10, HEADER + 9).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
-    // A later fragment has no ports.
-    a.load(Size::Half, R::R1, R::R10, HEADER + 6).and(R::R1, i32::from(0x1fffu16.to_be())).jump_unless(R::R1, 0, "other");
-    a.set(R::R1, 0);
+    // A later fragment has no ports, and a datagram is one owner's.
+    a.load(Size::Half, R::R1, R::R10, HEADER + 6).and(R::R1, i32::from(0x3fffu16.to_be())).jump_if(R::R1, 0, "whole v4");
+    a.set(R::R7, FRAGMENT).jump("other");
+    a.label("whole v4").set(R::R1, 0);
     for half in [LOCAL, REMOTE] {
         a.store(Size::Double, R::R10, half, R::R1);
         // IPv4-mapped.
@@ -98,26 +114,49 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
         a.load(Size::Half, R::R1, R::R10, from).store(Size::Half, R::R10, to, R::R1);
     }
     a.map(R::R1, flows).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
-    a.load(Size::Word, R::R7, R::R0, 0).load(Size::Word, R::R1, R::R0, 4);
+    a.load(Size::Word, R::R7, R::R0, 0);
+}
+
+/// Goes to `unknown` unless the flow's frames leave by this device.
+fn leaves_here(a: &mut Assembler) {
+    a.load(Size::Word, R::R1, R::R0, LEAVES_BY);
     a.load(Size::Word, R::R2, R::R6, INTERFACE).jump_unless_equal(R::R1, R::R2, "unknown");
+}
+
+/// Goes to `unknown` unless the kernel would accept the flow's frames at this device: where they leave, at the further devices of its
+/// value, and at those that the map of devices has for its family. What is tagged for a VLAN, or addressed to another host, is not this
+/// device's: where it belongs it is seen again, as that device's.
+fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
+    a.load(Size::Word, R::R1, R::R6, TAGGED).jump_unless(R::R1, 0, "unknown");
+    a.load(Size::Word, R::R1, R::R6, PACKET_TYPE).jump_if(R::R1, OTHER_HOST, "unknown");
+    a.load(Size::Word, R::R2, R::R6, INTERFACE);
+    for at in [LEAVES_BY].into_iter().chain((0..FURTHER as i16).map(|at| ALSO_AT + 4 * at)) {
+        a.load(Size::Word, R::R1, R::R0, at).jump_if_equal(R::R1, R::R2, "here");
+    }
+    a.load(Size::Word, R::R1, R::R0, ANYWHERE).jump_if(R::R1, 0, "unknown");
+    a.store(Size::Word, R::R10, SMALL, R::R2).store(Size::Word, R::R10, SMALL + 4, R::R1);
+    a.map(R::R1, devices).mov(R::R2, R::R10).add(R::R2, i32::from(SMALL)).call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
+    a.load(Size::Word, R::R1, R::R0, 0).load(Size::Word, R::R2, R::R10, SMALL + 4).and_register(R::R1, R::R2);
+    a.jump_if(R::R1, 0, "unknown").label("here");
 }
 
 /// Index of no device.
 const NOWHERE: i32 = i32::MAX;
 
 /// At a device's ingress: the kernel does not hear the NIC's connections.
-pub(crate) fn ingress(flows: BorrowedFd<'_>) -> Vec<u8> {
+pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     // Nobody behind this point is to see the mark.
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
     find(&mut a, Way::Incoming, flows);
+    comes_here(&mut a, devices);
     a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
     a.label("unknown").label("other").set(R::R0, NEXT).exit();
     a.finish()
 }
 
-/// At a device's egress: the kernel does not speak for the NIC's connections.
+/// At a device's egress: the kernel does not speak for the NIC's connections, by whichever device.
 pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours").jump_if(R::R2, ROUTED as i32, "other");
@@ -136,13 +175,15 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// At the NIC's packet socket: what comes for its connections, and ICMP, which may be about them.
-pub(crate) fn incoming(flows: BorrowedFd<'_>) -> Vec<u8> {
+/// At the NIC's packet socket: what comes for its connections, and ICMP and fragments, which may be about them. The kernel gets the
+/// fragments, too: whose they are is seen when they are whole, and a shell is deaf.
+pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
     find(&mut a, Way::Incoming, flows);
+    comes_here(&mut a, devices);
     a.label("whole").set(R::R0, -1).exit();
-    a.label("other").jump_if(R::R7, ICMP, "icmp").jump_if(R::R7, ICMPV6, "icmp");
+    a.label("other").jump_if(R::R7, ICMP, "icmp").jump_if(R::R7, ICMPV6, "icmp").jump_if(R::R7, FRAGMENT, "icmp");
     a.label("unknown").set(R::R0, 0).exit();
     a.label("icmp").set(R::R0, -1).exit();
     a.finish()
@@ -153,16 +194,20 @@ pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
     find(&mut a, Way::Outgoing, flows);
+    leaves_here(&mut a);
     a.jump_unless(R::R7, Steer::Mirror as i32, "unknown").set(R::R0, -1).exit();
     a.label("unknown").label("other").set(R::R0, 0).exit();
     a.finish()
 }
 
-/// At the injector's ingress: the frame counts as received by the device whose index its source address holds.
-pub(crate) fn inject() -> Vec<u8> {
+/// At the injector's ingress: the frame counts as received by the device whose index its source address holds, and is addressed to it.
+pub(crate) fn inject(devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.mov(R::R6, R::R1).set(R::R2, 8);
     load_bytes(&mut a, SMALL, 4);
+    a.map(R::R1, devices).mov(R::R2, R::R10).add(R::R2, i32::from(SMALL)).call(Helper::MapLookup).jump_if(R::R0, 0, "as it is");
+    a.mov(R::R3, R::R0).add(R::R3, DEVICE_ADDRESS).mov(R::R1, R::R6).set(R::R2, 0).set(R::R4, 6).set(R::R5, 0);
+    a.call(Helper::StoreBytes).label("as it is");
     a.load(Size::Word, R::R1, R::R10, SMALL).set(R::R2, TO_INGRESS).call(Helper::Redirect).exit();
     a.label("other").set(R::R0, SHOT).exit();
     a.finish()

@@ -23,6 +23,10 @@ pub mod nic {
     pub const HEARTBEAT: usize = 64;
     /// 4-byte word for tests: how often a step after which somebody is to die has been made.
     pub const CHAOS: usize = 96;
+    /// 4-byte word of the agent's: so many slots, the first ones, have ever had a connection. The others' memory was never touched.
+    pub const SLOTS_USED: usize = 100;
+    /// 4-byte word of the agent's: the number, plus one, of the session that it is seeing to, or 0. The keeper looks at it when it has died.
+    pub const ATTENDED: usize = 104;
     /// 8-byte words of counters, see [`crate::layout::Counter`]: a block for each worker.
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
@@ -77,6 +81,16 @@ pub mod slot {
     pub const COVERED: usize = PARAMETERS + 28;
     /// 4-byte word of the agent's: the [`crate::Cid`] of the slot's next tenant, 0 for the first.
     pub const NEXT_NAME: usize = PARAMETERS + 24;
+    /// Parameters of a handoff, continued: bytes of receive memory, then of send memory, that the connection may have at most; 0 for no more
+    /// than it is given.
+    pub const LIMITS: usize = PARAMETERS + 32;
+    /// 4-byte word: how far the program has read when [`crate::Control::Resume`] is commanded.
+    pub const READ: usize = PARAMETERS + 40;
+    /// The agent's: memory that the connection has instead of what the journal says. A word that says which of two copies counts, 0 for
+    /// none; then the copies of [`GROWN_WORDS`] words.
+    pub const GROWN: usize = 448;
+    /// Words of 4 bytes of such a copy: cid, receive base and size, send base and size.
+    pub const GROWN_WORDS: usize = 5;
     /// The encoded flow: local address, remote address, local port, remote port (36 bytes, ports little-endian).
     pub const FLOW: usize = 256;
     /// The buffers that the program has posted, for whoever finds the NIC dead: 16 bytes each (sequence number, address, length, 0).
@@ -113,6 +127,13 @@ pub mod session {
     pub const PROGRAM_SLEEPING: usize = 64;
     /// 4-byte word: counts the moves that the agent has finished, so that the program looks at its connections again.
     pub const MOVES: usize = 128;
+    /// 4-byte words: numbers of the connections that moved last, each at the count of moves before its own, modulo [`MOVED_ENTRIES`].
+    /// [`ANY`] stands for all of them.
+    pub const MOVED: usize = 2048;
+    /// Words of that table; a power of two.
+    pub const MOVED_ENTRIES: u32 = 256;
+    /// No connection's number.
+    pub const ANY: u32 = u32::MAX;
     /// 4-byte word: how often an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
     /// Ring of commands from the program.
@@ -275,6 +296,8 @@ const _: () = {
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
     assert!(slot::NEXT_NAME + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
+    assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
+    assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
     assert!(block::PROCESSOR + 4 <= session::BLOCK_BYTES);

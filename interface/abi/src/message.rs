@@ -96,10 +96,13 @@ pub enum Control {
     UserTimeout = 10,
     /// The path MTU, in the address field.
     Mtu = 11,
-    /// A session ends: its memory is unmapped.
+    /// A session ends: its memory is unmapped. To the host: the session in the address field is no longer read, since its program broke the
+    /// ring's rules; its connections are to be taken back.
     Detach = 12,
     /// The connection's frames leave through the interface in the address field from now on; 2³²-1: they leave nowhere.
     Interface = 13,
+    /// A connection that rests goes on, in the memory of its slot's parameters and under the name in the address field.
+    Resume = 14,
     /// To the host: the command has been carried out.
     Done = 32,
     /// To the host: the command was refused; the reason is in the address field.
@@ -111,6 +114,8 @@ pub enum Control {
     /// A posted buffer was taken note of. Address field: the sequence number of the first byte that goes into it; those before it stay
     /// in receive memory.
     Posted = 36,
+    /// To the host: the connection could use more memory: address field, bytes of receive memory; length, bytes of send memory; 0 for none.
+    Grow = 37,
 }
 
 impl Control {
@@ -131,15 +136,29 @@ impl Control {
             Mtu,
             Detach,
             Interface,
+            Resume,
             Done,
             Refused,
             Fin,
             Closed,
             Posted,
+            Grow,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)
     }
+}
+
+/// Of `os_restore`: why the NIC wants to give a connection back, in the address field.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum RestoreCause {
+    /// Both sides have closed.
+    Ended = 0,
+    /// The peer has reset it.
+    Reset = 1,
+    /// The peer sends urgent data.
+    Urgent = 2,
 }
 
 /// In a refusal: the same command may succeed a moment later.

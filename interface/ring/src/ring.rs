@@ -98,6 +98,8 @@ pub struct Consumer<W> {
     tail: u64,
     /// The producer's index as last seen.
     head: u64,
+    /// The producer's index was once further away than the ring is long.
+    lied: bool,
 }
 
 impl<W: AsRef<[AtomicU64]>> Consumer<W> {
@@ -105,19 +107,22 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     pub fn new(words: W) -> Self {
         check_size(words.as_ref());
         let tail = words.as_ref()[TAIL].load(Ordering::Acquire);
-        Consumer { words, tail, head: tail }
+        Consumer { words, tail, head: tail, lied: false }
     }
 
-    /// The next message, copied once.
+    /// The next message, copied once. None for ever after the producer has claimed more messages than the ring holds: see
+    /// [`Consumer::has_lied`].
     #[inline]
     pub fn pop(&mut self) -> Option<[u64; 2]> {
         let words = self.words.as_ref();
         let mask = mask(words);
         if self.head == self.tail {
             self.head = self.words.as_ref()[HEAD].load(Ordering::Acquire);
-            // A lying producer can make its own messages be read twice, no more.
             if self.head.wrapping_sub(self.tail) > mask + 1 {
-                self.head = self.tail.wrapping_add(mask + 1);
+                self.lied = true;
+            }
+            if self.lied {
+                self.head = self.tail;
             }
             if self.head == self.tail {
                 return None;
@@ -127,6 +132,19 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         let message = [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)];
         self.tail = self.tail.wrapping_add(1);
         Some(message)
+    }
+
+    /// Whether the producer has claimed more messages than the ring holds. No producer that follows the interface does: nothing that it
+    /// says later can be relied on.
+    pub fn has_lied(&self) -> bool {
+        self.lied
+    }
+
+    /// Forgets every message that waits, however many the producer claims, and gives their room back.
+    pub fn skip_all(&mut self) {
+        self.head = self.words.as_ref()[HEAD].load(Ordering::Acquire);
+        self.tail = self.head;
+        self.release();
     }
 
     /// Takes the messages that follow with this first word, of those that were there when [`Consumer::pop`] last looked. `take` gets
@@ -256,11 +274,24 @@ mod tests {
     }
 
     #[test]
-    fn a_lying_producer_cannot_run_the_consumer_astray() {
+    fn a_producer_that_lies_is_not_heard_again() {
+        for lie in [5, 1 << 40, u64::MAX] {
+            let words = ring(4);
+            let mut producer = Producer::new(words.clone());
+            producer.push([1, 1]).unwrap();
+            words[HEAD].store(lie, Ordering::Relaxed);
+            let mut consumer = Consumer::new(words.clone());
+            assert_eq!((consumer.pop(), consumer.has_lied()), (None, true), "{lie}");
+            producer.publish();
+            assert_eq!(consumer.pop(), None, "it lied once");
+            consumer.skip_all();
+            assert!(!consumer.has_message());
+        }
         let words = ring(4);
-        words[HEAD].store(1 << 40, Ordering::Relaxed);
+        words[HEAD].store(4, Ordering::Relaxed);
         let mut consumer = Consumer::new(words);
-        assert_eq!(std::iter::from_fn(|| consumer.pop().map(|_| consumer.release())).take(9).count(), 9);
+        assert_eq!(std::iter::from_fn(|| consumer.pop()).count(), 4, "a full ring is no lie");
+        assert!(!consumer.has_lied());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod copy;
 mod emulated;
 mod nic;
+mod sandbox;
 mod settings;
 
 pub use emulated::EmulatedWire;

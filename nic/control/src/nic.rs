@@ -3,10 +3,12 @@
 use crate::NicSettings;
 use crate::copy::{CopyEngine, Host};
 use crate::emulated::EmulatedWire;
+use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datapath::{Peers, Registers, Settings, Worker, crossbar};
+use baton_kernel::bell::SessionBell;
 use baton_kernel::control::Channel;
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_kernel::{process, topology};
@@ -94,12 +96,14 @@ struct Runner {
 struct Front {
     channel: Channel,
     agent_bell: Doorbell,
-    program_bells: HashMap<u32, Doorbell>,
+    program_bells: HashMap<u32, SessionBell>,
     channel_seen: u32,
     random_key: baton_rss::Key,
 }
 
 const CHANNEL: u64 = 3;
+/// Doorbells of sessions have their numbers from here on.
+const SESSIONS: u64 = 16;
 
 fn take_number(number: i32) -> Result<OwnedFd> {
     process::inherited(number).with_context(|| format!("descriptor {number}; the agent starts this process, not a person"))
@@ -148,13 +152,21 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
 ///
 /// # Errors
 /// If a descriptor is missing or the system refuses something that it needs.
-pub fn run(settings: &NicSettings) -> Result<()> {
+pub fn run() -> Result<()> {
+    let channel = Channel::from_fd(take(Descriptor::Channel)?);
+    // Not among the arguments, which everybody can read: the lookup's key is nobody else's business.
+    let settings = &channel.receive::<NicSettings>().context("settings, which the agent sends")?.0;
     let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
-    let channel = Channel::from_fd(take(Descriptor::Channel)?);
     let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
     let agent_bell = Doorbell::from_fd(take(Descriptor::AgentBell)?);
-    process::drop_capabilities().context("giving up capabilities")?;
+    // Whoever asks for the end asks the agent, with which this process ends.
+    process::hear_signals(&process::ENDING)?;
+    process::raise_descriptor_limit();
+    // Read now: files are out of reach soon.
+    let nodes: Vec<Option<usize>> =
+        (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
+    sandbox::give_up_rights()?;
 
     let other_bells = (1..devices.len()).map(|_| Doorbell::new()).collect::<std::io::Result<Vec<_>>>()?;
     let bells: Arc<Vec<Doorbell>> = Arc::new([first_bell].into_iter().chain(other_bells).collect());
@@ -174,14 +186,13 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     } else {
         kernels.into_iter().map(|kernel| Host::Own(kernel, 0)).collect()
     };
-    let node_of = |worker: usize| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core));
-    if let Some(node) = node_of(0) {
+    if let Some(node) = nodes[0] {
         // What is near is faster; that it could not be had stops nobody.
         let _ = memory.prefer_node(node);
     }
     let mut runners = Vec::new();
     for (me, (host, wire)) in hosts.into_iter().zip(wires).enumerate() {
-        process::prefer_memory(node_of(me));
+        process::prefer_memory(nodes[me]);
         runners.push(Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?);
     }
     process::prefer_memory(None);
@@ -199,6 +210,7 @@ pub fn run(settings: &NicSettings) -> Result<()> {
     if let Some(core) = settings.cores.first() {
         process::pin(0, *core);
     }
+    sandbox::allow_only_what_is_needed()?;
     first.worker.set_rss(&settings.offloads.rss, &random_key);
     if let Some(front) = &first.front {
         front.channel.send(&ToAgent::Ready, &[])?;
@@ -297,8 +309,12 @@ impl Runner {
                 self.worker.end_sleep();
                 self.bells[self.me].clear();
                 waited?;
-                if tokens.drain(..).any(|token| token == CHANNEL) {
-                    self.serve_channel()?;
+                for token in std::mem::take(&mut tokens) {
+                    match token {
+                        CHANNEL => self.serve_channel()?,
+                        SESSIONS.. => self.silence((token - SESSIONS) as u32),
+                        _ => {}
+                    }
                 }
                 idle_since = monotonic_micros();
             }
@@ -322,6 +338,13 @@ impl Runner {
         if self.several {
             let bells = &self.bells;
             self.worker.peer_doorbells(|worker| bells[worker].ring());
+        }
+    }
+
+    /// A program has rung. What it has to say is in its ring.
+    fn silence(&mut self, session: u32) {
+        if let Some(bell) = self.front.as_ref().and_then(|front| front.program_bells.get(&session)) {
+            bell.clear();
         }
     }
 
@@ -356,7 +379,7 @@ impl Runner {
         loop {
             match front.channel.try_receive::<ToNic>() {
                 Ok((ToNic::Attach { session }, descriptors)) => {
-                    let answer = match attach(&mut self.worker, &mut front.program_bells, session, descriptors) {
+                    let answer = match attach(&mut self.worker, &self.poller, &mut front.program_bells, session, descriptors) {
                         Ok(()) => ToAgent::Attached,
                         Err(error) => ToAgent::Failed(format!("{error:#}")),
                     };
@@ -380,10 +403,20 @@ fn of_worker(set: &baton_offloads::Offloads) -> baton_datapath::Offloads {
     baton_datapath::Offloads { lro: set.lro, moderation: set.moderation, doorbells: set.doorbells, active_ack: set.active_ack }
 }
 
-fn attach(worker: &mut NicWorker, bells: &mut HashMap<u32, Doorbell>, session: u32, descriptors: Vec<OwnedFd>) -> Result<()> {
+fn attach(
+    worker: &mut NicWorker,
+    poller: &Poller,
+    bells: &mut HashMap<u32, SessionBell>,
+    session: u32,
+    descriptors: Vec<OwnedFd>,
+) -> Result<()> {
     let [memory, bell] =
         <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
     worker.attach(session, Arc::new(Region::map(memory)?));
-    bells.insert(session, Doorbell::from_fd(bell));
+    let bell = SessionBell::from_fd(bell);
+    poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
+    if let Some(last) = bells.insert(session, bell) {
+        let _ = poller.remove(last.as_fd());
+    }
     Ok(())
 }

@@ -95,6 +95,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_timers(now);
         }
         if front {
+            if !self.backlog.is_empty() {
+                self.tell_the_rest();
+            }
             self.tell_programs();
             self.tell_of_others();
         } else {
@@ -212,7 +215,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         taken > 0
     }
 
-    fn sort_frame(&mut self, from: From, now: Instant) {
+    pub(crate) fn sort_frame(&mut self, from: From, now: Instant) {
         let Some(among) = &self.among else { return };
         let bucket = bucket_of(&among.peers, self.frame.bytes(), from);
         if among.peers.place(bucket) == Place::Mine {

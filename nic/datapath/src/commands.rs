@@ -1,9 +1,11 @@
 //! The agent's commands: the steps of a move, as the NIC sees them.
 
-use crate::custody::{Custody, Held, Refusal, Slot};
+use crate::custody::{Custody, Refusal, Slot};
+use crate::growth::Growth;
+use crate::held::Held;
 use crate::offloaded::{Memory, Offloaded};
 use crate::replay::LastWords;
-use crate::worker::Worker;
+use crate::worker::{Worker, kernels_business};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
@@ -78,13 +80,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
             (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0, now),
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Resume)) => self.resume(cid, Cid(message.address), now),
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
         }
     }
 
-    fn tenant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
+    pub(crate) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
         self.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
     }
 
@@ -122,7 +125,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     fn steal(&mut self, cid: Cid) -> Result<u32, Refusal> {
-        let slot = self.tenant(cid)?;
+        let slot = self.occupant(cid)?;
         match slot.custody {
             Custody::Mirrored => {
                 slot.custody = Custody::Held;
@@ -146,24 +149,27 @@ impl<H: Device, W: Device> Worker<H, W> {
         let mut bytes = [0u8; MAX_ENCODED];
         let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
+        let most = self.limits(index);
         let attached = self.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let session_memory = attached.memory.clone();
         let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
-        let slot = self.tenant(cid)?;
+        let slot = self.occupant(cid)?;
         if !matches!(slot.custody, Custody::Held) {
             return Err(Refusal::WrongState);
         }
         if image.flow != slot.flow {
             return Err(Refusal::BadImage);
         }
-        let window_end = u64::from(image.unread) + u64::from(image.rcv_adv.wrapping_sub(image.rcv_nxt));
-        let roomy = window_end <= u64::from(receive_size) && image.send_queue() <= send_size;
-        if !memory.fits(&session_memory) || !roomy {
+        if !memory.fits(&session_memory) || !memory.holds(&image) {
             return Err(Refusal::BadMemory);
         }
         let offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
         let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
         offloaded.tcp.set_quick_ack(quick_ack);
+        offloaded.growth = Growth::new(memory, most);
+        if most[0] > 0 {
+            offloaded.tcp.limit_window(most[0]);
+        }
         offloaded.publish(now);
         offloaded.tell_processor(processor);
         slot.custody = Custody::Active(Box::new(offloaded));
@@ -172,13 +178,18 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Runs the frames that waited; what the kernel had taken before the steal is not reported as a duplicate.
-    fn run_held(&mut self, index: u32, now: Instant) {
+    pub(crate) fn run_held(&mut self, index: u32, now: Instant) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
-        let mut events = Events::empty();
+        let (mut events, mut cause) = (Events::empty(), None);
         for frame in slot.held.take() {
             let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
             let mut segment = Segment::from(&parsed);
+            if let Some(found) = kernels_business(&segment, &offloaded.tcp) {
+                slot.held.push(&parsed, &frame);
+                cause = cause.or(Some(found));
+                continue;
+            }
             let known = at_or_before(segment.end(), offloaded.tcp.rcv_nxt()) && segment.end() != segment.seq;
             if known {
                 if at_or_before(segment.ack, offloaded.tcp.snd_una()) && !before(offloaded.tcp.rcv_nxt(), segment.seq) {
@@ -198,12 +209,16 @@ impl<H: Device, W: Device> Worker<H, W> {
             events |= received.events;
         }
         self.output.send_all(offloaded, &self.counters, now);
+        if let Some(cause) = cause {
+            let cid = slot.cid;
+            self.tell_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
+        }
         self.after(index, events);
     }
 
     /// `nic_restore`: all that the program has asked so far is done, then the connection rests in its image.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
-        let session = match &self.tenant(cid)?.custody {
+        let session = match &self.occupant(cid)?.custody {
             // A connection that has ended has no image; its end is told already.
             Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
@@ -230,7 +245,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// The kernel has the connection: what the image could not carry, and what came meanwhile, goes to it.
     fn release(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         self.hear_the_rest(now);
-        let slot = self.tenant(cid)?;
+        let slot = self.occupant(cid)?;
         let Custody::Leaving(_) = slot.custody else { return Err(Refusal::WrongState) };
         let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
         let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
@@ -257,7 +272,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// held out of order: then it gets the copies of that, too.
     fn cancel(&mut self, cid: Cid, forgotten: bool, now: Instant) -> Result<u32, Refusal> {
         self.hear_the_rest(now);
-        self.tenant(cid)?;
+        self.occupant(cid)?;
         let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
             Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
@@ -296,7 +311,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// `nic_forward`: a frame that reached the host during the handoff; it lies in the connection's slot.
     fn forwarded(&mut self, cid: Cid, length: u32) -> Result<u32, Refusal> {
         let offset = nic::slot(cid.slot()) + at::FORWARD;
-        if length as usize > nic::SLOT_BYTES - at::FORWARD || !matches!(self.tenant(cid)?.custody, Custody::Held) {
+        if length as usize > nic::SLOT_BYTES - at::FORWARD || !matches!(self.occupant(cid)?.custody, Custody::Held) {
             return Err(Refusal::WrongState);
         }
         let mut frame = baton_device::Frame::with_capacity(length as usize);
@@ -304,7 +319,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.read(offset, frame.bytes_mut());
         frame.checksum = Checksum::Verified;
         let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::BadCommand)?;
-        let slot = self.tenant(cid)?;
+        let slot = self.occupant(cid)?;
         if parsed.flow != slot.flow {
             return Err(Refusal::BadCommand);
         }
@@ -313,7 +328,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     fn set_mtu(&mut self, cid: Cid, mtu: u32, now: Instant) -> Result<u32, Refusal> {
-        let Custody::Active(offloaded) = &mut self.tenant(cid)?.custody else { return Err(Refusal::WrongState) };
+        let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
         if mtu < 68 {
             return Err(Refusal::BadCommand);
         }
@@ -331,7 +346,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// The connection's way out has changed, or there is none any more: its segments are lost then, as they would be in a kernel without a
     /// route, and come again when their time is up.
     fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
-        let Custody::Active(offloaded) = &mut self.tenant(cid)?.custody else { return Err(Refusal::WrongState) };
+        let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
         offloaded.image.link.interface = interface;
         Ok(0)
     }

@@ -8,11 +8,15 @@
 
 mod acknowledged;
 mod among;
+mod backlog;
 mod balance;
 mod commands;
 mod counters;
 mod custody;
 mod delivery;
+mod fragments;
+mod growth;
+mod held;
 mod icmp;
 mod offloaded;
 mod peers;

@@ -1,5 +1,6 @@
 //! A connection on the NIC: its TCP, its memory, its record.
 
+use crate::growth::Growth;
 use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
@@ -77,6 +78,7 @@ pub(crate) struct Offloaded {
     pub receive: Receive,
     pub pending: Pending,
     pub ident: u16,
+    pub growth: Growth,
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
     pair_next: u8,
@@ -107,6 +109,12 @@ impl Memory {
         let has_block = (self.block as usize) < layout::session::MAX_CONNECTIONS;
         inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size) && has_block
     }
+
+    /// Whether there is room for the queues of an image, and for the window that was advertised.
+    pub fn holds(&self, image: &Image) -> bool {
+        let window_end = u64::from(image.unread) + u64::from(image.rcv_adv.wrapping_sub(image.rcv_nxt));
+        window_end <= u64::from(self.receive_size) && image.send_queue() <= self.send_size
+    }
 }
 
 impl Offloaded {
@@ -130,6 +138,7 @@ impl Offloaded {
             receive: Receive::new(receive, session_memory.clone(), nic_memory.clone(), layout::nic::slot(slot)),
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
+            growth: Growth::default(),
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
@@ -160,6 +169,20 @@ impl Offloaded {
             seq = seq.wrapping_add(length);
             left -= length;
         }
+    }
+
+    /// The send queue lies elsewhere now.
+    pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
+        (self.pair_first, self.pair_next) = (0, 0);
+        self.adopt_send_queue(image, memory);
+    }
+
+    pub fn nic_memory(&self) -> Arc<Region> {
+        self.nic_memory.clone()
+    }
+
+    pub fn slot_offset(&self) -> usize {
+        self.slot_offset
     }
 
     /// Appends a piece to the send queue; one that follows the last piece in memory extends it. False if the queue is full.

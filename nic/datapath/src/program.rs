@@ -3,15 +3,19 @@
 
 use crate::custody::Custody;
 use crate::offloaded::Pending;
+use crate::peers::Parcel;
 use crate::worker::{Session, Worker};
-use baton_abi::layout::{Counter, session};
-use baton_abi::{Control, MORE, Message, Operation};
+use baton_abi::layout::{Counter, RING_MESSAGES, session};
+use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_device::Device;
 use baton_ring::Full;
 use baton_tcp::{Events, Instant};
 
 /// Messages taken from one session before the next has its turn.
 const BATCH: usize = 64;
+
+/// Batches that a full ring makes.
+const FULL_RING: usize = RING_MESSAGES / BATCH;
 
 impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
@@ -32,9 +36,24 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Does all that a session has asked so far. Only the front hears sessions, and does so before it passes a command on that needs this.
+    /// Runs every command that session `id` has queued so far, at most as many as its ring holds: a program that goes on queueing does not
+    /// keep the agent waiting. Only the front reads the sessions' rings, and does so before it passes a command on that needs this.
     pub(crate) fn hear_session_out(&mut self, id: usize, now: Instant) {
-        while self.is_front() && self.sessions.get(id).is_some_and(Option::is_some) && self.poll_session(id, now) {}
+        for _ in 0..FULL_RING {
+            if !self.is_front() || self.sessions.get(id).is_none_or(Option::is_none) || !self.poll_session(id, now) {
+                return;
+            }
+        }
+    }
+
+    /// A program has broken the ring's rules: nothing is read from its session again, and the agent, which is told, takes its connections
+    /// back.
+    #[cold]
+    fn cut_off(&mut self, id: usize) {
+        self.counters.add(Counter::BadMessages, 1);
+        self.broadcast(|| Parcel::Detach(id as u32));
+        self.sessions[id] = None;
+        self.tell_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
 
     /// Takes up to a batch of a session's messages. Whether there was any.
@@ -42,7 +61,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         let mut worked = false;
         for _ in 0..BATCH {
             let Some(session) = self.sessions[id].as_mut() else { return worked };
-            let Some(words) = session.commands.pop() else { break };
+            let Some(words) = session.commands.pop() else {
+                if session.commands.has_lied() {
+                    self.cut_off(id);
+                    return true;
+                }
+                break;
+            };
             worked = true;
             let understood = Message::from_words(words).is_some_and(|message| match self.among {
                 None => self.on_program_message(id, &message, now),

@@ -60,6 +60,7 @@ impl<W: Device> Output<W> {
             published = true;
             self.emit(offloaded, &transmit, counters);
         }
+        offloaded.growth.consider(&mut offloaded.tcp, now);
         if !published {
             offloaded.publish(now);
         } else if offloaded.tcp.retransmissions() != before {

@@ -2,14 +2,16 @@
 
 use crate::acknowledged::Places;
 use crate::among::Among;
+use crate::backlog::Backlog;
 use crate::counters::Counters;
 use crate::custody::{Custody, Slot};
 use crate::delivery::Delivery;
+use crate::fragments::Fragments;
 use crate::icmp;
 use crate::peers::{FRONT, Parcel};
 use crate::transmit::Output;
 use baton_abi::layout::{Counter, nic, session};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Control, Message, Operation, RestoreCause};
 use baton_active_ack::Active;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_lro::{Lro, Mode};
@@ -132,11 +134,14 @@ pub struct Worker<H, W> {
     pub(crate) connections: u64,
     pub(crate) lro: Lro,
     pub(crate) delivery: Delivery,
+    pub(crate) fragments: Fragments,
     /// When a time-out of a connection's, of an aggregate's or of a delivery may be due, in microseconds.
     due: u64,
     pub(crate) frame: Frame,
     expired: Vec<u32>,
     agent_told: bool,
+    /// Messages that found the agent's ring full: none is lost.
+    pub(crate) backlog: Backlog,
     pub(crate) started: bool,
     /// The processor that it runs on, plus one; 0 while nobody has said.
     pub(crate) processor: u32,
@@ -172,10 +177,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             connections: 0,
             lro: Lro::new(settings.lro, now.0),
             delivery: Delivery::new(settings.moderation),
+            fragments: Fragments::default(),
             due: now.0,
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
             agent_told: false,
+            backlog: Backlog::default(),
             started: false,
             processor: 0,
             settings,
@@ -282,6 +289,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
+        if !self.backlog.is_empty() {
+            self.tell_the_rest();
+        }
         if self.started {
             worked = self.poll_wire(now);
             worked |= self.poll_host(now);
@@ -379,7 +389,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     #[cold]
     #[inline(never)]
-    fn on_any_wire_frame(&mut self, now: Instant) {
+    pub(crate) fn on_any_wire_frame(&mut self, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
             && let Some(slot) = self.find(&Name::from(&parsed.flow))
         {
@@ -390,6 +400,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.on_segment(slot, &parsed, now);
             return;
         }
+        if !self.took_fragment(now) {
+            self.pass_from_wire(now);
+        }
+    }
+
+    /// A frame from the wire that is no offloaded connection's: the kernel's, and what routers say of connections is ours, too.
+    pub(crate) fn pass_from_wire(&mut self, now: Instant) {
         if self.connections > 0
             && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
         {
@@ -427,11 +444,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) => {
                 self.counters.add(Counter::Segments, 1);
                 let segment = Segment::from(parsed);
-                // What a reset means to the program and its socket the kernel knows best: it gets the connection, then the reset.
-                if segment.flags.contains(Flags::RST) && segment.seq == offloaded.tcp.rcv_nxt() {
+                if let Some(cause) = kernels_business(&segment, &offloaded.tcp) {
+                    // One request is enough; the peer repeats what it hears no answer to.
+                    let first = slot.held.is_empty();
                     slot.held.push(parsed, &self.frame);
                     let cid = slot.cid;
-                    self.tell_agent(Message::new(Operation::OsRestore, cid, 0, 0));
+                    if first {
+                        self.tell_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
+                    }
                     return;
                 }
                 if segment.length > 0 && before(offloaded.tcp.rcv_nxt(), segment.seq) {
@@ -471,13 +491,17 @@ impl<H: Device, W: Device> Worker<H, W> {
             slot.dirty = true;
             self.dirty.push(index);
         }
+        let asks = offloaded.growth.asks();
         if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {
             let cid = slot.cid;
             if events.contains(Events::TIME_WAIT) {
-                self.tell_agent(Message::new(Operation::OsRestore, cid, 0, 0));
+                self.tell_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
             } else {
                 self.tell_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
             }
+        }
+        if asks {
+            self.ask_for_memory(index);
         }
     }
 
@@ -570,11 +594,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         {
             return among.peers.send(FRONT, Parcel::Agent(message));
         }
-        if self.events.push(message.to_words()).is_err() {
-            self.counters.add(Counter::BadMessages, 1);
+        if !self.backlog.is_empty() || self.events.push(message.to_words()).is_err() {
+            self.backlog.add(message);
         }
         self.events.publish();
         self.agent_told = true;
+    }
+
+    /// Tells the agent what its ring had no room for.
+    #[cold]
+    pub(crate) fn tell_the_rest(&mut self) {
+        if self.backlog.flush(&mut self.events) {
+            self.events.publish();
+            self.agent_told = true;
+        }
     }
 
     /// Sessions whose program sleeps although it was told something, as far as moderation does not wait for more, and whether the agent does:
@@ -600,7 +633,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             idle &= self.dirty.is_empty();
         } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
-            idle &= !self.commands.has_message();
+            idle &= !self.commands.has_message() && self.backlog.is_empty();
             for session in self.sessions.iter().flatten() {
                 go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
                 idle &= !session.commands.has_message();
@@ -639,6 +672,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.among_due());
         self.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
+}
+
+/// Why a segment is held while the connection goes back to the kernel, which then gets it. What a reset means to the program and its socket
+/// the kernel knows best, and the NIC has no urgent data: a segment that announces some goes there before a byte of it is taken in.
+pub(crate) fn kernels_business(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
+    if segment.flags.contains(Flags::RST) {
+        return (segment.seq == tcp.rcv_nxt()).then_some(RestoreCause::Reset);
+    }
+    let current = at_or_before(tcp.rcv_nxt(), segment.end()) && at_or_before(segment.seq, tcp.rcv_adv());
+    (segment.flags.contains(Flags::URG) && current).then_some(RestoreCause::Urgent)
 }
 
 /// While mirroring, the kernel's own acknowledgements tell whether it holds anything out of order that the copy lacks: it does not

@@ -2,7 +2,7 @@
 //! for byte. Forwarded frames, and ICMP.
 
 use baton_abi::layout::{nic, session, slot};
-use baton_abi::{Cid, Control, MORE, Message, Operation};
+use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Offloads, Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
@@ -167,6 +167,8 @@ enum Attack {
     Damaged { at: usize, value: u8, seq: u32, length: usize, flags: u8 },
     /// Time passes.
     Pause(u32),
+    /// The agent takes its connection back, for which everything that waits in its ring is read first.
+    Leave,
 }
 
 fn attacks() -> impl Strategy<Value = Attack> {
@@ -182,6 +184,7 @@ fn attacks() -> impl Strategy<Value = Attack> {
         (0usize..120, any::<u8>(), 0u32..70_000, 0usize..1400, any::<u8>())
             .prop_map(|(at, value, seq, length, flags)| Attack::Damaged { at, value, seq, length, flags }),
         (0u32..2_000_000).prop_map(Attack::Pause),
+        Just(Attack::Leave),
     ]
 }
 
@@ -225,6 +228,7 @@ impl Stage {
                 self.far.transmit(&mut self.frame);
             }
             Attack::Pause(micros) => self.now = self.now.after(u64::from(*micros)),
+            Attack::Leave => self.command(Message::new(Operation::NicRestore, Cid::new(1, 1), 0, 0)),
         }
     }
 }
@@ -246,6 +250,31 @@ proptest! {
         stage.command(Message::control(Operation::NicControl, Control::Cancel, Cid::new(1, 1), 0, 0));
         stage.command(Message::control(Operation::NicControl, Control::Detach, Cid(0), 1, 0));
         stage.victim_goes_on(1000);
+    }
+}
+
+/// A command ring whose head is further away than the ring is long is read no more, the agent hears of it, and gets the connection.
+#[test]
+fn a_ring_that_lies_is_cut_off() {
+    for lie in [1 << 40, 4097, u64::MAX] {
+        let mut stage = Stage::new();
+        stage.programs[1].memory.words(session::COMMANDS, 1)[0].store(lie, Ordering::SeqCst);
+        stage.worker.poll(stage.now);
+        let told = std::iter::from_fn(|| stage.told.pop()).filter_map(Message::from_words);
+        let cut = Message::control(Operation::OsControl, Control::Detach, Cid(0), 1, 0);
+        assert_eq!(told.collect::<Vec<_>>(), [cut], "{lie}");
+        stage.told.release();
+        assert!(!stage.worker.poll(stage.now), "it is work no more");
+        stage.victim_goes_on(500);
+        stage.worker.poll(stage.now);
+        // What follows in the ring, true or not, is not done.
+        stage.programs[1].memory.words(session::COMMANDS, 1)[0].store(1, Ordering::SeqCst);
+        assert!(!stage.worker.poll(stage.now));
+        stage.agent.push(Message::new(Operation::NicRestore, Cid::new(1, 1), 0, 0).to_words()).unwrap();
+        stage.agent.publish();
+        stage.worker.poll(stage.now);
+        let done = std::iter::from_fn(|| stage.told.pop()).filter_map(Message::from_words).next().map(|told| told.kind);
+        assert_eq!(done, Some(Control::Done as u16), "its connection can be restored");
     }
 }
 
@@ -401,4 +430,87 @@ fn doorbells_are_moderated() {
     assert_eq!(rung(&mut stage), [0u32; 0]);
     stage.now = stage.now.after(10_000);
     assert_eq!(rung(&mut stage), [0u32; 0], "it was awake");
+}
+
+/// A segment that announces urgent data is not taken in: it waits, the agent is asked once to give the connection back, and the kernel gets
+/// the segment. An old one, and one beyond the window, are answered as ever.
+#[test]
+fn urgent_data_is_the_kernels() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(0, 1);
+    let send = |stage: &mut Stage, seq: u32, flags: Flags| {
+        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        stage.frame.set_length(MAX_HEADER + 10);
+        let headers = template.emit(&header, 10, stage.frame.bytes_mut());
+        stage.frame.set_length(headers + 10);
+        stage.frame.checksum = Checksum::Verified;
+        stage.far.transmit(&mut stage.frame);
+        stage.worker.poll(stage.now);
+        let mut asked = Vec::new();
+        while let Some(words) = stage.told.pop() {
+            let message = Message::from_words(words).unwrap();
+            asked.push((message.operation, message.cid, message.address));
+        }
+        stage.told.release();
+        asked
+    };
+    stage.victim_goes_on(100);
+    let urgent = Flags::ACK | Flags::URG;
+    assert_eq!(send(&mut stage, 50, urgent), []);
+    let (first, second, beyond) = (stage.seq, stage.seq + 10, stage.seq.wrapping_add(2 * BUFFER));
+    assert_eq!(send(&mut stage, beyond, urgent), []);
+    assert_eq!(send(&mut stage, first, urgent), [(Operation::OsRestore, cid, RestoreCause::Urgent as u32)]);
+    assert_eq!(send(&mut stage, second, urgent), []);
+    assert_eq!(send(&mut stage, second + 10, Flags::ACK), [], "what follows is held out of order");
+    let victim = &mut stage.programs[0];
+    assert!(victim.events.pop().is_none(), "its program was told of a byte");
+    victim.events.release();
+    stage.command(Message::new(Operation::NicRestore, cid, 0, 0));
+    stage.command(Message::control(Operation::NicControl, Control::Release, cid, 0, 0));
+    let mut heard = Vec::new();
+    while stage.kernel.receive(&mut stage.frame) {
+        let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+        if parsed.payload_length > 0 {
+            heard.push((parsed.seq, parsed.flags.contains(Flags::URG)));
+        }
+    }
+    assert_eq!(heard, [(second + 10, false), (first, true), (second, true)]);
+}
+
+/// An agent that is slow to read: nothing that it is told is lost, in which order it ever finds its ring full.
+#[test]
+fn an_agent_that_is_slow_to_read_misses_nothing() {
+    let mut stage = Stage::new();
+    let absurd = Message::new(Operation::NicRestore, Cid::new(3, 7), 0, 0);
+    for _ in 0..4096 {
+        stage.agent.push(absurd.to_words()).unwrap();
+    }
+    stage.agent.publish();
+    // Two messages each: the answer, and the room that there is.
+    stage.worker.poll(stage.now);
+    let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+    let flags = Flags::RST | Flags::ACK;
+    let header = Header { seq: stage.seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+    for _ in 0..3 {
+        stage.frame.set_length(MAX_HEADER);
+        let headers = template.emit(&header, 0, stage.frame.bytes_mut());
+        stage.frame.set_length(headers);
+        stage.frame.checksum = Checksum::Verified;
+        stage.far.transmit(&mut stage.frame);
+        stage.worker.poll(stage.now);
+    }
+    assert!(!stage.worker.prepare_sleep(), "it sleeps on what it has to tell");
+    let (mut answers, mut returns) = (0, 0);
+    for _ in 0..4 {
+        while let Some(message) = stage.told.pop().and_then(Message::from_words) {
+            answers += usize::from(message.operation == Operation::OsControl);
+            returns += usize::from((message.operation, message.cid) == (Operation::OsRestore, Cid::new(0, 1)));
+        }
+        stage.told.release();
+        stage.worker.poll(stage.now);
+    }
+    assert_eq!((answers, returns), (4096, 1));
 }

@@ -112,6 +112,32 @@ impl Offloads {
         Ok(())
     }
 
+    /// # Errors
+    /// With what is wrong, if these settings could not have come about by [`Offloads::set`].
+    pub fn check(&self) -> Result<(), String> {
+        let between = |what: &str, value: u64, least: u64, most: u64| {
+            let inside = (least..=most).contains(&value);
+            inside.then_some(()).ok_or_else(|| format!("{what}={value}: it is a number from {least} to {most}"))
+        };
+        let lro = &self.lro;
+        between("lro-bytes", lro.most as u64, 1500, 65_535)?;
+        between("lro-quiet-usecs", lro.quiet.1, 1, 100_000)?;
+        between("the shortest of lro-quiet-usecs", lro.quiet.0, 0, lro.quiet.1)?;
+        between("lro-usecs", lro.age, 1, 100_000)?;
+        between("lro-gap-usecs", lro.gap, 1, 100_000)?;
+        between("lro-held-segments", lro.held_segments as u64, 1, 1 << 20)?;
+        between("lro-held-bytes", lro.held_bytes as u64, 1 << 16, 1 << 30)?;
+        between("connections of lro", lro.connections as u64, 1, 1 << 20)?;
+        between("aggregates of lro", lro.aggregates as u64, 1, 1 << 16)?;
+        for moderation in [self.moderation, self.doorbells] {
+            if let Moderation::Static { time, frames } = moderation {
+                between("usecs", time.into(), 1, 10_000)?;
+                between("frames", frames.into(), 1, 64)?;
+            }
+        }
+        between("queues", self.rss.queues.into(), 0, 16)
+    }
+
     /// All settings, as they would be set.
     pub fn list(&self) -> Vec<(&'static str, String)> {
         let on = |on: bool| if on { "on" } else { "off" };

@@ -9,6 +9,7 @@ use crate::segment::Events;
 use crate::seq::before;
 use crate::time::Instant;
 use crate::timers::Timers;
+use crate::tuning::Tuning;
 use bitflags::bitflags;
 use core::mem::offset_of;
 
@@ -204,6 +205,7 @@ pub struct Connection {
     pub(crate) congestion: Cubic,
     pub(crate) recovery: Recovery,
     pub(crate) challenge_at: Instant,
+    pub(crate) tuning: Tuning,
 }
 
 const _: () =
@@ -231,6 +233,7 @@ impl Connection {
             end_reason: None,
             due: Due::empty(),
             challenge_at: Instant(0),
+            tuning: Tuning::default(),
         };
         connection.set_mtu(config.mtu);
         connection
@@ -285,6 +288,12 @@ impl Connection {
         self.receive.nxt
     }
 
+    /// Right edge of the advertised window.
+    #[inline]
+    pub fn rcv_adv(&self) -> u32 {
+        self.receive.adv
+    }
+
     /// First sequence number that the program has not read.
     #[inline]
     pub fn rcv_read(&self) -> u32 {
@@ -310,7 +319,7 @@ impl Connection {
 
     /// Sequence number of a FIN that came behind a hole.
     pub fn fin_behind_hole(&self) -> Option<u32> {
-        self.reassembly.fin_at.filter(|_| !self.receive.fin)
+        self.reassembly.fin_at().filter(|_| !self.receive.fin)
     }
 
     /// Segments retransmitted so far.

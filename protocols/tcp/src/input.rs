@@ -167,7 +167,8 @@ impl Connection {
     /// Answers an unacceptable segment with our state (section 3.10.7.4): at once if it carries data, else not too often.
     fn refuse(&mut self, segment: &Segment, now: Instant) {
         if segment.length > 0 || segment.flags.contains(Flags::FIN) {
-            self.report_duplicate(segment.seq, segment.end());
+            // Only what is here is a duplicate: a report of more would be taken for an acknowledgement of it.
+            self.report_duplicate(segment.seq, earlier(segment.end(), self.receive.nxt));
             self.due |= Due::ACK;
             if self.state == State::TimeWait {
                 self.enter_time_wait(now);
@@ -252,6 +253,10 @@ impl Connection {
         // A FIN counts only if nothing in front of it was cut off.
         let fin = segment.flags.contains(Flags::FIN) && end == whole_end && at_or_before(next, whole_end);
         (received.skip, received.place, received.place_seq) = (skip.min(segment.length), length, seq);
+        if end != whole_end {
+            // What lies beyond the window is dropped, and answered: a closed window is probed with a byte of data (section 3.8.6.1).
+            self.due |= Due::ACK;
+        }
         if seq != next {
             self.take_out_of_order(seq, seq.wrapping_add(length), fin, received);
             return;
@@ -280,7 +285,7 @@ impl Connection {
         // RFC 5681 section 4.2: at once.
         self.due |= Due::ACK;
         if fin {
-            self.reassembly.fin_at = Some(end);
+            self.reassembly.insert_fin(end);
         }
         if seq == end {
             received.place = 0;
@@ -295,7 +300,7 @@ impl Connection {
     }
 
     fn take_pending_fin(&mut self, reached: u32) -> bool {
-        self.reassembly.fin_at == Some(reached)
+        self.reassembly.fin_at() == Some(reached)
     }
 
     /// The peer's FIN is next in order (section 3.10.7.4, eighth check).

@@ -27,6 +27,7 @@ pub mod segment;
 pub mod seq;
 mod time;
 mod timers;
+mod tuning;
 mod window;
 
 pub use connection::{Config, Connection, EndReason, State};

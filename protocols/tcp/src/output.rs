@@ -280,19 +280,18 @@ impl Connection {
         }
     }
 
-    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample.
+    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample. All of it is taken over,
+    /// however much it is: an acknowledgement of what counted as unsent would be refused for ever.
     pub(crate) fn adopt_in_flight(&mut self, now: Instant) {
         let mss = self.send.mss;
         let fin_end = self.send.end.wrapping_add(1);
         let mut seq = self.send.una;
-        while before(seq, self.send.nxt) && !self.scoreboard.is_full() {
+        while before(seq, self.send.nxt) {
             let next = earlier(seq.wrapping_add(mss), self.send.nxt);
             // The FIN shares the last record, as it did when it was sent.
             let next = if self.send.fin_queued && next == self.send.end && self.send.nxt == fin_end { fin_end } else { next };
             self.scoreboard.push(seq, next.wrapping_sub(seq), now, EVER);
             seq = next;
         }
-        // More than the scoreboard holds counts as unsent.
-        self.send.nxt = seq;
     }
 }

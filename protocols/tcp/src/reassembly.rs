@@ -14,16 +14,33 @@ pub struct Reassembly {
     /// Left edges of the ranges that grew last, newest first (RFC 2018 section 4).
     recent: [u32; 4],
     /// A FIN came behind a hole: the sequence number it has.
-    pub(crate) fin_at: Option<u32>,
+    fin_at: Option<u32>,
+    /// Ranges, and one more for a FIN: one word for the check that every segment makes.
+    waiting: u32,
     /// A duplicate to be reported (RFC 2883).
     pub(crate) duplicate: Option<(u32, u32)>,
 }
 
 impl Reassembly {
-    /// Whether nothing waits behind a hole.
+    /// Whether nothing waits behind a hole, neither bytes nor a FIN.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
+        self.waiting == 0
+    }
+
+    /// The sequence number of a FIN that came behind a hole.
+    pub fn fin_at(&self) -> Option<u32> {
+        self.fin_at
+    }
+
+    /// A FIN came behind a hole: it has this sequence number.
+    pub fn insert_fin(&mut self, at: u32) {
+        self.fin_at = Some(at);
+        self.count();
+    }
+
+    fn count(&mut self) {
+        self.waiting = self.ranges.len() as u32 + u32::from(self.fin_at.is_some());
     }
 
     /// The ranges in order.
@@ -46,6 +63,7 @@ impl Reassembly {
             self.ranges.drain(first + 1..last);
         }
         self.touch(self.ranges[first].0);
+        self.count();
         true
     }
 
@@ -65,6 +83,7 @@ impl Reassembly {
             passed += 1;
         }
         self.ranges.drain(..passed);
+        self.count();
         next
     }
 

@@ -4,8 +4,10 @@ use crate::seq::{at_or_before, before};
 use crate::time::Instant;
 use alloc::collections::VecDeque;
 
-/// The most segments in flight; the sender waits when there are as many, so that work per acknowledgement stays bounded.
-pub(crate) const MAX_SEGMENTS: usize = 4096;
+/// The most segments in flight; the sender waits when there are as many. A connection may come with more.
+pub(crate) const MAX_SEGMENTS: usize = 1 << 16;
+/// Entries of the timeline that are looked at for the end of the reordering window.
+const LOOKED_AT: usize = 64;
 
 pub(crate) const SACKED: u8 = 1;
 pub(crate) const LOST: u8 = 2;
@@ -28,6 +30,11 @@ impl Sent {
     #[inline]
     pub fn end(&self) -> u32 {
         self.seq.wrapping_add(u32::from(self.length))
+    }
+
+    /// Whether it is in the network, as far as is known.
+    fn is_undecided(&self) -> bool {
+        self.flags & SACKED == 0 && (self.flags & LOST == 0 || self.flags & RETRANSMITTED != 0)
     }
 }
 
@@ -65,6 +72,11 @@ pub(crate) struct Scoreboard {
     pub sacked: u32,
     pub lost: u32,
     pub retransmitted: u32,
+    /// When what was sent, by its end, in that order: what loss detection goes over. Entries of segments that are SACKed, acknowledged,
+    /// lost or sent again meanwhile are dropped when they are met, so that each is looked at about once.
+    timeline: VecDeque<(Instant, u32)>,
+    /// SACK blocks of the last acknowledgements, all of whose segments are SACKed: a block that grew is not gone over again.
+    blocks: [(u32, u32); 4],
     /// End of the highest segment that was SACKed, if any is.
     pub highest_sacked: Option<u32>,
     /// No segment before this one waits for retransmission.
@@ -100,6 +112,7 @@ impl Scoreboard {
     #[inline]
     pub fn push(&mut self, seq: u32, length: u32, now: Instant, flags: u8) {
         self.queue.push_back(Sent { sent_at: now, seq, length: length as u16, flags });
+        self.timeline.push_back((now, seq.wrapping_add(length)));
     }
 
     pub fn front(&self) -> Option<&Sent> {
@@ -149,9 +162,33 @@ impl Scoreboard {
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
         }
+        if self.highest_sacked.is_some() {
+            // The sequence space comes round again.
+            self.blocks.iter_mut().filter(|block| at_or_before(block.1, ack)).for_each(|block| *block = (0, 0));
+        }
         if self.sacked == 0 {
             self.highest_sacked = None;
         }
+        while self.timeline.front().is_some_and(|(_, end)| at_or_before(*end, ack)) {
+            self.timeline.pop_front();
+        }
+        if self.timeline.len() > 2 * self.queue.len() + LOOKED_AT {
+            self.write_timeline();
+        }
+    }
+
+    /// Writes the timeline anew.
+    fn write_timeline(&mut self) {
+        self.timeline.clear();
+        self.timeline.extend(self.queue.iter().filter(|sent| sent.is_undecided()).map(|sent| (sent.sent_at, sent.end())));
+        self.timeline.make_contiguous().sort_by_key(|(sent_at, _)| *sent_at);
+    }
+
+    /// The segment that an entry of the timeline is for, if its fate is open.
+    fn undecided(&self, (sent_at, end): (Instant, u32)) -> Option<usize> {
+        let at = self.queue.partition_point(|sent| before(sent.end(), end));
+        let sent = self.queue.get(at)?;
+        (sent.end() == end && sent.sent_at == sent_at && sent.is_undecided()).then_some(at)
     }
 
     fn uncount(&mut self, flags: u8) {
@@ -161,10 +198,22 @@ impl Scoreboard {
 
     /// One SACK block.
     pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
+        let known = self.blocks.iter().position(|(l, r)| l != r && at_or_before(left, *l) && at_or_before(*r, right));
+        let (l, r) = known.map_or((right, right), |at| self.blocks[at]);
+        // In front of what is known, and behind it.
         let start = self.queue.partition_point(|sent| before(sent.seq, left));
+        self.sack_from(start, l, right, high_seq, min_rtt, sample);
+        let start = self.queue.partition_point(|sent| at_or_before(sent.end(), r) || before(sent.seq, left));
+        self.sack_from(start, right, right, high_seq, min_rtt, sample);
+        self.blocks[..=known.unwrap_or(3)].rotate_right(1);
+        self.blocks[0] = (left, right);
+    }
+
+    /// SACKs the segments from index `start` on that begin before `stop` and end no later than `right`.
+    fn sack_from(&mut self, start: usize, stop: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         for at in start..self.queue.len() {
             let sent = self.queue[at];
-            if before(right, sent.end()) {
+            if before(right, sent.end()) || !before(sent.seq, stop) {
                 break;
             }
             if sent.flags & SACKED != 0 {
@@ -189,34 +238,33 @@ impl Scoreboard {
     /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985 section 6.2, step 5).
     /// Returns how many are newly lost, and in how many microseconds the next one would be.
     pub fn detect_loss(&mut self, window: u64, now: Instant) -> (u32, Option<u64>) {
-        let (mut found, mut wait) = (0, None);
+        let mut found = 0;
         let newest = self.newest;
         if newest.rtt == 0 {
             return (0, None);
         }
-        for at in 0..self.queue.len() {
-            let sent = self.queue[at];
-            let older = sent.sent_at < newest.sent_at || (sent.sent_at == newest.sent_at && before(sent.end(), newest.end));
-            if !older {
-                // Originals lie in order of sending: behind the first one that is not older only retransmissions could be.
-                if sent.flags & EVER == 0 {
-                    break;
+        let older =
+            |(sent_at, end): (Instant, u32)| sent_at < newest.sent_at || (sent_at == newest.sent_at && before(end, newest.end));
+        let due = |(sent_at, _): (Instant, u32)| sent_at.after(newest.rtt + window);
+        while let Some(&entry) = self.timeline.front() {
+            match self.undecided(entry) {
+                Some(_) if !older(entry) => break,
+                Some(_) if due(entry) > now => {
+                    // The last of those that are older tells when all of them are due.
+                    let olders = self.timeline.partition_point(|entry| older(*entry));
+                    let near = self.timeline.range(..olders).rev().take(LOOKED_AT);
+                    let last = near.copied().find(|entry| self.undecided(*entry).is_some()).unwrap_or(entry);
+                    return (found, Some(due(last).since(now)));
                 }
-                continue;
+                Some(at) => {
+                    self.mark_lost(at);
+                    found += 1;
+                }
+                None => {}
             }
-            if sent.flags & SACKED != 0 || (sent.flags & LOST != 0 && sent.flags & RETRANSMITTED == 0) {
-                continue;
-            }
-            let due = sent.sent_at.after(newest.rtt + window);
-            if due <= now {
-                self.mark_lost(at);
-                found += 1;
-            } else {
-                let remaining = due.since(now);
-                wait = Some(wait.map_or(remaining, |longest: u64| longest.max(remaining)));
-            }
+            self.timeline.pop_front();
         }
-        (found, wait)
+        (found, None)
     }
 
     fn mark_lost(&mut self, at: usize) {
@@ -248,6 +296,9 @@ impl Scoreboard {
     /// A retransmission time-out: everything that is not SACKed counts as lost (RFC 6298 section 5).
     /// With `forget`, SACKs count no more, since the peer may have dropped what it SACKed (RFC 2018 section 8).
     pub fn mark_all_lost(&mut self, forget: bool) {
+        if forget {
+            self.blocks = Default::default();
+        }
         for at in 0..self.queue.len() {
             if forget && self.queue[at].flags & SACKED != 0 {
                 self.queue[at].flags &= !SACKED;
@@ -271,6 +322,7 @@ impl Scoreboard {
             sent.flags &= !LOST;
         }
         self.lost = 0;
+        self.write_timeline();
     }
 
     /// The first segment that is lost and not retransmitted.
@@ -297,6 +349,7 @@ impl Scoreboard {
             }
             sent.flags |= RETRANSMITTED | EVER;
             sent.sent_at = now;
+            self.timeline.push_back((now, sent.end()));
         }
     }
 
@@ -314,6 +367,67 @@ impl Scoreboard {
                 self.retransmitted += u32::from(sent.flags & RETRANSMITTED != 0);
             }
             at += 1;
+        }
+        self.blocks = Default::default();
+        self.write_timeline();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Loss detection finds every segment that is open and older than the newest delivered one, whatever has happened to them before.
+    #[test]
+    fn nothing_open_escapes_loss_detection() {
+        let mut random = 1u32;
+        let mut draw = |below: u32| {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (random >> 8) % below
+        };
+        for round in 0..300u32 {
+            let mut board = Scoreboard::default();
+            let (first, mut next, mut now) = (u32::MAX - 500 + round, u32::MAX - 500 + round, Instant(1000));
+            let mut una = first;
+            for _ in 0..200 {
+                now = now.after(1 + u64::from(draw(3)));
+                let mut sample = Sample { now, ..Sample::default() };
+                match draw(8) {
+                    0..=2 => {
+                        for _ in 0..draw(5) {
+                            board.push(next, 10, now, 0);
+                            next = next.wrapping_add(10);
+                        }
+                    }
+                    3 if next != una => {
+                        una = una.wrapping_add(draw(next.wrapping_sub(una) / 4 + 1));
+                        board.acknowledge(una, first, 0, &mut sample);
+                    }
+                    4 | 5 if next != una => {
+                        let left = una.wrapping_add(draw(next.wrapping_sub(una)));
+                        board.sack(left, left.wrapping_add(draw(next.wrapping_sub(left)) + 1), first, 0, &mut sample);
+                    }
+                    6 => {
+                        if let Some(lost) = board.next_lost() {
+                            board.retransmit(lost.seq, now);
+                        }
+                    }
+                    7 if draw(10) == 0 => board.mark_all_lost(draw(2) == 0),
+                    7 if draw(10) == 0 => board.forget_losses(),
+                    _ => {
+                        board.detect_loss(2, now);
+                    }
+                }
+                let counted = |flag| board.queue.iter().filter(|sent| sent.flags & flag != 0).count() as u32;
+                assert_eq!([board.sacked, board.lost, board.retransmitted], [SACKED, LOST, RETRANSMITTED].map(counted));
+            }
+            let newest = board.newest;
+            let open = |sent: &&Sent| {
+                let older = sent.sent_at < newest.sent_at || sent.sent_at == newest.sent_at && before(sent.end(), newest.end);
+                sent.is_undecided() && older && newest.rtt > 0
+            };
+            let expected = board.queue.iter().filter(open).count() as u32;
+            assert_eq!(board.detect_loss(0, Instant(u64::MAX)), (expected, None), "round {round}");
         }
     }
 }

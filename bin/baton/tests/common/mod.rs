@@ -68,7 +68,15 @@ fn later(result: io::Result<usize>) -> usize {
 impl Scene {
     pub fn move_to(&mut self, to: Place) {
         self.try_to_move(to);
-        assert_eq!(self.session.place(self.id), Some(to));
+        // Its memory may grow just now: then it is nowhere for a moment.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let place = loop {
+            match self.session.place(self.id) {
+                None if Instant::now() < deadline => std::thread::yield_now(),
+                place => break place,
+            }
+        };
+        assert_eq!(place, Some(to));
     }
 
     /// Moves it, however often that is put off; where it is a moment later is not looked at.

@@ -1,16 +1,17 @@
 //! Making, naming, copying and closing descriptors; options.
 
 use crate::table::{self, File};
-use crate::tcp::{self, Origin};
+use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
-use crate::{options, process, real};
+use crate::{options, process, real, worth};
 use baton_client::protocol::Until;
 use libc::{c_char, c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
-fn note_new(fd: c_int) {
-    if process::plan().is_some() {
-        table::put(fd, Some(File::Tcp(tcp::new(fd))));
-    }
+fn note_new(fd: c_int) -> Option<&'static Tcp> {
+    process::plan()?;
+    let tcp = tcp::new(fd);
+    table::put(fd, Some(File::Tcp(tcp)));
+    Some(tcp)
 }
 
 /// See the C library.
@@ -24,8 +25,11 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
     if fd >= 0 {
         forget_stale(fd);
-        if stream && (domain == libc::AF_INET || domain == libc::AF_INET6) {
-            note_new(fd);
+        if stream
+            && (domain == libc::AF_INET || domain == libc::AF_INET6)
+            && let Some(tcp) = note_new(fd)
+        {
+            tcp.note_nonblocking(kind & libc::SOCK_NONBLOCK != 0);
         }
     }
     fd
@@ -38,14 +42,18 @@ fn forget_stale(fd: c_int) {
     }
 }
 
-fn accepted(listener: c_int, fd: c_int) -> c_int {
+fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
     if fd >= 0 {
         forget_stale(fd);
-        if table::tcp(listener).is_some() || tcp::is_tcp(fd) {
-            note_new(fd);
-            if let Some(tcp) = table::tcp(fd) {
-                tcp.established(fd, Some(Origin::Accepted));
-            }
+        let listener = table::tcp(listener);
+        if (listener.is_some() || tcp::is_tcp(fd))
+            && let Some(tcp) = note_new(fd)
+        {
+            tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
+            // An accepted socket has its listener's.
+            tcp.set_lowat(listener.map_or(1, Tcp::lowat));
+            tcp.worth.begin(worth::of_listener(listener));
+            tcp.established(fd, Some(Origin::Accepted));
         }
     }
     fd
@@ -58,7 +66,7 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the caller's promise.
-    accepted(fd, unsafe { real::accept(fd, address, length) })
+    accepted(fd, unsafe { real::accept(fd, address, length) }, 0)
 }
 
 /// See the C library.
@@ -68,7 +76,7 @@ pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
     // SAFETY: the caller's promise.
-    accepted(fd, unsafe { real::accept4(fd, address, length, flags) })
+    accepted(fd, unsafe { real::accept4(fd, address, length, flags) }, flags)
 }
 
 /// See the C library.
@@ -83,10 +91,16 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     };
     // A connected socket that is connected anew, or disconnected.
     tcp.give_back("connect", Until::Again);
-    let inside = tcp.inside_kernel();
+    let inside = tcp.enter_kernel();
     // SAFETY: the caller's promise.
     let done = unsafe { real::connect(fd, address, length) };
     drop(inside);
+    if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
+        // The kernel has read as many bytes of it.
+        let shown = (length as usize).min(size_of::<libc::sockaddr_in6>());
+        // SAFETY: as above; nothing keeps the slice.
+        tcp.worth.begin(worth::of_peer(unsafe { std::slice::from_raw_parts(address.cast(), shown) }));
+    }
     if done == 0 {
         tcp.established(fd, Some(Origin::Connected));
     } else {
@@ -95,11 +109,27 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     done
 }
 
+/// See the C library: what listens is no connection, and never will be.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
+    // SAFETY: no pointers are involved.
+    let done = unsafe { real::listen(fd, most) };
+    if done == 0
+        && let Some(tcp) = table::tcp(fd)
+    {
+        tcp.stay();
+    }
+    done
+}
+
 /// A descriptor is about to be closed.
 fn leave(fd: c_int) {
     match table::get(fd) {
         // A child of vfork closes its own copies.
-        Some(_) if process::session().is_some() && !process::is_mine() => {}
+        Some(_) if !process::is_mine() => {}
         Some(File::Tcp(tcp)) => tcp.remove_fd(fd),
         Some(File::Set(set)) => set.remove_fd(fd),
         None => {}
@@ -175,7 +205,7 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
     if copy < 0 || copy == fd {
         return copy;
     }
-    let foreign = process::session().is_some() && !process::is_mine();
+    let foreign = !process::is_mine();
     match table::get(fd) {
         // A child of vfork passes it on.
         Some(File::Tcp(tcp)) if foreign => tcp.give_back("exec", Until::Alone),
@@ -242,6 +272,11 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     }
     // SAFETY: the caller's promise.
     let result = unsafe { real::fcntl(fd, command, argument) };
+    if command == libc::F_SETFL
+        && let Some(tcp) = table::tcp(fd)
+    {
+        tcp.note_nonblocking(argument as c_int & libc::O_NONBLOCK != 0);
+    }
     if matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) { copied(fd, result) } else { result }
 }
 
@@ -271,11 +306,18 @@ pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
-    match table::tcp(fd) {
+    let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { options::ioctl(tcp, fd, request, argument) },
+        return unsafe { real::ioctl(fd, request, argument) };
+    };
+    if request == libc::FIONBIO {
+        tcp.note_nonblocking(false);
+    }
+    match tcp.enter_kernel() {
         // SAFETY: the caller's promise.
-        _ => unsafe { real::ioctl(fd, request, argument) },
+        Some(_inside) => unsafe { real::ioctl(fd, request, argument) },
+        // SAFETY: the caller's promise.
+        None => unsafe { options::ioctl(tcp, fd, request, argument) },
     }
 }
 
@@ -285,12 +327,21 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int {
-    match table::tcp(fd) {
+    let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { options::set(tcp, fd, level, option, value, length) },
+        return unsafe { real::setsockopt(fd, level, option, value, length) };
+    };
+    let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the caller's promise.
-        _ => unsafe { real::setsockopt(fd, level, option, value, length) },
+        return unsafe { options::set(tcp, fd, level, option, value, length) };
+    };
+    // SAFETY: the caller's promise.
+    let done = unsafe { real::setsockopt(fd, level, option, value, length) };
+    if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
+        options::note_lowat(tcp, fd);
     }
+    drop(inside);
+    done
 }
 
 /// See the C library.
@@ -299,23 +350,24 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int {
-    match table::tcp(fd) {
+    let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { options::get(tcp, fd, level, option, value, length) },
-        Some(tcp) => {
-            // SAFETY: the caller's promise.
-            let done = unsafe { real::getsockopt(fd, level, option, value, length) };
-            // SAFETY: the kernel has just written an int there.
-            let zero = || unsafe { value.cast::<c_int>().read_unaligned() } == 0;
-            // How a program asks whether a connect that went on has come to its end.
-            if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_ERROR) && zero() {
-                tcp.established(fd, None);
-            }
-            done
-        }
+        return unsafe { real::getsockopt(fd, level, option, value, length) };
+    };
+    let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the caller's promise.
-        None => unsafe { real::getsockopt(fd, level, option, value, length) },
+        return unsafe { options::get(tcp, fd, level, option, value, length) };
+    };
+    // SAFETY: the caller's promise.
+    let done = unsafe { real::getsockopt(fd, level, option, value, length) };
+    drop(inside);
+    // SAFETY: the kernel has just written an int there.
+    let zero = || unsafe { value.cast::<c_int>().read_unaligned() } == 0;
+    // How a program asks whether a connect that went on has come to its end.
+    if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_ERROR) && zero() {
+        tcp.established(fd, None);
     }
+    done
 }
 
 /// See the C library: a connection that is over has no peer.
@@ -328,7 +380,25 @@ pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: 
         tcp.leave_if_over();
     }
     // SAFETY: the caller's promise.
-    unsafe { real::getpeername(fd, address, length) }
+    undisturbed(fd, || unsafe { real::getpeername(fd, address, length) })
+}
+
+/// See the C library.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn getsockname(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+    // SAFETY: the caller's promise.
+    undisturbed(fd, || unsafe { real::getsockname(fd, address, length) })
+}
+
+/// A call that does not wait, and not in the middle of a move, when the socket has no address for a moment.
+fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
+    match table::tcp(fd) {
+        None => call(),
+        Some(tcp) => tcp.undisturbed(|_| call()),
+    }
 }
 
 /// See the C library.
@@ -337,14 +407,14 @@ pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: 
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
-    match table::tcp(fd) {
-        Some(tcp) if tcp.is_managed() => {
-            tcp.leave_if_over();
-            options::shutdown(tcp, fd, how)
-        }
-        // SAFETY: the caller's promise.
-        _ => unsafe { real::shutdown(fd, how) },
+    // SAFETY: no pointers are involved.
+    let native = || unsafe { real::shutdown(fd, how) };
+    let Some(tcp) = table::tcp(fd) else { return native() };
+    if let Some(_inside) = tcp.enter_kernel() {
+        return native();
     }
+    tcp.leave_if_over();
+    options::shutdown(tcp, fd, how)
 }
 
 /// See the C library: stdio reads and writes past this library, so the connection stays in the kernel.

@@ -145,6 +145,20 @@ pub unsafe extern "C" fn pselect(
 }
 
 /// See the C library.
+#[unsafe(no_mangle)]
+pub extern "C" fn epoll_create(size: c_int) -> c_int {
+    // SAFETY: no pointers are involved.
+    epoll::created(unsafe { real::epoll_create(size) })
+}
+
+/// See the C library.
+#[unsafe(no_mangle)]
+pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
+    // SAFETY: no pointers are involved.
+    epoll::created(unsafe { real::epoll_create1(flags) })
+}
+
+/// See the C library.
 ///
 /// # Safety
 /// As there.

@@ -94,6 +94,30 @@ pub unsafe extern "C" fn posix_spawnp(
     unsafe { real::posix_spawnp(process, file, actions, attributes, arguments, environment) }
 }
 
+/// See the C library, which spawns past this one here.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn system(command: *const c_char) -> c_int {
+    if !command.is_null() {
+        before_spawn(std::ptr::null());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { real::system(command) }
+}
+
+/// See the C library, which spawns past this one here.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    before_spawn(std::ptr::null());
+    // SAFETY: the caller's promise.
+    unsafe { real::popen(command, mode) }
+}
+
 /// See the C library.
 ///
 /// # Safety
@@ -126,6 +150,13 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
         // libuv closes so, to have no cancellation point.
         // SAFETY: the caller's promise.
         libc::SYS_close => return unsafe { super::descriptors::close(a as c_int) }.into(),
+        // SAFETY: the caller's promise.
+        libc::SYS_epoll_ctl => return unsafe { super::events::epoll_ctl(a as _, b as _, c as _, d as _) }.into(),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's promise.
+        libc::SYS_epoll_wait => return unsafe { super::events::epoll_wait(a as _, b as _, c as _, d as _) }.into(),
+        // SAFETY: the caller's promise.
+        libc::SYS_epoll_pwait => return unsafe { super::events::epoll_pwait(a as _, b as _, c as _, d as _, e as _) }.into(),
         _ if is_harmless(number) => {}
         _ => {
             if let Ok(fd) = c_int::try_from(a)

@@ -7,50 +7,30 @@ use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socka
 /// What is not as plain as can be; without flags it is read(2).
 #[inline(never)]
 unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
-    // SAFETY: the caller's promise.
-    let native = || unsafe {
-        match flags {
-            Some(flags) => real::recv(fd, buffer, length, flags),
-            None => real::read(fd, buffer, length),
-        }
-    };
-    match table::tcp(fd) {
-        // Reading nothing tells nothing.
-        Some(tcp) if tcp.is_managed() && length == 0 && flags.is_none() => 0,
+    match (table::tcp(fd), flags) {
         // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { io::receive(tcp, fd, buffer, length, flags.unwrap_or(0)) },
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            let received = native();
-            drop(inside);
-            tcp.count(fd, received, false);
-            received
-        }
-        None => native(),
+        (Some(tcp), Some(flags)) => unsafe { io::receive(tcp, fd, buffer, length, flags) },
+        // Reading nothing tells nothing.
+        (Some(_), None) if length == 0 => 0,
+        // SAFETY: the caller's promise.
+        (Some(tcp), None) => unsafe { io::receive(tcp, fd, buffer, length, 0) },
+        // SAFETY: the caller's promise.
+        (None, Some(flags)) => unsafe { real::recv(fd, buffer, length, flags) },
+        // SAFETY: the caller's promise.
+        (None, None) => unsafe { real::read(fd, buffer, length) },
     }
 }
 
 /// What is not as plain as can be; without flags it is write(2).
 #[inline(never)]
 unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
-    // SAFETY: the caller's promise.
-    let native = || unsafe {
-        match flags {
-            Some(flags) => real::send(fd, buffer, length, flags),
-            None => real::write(fd, buffer, length),
-        }
-    };
-    match table::tcp(fd) {
+    match (table::tcp(fd), flags) {
         // SAFETY: the caller's promise.
-        Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags.unwrap_or(0)) },
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            let sent = native();
-            drop(inside);
-            tcp.count(fd, sent, true);
-            sent
-        }
-        None => native(),
+        (Some(tcp), flags) => unsafe { io::send(tcp, fd, buffer, length, flags.unwrap_or(0)) },
+        // SAFETY: the caller's promise.
+        (None, Some(flags)) => unsafe { real::send(fd, buffer, length, flags) },
+        // SAFETY: the caller's promise.
+        (None, None) => unsafe { real::write(fd, buffer, length) },
     }
 }
 
@@ -116,14 +96,6 @@ pub unsafe extern "C" fn recvfrom(
         // SAFETY: the caller's promise.
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
     };
-    if !tcp.is_managed() {
-        let inside = tcp.inside_kernel();
-        // SAFETY: the caller's promise.
-        let received = unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
-        drop(inside);
-        tcp.count(fd, received, false);
-        return received;
-    }
     // SAFETY: the caller's promise.
     let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
     // SAFETY: the caller's promise.
@@ -168,20 +140,12 @@ fn message_of(vectors: *const iovec, count: usize) -> msghdr {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     match table::tcp(fd) {
-        Some(tcp) if tcp.is_managed() && (1..=1024).contains(&count) => {
+        Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the caller's promise.
             unsafe { io::receive_message(tcp, fd, &mut message_of(vectors, count as usize), 0) }
         }
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            // SAFETY: the caller's promise.
-            let received = unsafe { real::readv(fd, vectors, count) };
-            drop(inside);
-            tcp.count(fd, received, false);
-            received
-        }
         // SAFETY: the caller's promise.
-        None => unsafe { real::readv(fd, vectors, count) },
+        _ => unsafe { real::readv(fd, vectors, count) },
     }
 }
 
@@ -231,13 +195,21 @@ pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) 
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, limit: *mut timespec) -> c_int {
-    let Some(tcp) = table::tcp(fd).filter(|tcp| tcp.is_managed()) else {
+    let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the caller's promise.
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     };
+    let started = crate::wait::now();
+    // SAFETY: the caller's promise.
+    let limit = unsafe { limit.as_ref() };
+    let limit = limit.map(|limit| limit.tv_sec as u64 * 1_000_000 + limit.tv_nsec as u64 / 1000);
     for at in 0..count {
-        // Only the first one is waited for, whatever the flags say: a stream has no messages to wait for.
-        let flags = flags & !libc::MSG_WAITFORONE | if at > 0 { libc::MSG_DONTWAIT } else { 0 };
+        // The limit is looked at between one message and the next (Linux, do_recvmmsg).
+        if at > 0 && limit.is_some_and(|limit| crate::wait::now() - started >= limit) {
+            return at as c_int;
+        }
+        let only_first = flags & libc::MSG_WAITFORONE != 0 && at > 0;
+        let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
         // SAFETY: the caller's promise.
         let entry = unsafe { &mut *messages.add(at as usize) };
         // SAFETY: the caller's promise.
@@ -297,9 +269,9 @@ pub unsafe extern "C" fn sendto(
     }
     match table::tcp(fd) {
         // SAFETY: the caller's promise. A connected stream does not look at the address.
-        Some(tcp) if tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
+        Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
         Some(tcp) => {
-            let inside = tcp.inside_kernel();
+            let inside = tcp.enter_kernel();
             // SAFETY: the caller's promise.
             let sent = unsafe { real::sendto(fd, buffer, length, flags, address, size) };
             drop(inside);
@@ -318,20 +290,12 @@ pub unsafe extern "C" fn sendto(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     match table::tcp(fd) {
-        Some(tcp) if tcp.is_managed() && (1..=1024).contains(&count) => {
+        Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the caller's promise.
             unsafe { io::send_message(tcp, fd, &message_of(vectors, count as usize), 0) }
         }
-        Some(tcp) => {
-            let inside = tcp.inside_kernel();
-            // SAFETY: the caller's promise.
-            let sent = unsafe { real::writev(fd, vectors, count) };
-            drop(inside);
-            tcp.count(fd, sent, true);
-            sent
-        }
         // SAFETY: the caller's promise.
-        None => unsafe { real::writev(fd, vectors, count) },
+        _ => unsafe { real::writev(fd, vectors, count) },
     }
 }
 
@@ -385,7 +349,7 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int
 /// As there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
-    let Some(tcp) = table::tcp(fd).filter(|tcp| tcp.is_managed()) else {
+    let Some(tcp) = table::tcp(fd) else {
         for at in 0..count as usize {
             // SAFETY: the caller's promise.
             unsafe { give_back_passed(fd, &raw const (*messages.add(at)).msg_hdr) };
@@ -408,20 +372,20 @@ pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
 
 /// sendfile(2): through a buffer, while the NIC may have the connection.
 unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
-    let Some(tcp) = table::tcp(out).filter(|tcp| tcp.is_managed()) else {
-        if let Some(tcp) = table::tcp(from) {
-            tcp.give_back("sendfile from a socket", Until::Never);
-        }
-        let tcp = table::tcp(out);
-        let inside = tcp.map(|tcp| tcp.inside_kernel());
+    if let Some(from) = table::tcp(from) {
+        from.give_back("sendfile from a socket", Until::Never);
+    }
+    let Some(tcp) = table::tcp(out) else {
+        // SAFETY: the caller's promise.
+        return unsafe { real::sendfile(out, from, offset, count) };
+    };
+    if let Some(inside) = tcp.enter_kernel() {
         // SAFETY: the caller's promise.
         let sent = unsafe { real::sendfile(out, from, offset, count) };
         drop(inside);
-        if let Some(tcp) = tcp {
-            tcp.count(out, sent, true);
-        }
+        tcp.count(out, sent, true);
         return sent;
-    };
+    }
     let mut buffer = vec![0u8; count.min(1 << 16)];
     let mut done = 0usize;
     while done < count {

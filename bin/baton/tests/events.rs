@@ -1,0 +1,81 @@
+//! What epoll says of connections that move: never what is not in the set, nothing twice in a call, nothing that is not so.
+
+mod scratch;
+
+use baton_kernel::namespace::Namespace;
+use scratch::{Scratch, script, text};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Runs a program with these arguments of `baton run`; what it printed.
+fn run(scratch: &Scratch, arguments: &[&str], program: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--log", &scratch.file("log")]).args(arguments).arg("--").args(program);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+    let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+    assert!(ran.status.success() && log.is_empty(), "{arguments:?} {program:?}: {}{}{log}", text(&ran.stdout), text(&ran.stderr));
+    text(&ran.stdout)
+}
+
+fn compile(scratch: &Scratch) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/events.c");
+    let program = scratch.0.join("events");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
+    assert!(compiler.status().expect("a C compiler").success());
+    program
+}
+
+/// Under every rule and under random moves: no event of a socket that is not in the set, or that has fired and was not armed again; none
+/// twice in a call; and what is reported as readable can be read.
+fn expect_nothing_wrong(name: &str, way: &str, connections: [&str; 2], others: &str) {
+    let scratch = Scratch::new(name);
+    let program = compile(&scratch);
+    let rules = ["bytes:5000", "accepted", "connected", "established"].map(|rule| vec!["--eager", "--rule", rule]);
+    for arguments in rules.into_iter().chain([vec!["--flip", "10..40"]]) {
+        // Each end of each connection moves: more than the agent can move in time would be another test.
+        let connections = connections[usize::from(arguments[0] == "--flip")];
+        let printed = run(&scratch, &arguments, &[&program.to_string_lossy(), way, "0.5", connections, others]);
+        let words: Vec<&str> = printed.split_whitespace().collect();
+        let ["requests", requests, "outside", outside, "twice", twice, "empty", empty, "late", _] = words[..] else {
+            panic!("{printed}")
+        };
+        assert_ne!(requests, "0", "{arguments:?}");
+        assert_eq!([outside, twice, empty], ["0"; 3], "{arguments:?}: {printed}");
+    }
+}
+
+/// A server that takes each socket that is reported out of its set, and puts it in again when it has answered.
+#[test]
+fn sockets_that_were_taken_out_are_not_reported() {
+    expect_nothing_wrong("churn", "churn", ["48", "12"], "0");
+}
+
+/// As Apache does it: one thread waits and takes out, others answer and put in again.
+#[test]
+fn sockets_that_others_put_in_are_reported_once() {
+    expect_nothing_wrong("workers", "churn", ["48", "12"], "3");
+}
+
+/// Several threads wait with one set, and each socket is one thread's at a time (EPOLLONESHOT).
+#[test]
+fn one_shot_sockets_are_one_threads() {
+    expect_nothing_wrong("oneshot", "oneshot", ["48", "12"], "3");
+}
+
+/// Clients as wrk and redis have them: a false EPOLLIN is an error to them.
+#[test]
+fn clients_are_told_what_is_true() {
+    expect_nothing_wrong("clients", "client", ["32", "8"], "2");
+}
+
+/// A child that shares its parent's set closes everything and ends: the parent's set still reports its sockets, old and new. Also before
+/// any connection has moved.
+#[test]
+fn children_leave_their_parents_sets_alone() {
+    let scratch = Scratch::new("children");
+    for arguments in [&["--rule", "never"][..], &["--rule", "established"], &["--flip", "1..5"]] {
+        run(&scratch, arguments, &["python3", &script("children.py")]);
+    }
+}

@@ -1,0 +1,105 @@
+//! Memory of connections on the NIC grows with what their paths hold, as the kernel's would.
+
+mod common;
+
+use baton_agent::{Crash, Step};
+use baton_client::protocol::Place;
+use baton_control::LinkSettings;
+use baton_kernel::socket;
+use baton_lab::testbed::TestbedSettings;
+use common::{Scene, scene, scene_at};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+/// A round trip of 20 ms.
+fn long_path() -> TestbedSettings {
+    let link = LinkSettings { delay: 10_000, ..LinkSettings::default() };
+    TestbedSettings { link, peer_queue: Some(10_000), ..TestbedSettings::default() }
+}
+
+/// So many bytes both ways, each one checked.
+fn transfer(scene: &mut Scene, bytes: u64) {
+    let goal = [scene.sent[0] + bytes, scene.sent[1] + bytes];
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut ready = Vec::new();
+    while scene.received[1] < goal[0] || scene.received[0] < goal[1] {
+        assert!(Instant::now() < deadline, "stuck: sent {:?}, received {:?}", scene.sent, scene.received);
+        let mut done = 0;
+        if scene.sent[0] < goal[0] {
+            done += scene.send((goal[0] - scene.sent[0]).min(1 << 16) as usize);
+        }
+        if scene.sent[1] < goal[1] {
+            done += scene.peer_sends((goal[1] - scene.sent[1]).min(1 << 16) as usize);
+        }
+        done += scene.receive() + scene.peer_receives();
+        if done == 0 {
+            scene.session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
+        }
+    }
+}
+
+/// Bytes that the program's receive and send memory take when nobody reads.
+fn memory(scene: &mut Scene) -> [u64; 2] {
+    scene.fill(48 << 20);
+    let queue = |request| u64::from(socket::queue_bytes(scene.peer.as_fd(), request).expect("a queue's bytes"));
+    let received = scene.sent[1] - scene.received[0] - queue(socket::SIOCOUTQ);
+    let sent = scene.sent[0] - scene.received[1] - queue(socket::SIOCINQ);
+    [received, sent]
+}
+
+#[test]
+fn windows_grow_with_the_path() {
+    for ipv6 in [false, true] {
+        let mut scene = scene_at(long_path(), ipv6, 8080);
+        scene.move_to(Place::Nic);
+        transfer(&mut scene, 20 << 20);
+        assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+        let memory = memory(&mut scene);
+        assert!(memory.iter().all(|bytes| *bytes > 900 << 10), "receive and send memory take {memory:?} bytes");
+        scene.drain();
+        scene.exchange(300_000, Place::Kernel);
+        scene.exchange(300_000, Place::Nic);
+    }
+}
+
+/// Without a long path the memory that a connection begins with is enough, and stays.
+#[test]
+fn a_short_path_needs_no_more() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    transfer(&mut scene, 1 << 20);
+    let memory = memory(&mut scene);
+    assert!(memory[0] <= 1 << 18, "receive memory takes {memory:?} bytes");
+    scene.drain();
+}
+
+/// What the program has set by SO_RCVBUF and SO_SNDBUF stands, as in the kernel.
+#[test]
+fn buffers_that_the_program_has_set_do_not_grow() {
+    let mut scene = scene(long_path());
+    for option in [libc::SO_RCVBUF, libc::SO_SNDBUF] {
+        scene.session.set_option(scene.id, libc::SOL_SOCKET, option, 150_000).expect("a buffer");
+    }
+    scene.move_to(Place::Nic);
+    transfer(&mut scene, 4 << 20);
+    let memory = memory(&mut scene);
+    assert!(memory.iter().all(|bytes| *bytes <= 1 << 19), "receive and send memory take {memory:?} bytes");
+    scene.drain();
+}
+
+/// The NIC dies, or the agent, when the bytes have been copied and the connection has not gone on yet: no byte is lost, wherever it is then.
+#[test]
+fn deaths_while_memory_grows_lose_nothing() {
+    for agent in [false, true] {
+        let crash = Some(Crash { after: Step::Grown, agent });
+        let mut scene = scene(TestbedSettings { crash, ..long_path() });
+        scene.move_to(Place::Nic);
+        let before = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+        transfer(&mut scene, 8 << 20);
+        let after = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+        assert_ne!((after.nic_process, after.agent_process), (before.nic_process, before.agent_process), "nobody died");
+        assert_eq!((after.agent_process != before.agent_process, after.recovered, after.lost), (agent, 1, 0));
+        scene.exchange(300_000, Place::Nic);
+        transfer(&mut scene, 4 << 20);
+    }
+}

@@ -1,0 +1,172 @@
+//! What one user can do to another: nothing. Each attack is a program of `nobody`'s, beside an honest one whose bytes go on, while agent and
+//! NIC stay the processes that they are.
+
+mod common;
+mod hostile_client;
+mod scratch;
+
+use baton_client::protocol::{Place, Statistics};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::process;
+use baton_lab::testbed::TestbedSettings;
+use common::{Scene, scene};
+use hostile_client::Hostile;
+use scratch::Scratch;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Both cores of a small machine are busy with one of these tests: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+#[ignore = "the hostile program, which the other tests start"]
+fn hostile_program() {
+    hostile_client::run();
+}
+
+struct Honest {
+    scene: Scene,
+    before: Statistics,
+}
+
+impl Honest {
+    fn new(settings: TestbedSettings) -> Honest {
+        let mut scene = scene(settings);
+        scene.move_to(Place::Nic);
+        let before = scene.bed.tool().expect("a tool").statistics().expect("statistics");
+        Honest { scene, before }
+    }
+
+    /// Bytes both ways, and a move there and back, in a time that an idle machine needs a hundredth of.
+    fn goes_on(&mut self) {
+        let began = Instant::now();
+        for place in [Place::Kernel, Place::Nic] {
+            self.scene.exchange(100_000, place);
+        }
+        assert!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    }
+
+    fn goes_on_beside(&mut self, mut hostile: Hostile) {
+        while !hostile.ended() {
+            self.goes_on();
+        }
+        hostile.expect_success();
+        self.goes_on();
+    }
+
+    fn expect_the_same_processes(&mut self) {
+        let mut tool = self.scene.bed.tool().expect("a tool");
+        let now = tool.statistics().expect("statistics");
+        assert_eq!((now.agent_process, now.nic_process), (self.before.agent_process, self.before.nic_process));
+        assert_eq!((now.failed_moves, now.lost), (0, 0));
+        // The agent sees a program's control connection close a moment later.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while tool.connections().expect("a list").len() > 1 {
+            assert!(Instant::now() < deadline, "more than the honest program's is left");
+        }
+    }
+
+    /// The agent is killed, and its NIC with it; the next one is there, and the honest program goes on.
+    fn survives_the_agent(&mut self) {
+        let agent = self.scene.bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
+        process::signal(agent, libc::SIGKILL).expect("the agent");
+        self.goes_on();
+        let now = self.scene.bed.tool().expect("a tool").statistics().expect("statistics");
+        assert_ne!(now.agent_process, agent);
+    }
+}
+
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn a_ring_that_lies_ends_its_session_and_no_other() {
+    let _alone = alone();
+    for settings in [TestbedSettings::default(), TestbedSettings { workers: 2, ..TestbedSettings::default() }] {
+        let mut honest = Honest::new(settings);
+        let hostile = Hostile::start(&honest.scene.bed, "ring");
+        honest.goes_on_beside(hostile);
+        honest.expect_the_same_processes();
+    }
+}
+
+#[test]
+fn random_words_in_a_session_harm_nobody_else() {
+    let _alone = alone();
+    let mut honest = Honest::new(TestbedSettings::default());
+    let hostile = Hostile::start(&honest.scene.bed, "rings");
+    honest.goes_on_beside(hostile);
+    honest.expect_the_same_processes();
+    let mut hostile = Hostile::start(&honest.scene.bed, "rings");
+    hostile.await_attack();
+    honest.survives_the_agent();
+    honest.goes_on_beside(hostile);
+}
+
+#[test]
+fn requests_without_sense_end_no_agent() {
+    let _alone = alone();
+    let mut honest = Honest::new(TestbedSettings::default());
+    let mut hostile = Hostile::start(&honest.scene.bed, "requests");
+    while !hostile.ended() {
+        honest.goes_on();
+        honest.scene.bed.tool().expect("a tool").connections().expect("a list");
+    }
+    hostile.expect_success();
+    honest.expect_the_same_processes();
+}
+
+#[test]
+fn a_session_that_never_reads_keeps_no_agent_waiting() {
+    let _alone = alone();
+    let mut honest = Honest::new(TestbedSettings::default());
+    let mut hostile = Hostile::start(&honest.scene.bed, "deaf");
+    hostile.await_attack();
+    honest.goes_on();
+    honest.expect_the_same_processes();
+    honest.survives_the_agent();
+    assert!(!hostile.ended());
+    honest.goes_on();
+}
+
+#[test]
+fn a_doorbell_that_blocks_stops_nobody() {
+    let _alone = alone();
+    let mut honest = Honest::new(TestbedSettings::default());
+    let hostile = Hostile::start(&honest.scene.bed, "bells");
+    honest.goes_on_beside(hostile);
+    honest.expect_the_same_processes();
+}
+
+/// `baton up` limits the namespaces and sessions of each user; the error names the limit.
+#[test]
+fn no_user_takes_all_namespaces_or_sessions() {
+    let _alone = alone();
+    let (host, first, second, scratch) = (ns(), ns(), ns(), Scratch::new("limits"));
+    let socket = scratch.file("agent.sock");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["up", "--socket", &socket, "--namespaces-per-user", "1", "--sessions-per-user", "3"]).stderr(Stdio::piped());
+    let mut up = host.spawn(&mut command).expect("baton");
+    let mut messages = BufReader::new(up.stderr.take().expect("its messages"));
+    messages.read_line(&mut String::new()).expect("a line");
+    let mut hostile = Hostile::start_at(&first, socket.as_ref(), "", "many");
+    let said = hostile.await_attack();
+    assert!(said.contains("with 3 sessions: user 65534 has 3 sessions, of 3"), "{said}");
+    let said = Hostile::start_at(&second, socket.as_ref(), "", "many").await_attack();
+    assert!(said.contains("with 0 sessions") && said.contains("user 65534 has 1 network namespaces"), "{said}");
+    // Others are served, there and elsewhere.
+    for namespace in [&first, &second] {
+        let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let listed = namespace.spawn(list.args(["ls", "--socket", &socket])).expect("baton").wait().expect("its end");
+        assert!(listed.success());
+    }
+    process::signal(up.id(), libc::SIGTERM).expect("our child");
+    up.wait().expect("baton");
+}
+
+fn ns() -> Namespace {
+    Namespace::new().expect("a namespace (root is needed)")
+}

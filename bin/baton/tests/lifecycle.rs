@@ -1,0 +1,299 @@
+//! How Baton ends and begins again, in order and by violence, and what its programs notice: nothing, or ECONNRESET within a second.
+
+mod scratch;
+
+use baton_client::protocol::{Ask, ConnectionInfo, Place, Reply};
+use baton_kernel::namespace::Namespace;
+use baton_kernel::process;
+use baton_lab::testbed::Tool;
+use scratch::{Scratch, agent_socket, script, text};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
+
+/// The ways in which a program may wait.
+const WAYS: [&str; 6] = ["block", "poll", "select", "epoll", "edge", "spin"];
+
+/// Waits until something holds, ten seconds at most.
+fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not within ten seconds");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A host with a Baton that stays, or that is its program's.
+struct Host {
+    namespace: Namespace,
+    scratch: Scratch,
+    up: Option<Child>,
+}
+
+impl Host {
+    fn new(name: &str) -> Host {
+        Host { namespace: Namespace::new().expect("a namespace"), scratch: Scratch::new(name), up: None }
+    }
+
+    /// With `baton up`.
+    fn with_baton(name: &str) -> Host {
+        let mut host = Host::new(name);
+        host.up();
+        host
+    }
+
+    fn door(&self) -> PathBuf {
+        self.scratch.0.join("door/agent.sock")
+    }
+
+    fn up(&mut self) {
+        self.up_with("exec \"$@\"");
+    }
+
+    /// `baton up`, by a line of shell.
+    fn up_with(&mut self, line: &str) {
+        let mut command = Command::new("sh");
+        command.args(["-c", line, "sh", env!("CARGO_BIN_EXE_baton"), "up", "--socket"]).arg(self.door()).stderr(Stdio::piped());
+        let mut up = self.namespace.spawn(&mut command).expect("baton");
+        let mut said = String::new();
+        BufReader::new(up.stderr.take().expect("its errors")).read_line(&mut said).expect("a line");
+        assert!(said.contains("is up"), "{said}");
+        self.up = Some(up);
+    }
+
+    /// Ends `baton up` in order.
+    fn down(&mut self) {
+        let mut up = self.up.take().expect("a Baton");
+        process::signal(up.id(), SIGTERM).expect("a signal");
+        assert!(up.wait().expect("its end").success());
+        let left: Vec<_> = std::fs::read_dir(self.scratch.0.join("door")).expect("a directory").flatten().collect();
+        assert!(left.is_empty(), "left: {left:?}");
+    }
+
+    /// A survivor with so many connections to itself, under these rules.
+    fn program(&self, rule: &str, way: &str, count: usize) -> Survivor {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["run", "--eager", "--rule", rule]);
+        if self.up.is_some() {
+            command.arg("--socket").arg(self.door());
+        } else {
+            command.args(["--log", &self.scratch.file("log")]).env_remove("BATON_SOCKET");
+        }
+        command.args(["--", "python3", &script("survivor.py"), way, &count.to_string()]).env("TMPDIR", &self.scratch.0);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = self.namespace.spawn(&mut command).expect("baton");
+        let (input, output) = (child.stdin.take().expect("its input"), child.stdout.take().expect("its output"));
+        let mut survivor = Survivor { child, input: Some(input), output: BufReader::new(output) };
+        assert_eq!(survivor.line(), Value::from(vec!["ok"; count]), "{way}");
+        survivor
+    }
+
+    fn tool(&self) -> Option<Tool> {
+        // Whoever comes to the door itself is served in its own namespace, which is another.
+        let entries = std::fs::read_dir(self.scratch.0.join("door")).into_iter().flatten().flatten();
+        let inner = entries.map(|entry| entry.path()).find(|path| path.extension().is_some_and(|number| number != "sock"));
+        Tool::connect(&inner.or_else(|| agent_socket(&self.scratch))?).ok()
+    }
+
+    fn on_nic(&self) -> usize {
+        let Some(mut tool) = self.tool() else { return 0 };
+        let (mut from, mut found) = ((0, 0), 0);
+        loop {
+            let Ok(Reply::Connections(list)) = tool.ask(Ask::List { from }) else { return found };
+            let Some(ConnectionInfo { session, connection, .. }) = list.last() else { return found };
+            from = (*session, connection + 1);
+            found += list.iter().filter(|info| info.place == Place::Nic).count();
+        }
+    }
+
+    fn wait_until_on_nic(&self, count: usize) {
+        wait_for(&format!("{count} connections on the NIC"), || self.on_nic() >= count);
+    }
+
+    /// Keeper, agent and NIC.
+    fn helpers(&self) -> [u32; 3] {
+        let statistics = self.tool().expect("an agent").statistics().expect("statistics");
+        [process::parent(statistics.agent_process).expect("a keeper"), statistics.agent_process, statistics.nic_process]
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(mut up) = self.up.take() {
+            let _ = process::signal(up.id(), SIGTERM);
+            let _ = up.wait();
+        }
+    }
+}
+
+struct Survivor {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Survivor {
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        let _ = self.output.read_line(&mut line);
+        serde_json::from_str(&line).unwrap_or_else(|error| {
+            let mut said = String::new();
+            let _ = self.child.kill();
+            self.child.stderr.take().map(|mut errors| errors.read_to_string(&mut said));
+            panic!("{line:?} is no answer ({error}): {said}")
+        })
+    }
+
+    fn ask(&mut self, what: &str) -> Value {
+        let input = self.input.as_mut().expect("its input");
+        writeln!(input, "{what}").expect("a listener");
+        self.line()
+    }
+
+    /// One round on every connection works, soon, and without spinning.
+    fn is_well(&mut self, count: usize, way: &str) {
+        let said = self.ask("echo");
+        assert_eq!((&said["client"], &said["server"]), (&Value::from(vec!["ok"; count]), &Value::from(vec![""; 0])), "{way}");
+        assert!(said["longest"].as_f64() < Some(1.0), "{way}: {said}");
+    }
+
+    /// It has used hardly any CPU since the last answer, and does not while it is not asked anything.
+    fn rests(&mut self, way: &str) {
+        let _ = self.ask("echo");
+        std::thread::sleep(Duration::from_millis(100));
+        let busy = process::cpu_nanos(self.child.id()).expect("its time");
+        std::thread::sleep(Duration::from_millis(200));
+        let busy = process::cpu_nanos(self.child.id()).expect("its time") - busy;
+        assert!(busy < 80_000_000, "{way}: {} ms of 200 ms on a processor", busy / 1_000_000);
+    }
+
+    fn ends_well(mut self) {
+        drop(self.input.take());
+        let ended = self.child.wait_with_output().expect("its end");
+        assert!(ended.status.success(), "{}", text(&ended.stderr));
+    }
+}
+
+/// `baton up` ended by SIGTERM and started again: programs go on, rest when they have nothing to do, and move again.
+#[test]
+fn an_orderly_end_hurts_nobody_and_a_new_beginning_is_used() {
+    for way in WAYS {
+        let mut host = Host::with_baton(&format!("orderly-{way}"));
+        let mut program = host.program("established", way, 4);
+        for _ in 0..if way == "epoll" { 3 } else { 1 } {
+            host.wait_until_on_nic(8);
+            host.down();
+            program.is_well(4, way);
+            program.rests(way);
+            host.up();
+            // The next agent is asked for a second after the last was there no more.
+            wait_for("connections on the next NIC", || {
+                program.is_well(4, way);
+                host.on_nic() == 8
+            });
+        }
+        program.is_well(4, way);
+        program.ends_well();
+    }
+}
+
+/// The keeper alone is killed: the agent restores what the NIC had.
+#[test]
+fn a_killed_keeper_hurts_nobody() {
+    for way in ["block", "poll", "edge"] {
+        let host = Host::with_baton(&format!("keeper-{way}"));
+        let mut program = host.program("established", way, 4);
+        host.wait_until_on_nic(8);
+        let [keeper, agent, nic] = host.helpers();
+        process::signal(keeper, SIGKILL).expect("a signal");
+        wait_for("the others' end", || !process::lives(agent) && !process::lives(nic));
+        program.is_well(4, way);
+        program.rests(way);
+        program.ends_well();
+    }
+}
+
+/// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, whoever waits in whatever
+/// way, and nobody spins. What was in the kernel goes on.
+#[test]
+fn when_all_are_killed_connections_are_reset_at_once() {
+    for (at, way) in WAYS.into_iter().enumerate() {
+        let killed = 2 + at % 2;
+        let host = Host::with_baton(&format!("killed-{way}"));
+        let mut program = host.program("established", way, 4);
+        let mut untouched = host.program("never", way, 2);
+        host.wait_until_on_nic(8);
+        let helpers = host.helpers();
+        // The keeper first: it would start another agent.
+        helpers[..killed].iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+        let said = program.ask("wait");
+        assert_eq!(said["server"], Value::from(vec!["ECONNRESET"; 4]), "{way}, {killed}: {said}");
+        let said = program.ask("echo");
+        assert_eq!(said["client"], Value::from(vec!["ECONNRESET"; 4]), "{way}, {killed}: {said}");
+        assert!(said["longest"].as_f64() < Some(1.0), "{way}: {said}");
+        program.rests(way);
+        untouched.is_well(2, way);
+        program.ends_well();
+        untouched.ends_well();
+    }
+}
+
+/// A program that only writes learns of it, too.
+#[test]
+fn writers_learn_that_all_are_killed() {
+    let host = Host::with_baton("writers");
+    let mut program = host.program("accepted", "block", 2);
+    host.wait_until_on_nic(2);
+    let mut other = host.program("connected", "spin", 2);
+    host.wait_until_on_nic(4);
+    host.helpers().iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+    for program in [&mut program, &mut other] {
+        let said = program.ask("write");
+        let failed = said["client"].as_array().expect("results").iter().all(|one| one == "ECONNRESET" || one == "EPIPE");
+        assert!(failed && said["longest"].as_f64() < Some(1.0), "{said}");
+    }
+}
+
+/// As systemd stops a unit: SIGTERM to all processes at once. A program that shuts down by itself does so in peace, and then nothing is left.
+#[test]
+fn a_stopped_unit_ends_in_order() {
+    for way in ["block", "epoll"] {
+        let host = Host::new(&format!("unit-{way}"));
+        let mut program = host.program("established", way, 4);
+        host.wait_until_on_nic(8);
+        host.helpers().iter().for_each(|helper| process::signal(*helper, SIGTERM).expect("a signal"));
+        wait_for("connections in the kernel", || host.on_nic() == 0);
+        for _ in 0..3 {
+            program.is_well(4, way);
+        }
+        assert_eq!(host.on_nic(), 0, "a Baton that is to end takes connections");
+        program.rests(way);
+        program.ends_well();
+        wait_for("nothing is left", || agent_socket(&host.scratch).is_none() && !leftovers(&host.scratch));
+        let log = std::fs::read_to_string(host.scratch.file("log")).unwrap_or_default();
+        assert!(log.is_empty(), "{log}");
+    }
+}
+
+fn leftovers(scratch: &Scratch) -> bool {
+    let entries = std::fs::read_dir(&scratch.0).expect("a directory").flatten();
+    entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with("baton-run-"))
+}
+
+/// Where Baton cannot start it says why, and leaves nothing.
+#[test]
+fn a_start_that_fails_leaves_nothing() {
+    let scratch = Scratch::new("start");
+    let line = "mount -t tmpfs none /dev/net && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", line, "sh", env!("CARGO_BIN_EXE_baton"), "run", "--", "true"]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its end");
+    assert!(!ran.status.success() && text(&ran.stderr).contains("/dev/net/tun"), "{}", text(&ran.stderr));
+    assert!(!leftovers(&scratch), "a directory is left");
+}

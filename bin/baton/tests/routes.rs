@@ -1,0 +1,351 @@
+//! Frames leave by the device that the kernel would use, and are received at each that it would accept them at: several devices, policy
+//! routing, IPsec, MTUs.
+
+mod common;
+
+use baton_client::Session;
+use baton_client::protocol::Place;
+use baton_kernel::{namespace::Namespace, rtnetlink, socket};
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use common::{Scene, connect, hosts, scene, scene_at};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+fn beside() -> TestbedSettings {
+    TestbedSettings { beside: true, ..TestbedSettings::default() }
+}
+
+fn run(host: &Namespace, line: &str) {
+    let words: Vec<&str> = line.split(' ').collect();
+    let mut command = Command::new(words[0]);
+    let status = host.spawn(command.args(&words[1..])).expect("the program").wait().expect("its status");
+    assert!(status.success(), "{line}");
+}
+
+const MAC_SECOND_A: &str = "02:00:00:00:01:0a";
+const MAC_SECOND_B: &str = "02:00:00:00:01:0b";
+
+/// A second link between the hosts: `second0` on host A, `second1` on host B. Nothing is routed by it yet.
+fn second_link(bed: &Testbed) {
+    let made = bed.host_b.run(|| rtnetlink::add_veth(&rtnetlink::open()?, "second1", "second0", bed.host_a.as_fd()));
+    made.expect("a second link");
+    for (host, name, own, other, peers) in [
+        (&bed.host_a, "second0", MAC_SECOND_A, MAC_SECOND_B, [address_b(false), address_b(true)]),
+        (&bed.host_b, "second1", MAC_SECOND_B, MAC_SECOND_A, [address_a(false), address_a(true)]),
+    ] {
+        run(host, &format!("ip link set {name} address {own}"));
+        run(host, &format!("ip link set {name} up"));
+        for peer in peers {
+            run(host, &format!("ip neigh replace {peer} lladdr {other} dev {name}"));
+        }
+    }
+}
+
+fn reverse_path_filter(host: &Namespace, value: u32) {
+    let set = host.run(|| {
+        for name in std::fs::read_dir("/proc/sys/net/ipv4/conf")? {
+            std::fs::write(name?.path().join("rp_filter"), value.to_string())?;
+        }
+        Ok(())
+    });
+    set.expect("rp_filter");
+}
+
+/// Packets that a host has sent by a device.
+fn sent_by(host: &Namespace, device: &str) -> u64 {
+    let table = host.run(|| std::fs::read_to_string("/proc/thread-self/net/dev")).expect("counters");
+    let line = table.lines().find_map(|line| line.trim().strip_prefix(device)?.strip_prefix(':')).expect("the device");
+    line.split_whitespace().nth(9).expect("a counter").parse().expect("a number")
+}
+
+/// Moves to the NIC and back happen by themselves here: bytes both ways, wherever the connection is.
+fn exchange(scene: &mut Scene, bytes: u64) {
+    scene.fill(bytes);
+    scene.drain();
+}
+
+fn wait_for(scene: &Scene, place: Place) -> String {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while scene.session.place(scene.id) != Some(place) {
+        assert!(Instant::now() < deadline, "it is not at {place:?}");
+        std::thread::yield_now();
+    }
+    reason(&scene.bed)
+}
+
+/// The answers come by another device than the one by which our frames leave, from the start or from when it appears.
+#[test]
+fn what_comes_by_another_device_is_heard() {
+    for (ipv6, filter, early) in [(false, 0, true), (false, 2, false), (true, 0, true)] {
+        let mut scene = scene_at(beside(), ipv6, 8080);
+        if early {
+            second_link(&scene.bed);
+        }
+        scene.exchange(10_000, Place::Nic);
+        if !early {
+            second_link(&scene.bed);
+        }
+        // A loose filter takes nothing at a device without an address.
+        run(&scene.bed.host_a, "ip address add 10.78.0.1/24 dev second0");
+        reverse_path_filter(&scene.bed.host_a, filter);
+        let family = if ipv6 { "-6" } else { "-4" };
+        let bits = if ipv6 { 128 } else { 32 };
+        run(&scene.bed.host_b, &format!("ip {family} route add {}/{bits} dev second1", address_a(ipv6)));
+        let before = sent_by(&scene.bed.host_b, "second1");
+        exchange(&mut scene, 300_000);
+        assert!(sent_by(&scene.bed.host_b, "second1") > before + 10, "it does not come by the second link");
+        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "it is not the NIC that hears");
+        scene.exchange(10_000, Place::Kernel);
+        scene.exchange(10_000, Place::Nic);
+    }
+}
+
+/// A strict filter takes what comes by any of several equal paths.
+#[test]
+fn every_path_of_a_route_is_heard() {
+    let mut scene = scene_at(beside(), false, 8080);
+    second_link(&scene.bed);
+    reverse_path_filter(&scene.bed.host_a, 1);
+    run(&scene.bed.host_a, "ip route add 10.77.0.2/32 nexthop dev baton0 nexthop dev second0");
+    for device in ["eth0", "second1"] {
+        run(&scene.bed.host_b, &format!("ip route replace 10.77.0.1/32 dev {device}"));
+        scene.exchange(100_000, Place::Kernel);
+        scene.exchange(100_000, Place::Nic);
+        exchange(&mut scene, 100_000);
+        assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+    }
+}
+
+/// Inline only one device is the NIC's: what comes by another shows at the shell, and the kernel has the connection again.
+#[test]
+fn inline_a_connection_that_comes_by_another_device_returns() {
+    let mut scene = scene(TestbedSettings::default());
+    second_link(&scene.bed);
+    reverse_path_filter(&scene.bed.host_a, 0);
+    scene.exchange(10_000, Place::Nic);
+    // Nothing comes elsewhere: it stays.
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+    run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1");
+    scene.peer_sends(1000);
+    let reason = wait_for(&scene, Place::Kernel);
+    assert!(reason.contains("by a device at which the NIC does not hear"), "{reason}");
+    exchange(&mut scene, 100_000);
+    let error = scene.session.move_to(scene.id, Place::Nic).expect_err("it would be deaf again");
+    assert!(error.to_string().contains("does not hear"), "{error}");
+}
+
+/// A connection from host A to host B whose socket is prepared before it connects.
+fn connected(bed: Testbed, prepare: impl Fn(&OwnedFd) -> io::Result<()> + Sync) -> (Scene, OwnedFd) {
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 8080))).expect("a listener");
+    let fd = bed.host_a.run(|| {
+        let fd = socket::stream(false, 0)?;
+        prepare(&fd)?;
+        socket::connect(fd.as_fd(), SocketAddr::new(address_b(false), 8080))?;
+        Ok(fd)
+    });
+    let fd = fd.expect("a connection");
+    let (peer, _) = listener.accept().expect("its other end");
+    let stream = std::net::TcpStream::from(fd);
+    for stream in [&stream, &peer] {
+        stream.set_nonblocking(true).expect("non-blocking");
+        stream.set_nodelay(true).expect("no delay");
+    }
+    let fd = OwnedFd::from(stream);
+    let again = fd.try_clone().expect("a duplicate");
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let id = session.adopt(fd).expect("adoption");
+    (Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] }, again)
+}
+
+const SO_MARK: i32 = 36;
+const SO_BINDTOIFINDEX: i32 = 62;
+
+/// Routing rules may ask for ports, users and bound devices: frames leave by the device that the kernel would use.
+#[test]
+fn frames_leave_by_the_device_that_the_rules_say() {
+    let rules = ["ip rule add ipproto tcp dport 8080 lookup 100", "ip rule add uidrange 4242-4242 lookup 100", ""];
+    for rule in rules {
+        let bed = hosts(beside());
+        second_link(&bed);
+        for host in [&bed.host_a, &bed.host_b] {
+            reverse_path_filter(host, 0);
+        }
+        run(&bed.host_b, "ip route add 10.77.0.1/32 dev second1");
+        if !rule.is_empty() {
+            run(&bed.host_a, "ip route add 10.77.0.2/32 dev second0 src 10.77.0.1 table 100");
+            run(&bed.host_a, rule);
+        }
+        let index = bed.host_a.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, "second0")?.index)).expect("the device");
+        let (mut scene, _fd) = connected(bed, |fd| {
+            if rule.contains("uidrange") {
+                std::os::unix::fs::fchown(fd, Some(4242), None)?;
+            }
+            if rule.is_empty() {
+                socket::bind(fd.as_fd(), SocketAddr::new(address_a(false), 0))?;
+                socket::set(fd.as_fd(), 1, SO_BINDTOIFINDEX, index as i32)?;
+            }
+            Ok(())
+        });
+        let sent = |scene: &Scene| ["baton0", "second0"].map(|device| sent_by(&scene.bed.host_a, device));
+        for place in [Place::Kernel, Place::Nic, Place::Kernel] {
+            scene.try_to_move(place);
+            let before = sent(&scene);
+            exchange(&mut scene, 100_000);
+            let after = sent(&scene);
+            assert_eq!(scene.session.place(scene.id), Some(place));
+            // A neighbour may be asked for now and then.
+            assert!(after[0] < before[0] + 5, "{rule:?}, {place:?}: frames leave by the wrong device: {before:?} {after:?}");
+            assert!(after[1] > before[1] + 2, "{rule:?}, {place:?}: {before:?} {after:?}");
+        }
+    }
+}
+
+/// A mark is no part of the NIC's frames: a connection with one stays in the kernel, and returns when its program sets one.
+#[test]
+fn what_has_a_mark_is_the_kernels() {
+    let bed = hosts(beside());
+    second_link(&bed);
+    for host in [&bed.host_a, &bed.host_b] {
+        reverse_path_filter(host, 0);
+    }
+    run(&bed.host_a, "ip route add 10.77.0.2/32 dev second0 src 10.77.0.1 table 100");
+    run(&bed.host_a, "ip rule add fwmark 5 lookup 100");
+    let rules =
+        "add table inet t; add chain inet t c { type filter hook output priority 0; }; add rule inet t c meta mark 5 counter";
+    let mut nft = Command::new("nft");
+    assert!(bed.host_a.spawn(nft.arg(rules)).expect("nft").wait().expect("its status").success());
+    let (mut scene, fd) = connected(bed, |_| Ok(()));
+    scene.exchange(10_000, Place::Nic);
+    let left = sent_by(&scene.bed.host_a, "second0");
+    socket::set(fd.as_fd(), 1, SO_MARK, 5).expect("SO_MARK");
+    let reason = wait_for(&scene, Place::Kernel);
+    assert!(reason.contains("SO_MARK"), "{reason}");
+    exchange(&mut scene, 100_000);
+    let error = scene.session.move_to(scene.id, Place::Nic).expect_err("a mark");
+    assert!(error.to_string().contains("SO_MARK 5"), "{error}");
+    assert!(sent_by(&scene.bed.host_a, "second0") > left + 2, "the mark's rule is not followed");
+    let mut list = Command::new("nft");
+    list.args(["list", "table", "inet", "t"]).stdout(std::process::Stdio::piped());
+    let output = scene.bed.host_a.spawn(&mut list).expect("nft").wait_with_output().expect("its output");
+    let counted = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!counted.contains("packets 0 "), "the mark is not counted: {counted}");
+    // Without it the connection may go again.
+    socket::set(fd.as_fd(), 1, SO_MARK, 0).expect("SO_MARK");
+    scene.exchange(10_000, Place::Nic);
+}
+
+/// What the agent says of the connection.
+fn reason(bed: &Testbed) -> String {
+    let mut tool = bed.tool().expect("the agent");
+    tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
+}
+
+/// A policy of IPsec's that is added while the connection is on the NIC counts at once; one about others does not hinder. What comes in is the
+/// kernel's to judge; what must not go out could not even be given back, and stays silent where it is.
+#[test]
+fn an_ipsec_policy_counts() {
+    for shape in [true, false] {
+        for (direction, place) in
+            [("out src 10.77.0.1 dst 10.77.0.2", Place::Nic), ("in src 10.77.0.2 dst 10.77.0.1", Place::Kernel)]
+        {
+            let mut scene = scene(TestbedSettings { beside: shape, ..TestbedSettings::default() });
+            run(&scene.bed.host_a, "ip xfrm policy add dir out src 10.99.0.0/16 dst 0.0.0.0/0 action block");
+            scene.exchange(10_000, Place::Nic);
+            let started = Instant::now();
+            run(&scene.bed.host_a, &format!("ip xfrm policy add dir {direction} action block"));
+            while !reason(&scene.bed).contains("IPsec") {
+                assert!(started.elapsed() < Duration::from_secs(5), "the policy is not noticed: {}", reason(&scene.bed));
+            }
+            assert_eq!(scene.session.place(scene.id), Some(place));
+            scene.send(1000);
+            scene.peer_sends(1000);
+            std::thread::sleep(Duration::from_millis(400));
+            let got = if place == Place::Nic { scene.peer_receives() } else { scene.receive() };
+            assert_eq!(got, 0, "{direction}: the policy does not count");
+            let elsewhere = if place == Place::Nic { Place::Kernel } else { Place::Nic };
+            let error = scene.session.move_to(scene.id, elsewhere).expect_err("a policy covers it");
+            assert!(error.to_string().contains("IPsec"), "{error}");
+            run(&scene.bed.host_a, &format!("ip xfrm policy delete dir {direction}"));
+            scene.drain();
+            scene.exchange(10_000, Place::Kernel);
+            scene.exchange(10_000, Place::Nic);
+        }
+    }
+}
+
+/// A message to host A from host B: a datagram to port 7001 was too big for a link with an MTU of 1000.
+const TOO_BIG: &str = "
+import socket, struct
+def sum16(data):
+    total = sum(struct.unpack('!%dH' % (len(data) // 2), data))
+    while total >> 16:
+        total = (total & 0xffff) + (total >> 16)
+    return ~total & 0xffff
+a, b = socket.inet_aton('10.77.0.1'), socket.inet_aton('10.77.0.2')
+inner = struct.pack('!BBHHHBBH4s4s', 0x45, 0, 1400, 1, 0x4000, 64, 17, 0, a, b) + struct.pack('!HHHH', 7000, 7001, 1380, 0)
+head = lambda check: struct.pack('!BBHHH', 3, 4, check, 0, 1000)
+out = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+out.sendto(head(sum16(head(0) + inner)) + inner, ('10.77.0.1', 0))
+";
+
+/// A smaller MTU of the route, of the device, or of an exception to the route that another socket's packet has made: the NIC's segments fit it.
+#[test]
+fn a_smaller_path_mtu_reaches_the_nic() {
+    for shape in [true, false] {
+        for change in ["ip route change 10.77.0.0/24 dev baton0 src 10.77.0.1 mtu 1000", "ip link set baton0 mtu 1000", ""] {
+            let settings = TestbedSettings { beside: shape, segmentation: false, ..TestbedSettings::default() };
+            let mut scene = scene(settings);
+            scene.exchange(100_000, Place::Nic);
+            // Whatever is larger vanishes without a word.
+            let rules = "add table inet t; add chain inet t c { type filter hook prerouting priority 0; }; \
+                         add rule inet t c tcp sport 8080 meta length > 1000 counter drop";
+            let mut nft = Command::new("nft");
+            assert!(scene.bed.host_b.spawn(nft.arg(rules)).expect("nft").wait().expect("its status").success());
+            if change.is_empty() {
+                let datagrams = scene.bed.host_a.run(|| {
+                    let datagrams = std::net::UdpSocket::bind(SocketAddr::new(address_a(false), 7000))?;
+                    datagrams.connect(SocketAddr::new(address_b(false), 7001))?;
+                    Ok(datagrams)
+                });
+                let mut python = Command::new("python3");
+                let status = scene.bed.host_b.spawn(python.args(["-c", TOO_BIG])).expect("python3").wait().expect("its status");
+                assert!(status.success());
+                drop(datagrams.expect("a socket"));
+            } else {
+                run(&scene.bed.host_a, change);
+            }
+            scene.fill(100_000);
+            scene.drain();
+            assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "{change:?}");
+        }
+    }
+}
+
+/// What cannot be heard at a device of the kernel's choice is found out before the move: a look-up for a socket that is bound elsewhere.
+#[test]
+fn a_socket_that_is_bound_while_on_the_nic_returns() {
+    let bed = hosts(beside());
+    second_link(&bed);
+    reverse_path_filter(&bed.host_a, 0);
+    let index = bed.host_a.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, "second0")?.index)).expect("the device");
+    let (server, peer) = connect(&bed, false, 8080);
+    let again = server.try_clone().expect("a duplicate");
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+    let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
+    scene.exchange(10_000, Place::Nic);
+    run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1");
+    exchange(&mut scene, 10_000);
+    let left = sent_by(&scene.bed.host_a, "second0");
+    socket::set(again.as_fd(), 1, SO_BINDTOIFINDEX, index as i32).expect("SO_BINDTOIFINDEX");
+    let reason = wait_for(&scene, Place::Kernel);
+    assert!(reason.contains("SO_BINDTODEVICE"), "{reason}");
+    // And it may go again, by the device that it is bound to.
+    scene.try_to_move(Place::Nic);
+    exchange(&mut scene, 100_000);
+    assert!(sent_by(&scene.bed.host_a, "second0") > left + 2);
+}

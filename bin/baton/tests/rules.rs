@@ -1,0 +1,174 @@
+//! Rules whose verdict changes from packet to packet, and rules of whose changes nothing tells: what they may judge stays in the kernel,
+//! and what they cannot moves.
+
+mod common;
+
+use baton_client::protocol::Place;
+use baton_kernel::namespace::Namespace;
+use baton_lab::testbed::TestbedSettings;
+use common::{Scene, scene};
+use std::net::UdpSocket;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+fn beside(firewall: Option<&str>) -> TestbedSettings {
+    TestbedSettings { beside: true, firewall: firewall.map(Into::into), ..TestbedSettings::default() }
+}
+
+fn run(host: &Namespace, line: &str) {
+    let words: Vec<&str> = line.split(' ').collect();
+    let mut command = Command::new(words[0]);
+    let status = host.spawn(command.args(&words[1..])).expect("the program").wait().expect("its status");
+    assert!(status.success(), "{line}");
+}
+
+fn stays(scene: &mut Scene, why: &str) {
+    let error = scene.session.move_to(scene.id, Place::Nic).expect_err(why);
+    assert!(error.to_string().contains(why), "{error}");
+    assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
+}
+
+/// What the agent says of a connection that is in the kernel again.
+fn returned(scene: &Scene) -> String {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while scene.session.place(scene.id) != Some(Place::Kernel) {
+        assert!(Instant::now() < deadline, "it stays on the NIC");
+        std::thread::yield_now();
+    }
+    let mut tool = scene.bed.tool().expect("the agent");
+    tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
+}
+
+/// Packets put their sender into a set, and what comes from there is dropped: a connection's own packets have to be looked at, too.
+const BLACKLIST: &str = "table inet t {
+  set bad { type ipv4_addr; flags dynamic,timeout; timeout 1m; }
+  chain input { type filter hook input priority 0; RULE udp dport 7 add @bad { ip saddr }; ip saddr @bad drop; }
+}";
+
+#[test]
+fn a_set_that_packets_change_counts() {
+    let mut scene = scene(beside(Some(&BLACKLIST.replace("RULE", ""))));
+    stays(&mut scene, "a set that packets");
+    let knock = scene.bed.host_b.run(|| UdpSocket::bind("10.77.0.2:0")?.send_to(b"!", "10.77.0.1:7"));
+    knock.expect("a datagram");
+    scene.peer_sends(1000);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(scene.receive(), 0, "the set does not count");
+}
+
+/// Rules that cannot judge the connection do not hinder: others' ports, new connections, what comes behind the one that accepts it; counters,
+/// logs, and the translations and verdict maps of containers' hosts.
+#[test]
+fn rules_that_cannot_judge_it_do_not_hinder() {
+    let harmless = [
+        &BLACKLIST.replace("RULE", "ct state established,related accept;"),
+        &BLACKLIST.replace("RULE", "ct state vmap { established : accept, invalid : drop };"),
+        &BLACKLIST.replace("RULE", "tcp dport { 22, 8080 } accept; tcp sport 8080 accept;"),
+        "table inet t { chain input { type filter hook input priority 0; policy drop;
+          tcp dport 22 limit rate over 5/second drop; ct state new limit rate 5/second accept;
+          limit rate 3/minute log; counter; tcp dport 8080 accept; }
+        }",
+        "table ip nat { chain output { type nat hook output priority -100; tcp dport 80 dnat to numgen inc mod 2 map { 0 : 10.0.0.1, 1 : 10.0.0.2 }; }
+         }
+         table ip filter { chain forward { type filter hook forward priority 0; limit rate 5/second accept; drop; }
+         }",
+    ];
+    for rules in harmless {
+        let mut scene = scene(beside(Some(rules)));
+        for to in [Place::Nic, Place::Kernel] {
+            scene.try_to_move(to);
+            assert_eq!(scene.session.place(scene.id), Some(to), "{rules}");
+        }
+    }
+}
+
+/// And those that can do, wherever they are on its way.
+#[test]
+fn rules_that_may_judge_it_keep_it() {
+    let rules = [
+        ("limit rate over 1000/second drop", "a rate"),
+        ("tcp dport 8080 jump other", "a quota"),
+        ("tcp dport vmap { 22 : accept, 8080 : goto other }", "a quota"),
+        ("meta l4proto tcp queue", "another program"),
+        ("ip saddr 10.0.0.0/8 numgen random mod 2 0 drop", "numgen"),
+        ("ct bytes > 1000000000 drop", "a count of packets or bytes"),
+    ];
+    for (rule, why) in rules {
+        if rule.contains("queue") && !has_queue() {
+            continue;
+        }
+        let text = format!(
+            "table inet t {{ chain other {{ quota over 100 mbytes drop; }}
+              chain input {{ type filter hook input priority 0; ct state invalid drop; {rule}; }}
+            }}"
+        );
+        let mut scene = scene(beside(None));
+        scene.exchange(10_000, Place::Nic);
+        let file = std::env::temp_dir().join(format!("baton-rules-{}", std::process::id()));
+        std::fs::write(&file, text).expect("a file");
+        run(&scene.bed.host_a, &format!("nft -f {}", file.display()));
+        let _ = std::fs::remove_file(&file);
+        returned(&scene);
+        scene.drain();
+        scene.exchange(10_000, Place::Kernel);
+        stays(&mut scene, why);
+    }
+}
+
+/// This kernel may have no queues to programs.
+fn has_queue() -> bool {
+    let namespace = Namespace::new().expect("a namespace");
+    let mut nft = Command::new("nft");
+    let rules = "add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c queue";
+    nft.arg(rules).stderr(std::process::Stdio::null());
+    namespace.spawn(&mut nft).expect("nft").wait().is_ok_and(|status| status.success())
+}
+
+/// iptables on top of nftables: a list that packets change, about this port or another.
+#[test]
+fn iptables_matches_are_known() {
+    for (rule, why) in [
+        ("-p tcp --dport 8080 -m recent --name bad --update --seconds 60 -j DROP", Some("-m recent")),
+        ("-p tcp --dport 22 -m recent --name bad --update --seconds 60 -j DROP", None),
+        ("-p tcp --dport 8080 -m conntrack --ctstate NEW -m recent --name bad --update --seconds 60 -j DROP", None),
+        ("-p tcp --dport 8080 -m conntrack --ctstate ESTABLISHED -j ACCEPT", None),
+    ] {
+        let mut scene = scene(beside(None));
+        let mut iptables = Command::new("iptables-nft");
+        iptables.args(["-A", "INPUT"]).args(rule.split(' ')).stderr(std::process::Stdio::null());
+        let done = scene.bed.host_a.spawn(&mut iptables).expect("iptables-nft").wait().expect("its status");
+        if !done.success() && rule.contains("recent") {
+            // This kernel has no such match.
+            continue;
+        }
+        assert!(done.success(), "{rule}");
+        // Traffic passes the new rules.
+        scene.exchange(10_000, Place::Kernel);
+        match why {
+            Some(why) => stays(&mut scene, why),
+            None => scene.exchange(10_000, Place::Nic),
+        }
+    }
+}
+
+/// Of rules of iptables-legacy, and of filters at a device's ingress, the packets of the NIC meet none.
+#[test]
+fn what_the_nics_packets_do_not_meet_keeps_it() {
+    for (lines, why) in [
+        (vec!["iptables-legacy -A INPUT -p tcp --dport 22 -j DROP"], "iptables-legacy"),
+        (
+            vec!["tc qdisc add dev baton0 clsact", "tc filter add dev baton0 ingress protocol ip u32 match u32 0 0 flowid 1:1"],
+            "traffic control",
+        ),
+    ] {
+        for shape in [true, false] {
+            let mut scene = scene(TestbedSettings { beside: shape, ..TestbedSettings::default() });
+            scene.exchange(10_000, Place::Nic);
+            lines.iter().for_each(|line| run(&scene.bed.host_a, line));
+            let reason = returned(&scene);
+            assert!(reason.contains("rules that change"), "{reason}");
+            scene.drain();
+            stays(&mut scene, why);
+        }
+    }
+}

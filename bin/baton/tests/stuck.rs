@@ -1,0 +1,93 @@
+//! Programs that stay inside an operation on a connection that is to be moved.
+
+mod common;
+
+use baton_abi::layout::{block, session};
+use baton_client::protocol::{Opening, Place};
+use baton_client::{Connection, Listener, Shared};
+use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_ring::Region;
+use common::{connect, hosts};
+use std::fs::File;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// A program with one connection, on the NIC.
+struct Program {
+    shared: Shared,
+    connection: Arc<Connection>,
+    _server: TcpStream,
+    _peer: TcpStream,
+}
+
+impl Program {
+    fn start(bed: &Testbed, port: u16) -> Program {
+        let (server, peer) = connect(bed, false, port);
+        let shared = Shared::connect(&bed.socket(), Opening::alone(), Listener(Box::new(|_| ()))).expect("a session");
+        let connection = shared.register(server.as_fd(), false).expect("a registration");
+        shared.move_to(connection.number(), Place::Nic).expect("a move");
+        Program { shared, connection, _server: server, _peer: peer }
+    }
+
+    /// Says that a thread is inside an operation, or that none is.
+    fn is_inside(&self, inside: bool) {
+        let memory = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", self.shared.descriptors()[1]));
+        let memory = Region::map(memory.expect("session memory").into()).expect("session memory");
+        let busy = session::block(self.connection.number()) + block::BUSY;
+        memory.word32(busy).store(if inside { 77 } else { 0 }, Ordering::Release);
+    }
+}
+
+/// How long a program's close takes.
+fn time_of_a_close(bed: &Testbed, port: u16) -> Duration {
+    let program = Program::start(bed, port);
+    let begun = Instant::now();
+    program.shared.forget(&program.connection, 1).expect("forgotten");
+    begun.elapsed()
+}
+
+/// A move that waits for its program does so while others' connections are moved and closed, and is given up after a while.
+#[test]
+fn a_program_inside_an_operation_holds_up_nobody_else() {
+    let bed = hosts(TestbedSettings::default());
+    let stuck: Vec<Program> = (0..24).map(|at| Program::start(&bed, 8000 + at)).collect();
+    let is_over = AtomicBool::new(false);
+    let mut times: Vec<Duration> = std::thread::scope(|scope| {
+        for program in &stuck {
+            program.is_inside(true);
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Acquire) {
+                    let moved = program.shared.move_to(program.connection.number(), Place::Kernel);
+                    assert_eq!(moved.expect_err("it cannot move").kind(), io::ErrorKind::WouldBlock);
+                }
+            });
+        }
+        let times = (0..9).map(|at| time_of_a_close(&bed, 9000 + at)).collect();
+        is_over.store(true, Ordering::Release);
+        times
+    });
+    times.sort_unstable();
+    // One after the other they would be waited for 24 times 20 ms before it is anybody else's turn.
+    assert!(times[4] < Duration::from_millis(120), "closes took {times:?}");
+    for program in &stuck {
+        program.is_inside(false);
+        program.shared.move_to(program.connection.number(), Place::Kernel).expect("it is out of the operation");
+    }
+}
+
+/// A program that closes a connection and stays inside an operation on it harms itself: the connection goes.
+#[test]
+fn a_close_is_not_put_off_for_ever() {
+    let bed = hosts(TestbedSettings::default());
+    let program = Program::start(&bed, 8000);
+    program.is_inside(true);
+    let begun = Instant::now();
+    program.shared.forget(&program.connection, 1).expect("forgotten");
+    assert!(begun.elapsed() >= Duration::from_millis(19), "it is waited for, a little");
+    let left = bed.tool().expect("a tool").connections().expect("a list");
+    assert!(left.is_empty(), "{left:?}");
+}

@@ -1,0 +1,240 @@
+//! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and compares every
+//! result with what it would be in the kernel.
+
+mod scratch;
+
+use baton_kernel::namespace::Namespace;
+use scratch::{Scratch, text};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn compile(name: &str, scratch: &Scratch) -> PathBuf {
+    let program = scratch.0.join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name).with_extension("c");
+    let status = Command::new("cc")
+        .args(["-O2", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-pthread", "-o"])
+        .args([&program, &source])
+        .status()
+        .expect("a C compiler");
+    assert!(status.success());
+    program
+}
+
+/// `baton run` with these arguments, in a network namespace of its own. The program's output, and the report.
+fn baton_run(scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {
+    let report = scratch.file("report");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--eager", "--log", &scratch.file("log"), "--flip-report", &report]).args(arguments);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+    let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+    assert!(ran.status.success() && log.is_empty(), "{arguments:?}: {}{}{log}", text(&ran.stdout), text(&ran.stderr));
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{arguments:?}: {report}");
+    (ran, report)
+}
+
+/// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move meanwhile: no call sees
+/// anything of that, and none sleeps on. BATON_WAITS_MOVES asks for that many moves by each rule.
+#[test]
+fn blocked_threads_do_not_notice_moves() {
+    let scratch = Scratch::new("waits");
+    let program = compile("waits", &scratch);
+    let wanted = std::env::var("BATON_WAITS_MOVES").ok().and_then(|moves| moves.parse().ok()).unwrap_or(20u64);
+    let seconds = if wanted > 20 { "10" } else { "2" };
+    for rule in [["--rule", "accepted"], ["--rule", "bytes:10500"], ["--rule", "requests:3"], ["--flip", "1..5"]] {
+        let (mut moves, mut seed) = (0, 0);
+        while moves < wanted {
+            seed += 1;
+            let program = ["--", &program.to_string_lossy(), seconds, &seed.to_string()];
+            let (_, report) = baton_run(&scratch, &[&rule[..], &program].concat());
+            let moved = report["moves"].as_u64().expect("moves");
+            assert!(moved > 0, "{rule:?}, seed {seed}: {report}");
+            moves += moved;
+        }
+        if wanted > 20 {
+            println!("{rule:?}: {moves} moves, {seed} runs");
+        }
+    }
+}
+
+/// A thread that sleeps in recv, and one that sleeps in select, for as long as the connection lives: it moves all the same.
+#[test]
+fn a_sleeping_reader_does_not_keep_its_connection_in_the_kernel() {
+    const PROGRAM: &str = "
+import select, socket, threading, time
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+ends = []
+threads = [threading.Thread(target=lambda: ends.append(client.recv(1))),
+           threading.Thread(target=lambda: ends.append(select.select([client], [], []) and b''))]
+for thread in threads: thread.start()
+until = time.monotonic() + 0.5
+while time.monotonic() < until:
+    client.sendall(b'x' * 5000)
+    data = server.recv(5000, socket.MSG_WAITALL)
+    assert data == b'x' * 5000
+server.close()
+for thread in threads: thread.join()
+assert ends == [b'', b''], ends
+";
+    let scratch = Scratch::new("sleeping");
+    let (_, report) = baton_run(&scratch, &["--rule", "bytes:10500", "--", "python3", "-c", PROGRAM]);
+    assert!(report["connections_by_moves"].get("0").is_none(), "{report}");
+}
+
+/// What is asked of a socket in the middle of a move is answered as before and after it.
+#[test]
+fn a_moving_socket_answers_what_it_always_did() {
+    let scratch = Scratch::new("asks");
+    let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", "python3", &scratch::script("asks.py"), "1.5"]);
+    assert!(report["moves"].as_u64() > Some(100), "{report}");
+}
+
+/// Two connections with full queues and a FIN behind what is not sent yet: neither a byte nor the FIN is lost, though the ring of commands
+/// to the NIC had no more room when the FIN was asked for.
+#[test]
+fn a_fin_behind_a_full_queue_is_sent() {
+    const PROGRAM: &str = "
+import socket, threading
+listener = socket.create_server(('127.0.0.1', 0))
+for attempt in range(10):
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    for _ in range(20):
+        client.sendall(b'ping' * 1000)
+        assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
+    server.setblocking(False)
+    sent = 0
+    try:
+        while True: sent += server.send(b'x' * 17)
+    except BlockingIOError: pass
+    server.shutdown(socket.SHUT_WR)
+    client.settimeout(10)
+    received = 0
+    while data := client.recv(100000): received += len(data)
+    assert received == sent, (received, sent)
+    client.close(); server.close()
+";
+    let scratch = Scratch::new("fin");
+    for way in [["--rule", "accepted"], ["--flip", "1..10"]] {
+        let (_, report) = baton_run(&scratch, &[&way[..], &["--", "python3", "-c", PROGRAM]].concat());
+        assert!(report["moves"].as_u64() > Some(5), "{way:?}: {report}");
+    }
+}
+
+/// Urgent data that comes for a connection on the NIC: it goes back first, and the program sees what it sees in the kernel.
+#[test]
+fn urgent_data_is_seen_as_such() {
+    const PROGRAM: &str = "
+import select, socket, time
+for inline in (0, 1):
+    listener = socket.create_server(('127.0.0.1', 0))
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    server.settimeout(10)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, inline)
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        client.sendall(b'ping' * 1000)
+        data = server.recv(4000, socket.MSG_WAITALL)
+        assert data == b'ping' * 1000
+    client.send(b'abc')
+    client.send(b'!', socket.MSG_OOB)
+    client.send(b'def')
+    assert select.select([], [], [server], 10)[2], 'no urgent data'
+    if not inline: assert server.recv(1, socket.MSG_OOB) == b'!'
+    data = b''
+    pieces = []
+    while len(data) < 6 + inline:
+        pieces.append(server.recv(100))
+        data += pieces[-1]
+    assert data == (b'abc!def' if inline else b'abcdef'), data
+    assert pieces[0] == b'abc', pieces
+";
+    let scratch = Scratch::new("urgent");
+    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    assert_eq!((&report["connections"], report["moves"].as_u64() >= Some(4)), (&2.into(), true), "{report}");
+}
+
+/// A command that `system` or `popen` runs finds the program's connection in the kernel, and can use it.
+#[test]
+fn commands_of_the_shell_find_their_sockets() {
+    const PROGRAM: &str = "
+import ctypes, os, socket, time
+libc = ctypes.CDLL(None)
+libc.popen.restype = ctypes.c_void_p
+libc.pclose.argtypes = [ctypes.c_void_p]
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+server.set_inheritable(True)
+client.settimeout(10)
+def talk():
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        client.sendall(b'ping' * 1000)
+        assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
+talk()
+assert libc.system(b'echo one >&%d' % server.fileno()) == 0
+assert client.recv(4, socket.MSG_WAITALL) == b'one\\n'
+talk()
+stream = libc.popen(b'echo two >&%d' % server.fileno(), b'r')
+assert libc.pclose(stream) == 0
+assert client.recv(4, socket.MSG_WAITALL) == b'two\\n'
+talk()
+";
+    let scratch = Scratch::new("system");
+    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    assert!(report["moves"].as_u64() >= Some(2), "{report}");
+}
+
+/// More than the NIC's receive memory is asked for at a time (SO_RCVLOWAT): the connection becomes readable all the same.
+#[test]
+fn a_low_water_mark_above_receive_memory_is_reached() {
+    const PROGRAM: &str = "
+import select, socket, threading, time
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+end = time.monotonic() + 0.2
+while time.monotonic() < end:
+    client.sendall(b'ping' * 1000)
+    assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
+server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 20)
+sender = threading.Thread(target=client.sendall, args=(b'x' * (4 << 20),))
+sender.start()
+poll = select.poll()
+poll.register(server, select.POLLIN)
+received = 0
+while received < 3 << 20:
+    assert poll.poll(10000), received
+    received += len(server.recv(1 << 20))
+server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+while received < 4 << 20: received += len(server.recv(1 << 20))
+sender.join()
+";
+    let scratch = Scratch::new("lowat");
+    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    assert!(report["moves"].as_u64() >= Some(1), "{report}");
+}
+
+/// `baton run` under `baton run`; with few descriptors; beside a directory that is there already.
+#[test]
+fn it_starts_where_others_have_been() {
+    let scratch = Scratch::new("starts");
+    let baton = env!("CARGO_BIN_EXE_baton");
+    baton_run(&scratch, &["--", baton, "run", "--", "true"]);
+    baton_run(&scratch, &["--", "sh", "-c", &format!("{baton} run -- true")]);
+    let run = |script: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("sh").wait_with_output().expect("its output");
+        assert!(ran.status.success(), "{script}: {}{}", text(&ran.stdout), text(&ran.stderr));
+    };
+    run(&format!("ulimit -S -n 64; exec {baton} run -- true"));
+    run(&format!("mkdir $TMPDIR/baton-run-$$; exec {baton} run -- true"));
+}

@@ -1,0 +1,146 @@
+//! What of the kernel stands between a socket and the wire and is not asked per packet while the NIC has the connection: IPsec's policies,
+//! rules of the firewall that change from packet to packet, filters of traffic control. They are read once for each change.
+
+use baton_kernel::examine::Stay;
+use baton_kernel::firewall::Firewall;
+use baton_kernel::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
+use baton_kernel::rtnetlink;
+use baton_kernel::xfrm::{Policies, Verdict};
+use baton_wire::Flow;
+use std::collections::HashMap;
+
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
+
+/// Whether there are tables of iptables-legacy that judge packets (those of `nat` judge a connection's first).
+fn has_legacy_tables() -> bool {
+    let judges = |path| {
+        let names = std::fs::read_to_string(path).unwrap_or_default();
+        names.lines().any(|name| name != "nat")
+    };
+    judges("/proc/self/net/ip_tables_names") || judges("/proc/self/net/ip6_tables_names")
+}
+
+/// What is known of the kernel's guards.
+pub(crate) struct Guards {
+    /// None where the kernel has no IPsec.
+    xfrm: Option<Xfrm>,
+    /// None where it has no netfilter.
+    netfilter: Option<Netlink>,
+    /// None when the rules have to be read anew.
+    firewall: Option<Firewall>,
+    /// There are tables of iptables-legacy.
+    legacy: bool,
+    /// What tells of filters.
+    traffic: Option<Changes>,
+    /// Devices with filters at their ingress, and without, as far as was looked.
+    filtered: HashMap<u32, bool>,
+}
+
+struct Xfrm {
+    netlink: Netlink,
+    changes: Changes,
+    /// None when they have to be read anew.
+    policies: Option<Policies>,
+}
+
+impl Guards {
+    /// Listens to changes, in the calling thread's network namespace.
+    pub fn new() -> Guards {
+        let netlink = Netlink::open(XFRM);
+        let changes = Changes::listen(XFRM, POLICY_CHANGES);
+        let traffic = Changes::listen(ROUTE, TRAFFIC_CONTROL_CHANGES).ok();
+        let filtered = HashMap::new();
+        let xfrm = netlink.ok().zip(changes.ok()).map(|(netlink, changes)| Xfrm { netlink, changes, policies: None });
+        Guards { xfrm, netfilter: Netlink::open(NETFILTER).ok(), firewall: None, legacy: has_legacy_tables(), traffic, filtered }
+    }
+
+    /// What tells of changed filters of traffic control.
+    pub fn traffic_changes(&self) -> Option<&Changes> {
+        self.traffic.as_ref()
+    }
+
+    /// Filters may have changed. Whether they have.
+    pub fn traffic_changed(&mut self) -> bool {
+        self.filtered.clear();
+        self.traffic.as_ref().is_some_and(Changes::any)
+    }
+
+    /// The firewall's rules have changed.
+    pub fn forget_rules(&mut self) {
+        self.firewall = None;
+    }
+
+    /// Looks for tables of iptables-legacy, of which nothing tells. Whether there are some now that there were not.
+    pub fn legacy_appeared(&mut self) -> bool {
+        let before = std::mem::replace(&mut self.legacy, has_legacy_tables());
+        self.legacy && !before
+    }
+
+    /// Whether each packet of a connection that comes in at a device has to meet the kernel's rules and filters.
+    ///
+    /// # Errors
+    /// Which, if so; or that they cannot be read.
+    pub fn pass(&mut self, routes: &Netlink, flow: &Flow, device: u32) -> Result<(), Stay> {
+        if self.legacy {
+            return Err(Stay::LegacyRules);
+        }
+        let filtered = match self.filtered.get(&device) {
+            Some(known) => *known,
+            None => {
+                let found = rtnetlink::has_ingress_filter(routes, device);
+                let found = found.map_err(|error| Stay::System("RTM_GETTFILTER", error))?;
+                self.filtered.insert(device, found);
+                found
+            }
+        };
+        if filtered {
+            return Err(Stay::Filtered(device));
+        }
+        if self.firewall.is_none()
+            && let Some(netfilter) = &self.netfilter
+        {
+            self.firewall = Some(match Firewall::read(netfilter) {
+                Ok(firewall) => firewall,
+                // A kernel without nftables.
+                Err(error) if matches!(error.raw_os_error(), Some(EINVAL | EOPNOTSUPP)) => Firewall::default(),
+                Err(error) => return Err(Stay::System("NFT_MSG_GETRULE", error)),
+            });
+        }
+        match self.firewall.as_ref().and_then(|firewall| firewall.judge(flow)) {
+            Some(rule) => Err(Stay::Rules(rule)),
+            None => Ok(()),
+        }
+    }
+
+    /// What tells of changed policies.
+    pub fn policy_changes(&self) -> Option<&Changes> {
+        self.xfrm.as_ref().map(|xfrm| &xfrm.changes)
+    }
+
+    /// Whether policies have changed since this was asked last.
+    pub fn policies_changed(&mut self) -> bool {
+        let Some(xfrm) = &mut self.xfrm else { return false };
+        let changed = xfrm.changes.any();
+        if changed {
+            xfrm.policies = None;
+        }
+        changed
+    }
+
+    /// What IPsec's policies say of a connection whose packets leave by a device.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn verdict(&mut self, flow: &Flow, device: u32, mark: u32) -> Result<Verdict, Stay> {
+        let Some(xfrm) = &mut self.xfrm else { return Ok(Verdict::Clear) };
+        let policies = match xfrm.policies.take() {
+            // What has changed meanwhile is told, and every connection looked at again.
+            Some(known) => known,
+            None => Policies::read(&xfrm.netlink).map_err(|error| Stay::System("XFRM_MSG_GETPOLICY", error))?,
+        };
+        let verdict = policies.judge(flow, device, mark);
+        xfrm.policies = Some(policies);
+        Ok(verdict)
+    }
+}

@@ -1,0 +1,160 @@
+//! What nobody tells of, and is looked at from time to time while connections are on the NIC: options that a program has set on its socket
+//! without the library's knowing, and segments that have come where the NIC does not hear, at the deaf shell. Route exceptions, too, which
+//! messages of packets that were too big make.
+
+use crate::agent::Agent;
+use crate::connection::{Connection, OnNic, Stage};
+use crate::ground::Shape;
+use baton_kernel::diagnosis;
+use baton_kernel::events::monotonic_micros;
+use baton_kernel::netlink::Netlink;
+use baton_kernel::{route::Routing, rtnetlink, socket};
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+/// Microseconds between two looks.
+const PERIOD: u64 = 200_000;
+/// Connections that are looked at in one go; the others' turn is the next time.
+const MOST: usize = 1024;
+/// Microseconds after a handoff in which segments that the kernel had already may still reach the shell.
+const SETTLING: u64 = 100_000;
+/// Microseconds that the kernel has to make a route exception of a message that was seen.
+const SOON: u64 = 5_000;
+/// Destinations whose routes are looked at for themselves; if there are more, all are.
+const MOST_DESTINATIONS: usize = 64;
+
+/// When is looked next, and at what.
+#[derive(Default)]
+pub(crate) struct Looks {
+    /// 0 while nothing is on the NIC.
+    due: u64,
+    /// There are devices at which the NIC does not hear.
+    pub deaf: bool,
+    /// Where the last look ended.
+    from: (u32, u32),
+    /// Destinations that packets were too big for, and when their routes are looked at.
+    destinations: HashSet<IpAddr>,
+    routes_due: u64,
+}
+
+impl Looks {
+    /// How long until there is something to look at. None if nothing is on the NIC.
+    pub fn wait(&self) -> Option<Duration> {
+        let due = [self.due, self.routes_due].into_iter().filter(|due| *due != 0).min()?;
+        Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
+    }
+
+    /// A connection goes to the NIC. True if it is the first.
+    pub fn begin(&mut self) -> bool {
+        let first = self.due == 0;
+        if first {
+            self.due = monotonic_micros() + PERIOD;
+        }
+        first
+    }
+}
+
+/// What a shell shows.
+struct Shown {
+    routing: Routing,
+    /// Segments that the socket did not take.
+    dropped: u32,
+}
+
+fn shown(connection: &Connection, netlink: &Netlink) -> Option<Shown> {
+    const SOL_SOCKET: i32 = 1;
+    const SO_MEMINFO: i32 = 55;
+    const DROPS: usize = 8;
+    let Some(fd) = &connection.fd else {
+        let (routing, dropped) = diagnosis::routing_and_drops(netlink, &connection.flow).ok()?;
+        return Some(Shown { routing, dropped });
+    };
+    let mut memory = [0u8; 4 * (DROPS + 1)];
+    let length = socket::get_bytes(fd.as_fd(), SOL_SOCKET, SO_MEMINFO, &mut memory).ok()?;
+    let dropped = memory.get(4 * DROPS..length)?.try_into().ok().map(u32::from_ne_bytes)?;
+    let routing = Routing::of(fd.as_fd(), connection.flow.is_v4(), connection.peer).ok()?;
+    Some(Shown { routing, dropped })
+}
+
+/// Why a connection has to leave the NIC, if it has.
+fn judge(connection: &OnNic, dropped: &mut Option<u32>, strays: bool, shown: &Shown) -> Option<(&'static str, bool)> {
+    let way = connection.way.as_ref()?;
+    let (was, is) = (way.routing, shown.routing);
+    if (was.mark, was.device, was.user) != (is.mark, is.device, is.user) {
+        return Some(("its program has set an option by which it is routed (SO_MARK, SO_BINDTODEVICE)", false));
+    }
+    if !strays {
+        return None;
+    }
+    let before = *dropped.get_or_insert(shown.dropped);
+    (before != shown.dropped).then_some(("segments of its peer come by a device at which the NIC does not hear", true))
+}
+
+impl Agent {
+    /// Looks at what is due.
+    pub(crate) fn look(&mut self) {
+        let now = monotonic_micros();
+        if self.looks.routes_due != 0 && now >= self.looks.routes_due {
+            self.looks.routes_due = 0;
+            let destinations = std::mem::take(&mut self.looks.destinations);
+            let all = destinations.len() > MOST_DESTINATIONS;
+            self.follow_ways(|connection| all || destinations.contains(&connection.peer.ip().to_canonical()));
+        }
+        if self.looks.due == 0 || now < self.looks.due {
+            return;
+        }
+        if self.guards.legacy_appeared() {
+            self.follow_ways(|_| true);
+        }
+        let all = self.on_nic();
+        self.looks.due = if all.is_empty() { 0 } else { now + PERIOD };
+        let start = all.partition_point(|at| *at < self.looks.from);
+        let turn = all.iter().cycle().skip(start).take(all.len().min(MOST));
+        for (session, number) in turn {
+            self.looks.from = (*session, number + 1);
+            self.look_at(*session, *number, now);
+        }
+    }
+
+    /// Whether there are devices at which the NIC does not hear may have changed.
+    pub(crate) fn count_deaf_devices(&mut self) {
+        let links = rtnetlink::links(&self.routes).unwrap_or_default();
+        self.looks.deaf = links.iter().any(|link| match &self.shape {
+            Shape::Inline { interface } => link.up && link.kind != rtnetlink::LOOPBACK && link.index != *interface,
+            Shape::Beside { devices, .. } => devices.is_deaf_at(link),
+        });
+    }
+
+    fn look_at(&mut self, session: u32, number: u32, now: u64) {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Some(shown) = shown(connection, &self.diagnosis) else { return };
+        // Beside the kernel whole datagrams of fragments reach the shell, too: where everything is heard they mean nothing.
+        let strays = self.looks.deaf && now.saturating_sub(connection.since) > SETTLING;
+        let Stage::Nic(on_nic) = &mut connection.stage else { return };
+        let mut dropped = on_nic.dropped;
+        let verdict = judge(on_nic, &mut dropped, strays, &shown);
+        on_nic.dropped = dropped;
+        if let Some((why, for_good)) = verdict {
+            connection.stays |= for_good;
+            self.return_soon(session, number, why);
+        }
+    }
+
+    /// Somewhere on a path packets were too big: what the kernel has made of it is looked at when it has.
+    pub(crate) fn packets_were_too_big(&mut self) {
+        let destinations = &mut self.looks.destinations;
+        for listener in &self.watched.too_big {
+            listener.receive(|destination| {
+                if destinations.len() <= MOST_DESTINATIONS {
+                    destinations.insert(destination);
+                }
+            });
+        }
+        if !destinations.is_empty() && self.looks.routes_due == 0 {
+            self.looks.routes_due = monotonic_micros() + SOON;
+        }
+    }
+}

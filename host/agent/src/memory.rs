@@ -1,0 +1,160 @@
+//! Send and receive memory of connections: how much each begins with, how much it may grow to, and where it comes from.
+
+use crate::connection::Memory;
+use crate::session::OpenSession;
+use baton_abi::Cid;
+use baton_abi::layout::{nic, slot};
+use baton_client::heap::Heap;
+use baton_image::Image;
+use baton_kernel::socket;
+use baton_ring::Region;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+
+/// Send and receive memory that a connection begins with, if it needs no more.
+const BEGINNING: u32 = 1 << 18;
+/// What it begins with once more than half of the session's memory is taken, so that thousands of connections find room.
+const BEGINNING_LATE: u32 = 1 << 16;
+/// What it is content with if there is no more.
+const LEAST: u32 = 1 << 14;
+/// The most that it gets.
+const MOST: u32 = 1 << 26;
+/// Share of what is left for growth that one connection gets at a time.
+const SHARE: u64 = 4;
+const SOL_SOCKET: i32 = 1;
+const SO_SNDBUF: i32 = 7;
+const SO_RCVBUF: i32 = 8;
+const SO_BUF_LOCK: i32 = 72;
+const SEND_LOCKED: i32 = 1;
+const RECEIVE_LOCKED: i32 = 2;
+
+/// Bytes of memory that a connection may have at most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Limits {
+    pub receive: u32,
+    pub send: u32,
+}
+
+/// The third field of a setting: the most.
+fn third(setting: &str) -> Option<u32> {
+    std::fs::read_to_string(format!("/proc/sys/net/ipv4/{setting}")).ok()?.split_whitespace().nth(2)?.parse().ok()
+}
+
+impl Limits {
+    /// The host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the kernel.
+    pub fn of(fd: BorrowedFd<'_>) -> Limits {
+        let get = |option| socket::get(fd, SOL_SOCKET, option).ok();
+        let locks = get(SO_BUF_LOCK).unwrap_or(0);
+        let limit = |lock, option, setting| {
+            let locked = (locks & lock != 0).then(|| get(option)).flatten().and_then(|bytes| u32::try_from(bytes).ok());
+            locked.or_else(|| third(setting)).unwrap_or(BEGINNING).clamp(1 << 12, MOST)
+        };
+        Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, "tcp_rmem"), send: limit(SEND_LOCKED, SO_SNDBUF, "tcp_wmem") }
+    }
+
+    /// Tells the NIC, before a handoff.
+    pub fn write(self, nic_memory: &Region, cid: Cid) {
+        for (at, value) in [self.receive, self.send].into_iter().enumerate() {
+            nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).store(value, Ordering::Release);
+        }
+    }
+}
+
+/// Memory for the queues of a connection that moves to the NIC: room for what is there, for the window that was advertised, and for as much
+/// in flight as its path holds; no less than connections begin with, and no more than it may have.
+pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> Option<Memory> {
+    let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
+    let received = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?;
+    let in_flight = image.cwnd.saturating_mul(u32::from(image.mss)).saturating_mul(2);
+    let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
+    let beginning = if scarce { BEGINNING_LATE } else { BEGINNING };
+    let receive = take_between(&mut session.heap, received, beginning.min(limits.receive))?;
+    let sent = beginning.max(in_flight).min(limits.send);
+    let Some(send) = take_between(&mut session.heap, image.send_queue(), sent) else {
+        session.heap.give(receive.0, receive.1);
+        return None;
+    };
+    Some(Memory { receive, send })
+}
+
+/// As much as is wished for, or less, but no less than is needed.
+fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)> {
+    let needed = needed.max(LEAST.min(wished));
+    if needed > MOST {
+        return None;
+    }
+    let mut size = wished.max(needed);
+    loop {
+        // Beyond what every connection begins with only what is left for growth is given.
+        if (size <= BEGINNING || size <= needed.next_power_of_two() || fits_growth(heap, size))
+            && let Some(block) = heap.take(size)
+        {
+            return Some(block);
+        }
+        if size <= needed {
+            return None;
+        }
+        size = (size / 2).max(needed);
+    }
+}
+
+/// Half of the heap is for connections that are still to come.
+fn fits_growth(heap: &Heap, size: u32) -> bool {
+    let left = heap.free_bytes().saturating_sub(heap.bytes() / 2);
+    u64::from(size.next_power_of_two()) <= left / SHARE
+}
+
+/// Larger memory than `now`, as near to what is wanted as there is room for. None if there is none, or nothing is wanted.
+pub(crate) fn enlarge(heap: &mut Heap, now: u32, wanted: u32, most: u32) -> Option<(u32, u32)> {
+    let mut size = wanted.min(most).min(MOST).next_power_of_two();
+    while size > now {
+        if fits_growth(heap, size)
+            && let Some(block) = heap.take(size)
+        {
+            return Some(block);
+        }
+        size /= 2;
+    }
+    None
+}
+
+/// Gives a connection's memory back.
+pub(crate) fn give(session: &mut OpenSession, memory: Memory) {
+    give_block(session, memory.receive);
+    give_block(session, memory.send);
+}
+
+/// Gives one block back.
+pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) {
+    // Pages of ordinary buffers are soon used again; large ones go back to the system.
+    if size > 1 << 21 {
+        session.memory.discard(offset as usize, size as usize);
+    }
+    session.heap.give(offset, size);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However many connections want the most, half of the heap is left for those that come later, and each of them gets what it needs.
+    #[test]
+    fn growth_leaves_room_for_others() {
+        let mut heap = Heap::new(0, 64 << 20);
+        let grown: Vec<u32> = std::iter::from_fn(|| enlarge(&mut heap, BEGINNING, MOST, MOST)).map(|block| block.1).collect();
+        assert_eq!(grown[0], 8 << 20, "a quarter of a half");
+        assert!(grown.windows(2).all(|pair| pair[0] >= pair[1]) && grown.iter().all(|size| *size > BEGINNING));
+        assert!(heap.free_bytes() >= 32 << 20);
+        let begun = std::iter::from_fn(|| take_between(&mut heap, 1000, BEGINNING)).count();
+        assert!(begun >= 128, "{begun} connections begin");
+        assert_eq!(heap.free_bytes(), 0, "the last ones with less");
+    }
+
+    #[test]
+    fn what_is_there_is_needed() {
+        let mut heap = Heap::new(0, 64 << 20);
+        assert_eq!(take_between(&mut heap, 5 << 20, BEGINNING).map(|block| block.1), Some(8 << 20));
+        assert_eq!(take_between(&mut heap, 100, 5000).map(|block| block.1), Some(8192));
+        assert_eq!(take_between(&mut heap, MOST + 1, BEGINNING), None);
+    }
+}

@@ -1,0 +1,164 @@
+//! A connection's way: by which device its frames leave and where its peer's come, as the kernel would have it; and why that cannot be the
+//! NIC's to follow.
+
+use crate::connection::{Connection, OnNic, Stage};
+use crate::ground::{Ground, Shape};
+use baton_kernel::examine::Stay;
+use baton_kernel::route::{self, Route, Routing};
+use baton_kernel::rtnetlink::{self, LinkInfo, Master};
+use baton_kernel::xfrm::Verdict;
+use baton_kernel::{diagnosis, export};
+use baton_steering::{FURTHER, Path};
+use baton_wire::frame::Link;
+use std::net::IpAddr;
+
+/// Where a connection's frames go and come from.
+#[derive(Clone, Copy)]
+pub(crate) struct Way {
+    pub link: Link,
+    /// Beside the kernel: where they are heard.
+    pub path: Path,
+    /// The next hop.
+    pub hop: IpAddr,
+    /// MTU of the route, or of one of its exceptions, or of the device.
+    pub mtu: u32,
+    /// What of the socket it depends on.
+    pub routing: Routing,
+}
+
+impl Way {
+    /// Whether frames would have the same header and leave by the same device.
+    pub fn leads_as(&self, link: &Link) -> bool {
+        (self.link.interface, self.link.source, self.link.destination) == (link.interface, link.source, link.destination)
+    }
+}
+
+impl Ground<'_> {
+    /// The route of a connection's packets, as the kernel would choose it for its socket now.
+    ///
+    /// # Errors
+    /// The kernel could not send them either.
+    pub fn route_of(&mut self, connection: &Connection) -> Result<(Routing, Route), Stay> {
+        let local = connection.local.ip().to_canonical();
+        let routing = match (&connection.fd, &connection.stage) {
+            (None, Stage::Nic(_)) => {
+                diagnosis::routing(self.diagnosis, &connection.flow).map_err(|error| Stay::System("socket diagnosis", error))?
+            }
+            _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer)
+                .map_err(|error| Stay::System("getsockopt", error))?,
+        };
+        if !route::is_local(self.routes, local).map_err(|error| Stay::System("RTM_GETROUTE", error))? {
+            return Err(Stay::SourceGone(local));
+        }
+        let found = route::of_connection(self.routes, connection.local, connection.peer, &routing);
+        let route = found.map_err(|_| Stay::NoRoute)?;
+        if routing.on_link && route.gateway.is_some() {
+            return Err(Stay::NoRoute);
+        }
+        if !route.local && self.guards.verdict(&connection.flow, route.interface, routing.mark)? == Verdict::BlockedOut {
+            return Err(Stay::PolicyBlocks);
+        }
+        Ok((routing, route))
+    }
+
+    /// A connection's way, if the NIC can take it.
+    ///
+    /// # Errors
+    /// Those of [`Ground::route_of`], or why the NIC cannot.
+    pub fn way_of(&mut self, connection: &Connection) -> Result<Way, Stay> {
+        let (routing, route) = self.route_of(connection)?;
+        if routing.mark != 0 {
+            return Err(Stay::Marked(routing.mark));
+        }
+        if route.encapsulated {
+            return Err(Stay::Encapsulated);
+        }
+        if routing.device != 0 && routing.device != route.interface {
+            let bound = rtnetlink::link_at(self.routes, routing.device);
+            let vrf = bound.is_ok_and(|bound| bound.vrf);
+            return Err(if vrf { Stay::Vrf(routing.device) } else { Stay::Bound(routing.device, route.interface) });
+        }
+        let interface = self.device(route.interface)?;
+        if interface.vrf || interface.master == Master::Vrf {
+            return Err(Stay::Vrf(interface.index));
+        }
+        self.guards.pass(self.routes, &connection.flow, interface.index)?;
+        if interface.kind != rtnetlink::LOOPBACK {
+            match self.guards.verdict(&connection.flow, interface.index, routing.mark)? {
+                Verdict::Clear => {}
+                Verdict::Covered => return Err(Stay::Policy),
+                Verdict::BlockedOut => return Err(Stay::PolicyBlocks),
+            }
+        }
+        let hop = route.gateway.unwrap_or(connection.peer.ip().to_canonical());
+        let neighbour = if interface.kind == rtnetlink::LOOPBACK {
+            [0; 6]
+        } else {
+            rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?
+        };
+        let v4 = connection.flow.is_v4();
+        let (ttl, tos) = match (&connection.fd, &connection.stage) {
+            (None, Stage::Nic(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
+            _ => export::link_settings(connection.fd()?, v4).map_err(|error| Stay::System("getsockopt", error))?,
+        };
+        let of_device = if v4 || interface.mtu6 == 0 { interface.mtu } else { interface.mtu6 };
+        let mtu = route.mtu.unwrap_or(of_device).clamp(68, 65535);
+        let path = self.path_of(connection, &routing, &interface)?;
+        let link = Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: path.leaves_by };
+        Ok(Way { link, path, hop, mtu, routing })
+    }
+
+    /// The device by which the kernel is to hear what the peer of a connection that returns said last: that to which its socket is bound, or
+    /// its route's, if the NIC can inject there.
+    pub fn device_of_last_words(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
+        let before = on_nic.image.link.interface;
+        let wanted = if routing.device == 0 { route.interface } else { routing.device };
+        if matches!(self.shape, Shape::Inline { .. }) || wanted == before {
+            return before;
+        }
+        let link = rtnetlink::link_at(self.routes, wanted);
+        if link.is_ok_and(|link| link.up && link.kind == rtnetlink::ETHERNET) { wanted } else { before }
+    }
+
+    /// Where a connection's frames are heard, beside the kernel; inline the wire is the only place.
+    fn path_of(&self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Stay> {
+        let mut path = Path::default();
+        if matches!(self.shape, Shape::Inline { .. }) {
+            return Ok(path);
+        }
+        path.leaves_by = interface.index;
+        path.anywhere = routing.device == 0;
+        // A strict reverse path filter takes packets by each of several equal paths.
+        if path.anywhere && interface.kind != rtnetlink::LOOPBACK {
+            let paths = route::paths(self.routes, connection.local, connection.peer, routing).unwrap_or_default();
+            let mut others: Vec<u32> = paths.into_iter().filter(|index| *index != interface.index).collect();
+            others.sort_unstable();
+            others.dedup();
+            if others.len() > FURTHER {
+                return Err(Stay::ManyPaths(others.len() + 1));
+            }
+            path.also_at[..others.len()].copy_from_slice(&others);
+        }
+        Ok(path)
+    }
+
+    /// The device of a route, if the NIC can be there. Beside the kernel the programs are put at all devices when the first is used.
+    fn device(&mut self, index: u32) -> Result<LinkInfo, Stay> {
+        let info = || rtnetlink::link_at(self.routes, index).map_err(|error| Stay::System("RTM_GETLINK", error));
+        match self.shape {
+            Shape::Inline { interface } if *interface == index => info(),
+            Shape::Inline { .. } => Err(Stay::OtherInterface(index)),
+            Shape::Beside { steering, devices, .. } => {
+                let info = info()?;
+                if info.kind != rtnetlink::ETHERNET && info.kind != rtnetlink::LOOPBACK {
+                    return Err(Stay::NotEthernet(index));
+                }
+                if devices.is_new() {
+                    devices.follow(self.routes, steering, self.keeper).map_err(|error| Stay::System("tcx", error))?;
+                }
+                devices.attach(steering, self.keeper, index).map_err(|error| Stay::System("tcx", error))?;
+                Ok(info)
+            }
+        }
+    }
+}

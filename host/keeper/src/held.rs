@@ -1,0 +1,137 @@
+//! What is held for the next agent: what it is, and its descriptors. Taking in a message takes no longer the more there is.
+
+use baton_agent::Kept;
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+/// A message that came with something to hold, and its descriptors.
+type One = (Kept, Vec<OwnedFd>);
+
+/// Everything that is held.
+#[derive(Default)]
+pub(crate) struct Held {
+    /// What is no session's.
+    common: Vec<One>,
+    sessions: BTreeMap<u32, Session>,
+}
+
+/// What is held of a session.
+#[derive(Default)]
+struct Session {
+    /// Its control connection, and its memory.
+    itself: Vec<One>,
+    connections: BTreeMap<u32, One>,
+}
+
+impl Session {
+    fn iter(&self) -> impl Iterator<Item = &One> {
+        self.itself.iter().chain(self.connections.values())
+    }
+}
+
+impl Held {
+    /// Takes in what an agent says.
+    pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
+        match kept {
+            Kept::Ready => {}
+            Kept::Offloads(_) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
+                // The offloads are set anew, the end is asked for once; the others come in addition.
+                let set =
+                    |held: &Kept| matches!((&kept, held), (Kept::Offloads(_), Kept::Offloads(_)) | (Kept::Ending, Kept::Ending));
+                self.common.retain(|(held, _)| !set(held));
+                self.common.push((kept, descriptors));
+            }
+            Kept::DeviceGone(index) => self.common.retain(|(held, _)| *held != Kept::Device(index)),
+            Kept::Session(number) => {
+                self.sessions.insert(number, Session { itself: vec![(kept, descriptors)], ..Session::default() });
+            }
+            Kept::Memory(number, _) => self.sessions.entry(number).or_default().itself.push((kept, descriptors)),
+            Kept::Connection(session, number) | Kept::Attached(session, number, ..) => {
+                self.sessions.entry(session).or_default().connections.insert(number, (kept, descriptors));
+            }
+            Kept::Forgotten(session, number) => {
+                if let Some(session) = self.sessions.get_mut(&session) {
+                    session.connections.remove(&number);
+                }
+            }
+            Kept::GroupEnded(name) => self.common.retain(|(held, _)| !matches!(held, Kept::Group(other, ..) if *other == name)),
+            Kept::Ended(session) => drop(self.sessions.remove(&session)),
+        }
+    }
+
+    /// Groups' connections are moved no more, and nothing is reported of them.
+    pub fn set_groups_aside(&mut self) {
+        for (kept, descriptors) in &mut self.common {
+            if let Kept::Group(.., flip) = kept {
+                *flip = None;
+                descriptors.clear();
+            }
+        }
+    }
+
+    /// Nothing is held of any session.
+    pub fn set_sessions_aside(&mut self) {
+        self.sessions.clear();
+    }
+
+    /// Whether any program has a control connection.
+    pub fn has_sessions(&self) -> bool {
+        !self.sessions.is_empty()
+    }
+
+    /// Everything, what others depend on first.
+    pub fn iter(&self) -> impl Iterator<Item = &One> {
+        self.common.iter().chain(self.sessions.values().flat_map(Session::iter))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_client::protocol::Opening;
+
+    fn held(held: &Held) -> Vec<Kept> {
+        held.iter().map(|(kept, _)| kept.clone()).collect()
+    }
+
+    #[test]
+    fn what_ends_is_dropped_and_nothing_else() {
+        let mut all = Held::default();
+        let messages = [
+            Kept::Session(2),
+            Kept::Session(1),
+            Kept::Memory(1, Opening::alone()),
+            Kept::Connection(1, 2),
+            Kept::Connection(1, 3),
+            Kept::Connection(2, 2),
+            Kept::Group(7, 0, None),
+            Kept::Group(8, 0, None),
+        ];
+        messages.into_iter().for_each(|kept| all.note(kept, Vec::new()));
+        assert!(all.has_sessions());
+        all.note(Kept::Forgotten(1, 2), Vec::new());
+        all.note(Kept::GroupEnded(8), Vec::new());
+        all.note(Kept::Ready, Vec::new());
+        let of_first = [Kept::Session(1), Kept::Memory(1, Opening::alone()), Kept::Connection(1, 3)];
+        let of_second = [Kept::Session(2), Kept::Connection(2, 2)];
+        assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..], &of_second[..]].concat());
+        all.note(Kept::Ended(2), Vec::new());
+        assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..]].concat());
+        all.note(Kept::Ended(1), Vec::new());
+        assert!(!all.has_sessions());
+    }
+
+    #[test]
+    fn offloads_are_held_once() {
+        let mut all = Held::default();
+        for _ in 0..3 {
+            all.note(Kept::Offloads(Box::default()), Vec::new());
+            all.note(Kept::Device(1), Vec::new());
+        }
+        assert_eq!(held(&all).iter().filter(|kept| matches!(kept, Kept::Offloads(_))).count(), 1);
+        assert_eq!(held(&all).len(), 4);
+        all.note(Kept::DeviceGone(2), Vec::new());
+        all.note(Kept::DeviceGone(1), Vec::new());
+        assert_eq!(held(&all).len(), 1);
+    }
+}

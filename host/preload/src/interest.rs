@@ -1,0 +1,581 @@
+//! What an epoll set has been asked to watch, and what it reports: the interest list and the ready list of epoll(7), for sockets whose
+//! events come from the kernel at one time and from the NIC at another. Kernel and NIC are behind [`World`], so that this file can be
+//! tested against a model of both.
+//!
+//! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token names one call of
+//! epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is lost by that, because the kernel looks at
+//! the socket anew whenever it is registered or modified. So after each move a socket is modified, and whatever the kernel reported while
+//! the socket was between two owners counts for nothing.
+//!
+//! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is ready for is worked
+//! out from what the NIC has told. Registrations to look at are in a queue, each at most once; level-triggered ones that were reported
+//! go to its end.
+
+use libc::{
+    EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
+    EPOLLPRI, EPOLLRDHUP, c_int, epoll_event,
+};
+use std::collections::{BTreeMap, VecDeque};
+
+/// The kernel reports these whatever is asked for.
+const ALWAYS: u32 = (EPOLLERR | EPOLLHUP) as u32;
+const EDGE: u32 = EPOLLET as u32;
+const ONE_SHOT: u32 = EPOLLONESHOT as u32;
+const EXCLUSIVE: u32 = EPOLLEXCLUSIVE as u32;
+/// What ends one direction or both.
+const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32;
+
+/// The highest 24 bits of a token: no address of a program's, and no small number, begins like that. Then come 20 bits that count the
+/// calls of epoll_ctl, then the slot.
+const TAG: u64 = 0xba_702e << 40;
+const TAG_BITS: u64 = 0xff_ffff << 40;
+const VERSION_BITS: u32 = 20;
+const SLOT_BITS: u32 = 20;
+
+/// Whether the data of a kernel's event is a token.
+pub(crate) fn is_token(data: u64) -> bool {
+    data & TAG_BITS == TAG
+}
+
+fn token(slot: u32, version: u32) -> u64 {
+    TAG | u64::from(version) << SLOT_BITS | u64::from(slot)
+}
+
+fn next(version: u32) -> u32 {
+    (version + 1) & ((1 << VERSION_BITS) - 1)
+}
+
+/// Where a watched file's events come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    Kernel,
+    Nic,
+    /// Between the two: neither can be believed.
+    Moving,
+    /// It is an epoll set itself: the kernel says when to look into it.
+    Set,
+}
+
+/// How far a socket has come. An edge-triggered registration is reported when this has changed since its last report.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Progress {
+    /// Bytes that have come, ever.
+    pub received: u32,
+    /// How often a send has found no room.
+    pub stuck: u32,
+    /// How often the program did what makes the kernel report anew.
+    pub nudges: u32,
+}
+
+/// Kernel and NIC, as an interest list needs them.
+pub(crate) trait World {
+    /// What is watched.
+    type File: Copy + PartialEq;
+    /// Where it is, and how many moves it has begun or made. Neither changes the other's answer: whoever is in the kernel, with the same
+    /// number of moves as before, has been there all the time.
+    fn place(&mut self, file: Self::File) -> (Place, u32);
+    /// What it is ready for, on the NIC.
+    fn on_nic(&mut self, file: Self::File) -> u32;
+    /// How far it has come.
+    fn progress(&mut self, file: Self::File, fd: c_int) -> Progress;
+    /// Whether it may ever be on the NIC.
+    fn may_move(&mut self, file: Self::File) -> bool;
+    /// Whether a set in this set has anything to report.
+    fn set_is_ready(&mut self, file: Self::File) -> bool;
+    /// What the kernel's set reports now, as epoll_wait(2) without waiting. How many events.
+    fn report(&mut self, out: &mut [epoll_event]) -> usize;
+    /// epoll_ctl(2) on the kernel's set; whether it succeeded.
+    fn register(&mut self, operation: c_int, fd: c_int, events: u32, data: u64) -> bool;
+}
+
+/// What was last reported of an edge-triggered registration.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    received: Option<u32>,
+    stuck: Option<u32>,
+    nudges: u32,
+    end: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Registration<F> {
+    fd: c_int,
+    file: F,
+    events: u32,
+    data: u64,
+    /// It has fired, and waits to be armed again (EPOLLONESHOT).
+    spent: bool,
+    /// The kernel's registration has no events.
+    muted: bool,
+    /// An event of the kernel's was dropped that it will not report again by itself.
+    dropped: bool,
+    /// The kernel was made to report anew, perhaps what was reported before.
+    repeated: bool,
+    seen: Seen,
+    /// Moves that the connection had made when it was last registered in the kernel: if there are more, what the kernel reported since is
+    /// not to be believed.
+    moves: u32,
+    /// The round in which it was last reported, and where in the program's array.
+    reported: (u64, usize),
+}
+
+#[derive(Debug)]
+struct Slot<F> {
+    version: u32,
+    /// It is in the queue; an unused slot may be, too.
+    queued: bool,
+    used: Option<Registration<F>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Interest<F> {
+    slots: Vec<Slot<F>>,
+    free: Vec<u32>,
+    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was closed while
+    /// the file stayed open has a slot, but is not here.
+    by_fd: BTreeMap<c_int, u32>,
+    queue: VecDeque<u32>,
+    /// Entries of the queue that this round has not looked at.
+    unseen: usize,
+    round: u64,
+    /// Whether the kernel was asked first when there was last room for one event only.
+    kernel_first: bool,
+    /// Something that was looked at in this round is being moved.
+    pub moving: Option<F>,
+}
+
+impl<F> Default for Interest<F> {
+    fn default() -> Self {
+        Interest {
+            slots: Vec::new(),
+            free: Vec::new(),
+            by_fd: BTreeMap::new(),
+            queue: VecDeque::new(),
+            unseen: 0,
+            round: 0,
+            kernel_first: false,
+            moving: None,
+        }
+    }
+}
+
+impl<F: Copy + PartialEq> Interest<F> {
+    fn used(&mut self, slot: u32) -> Option<&mut Registration<F>> {
+        self.slots.get_mut(slot as usize)?.used.as_mut()
+    }
+
+    fn take_slot(&mut self) -> u32 {
+        self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot { version: 0, queued: false, used: None });
+            self.slots.len() as u32 - 1
+        })
+    }
+
+    /// What is registered under a descriptor, if it is this file.
+    pub fn find(&self, fd: c_int, file: F) -> Option<u32> {
+        let slot = *self.by_fd.get(&fd)?;
+        self.slots[slot as usize].used.as_ref().is_some_and(|known| known.file == file).then_some(slot)
+    }
+
+    /// Every file in the set.
+    pub fn files(&self) -> impl Iterator<Item = (u32, F)> {
+        let used = |(at, slot): (usize, &Slot<F>)| Some((at as u32, slot.used.as_ref()?.file));
+        self.slots.iter().enumerate().filter_map(used)
+    }
+
+    /// EPOLL_CTL_ADD and EPOLL_CTL_MOD: the slot, or None if the kernel refused.
+    pub fn set<W: World<File = F>>(
+        &mut self,
+        world: &mut W,
+        operation: c_int,
+        fd: c_int,
+        file: F,
+        (events, data): (u32, u64),
+    ) -> Option<u32> {
+        let known = self.find(fd, file);
+        let (place, moves) = world.place(file);
+        let exclusive = (events | known.and_then(|slot| self.used(slot)).map_or(0, |known| known.events)) & EXCLUSIVE != 0;
+        // An exclusive registration cannot be modified: the kernel judges it as it is, and it is muted afterwards.
+        let muted = place == Place::Nic && !exclusive;
+        let slot = known.unwrap_or_else(|| self.take_slot());
+        let place_of = &mut self.slots[slot as usize];
+        let stays = operation == EPOLL_CTL_MOD && muted && place_of.used.as_ref().is_some_and(|known| known.muted);
+        if !stays {
+            let version = next(place_of.version);
+            if !world.register(operation, fd, if muted { EDGE } else { events }, token(slot, version)) {
+                if known.is_none() {
+                    self.free.push(slot);
+                }
+                return None;
+            }
+            place_of.version = version;
+        }
+        let seen = Seen { nudges: world.progress_if_edge(file, fd, events).nudges, ..Seen::default() };
+        let reported = place_of.used.as_ref().map_or((0, 0), |known| known.reported);
+        place_of.used = Some(Registration {
+            fd,
+            file,
+            events,
+            data,
+            spent: false,
+            muted,
+            dropped: false,
+            repeated: false,
+            seen,
+            moves,
+            reported,
+        });
+        self.by_fd.insert(fd, slot);
+        if place != Place::Kernel && place != Place::Set {
+            self.enqueue(slot);
+        }
+        Some(slot)
+    }
+
+    /// EPOLL_CTL_DEL: the slot that is free now, or None if the kernel refused or nothing was known.
+    pub fn delete<W: World<File = F>>(&mut self, world: &mut W, fd: c_int, file: F) -> (bool, Option<u32>) {
+        let done = world.register(EPOLL_CTL_DEL, fd, 0, 0);
+        let slot = self.find(fd, file).filter(|_| done);
+        if let Some(slot) = slot {
+            self.drop_slot(slot);
+        }
+        (done, slot)
+    }
+
+    /// Takes a registration out; whether its descriptor still stands for its file.
+    fn drop_slot(&mut self, slot: u32) -> Option<(Registration<F>, bool)> {
+        let place = self.slots.get_mut(slot as usize)?;
+        let gone = place.used.take()?;
+        place.version = next(place.version);
+        self.free.push(slot);
+        let numbered = self.by_fd.get(&gone.fd) == Some(&slot);
+        if numbered {
+            self.by_fd.remove(&gone.fd);
+        }
+        Some((gone, numbered))
+    }
+
+    /// As `drop_slot`, of this file's registration that the kernel can be told about.
+    fn drop_file(&mut self, slot: u32, file: F) -> Option<Registration<F>> {
+        self.used(slot).filter(|known| known.file == file)?;
+        self.drop_slot(slot).and_then(|(gone, numbered)| numbered.then_some(gone))
+    }
+
+    /// The file is about to be closed for good. Others may hold it (the agent does), so the kernel would keep its registration.
+    pub fn forget<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
+        if let Some(gone) = self.drop_file(slot, file) {
+            world.register(EPOLL_CTL_DEL, gone.fd, 0, 0);
+        }
+    }
+
+    /// The file is the kernel's alone from now on, and whoever closes it does so unseen: the kernel has the program's own registration.
+    pub fn release<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
+        if let Some(gone) = self.drop_file(slot, file) {
+            let events = if gone.spent { gone.events & EDGE | ONE_SHOT } else { gone.events };
+            change(world, gone.fd, gone.events, events, gone.data);
+        }
+    }
+
+    /// One of several descriptors of a file is about to be closed. Whether something is registered under it: that stays in the set as
+    /// long as the file is open, as in the kernel, but nobody can modify it any more.
+    pub fn lose_number(&mut self, slot: u32, fd: c_int) -> bool {
+        let known = self.used(slot).is_some_and(|known| known.fd == fd);
+        known && self.by_fd.get(&fd) == Some(&slot) && self.by_fd.remove(&fd).is_some()
+    }
+
+    /// It is to be looked at.
+    pub fn enqueue(&mut self, slot: u32) {
+        if let Some(place) = self.slots.get_mut(slot as usize)
+            && place.used.is_some()
+            && !place.queued
+        {
+            place.queued = true;
+            self.queue.push_back(slot);
+        }
+    }
+
+    /// Whether anything is left to look at.
+    pub fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Brings the kernel's registration in line with where the connection is. Where that is.
+    pub fn settle<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> Option<Place> {
+        let place_of = self.slots.get_mut(slot as usize)?;
+        let known = place_of.used.as_mut()?;
+        let (place, moves) = world.place(known.file);
+        let mute = match place {
+            Place::Nic if !known.muted => true,
+            Place::Kernel | Place::Set if known.muted || known.dropped || known.moves != moves => false,
+            _ => return Some(place),
+        };
+        known.moves = moves;
+        known.muted = mute;
+        known.dropped = false;
+        known.repeated = !mute;
+        // What has fired is silent until it is armed again; the kernel would report some events even so, but does so only once.
+        let events = match () {
+            // The kernel is to go on refusing what it refuses.
+            () if mute => EDGE | known.events & EXCLUSIVE,
+            () if known.spent => known.events & EDGE | ONE_SHOT,
+            () => known.events,
+        };
+        // A number that was closed may stand for another file by now.
+        if self.by_fd.get(&known.fd) == Some(&slot) {
+            place_of.version = next(place_of.version);
+            change(world, known.fd, known.events, events, token(slot, place_of.version));
+        }
+        Some(place)
+    }
+
+    /// Everything that is there to report, without waiting; nothing if nothing on the NIC is ready, for then the kernel can be waited for.
+    /// Connections on the NIC and descriptors in the kernel get half of the room each, or take turns if there is room for one event; what
+    /// one side leaves the other may use. `own` is given the data of events that may be the caller's own, and says whether they are. How
+    /// many events there are.
+    pub fn gather<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], own: impl FnMut(u64) -> bool) -> usize {
+        self.begin();
+        if self.queue.is_empty() {
+            return 0;
+        }
+        let mut share = out.len().div_ceil(2);
+        if out.len() == 1 {
+            self.kernel_first = !self.kernel_first;
+            share = usize::from(!self.kernel_first);
+        }
+        let first = self.collect(world, out, 0, share);
+        if first == 0 && share > 0 {
+            return 0;
+        }
+        let end = if first < out.len() { first + world.report(&mut out[first..]) } else { first };
+        let second = self.sift(world, out, first, end, own);
+        self.collect(world, out, second, usize::MAX)
+    }
+
+    /// What is to be reported of the kernel's `got` events in `out`, and with them what is ready on the NIC. How many events there are.
+    pub fn take_in<W: World<File = F>>(
+        &mut self,
+        world: &mut W,
+        out: &mut [epoll_event],
+        got: usize,
+        own: impl FnMut(u64) -> bool,
+    ) -> usize {
+        self.begin();
+        let count = self.sift(world, out, 0, got, own);
+        self.collect(world, out, count, usize::MAX)
+    }
+
+    /// A new round: what is collected and sifted until the next one goes into one array of the program's.
+    fn begin(&mut self) {
+        self.round += 1;
+        self.unseen = self.queue.len();
+        self.moving = None;
+    }
+
+    /// Puts what is ready among connections on the NIC behind the `filled` first events of `out`, `most` of them at most. How many events
+    /// there are now.
+    fn collect<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], mut filled: usize, most: usize) -> usize {
+        let end = out.len().min(filled.saturating_add(most));
+        while filled < end && self.unseen > 0 {
+            self.unseen -= 1;
+            let Some(slot) = self.queue.pop_front() else { break };
+            self.slots[slot as usize].queued = false;
+            if self.used(slot).is_none_or(|known| known.spent && known.muted) {
+                continue;
+            }
+            match self.settle(world, slot) {
+                // It is settled when the move is over.
+                Some(Place::Moving) => {
+                    self.moving = self.used(slot).map(|known| known.file);
+                    self.enqueue(slot);
+                    continue;
+                }
+                Some(Place::Nic) => {}
+                _ => continue,
+            }
+            let Some(known) = self.used(slot) else { continue };
+            let events = world.on_nic(known.file) & (known.events | ALWAYS);
+            if known.spent || events == 0 || known.is_edge() && !known.has_edge(world, events) {
+                continue;
+            }
+            known.note_reported(world, events);
+            let (again, data, reported) = (!known.is_edge() && !known.spent, known.data, known.reported);
+            if reported.0 == self.round {
+                // The kernel reported it in this round, before it moved.
+                out[reported.1].events |= events;
+            } else {
+                out[filled] = epoll_event { events, u64: data };
+                self.note_place(slot, filled);
+                filled += 1;
+            }
+            if again {
+                self.enqueue(slot);
+            }
+        }
+        filled
+    }
+
+    fn note_place(&mut self, slot: u32, at: usize) {
+        let round = self.round;
+        if let Some(known) = self.used(slot) {
+            known.reported = (round, at);
+        }
+    }
+
+    /// Keeps, of the kernel's events in `out[first..end]`, what is to be reported, with the program's data. How many events there are now.
+    fn sift<W: World<File = F>>(
+        &mut self,
+        world: &mut W,
+        out: &mut [epoll_event],
+        first: usize,
+        end: usize,
+        mut own: impl FnMut(u64) -> bool,
+    ) -> usize {
+        let mut filled = first;
+        for at in first..end {
+            let event = out[at];
+            let data = event.u64;
+            if !is_token(data) {
+                if !own(data) {
+                    out[filled] = event;
+                    filled += 1;
+                }
+                continue;
+            }
+            let Some((slot, events, data)) = self.judge(world, data, event.events) else { continue };
+            let reported = self.used(slot).map_or((0, 0), |known| known.reported);
+            if reported.0 == self.round {
+                out[reported.1].events |= events;
+            } else {
+                out[filled] = epoll_event { events, u64: data };
+                self.note_place(slot, filled);
+                filled += 1;
+            }
+        }
+        filled
+    }
+
+    /// The slot that a token names, if it is the last one given for it.
+    fn named(&self, token: u64) -> Option<u32> {
+        let (slot, version) = (token as u32 & ((1 << SLOT_BITS) - 1), (token >> SLOT_BITS) as u32 & ((1 << VERSION_BITS) - 1));
+        let place = self.slots.get(slot as usize)?;
+        (place.version == version && place.used.is_some()).then_some(slot)
+    }
+
+    /// The program's data behind a token. For a process that has inherited the kernel's set, and this list as it was then.
+    pub fn translate(&self, token: u64) -> Option<u64> {
+        let slot = self.named(token)?;
+        self.slots[slot as usize].used.as_ref().map(|known| known.data)
+    }
+
+    /// What counts of an event of the kernel's.
+    fn judge<W: World<File = F>>(&mut self, world: &mut W, token: u64, events: u32) -> Option<(u32, u32, u64)> {
+        let slot = self.named(token)?;
+        let known = self.used(slot)?;
+        if known.muted {
+            self.enqueue(slot);
+            return None;
+        }
+        if known.spent {
+            return None;
+        }
+        let mut events = events & (known.events | ALWAYS);
+        match world.place(known.file) {
+            (Place::Set, _) if !world.set_is_ready(known.file) => {
+                known.dropped |= known.events & ONE_SHOT != 0;
+                events = 0;
+            }
+            (Place::Set, _) => {}
+            (Place::Kernel, moves) if moves == known.moves => {}
+            (place, _) => {
+                // It may have been reported in the middle of a move, when the socket was none for a moment. What is true of it the kernel
+                // reports again when it is settled.
+                events = 0;
+                let file = known.file;
+                known.dropped |= place == Place::Moving;
+                if place == Place::Moving {
+                    self.moving = Some(file);
+                }
+            }
+        }
+        if events == 0 {
+            self.enqueue(slot);
+            return None;
+        }
+        let known = self.used(slot)?;
+        if std::mem::take(&mut known.repeated) && known.is_edge() && !known.has_edge(world, events) {
+            known.dropped |= known.events & ONE_SHOT != 0;
+            self.enqueue(slot);
+            return None;
+        }
+        known.note_reported(world, events);
+        Some((slot, events, known.data))
+    }
+
+    /// Whether anything on the NIC would be reported now.
+    pub fn is_ready<W: World<File = F>>(&mut self, world: &mut W) -> bool {
+        let slots = &self.slots;
+        self.queue.iter().any(|slot| {
+            let Some(known) = slots[*slot as usize].used.as_ref() else { return false };
+            if known.spent || world.place(known.file).0 != Place::Nic {
+                return false;
+            }
+            let events = world.on_nic(known.file) & (known.events | ALWAYS);
+            events != 0 && (!known.is_edge() || known.has_edge(world, events))
+        })
+    }
+}
+
+/// Changes a registration of the kernel's that the program made with `asked` events.
+fn change<W: World + ?Sized>(world: &mut W, fd: c_int, asked: u32, events: u32, data: u64) {
+    if asked & EXCLUSIVE != 0 {
+        // It cannot be modified.
+        world.register(EPOLL_CTL_DEL, fd, 0, 0);
+        world.register(EPOLL_CTL_ADD, fd, events, data);
+    } else {
+        world.register(EPOLL_CTL_MOD, fd, events, data);
+    }
+}
+
+trait WorldExtension: World {
+    fn progress_if_edge(&mut self, file: Self::File, fd: c_int, events: u32) -> Progress {
+        if events & EDGE != 0 && self.may_move(file) { self.progress(file, fd) } else { Progress::default() }
+    }
+}
+
+impl<W: World + ?Sized> WorldExtension for W {}
+
+impl<F: Copy + PartialEq> Registration<F> {
+    fn is_edge(&self) -> bool {
+        self.events & EDGE != 0
+    }
+
+    /// Whether an edge-triggered registration has something new to report.
+    fn has_edge<W: World<File = F>>(&self, world: &mut W, events: u32) -> bool {
+        let now = world.progress(self.file, self.fd);
+        let (seen, end) = (self.seen, events & ENDS != 0);
+        if end && !seen.end || seen.nudges != now.nudges {
+            return true;
+        }
+        if events & EPOLLIN as u32 != 0 && seen.received != Some(now.received) && !(end && seen.end) {
+            return true;
+        }
+        events & EPOLLOUT as u32 != 0 && seen.stuck != Some(now.stuck)
+    }
+
+    fn note_reported<W: World<File = F>>(&mut self, world: &mut W, events: u32) {
+        self.spent = self.events & ONE_SHOT != 0;
+        if !self.is_edge() || !world.may_move(self.file) {
+            return;
+        }
+        let now = world.progress(self.file, self.fd);
+        self.seen.nudges = now.nudges;
+        if events & (EPOLLIN | EPOLLPRI) as u32 != 0 {
+            self.seen.received = Some(now.received);
+        }
+        self.seen.end |= events & ENDS != 0;
+        if events & EPOLLOUT as u32 != 0 {
+            self.seen.stuck = Some(now.stuck);
+        }
+    }
+}

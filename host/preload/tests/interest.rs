@@ -1,0 +1,457 @@
+//! The interest list against a model of what it works with: sockets that move between a kernel and a NIC, the kernel's own epoll set
+//! (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
+//!
+//! Whatever happens, an event is reported only for a registration that is in the set now, once in a call, with what was asked for and is
+//! true; and whatever is ready is reported in the end.
+
+#[path = "../src/interest.rs"]
+#[allow(dead_code, unreachable_pub, missing_docs, reason = "the library's own")]
+mod interest;
+
+use interest::{Interest, Place, Progress, World};
+use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int, epoll_event};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, VecDeque};
+
+const IN: u32 = libc::EPOLLIN as u32;
+const OUT: u32 = libc::EPOLLOUT as u32;
+const HUP: u32 = libc::EPOLLHUP as u32;
+const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+const ALWAYS: u32 = libc::EPOLLHUP as u32 | libc::EPOLLERR as u32;
+const EDGE: u32 = libc::EPOLLET as u32;
+const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
+const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
+const PRIVATE: u32 = EDGE | ONE_SHOT | EXCLUSIVE;
+
+/// Descriptors that the program uses.
+const FDS: usize = 5;
+
+#[derive(Clone, Debug)]
+struct Socket {
+    place: Place,
+    moves: u32,
+    arrived: u32,
+    read: u32,
+    full: bool,
+    stuck: u32,
+    fin: bool,
+}
+
+impl Socket {
+    fn truth(&self) -> u32 {
+        let fin = if self.fin { IN | RDHUP } else { 0 };
+        fin | if self.arrived > self.read { IN } else { 0 } | if self.full { 0 } else { OUT }
+    }
+
+    fn state(&self) -> State {
+        (self.arrived, 2 * self.stuck + u32::from(self.full), self.fin)
+    }
+
+    /// What the kernel's socket is ready for: while the NIC has the connection it is an empty shell.
+    fn in_kernel(&self) -> u32 {
+        match self.place {
+            Place::Kernel => self.truth(),
+            Place::Nic => OUT,
+            _ => IN | OUT | HUP | RDHUP,
+        }
+    }
+}
+
+/// A registration of the kernel's, by descriptor and socket.
+#[derive(Debug)]
+struct Watch {
+    mask: u32,
+    data: u64,
+    listed: bool,
+}
+
+type Key = (c_int, usize);
+
+#[derive(Default, Debug)]
+struct Model {
+    /// Every socket that there ever was.
+    sockets: Vec<Socket>,
+    /// What each descriptor stands for.
+    open: BTreeMap<c_int, usize>,
+    watches: BTreeMap<Key, Watch>,
+    ready: VecDeque<Key>,
+    /// Sockets to which something has happened on the NIC.
+    marks: Vec<usize>,
+}
+
+impl Model {
+    /// Something has happened to a socket in the kernel.
+    fn callback(&mut self, socket: usize, events: u32) {
+        for (key, watch) in self.watches.iter_mut().filter(|(key, _)| key.1 == socket) {
+            if watch.mask & !PRIVATE & events != 0 && !watch.listed {
+                watch.listed = true;
+                self.ready.push_back(*key);
+            }
+        }
+    }
+
+    fn happened(&mut self, socket: usize, events: u32) {
+        match self.sockets[socket].place {
+            Place::Kernel => self.callback(socket, events),
+            _ => self.marks.push(socket),
+        }
+    }
+}
+
+impl World for Model {
+    type File = usize;
+
+    fn place(&mut self, socket: usize) -> (Place, u32) {
+        (self.sockets[socket].place, self.sockets[socket].moves)
+    }
+
+    fn on_nic(&mut self, socket: usize) -> u32 {
+        self.sockets[socket].truth()
+    }
+
+    fn progress(&mut self, socket: usize, _: c_int) -> Progress {
+        let socket = &self.sockets[socket];
+        Progress { received: socket.arrived, stuck: socket.stuck, nudges: 0 }
+    }
+
+    fn may_move(&mut self, _: usize) -> bool {
+        true
+    }
+
+    fn set_is_ready(&mut self, _: usize) -> bool {
+        unreachable!("there are no sets in this set")
+    }
+
+    fn report(&mut self, out: &mut [epoll_event]) -> usize {
+        let (mut count, mut again) = (0, Vec::new());
+        while count < out.len() {
+            let Some(key) = self.ready.pop_front() else { break };
+            let Some(watch) = self.watches.get_mut(&key) else { continue };
+            watch.listed = false;
+            let events = self.sockets[key.1].in_kernel() & watch.mask & !PRIVATE;
+            if events == 0 {
+                continue;
+            }
+            out[count] = epoll_event { events, u64: watch.data };
+            count += 1;
+            if watch.mask & ONE_SHOT != 0 {
+                watch.mask &= PRIVATE;
+            } else if watch.mask & EDGE == 0 {
+                watch.listed = true;
+                again.push(key);
+            }
+        }
+        self.ready.extend(again);
+        count
+    }
+
+    fn register(&mut self, operation: c_int, fd: c_int, events: u32, data: u64) -> bool {
+        let Some(socket) = self.open.get(&fd).copied() else { return false };
+        let key = (fd, socket);
+        let exclusive = self.watches.get(&key).map(|watch| watch.mask & EXCLUSIVE != 0);
+        match (operation, exclusive) {
+            (EPOLL_CTL_ADD, None) => {}
+            (EPOLL_CTL_MOD, Some(false)) if events & EXCLUSIVE == 0 => {}
+            (EPOLL_CTL_DEL, Some(_)) => {
+                self.watches.remove(&key);
+                self.ready.retain(|other| *other != key);
+                return true;
+            }
+            _ => return false,
+        }
+        let listed = self.watches.get(&key).is_some_and(|watch| watch.listed);
+        let watch = self.watches.entry(key).or_insert(Watch { mask: 0, data, listed });
+        (watch.mask, watch.data) = (events | ALWAYS, data);
+        if self.sockets[socket].in_kernel() & watch.mask & !PRIVATE != 0 && !watch.listed {
+            watch.listed = true;
+            self.ready.push_back(key);
+        }
+        true
+    }
+}
+
+/// What the program knows of a registration of its own.
+#[derive(Clone, Debug)]
+struct Asked {
+    socket: usize,
+    events: u32,
+    fired: bool,
+    /// The state at the last report, and when the kernel made that (earlier, if a thread was asleep).
+    seen: Option<(State, State)>,
+}
+
+/// Bytes that have come, how often there was no room and there was again, and whether the stream has ended.
+type State = (u32, u32, bool);
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Add(usize, u32),
+    Modify(usize, u32),
+    Delete(usize),
+    /// Closes a descriptor, whose number goes to a new socket.
+    Replace(usize),
+    Arrive(usize),
+    Read(usize),
+    Fill(usize, bool),
+    Fin(usize),
+    BeginMove(usize),
+    EndMove(usize, bool),
+    Wait(usize),
+    /// A thread is woken in the kernel with so many events, and gets on with them in `Wake`.
+    Sleep(usize),
+    Wake,
+}
+
+struct Program {
+    model: Model,
+    interest: Interest<usize>,
+    /// By the data that it gave: another number at each call of epoll_ctl.
+    asked: BTreeMap<u64, Asked>,
+    /// The data of what is in the set, by descriptor.
+    current: BTreeMap<c_int, u64>,
+    next: u64,
+    asleep: Vec<epoll_event>,
+    /// What every socket was ready for when the kernel woke the thread that is asleep: another thread may have read meanwhile.
+    then: Vec<(u32, State)>,
+}
+
+impl Program {
+    fn new() -> Program {
+        let mut program = Program {
+            model: Model::default(),
+            interest: Interest::default(),
+            asked: BTreeMap::new(),
+            current: BTreeMap::new(),
+            next: 0,
+            asleep: Vec::new(),
+            then: Vec::new(),
+        };
+        (0..FDS).for_each(|fd| program.open(fd));
+        program
+    }
+
+    fn open(&mut self, fd: usize) {
+        let socket = Socket { place: Place::Kernel, moves: 0, arrived: 0, read: 0, full: false, stuck: 0, fin: false };
+        self.model.sockets.push(socket);
+        self.model.open.insert(fd as c_int, self.model.sockets.len() - 1);
+    }
+
+    fn socket(&self, fd: usize) -> usize {
+        self.model.open[&(fd as c_int)]
+    }
+
+    fn set(&mut self, operation: c_int, fd: usize, events: u32) {
+        let (socket, data) = (self.socket(fd), self.next);
+        self.next += 1;
+        let known = self.current.get(&(fd as c_int)).copied();
+        let done = self.interest.set(&mut self.model, operation, fd as c_int, socket, (events, data)).is_some();
+        let was_exclusive = known.is_some_and(|data| self.asked[&data].events & EXCLUSIVE != 0);
+        let possible = match operation {
+            EPOLL_CTL_ADD => known.is_none(),
+            _ => known.is_some() && !was_exclusive && events & EXCLUSIVE == 0,
+        };
+        assert_eq!(done, possible, "the kernel's answer to epoll_ctl");
+        if done {
+            self.current.insert(fd as c_int, data);
+            self.asked.insert(data, Asked { socket, events, fired: false, seen: None });
+        }
+    }
+
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Add(fd, events) => self.set(EPOLL_CTL_ADD, fd, events),
+            Step::Modify(fd, events) => self.set(EPOLL_CTL_MOD, fd, events),
+            Step::Delete(fd) => {
+                let socket = self.socket(fd);
+                let (done, _) = self.interest.delete(&mut self.model, fd as c_int, socket);
+                assert_eq!(done, self.current.remove(&(fd as c_int)).is_some());
+            }
+            Step::Replace(fd) => {
+                let socket = self.socket(fd);
+                if let Some(slot) = self.interest.find(fd as c_int, socket) {
+                    self.interest.forget(&mut self.model, slot, socket);
+                }
+                self.current.remove(&(fd as c_int));
+                self.open(fd);
+            }
+            Step::Arrive(fd) => {
+                let socket = self.socket(fd);
+                if !self.model.sockets[socket].fin {
+                    self.model.sockets[socket].arrived += 1;
+                    self.model.happened(socket, IN);
+                }
+            }
+            Step::Read(fd) => {
+                let socket = self.socket(fd);
+                self.model.sockets[socket].read = self.model.sockets[socket].arrived;
+            }
+            Step::Fill(fd, full) => {
+                let socket = self.socket(fd);
+                let known = &mut self.model.sockets[socket];
+                known.stuck += u32::from(full && !known.full);
+                let emptied = known.full && !full;
+                known.full = full;
+                if emptied {
+                    self.model.happened(socket, OUT);
+                }
+            }
+            Step::Fin(fd) => {
+                let socket = self.socket(fd);
+                if !std::mem::replace(&mut self.model.sockets[socket].fin, true) {
+                    self.model.happened(socket, IN | RDHUP);
+                }
+            }
+            Step::BeginMove(fd) => {
+                let socket = self.socket(fd);
+                if self.model.sockets[socket].place != Place::Moving {
+                    self.model.sockets[socket].place = Place::Moving;
+                    self.model.callback(socket, IN | OUT | HUP);
+                }
+            }
+            Step::EndMove(fd, to_nic) => {
+                let socket = self.socket(fd);
+                self.end_move(socket, to_nic);
+            }
+            Step::Wait(most) => drop(self.wait(most)),
+            Step::Sleep(most) => {
+                if self.asleep.is_empty() {
+                    let mut out = vec![epoll_event { events: 0, u64: 0 }; most];
+                    let count = self.model.report(&mut out);
+                    out.truncate(count);
+                    self.asleep = out;
+                    self.then = self.model.sockets.iter().map(|socket| (socket.truth(), socket.state())).collect();
+                }
+            }
+            Step::Wake => {
+                let mut out = std::mem::take(&mut self.asleep);
+                let got = out.len();
+                let count = self.interest.take_in(&mut self.model, &mut out, got, |_| false);
+                self.check(&out[..count]);
+                self.then.clear();
+            }
+        }
+    }
+
+    fn end_move(&mut self, socket: usize, to_nic: bool) {
+        if self.model.sockets[socket].place == Place::Moving {
+            self.model.sockets[socket].moves += 1;
+            self.model.sockets[socket].place = if to_nic { Place::Nic } else { Place::Kernel };
+            self.model.callback(socket, IN | OUT | HUP);
+            self.model.marks.push(socket);
+        }
+    }
+
+    /// epoll_wait without waiting. The data of what it reported.
+    fn wait(&mut self, most: usize) -> Vec<u64> {
+        for socket in std::mem::take(&mut self.model.marks) {
+            let slots: Vec<u32> = self.interest.files().filter(|(_, file)| *file == socket).map(|(slot, _)| slot).collect();
+            for slot in slots {
+                self.interest.settle(&mut self.model, slot);
+                self.interest.enqueue(slot);
+            }
+        }
+        let mut out = vec![epoll_event { events: 0, u64: 0 }; most];
+        let then = std::mem::take(&mut self.then);
+        let mut count = self.interest.gather(&mut self.model, &mut out, |_| false);
+        if count == 0 {
+            let got = self.model.report(&mut out);
+            count = self.interest.take_in(&mut self.model, &mut out, got, |_| false);
+        }
+        out.truncate(count);
+        self.check(&out);
+        self.then = then;
+        out.iter().map(|event| event.u64).collect()
+    }
+
+    fn check(&mut self, reported: &[epoll_event]) {
+        for (at, event) in reported.iter().enumerate() {
+            let (data, events) = (event.u64, event.events);
+            assert!(reported[..at].iter().all(|other| { other.u64 } != data), "twice in one call");
+            assert!(self.current.values().any(|known| *known == data), "{data}: not in the set");
+            let asked = self.asked.get_mut(&data).expect("the program's data");
+            let socket = &self.model.sockets[asked.socket];
+            assert_ne!(events, 0);
+            assert_eq!(events & !(asked.events | ALWAYS), 0, "not asked for");
+            let then = self.then.get(asked.socket).copied().unwrap_or((0, socket.state()));
+            assert_eq!(events & !(socket.truth() | then.0), 0, "not true");
+            assert!(!asked.fired, "one shot, fired twice");
+            asked.fired = asked.events & ONE_SHOT != 0;
+            if asked.events & EDGE != 0 {
+                let changed = asked.seen.is_none_or(|seen| seen.1 != socket.state());
+                assert!(changed || !self.then.is_empty(), "an edge without a change");
+                asked.seen = Some((socket.state(), then.1));
+            }
+        }
+    }
+
+    /// What the program has to be told of before it can wait.
+    fn missing(&self) -> Vec<u64> {
+        let is_missing = |data: &&u64| {
+            let asked = &self.asked[*data];
+            let socket = &self.model.sockets[asked.socket];
+            let new = match asked.seen {
+                _ if asked.events & EDGE == 0 => true,
+                None => true,
+                // What came since is to be reported if it is still there.
+                Some(((arrived, ..), _)) => asked.events & IN != 0 && socket.arrived > arrived && socket.arrived > socket.read,
+            };
+            !asked.fired && new && socket.truth() & (asked.events | ALWAYS) != 0
+        };
+        self.current.values().filter(is_missing).copied().collect()
+    }
+
+    /// Everything comes to rest, and everything that is ready is reported, and nobody waits for ever.
+    fn end(&mut self, most: usize) {
+        for socket in 0..self.model.sockets.len() {
+            self.end_move(socket, false);
+        }
+        self.step(Step::Wake);
+        let mut missing = self.missing();
+        // Each call may report nothing but what is level-triggered; each side rotates.
+        for _ in 0..4 * FDS + 4 {
+            let reported = self.wait(most);
+            missing.retain(|data| !reported.contains(data));
+        }
+        assert!(missing.is_empty(), "never reported: {missing:?} {:?}", (&self.asked, &self.current, &self.model));
+    }
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let events = prop_oneof![Just(IN), Just(OUT), Just(IN | OUT), Just(IN | OUT | RDHUP)];
+    let how = prop_oneof![5 => Just(0), 2 => Just(EDGE), 2 => Just(ONE_SHOT), 1 => Just(EDGE | ONE_SHOT), 1 => Just(EXCLUSIVE)];
+    let asked = (events, how).prop_map(|(events, how)| if how == EXCLUSIVE { events & (IN | OUT) | how } else { events | how });
+    let fd = || 0..FDS;
+    let step = prop_oneof![
+        3 => (fd(), asked.clone()).prop_map(|(fd, events)| Step::Add(fd, events)),
+        3 => (fd(), asked).prop_map(|(fd, events)| Step::Modify(fd, events)),
+        2 => fd().prop_map(Step::Delete),
+        1 => fd().prop_map(Step::Replace),
+        4 => fd().prop_map(Step::Arrive),
+        3 => fd().prop_map(Step::Read),
+        2 => (fd(), any::<bool>()).prop_map(|(fd, full)| Step::Fill(fd, full)),
+        1 => fd().prop_map(Step::Fin),
+        3 => fd().prop_map(Step::BeginMove),
+        5 => (fd(), any::<bool>()).prop_map(|(fd, to_nic)| Step::EndMove(fd, to_nic)),
+        6 => (1..4usize).prop_map(Step::Wait),
+        2 => (1..4usize).prop_map(Step::Sleep),
+        2 => Just(Step::Wake),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: std::env::var("BATON_FUZZ_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(2_000),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn what_is_reported_is_in_the_set_once_and_true(steps in steps(), most in 1..4usize) {
+        let mut program = Program::new();
+        for step in steps {
+            program.step(step);
+        }
+        program.end(most);
+    }
+}

@@ -1,0 +1,59 @@
+//! How much memory a connection can use: as much as its path holds. The receiver sees that its window is the limit when a whole window is
+//! read within a round trip (Linux's dynamic right-sizing), the sender when its congestion window outgrows what the program may queue
+//! (Linux's tcp_sndbuf_expand). The memory is the caller's, who asks now and then and gives more if it has more.
+
+use crate::connection::{Connection, Due};
+use crate::time::Instant;
+
+/// Round trips that are shorter, in microseconds, need no more than a connection begins with: 256 KB fill a path of 4 Gb/s.
+const SHORT: u32 = 500;
+/// Memory grows by this factor, so that slow start is not waited for.
+const FACTOR: u32 = 4;
+/// No connection needs more.
+const MOST: u32 = 1 << 30;
+
+/// Since when the program's reading is measured, and where it was then.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tuning {
+    since: Instant,
+    read: u32,
+}
+
+impl Connection {
+    /// Bytes of receive memory that the connection could use, if that is more than it has.
+    pub fn wanted_receive_memory(&mut self, now: Instant) -> Option<u32> {
+        let (read, window) = (self.receive.read, self.receive.capacity);
+        if read.wrapping_sub(self.tuning.read) < window {
+            return None;
+        }
+        let took = now.since(self.tuning.since);
+        self.tuning = Tuning { since: now, read };
+        let round = u64::from(self.rtt.smoothed);
+        let limited = self.rtt.smoothed >= SHORT && took <= round + round / 2;
+        (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))
+    }
+
+    /// Bytes of send memory that the connection could use, if that is more than the `size` that it has.
+    #[inline]
+    pub fn wanted_send_memory(&self, size: u32) -> Option<u32> {
+        let queued = self.send.end.wrapping_sub(self.send.una);
+        let window = self.congestion.cwnd.saturating_mul(self.send.mss);
+        // Twice the window, so that the program refills one while the other is in flight.
+        let limited = queued > size / 2 && window > size / 2 && self.rtt.smoothed >= SHORT;
+        limited.then(|| window.saturating_mul(FACTOR).min(MOST))
+    }
+
+    /// The connection has this much receive memory now, which holds all that it held. The window opens as far as that allows, and is no
+    /// larger than `most`.
+    pub fn set_receive_memory(&mut self, bytes: u32, most: u32) {
+        self.config.receive_buffer = bytes;
+        self.limit_window(most);
+        self.due |= Due::ACK;
+    }
+
+    /// Windows that are advertised from now on are no larger than `most`.
+    pub fn limit_window(&mut self, most: u32) {
+        let shift = self.receive.wscale;
+        self.receive.capacity = self.config.receive_buffer.saturating_sub(1 << shift).min(65535 << shift).min(most);
+    }
+}

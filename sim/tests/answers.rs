@@ -1,0 +1,192 @@
+//! What RFC 9293 and 5961 want answered, and how: one connection from an image, and segments made by hand.
+
+use baton_image::Image;
+use baton_tcp::{Connection, Events, Instant, Received, Segment, State, Transmit};
+use baton_wire::{Endpoint, Flags, Flow, TcpOptions};
+
+const NOW: Instant = Instant(1_000_000);
+const BUFFER: u32 = 1 << 16;
+
+fn image() -> Image {
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+    Image { rcv_adv: 1, ..Image::open(flow) }
+}
+
+/// A connection that has said what it has to say.
+fn connection(image: &Image, buffer: u32) -> Connection {
+    let mut connection = Connection::from_image(image, buffer, NOW);
+    while connection.poll_transmit(NOW, 0).is_some() {}
+    connection
+}
+
+/// A segment of the peer's, whose clock stands at 2.
+fn segment(seq: u32, length: u32, flags: Flags) -> Segment {
+    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+    Segment { seq, ack: 1, flags, window: 500, options, congestion_experienced: false, length }
+}
+
+fn answer(connection: &mut Connection, segment: &Segment, now: Instant) -> (Received, Option<Transmit>) {
+    let received = connection.input(segment, now);
+    (received, connection.poll_transmit(now, 0))
+}
+
+/// Fills the window with data that the program does not read. The next sequence number.
+fn fill(connection: &mut Connection) -> u32 {
+    loop {
+        let seq = connection.rcv_nxt();
+        let (received, _) = answer(connection, &segment(seq, 1000, Flags::ACK), NOW);
+        if received.place < 1000 {
+            return connection.rcv_nxt();
+        }
+    }
+}
+
+/// RFC 9293 section 3.8.6.1: a receiver whose window is closed answers a probe of one byte.
+#[test]
+fn a_byte_into_a_closed_window_is_answered() {
+    let mut connection = connection(&image(), BUFFER);
+    let next = fill(&mut connection);
+    for _ in 0..3 {
+        let (received, sent) = answer(&mut connection, &segment(next, 1, Flags::ACK | Flags::PSH), NOW);
+        assert_eq!(received.place, 0);
+        let sent = sent.expect("an answer to the probe");
+        assert_eq!((sent.ack, sent.window, sent.length), (next, 0, 0));
+    }
+    // And once there is room, the byte is taken.
+    assert!(connection.consumed(BUFFER / 2));
+    assert!(connection.poll_transmit(NOW, 0).expect("a window update").window > 0);
+    let (received, _) = answer(&mut connection, &segment(next, 1, Flags::ACK | Flags::PSH), NOW);
+    assert_eq!((received.place, received.delivered), (1, 1));
+}
+
+/// A segment of which only a part fits is taken as far as it does, and answered at once.
+#[test]
+fn what_the_window_cuts_off_is_answered() {
+    let mut connection = connection(&image(), BUFFER);
+    connection.set_quick_ack(false);
+    let next = fill(&mut connection);
+    let (_, sent) = answer(&mut connection, &segment(next, 1000, Flags::ACK | Flags::FIN), NOW);
+    assert_eq!(sent.expect("an answer").ack, next);
+    assert!(!connection.fin_received(), "a FIN behind data that was cut off does not count");
+}
+
+/// A FIN alone may overtake the data in front of it, which then arrives in order.
+#[test]
+fn a_fin_that_came_too_early_counts_when_the_hole_is_filled() {
+    for held in [0, 10] {
+        let mut connection = connection(&image(), BUFFER);
+        // 100 bytes are late; `held` bytes and the FIN are not.
+        let (_, sent) = answer(&mut connection, &segment(101, held, Flags::ACK | Flags::FIN), NOW);
+        assert_eq!(sent.expect("an acknowledgement of the hole").ack, 1);
+        assert_eq!(connection.fin_behind_hole(), Some(101 + held));
+        let (received, sent) = answer(&mut connection, &segment(1, 100, Flags::ACK), NOW);
+        assert!(received.events.contains(Events::FIN), "{held} bytes held");
+        assert_eq!(received.delivered, 100 + held);
+        assert_eq!(sent.expect("an acknowledgement of the FIN").ack, 102 + held);
+        assert_eq!(connection.state(), State::CloseWait);
+        assert_eq!(connection.readable(), 100 + held);
+    }
+}
+
+/// RFC 9293 section 3.10.7.4 and RFC 5961: what cannot be accepted is answered with where we are; without data not too often.
+#[test]
+fn unacceptable_segments_are_answered() {
+    let data = Flags::ACK | Flags::PSH;
+    let far = 1 + (1 << 20);
+    for (what, segment) in [
+        ("data beyond the window", segment(far, 10, data)),
+        ("an acknowledgement beyond the window", segment(far, 0, Flags::ACK)),
+        ("old data", segment(1u32.wrapping_sub(100), 10, data)),
+        ("an old FIN", segment(1u32.wrapping_sub(100), 0, Flags::ACK | Flags::FIN)),
+        ("a keep-alive probe", segment(0, 0, Flags::ACK)),
+        ("a keep-alive probe with a byte", segment(0, 1, Flags::ACK)),
+        ("a SYN in the window", segment(10, 0, Flags::SYN)),
+        ("a SYN at the window's edge", segment(1, 0, Flags::SYN | Flags::ACK)),
+        ("a reset inside the window", segment(10, 0, Flags::RST)),
+        ("an acknowledgement of what was never sent", Segment { ack: 1000, ..segment(1, 0, Flags::ACK) }),
+        ("data with such an acknowledgement", Segment { ack: 1000, ..segment(1, 10, data) }),
+        ("an ancient acknowledgement", Segment { ack: 1u32.wrapping_sub(1 << 20), ..segment(1, 0, Flags::ACK) }),
+        ("a timestamp of long ago", {
+            let options = TcpOptions { timestamps: Some((0x9000_0000, 1)), ..TcpOptions::default() };
+            Segment { options, ..segment(1, 10, data) }
+        }),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        connection.learn_timestamp(&self::segment(1, 0, Flags::ACK), NOW);
+        let (received, sent) = answer(&mut connection, &segment, NOW);
+        assert_eq!((received.place, received.delivered, received.acked), (0, 0, 0), "{what}");
+        let sent = sent.unwrap_or_else(|| panic!("no answer to {what}"));
+        assert_eq!((sent.seq, sent.ack, sent.length), (1, 1, 0), "{what}");
+        assert_eq!(sent.flags.0, Flags::ACK.0, "{what}");
+        let reported = sent.options.sack.as_slice();
+        assert!(
+            reported.iter().all(|(_, right)| right.wrapping_sub(1) as i32 <= 0),
+            "{what} is reported as received: {reported:?}"
+        );
+        assert_eq!(connection.state(), State::Established, "{what}");
+        // A flood of segments without data is not answered with another.
+        let floods = segment.length == 0 && !segment.flags.contains(Flags::FIN);
+        let again = (0..10).filter(|_| answer(&mut connection, &segment, NOW.after(1000)).1.is_some()).count();
+        assert!(!floods || again == 0, "{what} was answered {again} times more within a millisecond");
+    }
+}
+
+/// RFC 5961 section 3.2: a reset beyond the window is dropped without a word.
+#[test]
+fn a_reset_beyond_the_window_is_dropped() {
+    let mut connection = connection(&image(), BUFFER);
+    let (received, sent) = answer(&mut connection, &segment(1 + (1 << 20), 0, Flags::RST), NOW);
+    assert_eq!((received.events, sent), (Events::empty(), None));
+}
+
+/// The peer's FIN comes again, since our acknowledgement was lost: it is acknowledged again, whoever has closed since.
+#[test]
+fn a_repeated_fin_is_acknowledged_again() {
+    for closes in [false, true] {
+        let mut connection = connection(&image(), BUFFER);
+        let fin = segment(1, 0, Flags::ACK | Flags::FIN);
+        let (received, _) = answer(&mut connection, &fin, NOW);
+        assert!(received.events.contains(Events::FIN));
+        if closes {
+            connection.shutdown();
+            while connection.poll_transmit(NOW, 0).is_some() {}
+        }
+        let (received, sent) = answer(&mut connection, &fin, NOW);
+        assert_eq!(received.events, Events::empty());
+        assert_eq!(sent.expect("an acknowledgement").ack, 2);
+    }
+}
+
+/// A connection may come with more in flight than this host would ever have sent: every acknowledgement of it counts, and all that is
+/// lost of it is sent again.
+#[test]
+fn any_amount_in_flight_is_taken_over() {
+    for queue in [8 << 20, 64 << 20] {
+        let came = Image { snd_nxt: 1 + queue, snd_end: 1 + queue, snd_wnd: 0xffff << 10, snd_wscale: 10, ..image() };
+        let came = Image { max_window: came.snd_wnd, ..came };
+        let mut connection = connection(&came, BUFFER);
+        assert_eq!(connection.snd_nxt(), 1 + queue);
+        let acknowledges = |ack| Segment { ack, window: 0xffff, ..segment(1, 0, Flags::ACK) };
+        // Of a part, of nothing more for so long that it counts as lost, of the rest.
+        let received = connection.input(&acknowledges(1 + queue / 2), NOW.after(5000));
+        assert_eq!(received.acked, queue / 2);
+        let mut now = NOW;
+        while connection.snd_una() != 1 + queue {
+            now = connection.next_timeout();
+            assert!(now < NOW.after(60_000_000), "{} bytes are not sent again", 1 + queue - connection.snd_una());
+            connection.on_timeout(now);
+            while let Some(sent) = connection.poll_transmit(now, 0) {
+                now = now.after(100);
+                // What lies behind the hole the peer has no memory for.
+                if sent.seq == connection.snd_una() {
+                    let echo = sent.options.timestamps.map(|(clock, _)| (2, clock));
+                    let options = TcpOptions { timestamps: echo, ..TcpOptions::default() };
+                    connection.input(&Segment { options, ..acknowledges(sent.seq.wrapping_add(sent.length)) }, now);
+                }
+            }
+        }
+        assert_eq!(connection.snd_una(), 1 + queue);
+        let image = connection.to_image(&came, now).expect("an image");
+        assert_eq!((image.snd_una, image.snd_nxt), (1 + queue, 1 + queue));
+    }
+}
