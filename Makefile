@@ -15,24 +15,27 @@ dependencies:
 
 # Everything that must hold: lints, crates without std, units, properties, simulated pairs, the ring's model, the real kernel.
 # What hangs is ended, so that the output names it.
-test: build lint
+test: CHECKED := target/checked/baton
+test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
+test: lint
 	@scripts/dependencies tests
-	timeout --foreground 1200 $(CARGO) test --release --locked --workspace
-	RUSTFLAGS="--cfg loom" $(CARGO) test --release --locked -p baton-ring --lib --target-dir target/loom
+	$(CARGO) build --profile checked --locked
+	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace
+	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
 	tests/programs/restarts.py --rounds 2
-	$(BATON) bench tail --smoke
-	$(BATON) soak --connections 64 --moves 2000 --json
-	$(BATON) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
-	$(BATON) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
-	$(BATON) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
-	$(BATON) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
+	$(CHECKED) bench tail --smoke
+	$(CHECKED) soak --connections 64 --moves 2000 --json
+	$(CHECKED) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
+	$(CHECKED) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
+	$(CHECKED) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
+	$(CHECKED) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
 
 lint:
 	$(CARGO) fmt --check
-	$(CARGO) clippy --release --locked --workspace -- -D warnings
+	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
 
 # The long form of what CI runs for a short while.
@@ -42,8 +45,8 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json && \
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json && \
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
-	BATON_FUZZ_CASES=200000 $(CARGO) test --release -p baton-datapath --test worker
-	BATON_IDLE_SECONDS=60 $(CARGO) test --release --locked -p baton --test moves keep_alive
+	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
+	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 
 # Whole programs, as far as they are installed here, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build

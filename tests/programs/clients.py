@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BATON = Path(os.environ.get("BATON", HERE.parent.parent / "target/release/baton"))
+BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 LENGTH = 256
 PORT = 8080
 MODES = {

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BATON = HERE.parent.parent / "target" / "release" / "baton"
+BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 MODES = ("native", "run", "flip", "attach")
 
 # The least number of moves in four seconds, under flip and attached, and why connections go back, apart from moving at random:

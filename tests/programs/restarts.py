@@ -4,7 +4,7 @@ Everything on loopback, in a network namespace of its own. Run as root. Usage: r
 import argparse, json, os, pathlib, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BATON = str(ROOT / "target/release/baton")
+BATON = os.environ.get("BATON_PROGRAM", str(ROOT / "target/release/baton"))
 BODY = os.urandom(4096)
 
 

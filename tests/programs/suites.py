@@ -9,13 +9,14 @@ It needs root, and a Python that has its tests (Debian's package libpython3-test
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as tree
 from pathlib import Path
 
-BATON = Path(__file__).resolve().parent.parent.parent / "target" / "release" / "baton"
+BATON = Path(os.environ.get("BATON_PROGRAM", Path(__file__).resolve().parent.parent.parent / "target/release/baton"))
 SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
 LONGEST = 50
 # A connection is registered a moment after it was made, and moved a moment after its time has come.

@@ -1,13 +1,11 @@
 //! Frames leave by the device that the kernel would use, and are received at each that it would accept them at: several devices, policy
 //! routing, IPsec, MTUs.
 
-mod common;
-
+use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_client::Session;
 use baton_client::protocol::Place;
 use baton_kernel::{namespace::Namespace, rtnetlink, socket};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
-use common::{Scene, connect, hosts, scene, scene_at};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};

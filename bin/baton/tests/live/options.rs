@@ -1,13 +1,11 @@
 //! Every socket option that a move must not change, across a move both ways.
 
-mod common;
-
+use crate::common::{connect, hosts};
 use baton_client::Session;
 use baton_client::protocol::Place;
 use baton_kernel::socket;
 use baton_lab::options::{Fate, OPTIONS, SocketOption, markdown};
 use baton_lab::testbed::TestbedSettings;
-use common::{connect, hosts};
 use std::os::fd::{AsFd, OwnedFd};
 
 fn read(fd: &OwnedFd, option: &SocketOption) -> Option<Vec<u8>> {

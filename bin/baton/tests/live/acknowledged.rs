@@ -1,8 +1,7 @@
 //! Active acknowledgements between two kernels: large receive waits for 64 KB, and nobody sends anything again; what was acknowledged arrives,
 //! though the NIC that has it dies.
 
-mod common;
-
+use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
 use baton_client::protocol::{Ask, Reply};
 use baton_control::LinkSettings;
@@ -11,7 +10,6 @@ use baton_lab::testbed::{Testbed, TestbedSettings, counter};
 use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;
 use baton_sim::stream;
-use common::{connect, hosts};
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::AsFd;

@@ -1,10 +1,8 @@
 //! The tools as a person uses them.
 
-mod common;
-
+use crate::common::scene;
 use baton_client::protocol::Place;
 use baton_lab::testbed::TestbedSettings;
-use common::scene;
 use std::process::{Command, Output};
 
 fn baton(arguments: &[&str]) -> Output {

@@ -1,13 +1,11 @@
 //! Memory of connections on the NIC grows with what their paths hold, as the kernel's would.
 
-mod common;
-
+use crate::common::{Scene, scene, scene_at};
 use baton_agent::{Crash, Step};
 use baton_client::protocol::Place;
 use baton_control::LinkSettings;
 use baton_kernel::socket;
 use baton_lab::testbed::TestbedSettings;
-use common::{Scene, scene, scene_at};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 

@@ -1,13 +1,11 @@
 //! Programs that stay inside an operation on a connection that is to be moved.
 
-mod common;
-
+use crate::common::{connect, hosts};
 use baton_abi::layout::{block, session};
 use baton_client::protocol::{Opening, Place};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_ring::Region;
-use common::{connect, hosts};
 use std::fs::File;
 use std::io;
 use std::net::TcpStream;

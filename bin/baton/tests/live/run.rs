@@ -1,9 +1,7 @@
 //! `baton run`: unmodified programs, on the machine's own loopback device, in a namespace of their own.
 
-mod scratch;
-
+use crate::scratch::{Scratch, script, text};
 use baton_kernel::namespace::Namespace;
-use scratch::{Scratch, script, text};
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 

@@ -1,10 +1,8 @@
 //! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and compares every
 //! result with what it would be in the kernel.
 
-mod scratch;
-
+use crate::scratch::{Scratch, text};
 use baton_kernel::namespace::Namespace;
-use scratch::{Scratch, text};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -89,7 +87,7 @@ assert ends == [b'', b''], ends
 #[test]
 fn a_moving_socket_answers_what_it_always_did() {
     let scratch = Scratch::new("asks");
-    let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", "python3", &scratch::script("asks.py"), "1.5"]);
+    let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", "python3", &crate::scratch::script("asks.py"), "1.5"]);
     assert!(report["moves"].as_u64() > Some(100), "{report}");
 }
 

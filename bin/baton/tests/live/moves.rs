@@ -1,7 +1,6 @@
 //! Moves of real kernel connections in every condition that a connection can be in.
 
-mod common;
-
+use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_agent::{Crash, Step};
 use baton_client::Session;
 use baton_client::protocol::Place;
@@ -10,7 +9,6 @@ use baton_kernel::namespace::Namespace;
 use baton_kernel::socket;
 use baton_kernel::tcp_info::TcpInfo;
 use baton_lab::testbed::{self, TestbedSettings, address_b};
-use common::{Scene, connect, hosts, scene, scene_at};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
@@ -287,7 +285,7 @@ fn close_on_the_nic_is_close() {
     scene.session.close(scene.id).expect("close");
     scene.expect_peer_end();
     // With unread data it is a reset.
-    let mut scene = common::scene(TestbedSettings::default());
+    let mut scene = crate::common::scene(TestbedSettings::default());
     scene.move_to(Place::Nic);
     scene.peer_sends(1000);
     let deadline = Instant::now() + Duration::from_secs(5);

@@ -1,13 +1,11 @@
 //! The copy engine between several workers and one queue of the kernel's: what it delivers is whole, and new connections come about while
 //! others take all that it has.
 
-mod common;
-
+use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{TestbedSettings, address_a};
 use baton_lro::Mode;
 use baton_offloads::Offloads;
-use common::{connect, hosts};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};

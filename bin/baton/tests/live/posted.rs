@@ -1,14 +1,12 @@
 //! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with faults and the NIC's
 //! death.
 
-mod common;
-
+use crate::common::{Scene, scene};
 use baton_client::protocol::Place;
 use baton_client::{Buffer, Filled};
 use baton_control::LinkSettings;
 use baton_lab::testbed::TestbedSettings;
 use baton_sim::{Rng, stream};
-use common::{Scene, scene};
 use std::io;
 use std::net::Shutdown;
 use std::time::{Duration, Instant};

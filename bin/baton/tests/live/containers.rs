@@ -1,11 +1,9 @@
 //! Baton in a container: its connections come through a published port, which another namespace translates, and past a firewall that
 //! drops what it does not understand.
 
-mod scratch;
-
+use crate::scratch::{Scratch, script};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::rtnetlink;
-use scratch::{Scratch, script};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -39,7 +37,7 @@ fn shell(namespace: &Namespace, text: &str) -> String {
     command.args(["-ec", text]).stdout(Stdio::piped());
     let ran = namespace.spawn(&mut command).expect("a shell").wait_with_output().expect("its output");
     assert!(ran.status.success(), "{text}");
-    scratch::text(&ran.stdout)
+    crate::scratch::text(&ran.stdout)
 }
 
 impl Network {

@@ -1,8 +1,7 @@
 //! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that reorders: every
 //! byte is compared, and whatever is not TCP crosses as it is.
 
-mod common;
-
+use crate::common::hosts;
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_control::LinkSettings;
@@ -17,7 +16,6 @@ use baton_moderation::Mode as Moderation;
 use baton_offloads::Offloads;
 use baton_sim::frames::of_every_kind;
 use baton_sim::stream;
-use common::hosts;
 use std::io;
 use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::AsFd;

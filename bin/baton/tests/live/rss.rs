@@ -1,8 +1,7 @@
 //! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections, the kernel's and the NIC's, go on while
 //! the indirection table and the key change.
 
-mod common;
-
+use crate::common::{Scene, connect, scene};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_client::protocol::Place;
@@ -16,7 +15,6 @@ use baton_lro::Mode;
 use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_rss::{BUCKETS, From, Key, NIBBLES, Toeplitz};
-use common::{Scene, connect, scene};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -225,7 +223,7 @@ fn buckets_change_hands_with_one_queue() {
 
 #[test]
 fn workers_that_there_are_not_are_refused() {
-    let bed = common::hosts(TestbedSettings { workers: 2, ..TestbedSettings::default() });
+    let bed = crate::common::hosts(TestbedSettings { workers: 2, ..TestbedSettings::default() });
     assert!(set(&bed, &["queues=2", "rss-key=microsoft", "rss-indir=01"]).status.success());
     let refused = set(&bed, &["queues=3"]);
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -1,8 +1,7 @@
 //! Segments that a peer seldom sends, and what becomes of them on the NIC: fragments of a router's, probes into a closed window, a FIN that
 //! overtakes data; and more in flight than this host would ever have sent.
 
-mod common;
-
+use crate::common::{Scene, connect, hosts, scene};
 use baton_backends::VnetDevice;
 use baton_client::Session;
 use baton_client::protocol::Place;
@@ -15,7 +14,6 @@ use baton_lab::testbed::{MAC_A, MAC_B, TestbedSettings, address_a};
 use baton_sim::stream;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
-use common::{Scene, connect, hosts, scene};
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};

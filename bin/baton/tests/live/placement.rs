@@ -1,13 +1,10 @@
 //! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings where a NIC is started.
 
-mod common;
-mod scratch;
-
+use crate::scratch::{Scratch, text};
 use baton_client::protocol::Place;
 use baton_kernel::namespace::Namespace;
 use baton_kernel::{process, socket, topology};
 use baton_lab::testbed::TestbedSettings;
-use scratch::{Scratch, text};
 use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 
@@ -78,7 +75,7 @@ fn a_program_runs_near_its_nic() {
 /// Where a connection is: the processor of the NIC's worker while the NIC has it, and the node of that.
 #[test]
 fn a_program_is_told_where_its_connection_is() {
-    let mut scene = common::scene(TestbedSettings { nic_cores: vec![0], ..TestbedSettings::default() });
+    let mut scene = crate::common::scene(TestbedSettings { nic_cores: vec![0], ..TestbedSettings::default() });
     scene.exchange(100_000, Place::Nic);
     assert_eq!(scene.session.processor(scene.id).expect("a processor"), Some(0));
     assert_eq!(scene.session.node(scene.id).expect("a node"), topology::node_of_cpu(0));

@@ -44,7 +44,7 @@ impl Hostile {
     pub fn start_at(namespace: &Namespace, socket: &Path, peer: &str, attack: &str) -> Hostile {
         // Not by its path, which may lead through a directory that is not everybody's.
         let mut command = Command::new("/proc/self/exe");
-        command.args(["--exact", "hostile_program", "--ignored", "--nocapture", "--test-threads=1"]);
+        command.args(["--exact", "hostile::hostile_program", "--ignored", "--nocapture", "--test-threads=1"]);
         command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdout(Stdio::piped());
         std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         let mut child = namespace.run(|| command.spawn()).expect("the hostile program");

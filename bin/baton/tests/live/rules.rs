@@ -1,12 +1,10 @@
 //! Rules whose verdict changes from packet to packet, and rules of whose changes nothing tells: what they may judge stays in the kernel,
 //! and what they cannot moves.
 
-mod common;
-
+use crate::common::{Scene, scene};
 use baton_client::protocol::Place;
 use baton_kernel::namespace::Namespace;
 use baton_lab::testbed::TestbedSettings;
-use common::{Scene, scene};
 use std::net::UdpSocket;
 use std::process::Command;
 use std::time::{Duration, Instant};

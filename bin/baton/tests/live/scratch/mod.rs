@@ -2,13 +2,18 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Tests of one process, each with a directory of its own.
+static NUMBER: AtomicU32 = AtomicU32::new(0);
 
 /// A directory that goes with its test.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
     pub fn new(name: &str) -> Scratch {
-        let path = std::env::temp_dir().join(format!("baton-test-{name}-{}", std::process::id()));
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("baton-test-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a directory");
         Scratch(path)
     }

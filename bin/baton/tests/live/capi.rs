@@ -1,11 +1,9 @@
 //! A program in C, through libbaton: its connection moves under it, and every byte comes back.
 
-mod common;
-
+use crate::common::hosts;
 use baton_kernel::process;
 use baton_lab::testbed::{TestbedSettings, address_a};
 use baton_sim::stream;
-use common::hosts;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;

@@ -1,9 +1,7 @@
 //! What epoll says of connections that move: never what is not in the set, nothing twice in a call, nothing that is not so.
 
-mod scratch;
-
+use crate::scratch::{Scratch, script, text};
 use baton_kernel::namespace::Namespace;
-use scratch::{Scratch, script, text};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 

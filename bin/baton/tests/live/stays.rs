@@ -1,11 +1,9 @@
 //! Connections that cannot be moved stay where they are, and say why.
 
-mod common;
-
+use crate::common::{hosts, scene};
 use baton_client::protocol::Place;
 use baton_kernel::rtnetlink;
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
-use common::{hosts, scene};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -42,7 +40,7 @@ fn a_microsecond_clock_stays() {
     const TCP_REPAIR: i32 = 19;
     const TCP_TIMESTAMP: i32 = 24;
     let mut scene = scene(TestbedSettings::default());
-    let (server, _peer) = common::connect(&scene.bed, false, 9090);
+    let (server, _peer) = crate::common::connect(&scene.bed, false, 9090);
     let set = |option, value| baton_kernel::socket::set(server.as_fd(), libc::IPPROTO_TCP, option, value);
     set(TCP_REPAIR, 1).expect("repair");
     let clock = baton_kernel::socket::get(server.as_fd(), libc::IPPROTO_TCP, TCP_TIMESTAMP).expect("the clock");
@@ -59,7 +57,7 @@ fn a_microsecond_clock_stays() {
 fn signed_connections_stay() {
     const TCP_MD5SIG: i32 = 14;
     let mut scene = scene(TestbedSettings::default());
-    let (server, _peer) = common::connect(&scene.bed, false, 9090);
+    let (server, _peer) = crate::common::connect(&scene.bed, false, 9090);
     // struct tcp_md5sig: the peer's address, flags, prefix, key length, interface, key.
     let mut key = [0u8; 216];
     key[..2].copy_from_slice(&(libc::AF_INET as u16).to_ne_bytes());
@@ -86,7 +84,7 @@ fn options_that_the_nic_does_not_act_on_stay() {
     for option in OPTIONS.iter().filter(|option| option.fate == Fate::Stays && option.value.is_some()) {
         let ipv6 = option.level == 41;
         for set_on_nic in [false, true] {
-            let (server, _peer) = common::connect(&bed, ipv6, 9091);
+            let (server, _peer) = crate::common::connect(&bed, ipv6, 9091);
             let id = session.adopt(OwnedFd::from(server)).expect("adoption");
             if set_on_nic {
                 session.move_to(id, Place::Nic).expect("a move");
@@ -109,7 +107,7 @@ fn options_that_the_nic_does_not_act_on_stay() {
             eprintln!("this kernel does not give its hosts {default}");
             continue;
         }
-        let (server, _peer) = common::connect(&bed, false, 9092);
+        let (server, _peer) = crate::common::connect(&bed, false, 9092);
         let set = baton_kernel::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, wanted.as_bytes());
         if let Err(error) = set {
             eprintln!("this kernel has no {wanted}: {error}");
@@ -188,7 +186,7 @@ fn translated_connections_stay() {
         stays(here.accept().expect("its other end").0);
         drop(peer);
         // And what is not translated moves.
-        let (server, _peer) = common::connect(&bed, false, 8083);
+        let (server, _peer) = crate::common::connect(&bed, false, 8083);
         let id = session.adopt(OwnedFd::from(server)).expect("adoption");
         session.move_to(id, Place::Nic).expect("a move");
     }
@@ -198,7 +196,7 @@ fn translated_connections_stay() {
 #[test]
 fn sockets_of_other_namespaces_are_refused() {
     let bed = hosts(TestbedSettings::default());
-    let (_server, peer) = common::connect(&bed, false, 8084);
+    let (_server, peer) = crate::common::connect(&bed, false, 8084);
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
     let error = session.adopt(OwnedFd::from(peer)).expect_err("host B's socket");
     assert!(error.to_string().contains("another network namespace"), "{error}");

@@ -1,12 +1,10 @@
 //! How Baton ends and begins again, in order and by violence, and what its programs notice: nothing, or ECONNRESET within a second.
 
-mod scratch;
-
+use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::protocol::{Ask, ConnectionInfo, Place, Reply};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::process;
 use baton_lab::testbed::Tool;
-use scratch::{Scratch, agent_socket, script, text};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
@@ -15,6 +13,14 @@ use std::time::{Duration, Instant};
 
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
+const SIGSTOP: i32 = 19;
+
+/// Kills keeper and agent, and the NIC if it is given. The agent stands still first, since it would restore connections once the keeper is
+/// dead; the keeper dies first, since it would start another agent.
+fn kill_at_once(helpers: &[u32]) {
+    process::signal(helpers[1], SIGSTOP).expect("a signal");
+    helpers.iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+}
 
 /// The ways in which a program may wait.
 const WAYS: [&str; 6] = ["block", "poll", "select", "epoll", "edge", "spin"];
@@ -228,9 +234,7 @@ fn when_all_are_killed_connections_are_reset_at_once() {
         let mut program = host.program("established", way, 4);
         let mut untouched = host.program("never", way, 2);
         host.wait_until_on_nic(8);
-        let helpers = host.helpers();
-        // The keeper first: it would start another agent.
-        helpers[..killed].iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+        kill_at_once(&host.helpers()[..killed]);
         let said = program.ask("wait");
         assert_eq!(said["server"], Value::from(vec!["ECONNRESET"; 4]), "{way}, {killed}: {said}");
         let said = program.ask("echo");
@@ -243,6 +247,27 @@ fn when_all_are_killed_connections_are_reset_at_once() {
     }
 }
 
+/// The agent is killed while it restores what a killed keeper has left to it: each connection works in the kernel or is reset, on both sides
+/// at once or one after the other, within a second.
+#[test]
+fn an_agent_killed_while_it_restores_leaves_each_connection_well_or_reset() {
+    for (at, way) in WAYS.into_iter().enumerate() {
+        let host = Host::with_baton(&format!("restoring-{way}"));
+        let mut program = host.program("established", way, 4);
+        host.wait_until_on_nic(8);
+        let [keeper, agent, _] = host.helpers();
+        process::signal(keeper, SIGKILL).expect("a signal");
+        std::thread::sleep(Duration::from_micros(150 * at as u64));
+        process::signal(agent, SIGKILL).expect("a signal");
+        let said = program.ask("echo");
+        let results = said["client"].as_array().expect("results").iter();
+        let bad: Vec<_> = results.filter(|one| !["ok", "end", "ECONNRESET", "EPIPE"].map(Value::from).contains(one)).collect();
+        assert!(bad.is_empty() && said["longest"].as_f64() < Some(1.0), "{way}: {said}");
+        program.rests(way);
+        program.ends_well();
+    }
+}
+
 /// A program that only writes learns of it, too.
 #[test]
 fn writers_learn_that_all_are_killed() {
@@ -251,7 +276,7 @@ fn writers_learn_that_all_are_killed() {
     host.wait_until_on_nic(2);
     let mut other = host.program("connected", "spin", 2);
     host.wait_until_on_nic(4);
-    host.helpers().iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+    kill_at_once(&host.helpers());
     for program in [&mut program, &mut other] {
         let said = program.ask("write");
         let failed = said["client"].as_array().expect("results").iter().all(|one| one == "ECONNRESET" || one == "EPIPE");

@@ -1,12 +1,10 @@
 //! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
 
-mod scratch;
-
+use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::protocol::Place;
 use baton_kernel::namespace::Namespace;
 use baton_kernel::process;
 use baton_lab::testbed::Tool;
-use scratch::{Scratch, agent_socket, script, text};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};

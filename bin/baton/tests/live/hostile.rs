@@ -1,17 +1,13 @@
 //! What one user can do to another: nothing. Each attack is a program of `nobody`'s, beside an honest one whose bytes go on, while agent and
 //! NIC stay the processes that they are.
 
-mod common;
-mod hostile_client;
-mod scratch;
-
+use crate::common::{Scene, scene};
+use crate::hostile_client::Hostile;
+use crate::scratch::Scratch;
 use baton_client::protocol::{Place, Statistics};
 use baton_kernel::namespace::Namespace;
 use baton_kernel::process;
 use baton_lab::testbed::TestbedSettings;
-use common::{Scene, scene};
-use hostile_client::Hostile;
-use scratch::Scratch;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -23,7 +19,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 #[test]
 #[ignore = "the hostile program, which the other tests start"]
 fn hostile_program() {
-    hostile_client::run();
+    crate::hostile_client::run();
 }
 
 struct Honest {

@@ -1,0 +1,32 @@
+//! Against the real kernel, in namespaces: connections that move, programs, what changes on the host, who does harm. They need root.
+
+mod acknowledged;
+mod aggregation;
+mod attach;
+mod capi;
+mod changes;
+mod common;
+mod conformance;
+mod containers;
+mod copy;
+mod events;
+mod growth;
+mod hostile;
+mod hostile_client;
+mod lifecycle;
+mod moves;
+mod offloads;
+mod options;
+mod placement;
+mod posted;
+mod rights;
+mod routes;
+mod rss;
+mod rules;
+mod run;
+mod scratch;
+mod segments;
+mod stays;
+mod stuck;
+mod tools;
+mod waits;
