@@ -247,8 +247,8 @@ fn when_all_are_killed_connections_are_reset_at_once() {
     }
 }
 
-/// The agent is killed while it restores what a killed keeper has left to it: each connection works in the kernel or is reset, on both sides
-/// at once or one after the other, within a second.
+/// The agent is killed while it restores what a killed keeper has left to it: each connection works in the kernel or is reset. Where one side
+/// was restored and the other lost, the kernel learns of it by its next retransmission, whose timer begins at a second.
 #[test]
 fn an_agent_killed_while_it_restores_leaves_each_connection_well_or_reset() {
     for (at, way) in WAYS.into_iter().enumerate() {
@@ -262,7 +262,7 @@ fn an_agent_killed_while_it_restores_leaves_each_connection_well_or_reset() {
         let said = program.ask("echo");
         let results = said["client"].as_array().expect("results").iter();
         let bad: Vec<_> = results.filter(|one| !["ok", "end", "ECONNRESET", "EPIPE"].map(Value::from).contains(one)).collect();
-        assert!(bad.is_empty() && said["longest"].as_f64() < Some(1.0), "{way}: {said}");
+        assert!(bad.is_empty() && said["longest"].as_f64() < Some(2.5), "{way}: {said}");
         program.rests(way);
         program.ends_well();
     }
