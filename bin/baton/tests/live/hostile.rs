@@ -45,7 +45,9 @@ impl Honest {
     }
 
     fn goes_on_beside(&mut self, mut hostile: Hostile) {
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !hostile.ended() {
+            assert!(Instant::now() < deadline, "the hostile program does not end");
             self.goes_on();
         }
         hostile.expect_success();
