@@ -34,6 +34,7 @@ test: lint
 	$(CHECKED) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
 
 lint:
+	scripts/edges
 	$(CARGO) fmt --check
 	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std

@@ -11,8 +11,9 @@ use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
-use baton_kernel::events::monotonic_nanos;
-use baton_ring::{Consumer, Producer, Region, RingWords};
+use baton_linux::events::monotonic_nanos;
+use baton_ring::{Consumer, Producer};
+use baton_shm::{Region, RingWords};
 use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
@@ -301,13 +302,14 @@ fn layer(file: &str) -> &'static str {
     let layers = [
         ("wire/src", "wire"),
         ("protocols/tcp", "tcp"),
-        ("nic/datapath/src/lookup", "lookup"),
+        ("offloads/tables", "lookup"),
         ("ahash", "lookup"),
         ("nic/datapath", "datapath"),
         ("interface/ring", "ring and memory"),
         ("interface/abi", "ring and memory"),
-        ("nic/backends", "device"),
-        ("nic/device", "device"),
+        ("platform/shm", "ring and memory"),
+        ("platform/backends", "device"),
+        ("platform/device", "device"),
         ("mem", "copying"),
     ];
     layers.iter().find(|(part, _)| file.contains(part)).map_or("library", |(_, layer)| layer)

@@ -1,8 +1,8 @@
 //! A load of HTTP requests from ordinary sockets that checks every byte: `GET /KEY/LENGTH` asks for the first LENGTH bytes of stream KEY.
 
 use anyhow::{Context, Result, bail};
-use baton_kernel::events::{Poller, Trigger, monotonic_micros};
-use baton_kernel::socket;
+use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use baton_linux::socket;
 use baton_sim::stream;
 use std::io;
 use std::net::{SocketAddr, TcpStream};

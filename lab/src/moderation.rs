@@ -8,12 +8,12 @@ use crate::statistics;
 use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, anyhow, bail};
 use baton_abi::layout::Counter;
-use baton_client::protocol::{Ask, Place, Reply};
 use baton_client::{ConnectionId, Session};
-use baton_kernel::events::{Poller, Trigger, monotonic_micros, monotonic_nanos};
-use baton_kernel::socket;
+use baton_linux::events::{Poller, Trigger, monotonic_micros, monotonic_nanos};
+use baton_linux::socket;
 use baton_moderation::Mode;
 use baton_offloads::Offloads;
+use baton_protocol::program::{Ask, Place, Reply};
 use serde::Serialize;
 use std::io;
 use std::net::TcpStream;
@@ -70,7 +70,7 @@ pub struct ModerationReport {
 
 fn bed() -> Result<Testbed> {
     // The wire takes no large frames, so that a bulk transfer is many.
-    let link = baton_control::LinkSettings { delay: 10, ..Default::default() };
+    let link = baton_protocol::nic::LinkSettings { delay: 10, ..Default::default() };
     Testbed::new(&TestbedSettings { threaded_napi: true, link, ..TestbedSettings::default() })
 }
 

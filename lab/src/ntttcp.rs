@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
-use baton_kernel::events::{Poller, Trigger, monotonic_micros};
-use baton_kernel::socket;
+use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use baton_linux::socket;
 use serde::Serialize;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -100,7 +100,7 @@ impl Counts {
         let deferred = soft.lines().find_map(|line| line.trim_start().strip_prefix("NET_RX:"));
         counts.deferred = numbers(deferred.unwrap_or_default()).sum();
         if let Some(path) = nic {
-            let counters = crate::testbed::Tool::connect(path)?.statistics()?.counters;
+            let counters = baton_client::tool::Tool::connect(path)?.statistics()?.counters;
             counts.interrupts = counters.get(Counter::Interrupts as usize).copied().unwrap_or(0);
         }
         Ok(counts)

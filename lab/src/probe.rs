@@ -5,12 +5,13 @@
 //! that stays. Peer and program take turns on one thread, so that what is measured is the move and not the scheduler.
 
 use crate::statistics::Percentiles;
-use crate::testbed::{Testbed, Tool};
+use crate::testbed::Testbed;
 use anyhow::{Result, bail};
-use baton_client::protocol::{Ask, Place, Reply};
+use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::{process, socket};
+use baton_linux::events::monotonic_micros;
+use baton_linux::{process, socket};
+use baton_protocol::program::{Ask, Place, Reply};
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};

@@ -2,7 +2,7 @@
 
 use crate::demo::{Both, DemoReport};
 use anyhow::{Result, anyhow};
-use baton_client::protocol::Place;
+use baton_protocol::program::Place;
 use plotters::prelude::*;
 
 const KERNEL: RGBColor = RGBColor(0x8a, 0x8f, 0x98);

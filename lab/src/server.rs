@@ -2,9 +2,9 @@
 //! check: `/KEY/LENGTH` holds the first LENGTH bytes of stream KEY.
 
 use anyhow::{Context, Result};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::namespace::Namespace;
-use baton_kernel::process;
+use baton_linux::events::monotonic_micros;
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
 use baton_sim::stream;
 use std::ffi::OsString;
 use std::net::{SocketAddr, TcpStream};

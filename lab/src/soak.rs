@@ -2,13 +2,14 @@
 
 use crate::probe;
 use crate::statistics::Percentiles;
-use crate::testbed::{self, Testbed, TestbedSettings, Tool};
+use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::{Context, Result, bail};
-use baton_client::protocol::{Ask, Place, Reply, Statistics};
+use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::socket;
-use baton_kernel::tcp_info::TcpInfo;
+use baton_linux::events::monotonic_micros;
+use baton_linux::socket;
+use baton_linux::tcp_info::TcpInfo;
+use baton_protocol::program::{Ask, Place, Reply, Statistics};
 use baton_sim::{Rng, stream};
 use serde::Serialize;
 use std::collections::HashMap;
@@ -461,14 +462,14 @@ impl<'a> Mover<'a> {
         std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
         let before = tool.statistics()?;
         if report.kills < self.settings.kill_nic {
-            baton_kernel::process::signal(before.nic_process, 9)?;
+            baton_linux::process::signal(before.nic_process, 9)?;
             while tool.statistics()?.nic_starts == before.nic_starts {
                 std::thread::sleep(Duration::from_millis(1));
             }
         } else {
             // What it has counted dies with it.
             report.count(&before);
-            baton_kernel::process::signal(before.agent_process, 9)?;
+            baton_linux::process::signal(before.agent_process, 9)?;
             while tool.statistics()?.agent_process == before.agent_process {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -6,12 +6,13 @@
 use crate::bars::Bar;
 use crate::server::{Files, Program};
 use crate::statistics::quantile;
-use crate::testbed::{Testbed, TestbedSettings, Tool, address_a, counter};
+use crate::testbed::{Testbed, TestbedSettings, address_a, counter};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
-use baton_client::protocol::Place;
-use baton_kernel::events::{Poller, Trigger, monotonic_micros, thread_nanos};
-use baton_kernel::{process, socket};
+use baton_client::tool::Tool;
+use baton_linux::events::{Poller, Trigger, monotonic_micros, thread_nanos};
+use baton_linux::{process, socket};
+use baton_protocol::program::Place;
 use serde::Serialize;
 use std::io;
 use std::net::{SocketAddr, TcpStream};

@@ -1,12 +1,8 @@
-//! Links with faults, and a world of two endpoints with a clock and a seed. No I/O: the same link runs in virtual time here
-//! and in real time under the NIC's wire.
+//! A world of two endpoints with a clock and a seed. No I/O.
 #![forbid(unsafe_code)]
 
 pub mod frames;
-pub mod link;
 pub mod pair;
-pub mod rng;
 pub mod stream;
 
-pub use link::{Impairments, Link};
-pub use rng::Rng;
+pub use baton_netem::{Impairments, Link, Rng, link};

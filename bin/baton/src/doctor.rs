@@ -2,11 +2,11 @@
 
 use anyhow::Result;
 use baton_client::DEFAULT_SOCKET;
-use baton_kernel::control::Channel;
-use baton_kernel::interface::{self, TapOptions};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
-use baton_kernel::rights;
+use baton_linux::control::Channel;
+use baton_linux::interface::{self, TapOptions};
+use baton_linux::namespace::Namespace;
+use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_linux::rights;
 use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
@@ -78,8 +78,8 @@ fn nic_rights() -> Finding {
 fn repair() -> io::Result<()> {
     const TCP_REPAIR: i32 = 19;
     use std::os::fd::AsFd;
-    let socket = baton_kernel::socket::stream(false, 0)?;
-    baton_kernel::socket::set(socket.as_fd(), 6, TCP_REPAIR, 1).map_err(|error| {
+    let socket = baton_linux::socket::stream(false, 0)?;
+    baton_linux::socket::set(socket.as_fd(), 6, TCP_REPAIR, 1).map_err(|error| {
         io::Error::new(error.kind(), format!("{error}: run as root (CAP_NET_ADMIN), on a kernel with CONFIG_CHECKPOINT_RESTORE"))
     })
 }

@@ -4,9 +4,9 @@ use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
 use baton_abi::layout::Counter;
-use baton_client::protocol::{Ask, Reply, Statistics};
-use baton_lab::testbed::Tool;
+use baton_client::tool::Tool;
 use baton_offloads::Offloads;
+use baton_protocol::program::{Ask, Reply, Statistics};
 use clap::{Args, Subcommand};
 
 pub const EXAMPLES: &str = "Examples:

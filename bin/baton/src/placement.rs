@@ -1,8 +1,8 @@
 //! Where the NIC's workers belong, and programs near them.
 
 use anyhow::{Context, Result};
-use baton_kernel::{process, topology};
-use baton_lab::testbed::Tool;
+use baton_client::tool::Tool;
+use baton_linux::{process, topology};
 use baton_placement::Topology;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub struct PlacementArguments {
 }
 
 fn topology_of(file: Option<&Path>) -> Result<Topology> {
-    let Some(path) = file else { return topology::here().context("reading this machine's nodes") };
+    let Some(path) = file else { return crate::topology::here().context("reading this machine's nodes") };
     let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     toml::from_str(&text).with_context(|| path.display().to_string())
 }
@@ -91,7 +91,7 @@ pub enum Where {
 
 /// Processors for so many workers; none where some would have to share one, or programs near them would have no other.
 pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
-    let topology = topology::here().context("reading this machine's nodes")?;
+    let topology = crate::topology::here().context("reading this machine's nodes")?;
     let placement = topology.place(workers, None)?;
     let cores: Vec<usize> = placement.workers.iter().map(|place| place.cpu).collect();
     let shared = cores.iter().enumerate().any(|(at, core)| cores[..at].contains(core));
@@ -102,7 +102,7 @@ pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
 /// Binds this process, and what it becomes, to processors near those that the NIC of a running Baton was last seen on.
 pub fn go_near(socket: &Path) -> Result<()> {
     let nic = Tool::connect(socket)?.statistics()?.nic_process;
-    let topology = topology::here().context("reading this machine's nodes")?;
+    let topology = crate::topology::here().context("reading this machine's nodes")?;
     let used = process::last_cpus(nic).with_context(|| format!("the processors of the NIC, process {nic}"))?;
     let of_node = |node: &&baton_placement::Node| node.cpus.iter().any(|cpu| used.contains(cpu));
     let near: Vec<usize> = topology.nodes.iter().filter(of_node).flat_map(|node| node.cpus.iter().copied()).collect();

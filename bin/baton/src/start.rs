@@ -3,12 +3,12 @@
 use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
-use baton_client::protocol::{Answer, Ask, Flip, Reply, Request};
 use baton_client::rules::{RUN_VARIABLE, Run};
-use baton_control::{LinkSettings, NicSettings};
 use baton_keeper::Devices;
-use baton_kernel::control::Channel;
-use baton_kernel::process;
+use baton_linux::control::Channel;
+use baton_linux::process;
+use baton_protocol::nic::{LinkSettings, NicSettings};
+use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
 use std::fs::File;
 use std::os::fd::AsFd;

@@ -1,24 +1,41 @@
 //! Tools for a running Baton: what there is, and moving it.
 
 use anyhow::{Context, Result, bail};
-use baton_client::protocol::{Ask, ConnectionInfo, Place, Reply};
-use baton_lab::testbed::Tool;
+use baton_client::discovery::{self, Agent};
+use baton_client::tool::Tool;
+use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
 use clap::{Args, ValueEnum};
+use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 #[derive(Args)]
 pub struct SocketArgument {
-    /// Where the agent listens.
-    #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
-    socket: PathBuf,
+    /// Where the agent listens. Without it: every Baton on this machine for `ls`, else the only one that runs.
+    #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
 }
 
 impl SocketArgument {
-    /// Connects to the agent.
+    /// The sockets of all agents that are meant.
+    fn sockets(&self) -> Vec<PathBuf> {
+        match &self.socket {
+            Some(path) => vec![path.clone()],
+            None => discovery::agents().into_iter().map(|Agent { socket, .. }| socket).collect(),
+        }
+    }
+
+    /// Connects to the agent that is meant.
     pub fn connect(&self) -> Result<Tool> {
-        Tool::connect(&self.socket)
+        match &self.sockets()[..] {
+            [] => bail!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one"),
+            [socket] => Tool::connect(socket),
+            several => {
+                let paths: Vec<_> = several.iter().map(|path| format!("\n    --socket {}", path.display())).collect();
+                bail!("{} Batons run here; say which one:{}", several.len(), paths.concat())
+            }
+        }
     }
 }
 
@@ -99,18 +116,51 @@ fn program(process: u32) -> String {
     std::fs::read_to_string(format!("/proc/{process}/comm")).map_or_else(|_| "?".into(), |name| name.trim_end().to_string())
 }
 
+/// What `baton ls --json` prints of a connection: also where its agent listens, for `--socket`.
+#[derive(Serialize)]
+struct Listed {
+    socket: PathBuf,
+    #[serde(flatten)]
+    info: ConnectionInfo,
+}
+
 /// `baton ls`.
 pub fn list(arguments: &ListArguments) -> Result<bool> {
-    let list = connections(&mut arguments.socket.connect()?)?;
+    let mut all = Vec::new();
+    let sockets = arguments.socket.sockets();
+    for socket in &sockets {
+        let listed = Tool::connect(socket).and_then(|mut tool| connections(&mut tool));
+        match listed {
+            Ok(list) => all.push((socket, list)),
+            // One of several may end just now.
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
+            Err(error) => return Err(error),
+        }
+    }
     if arguments.json {
-        println!("{}", serde_json::to_string(&list)?);
+        let each =
+            all.into_iter().flat_map(|(socket, list)| list.into_iter().map(|info| Listed { socket: socket.clone(), info }));
+        println!("{}", serde_json::to_string(&each.collect::<Vec<_>>())?);
         return Ok(true);
     }
+    if sockets.is_empty() {
+        println!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one");
+    }
+    for (number, (socket, list)) in all.iter().enumerate() {
+        if all.len() > 1 {
+            println!("{}{}", if number > 0 { "\n" } else { "" }, socket.display());
+        }
+        print_connections(list);
+    }
+    Ok(true)
+}
+
+fn print_connections(list: &[ConnectionInfo]) {
     println!(
         "{:<7} {:<6} {:>6} {:>8}  {:<22} {:<22} {:<20} WHY",
         "NUMBER", "PLACE", "MOVES", "SINCE", "LOCAL", "PEER", "PROGRAM"
     );
-    for info in &list {
+    for info in list {
         let place = if info.place == Place::Nic { "nic" } else { "kernel" };
         let number = format!("{}.{}", info.session, info.connection);
         let program = format!("{}/{}", program(info.process), info.process);
@@ -122,7 +172,7 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
         let d = &info.detail;
         println!(
             "        {} rtt {:.3} ms, cwnd {}, mss {}, retransmitted {}; queues: unread {}, in flight {}, unsent {}",
-            baton_kernel::examine::state_name(d.state),
+            baton_handoff::examine::state_name(d.state),
             f64::from(d.srtt) / 1000.0,
             d.cwnd,
             d.mss,
@@ -132,7 +182,6 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
             d.unsent
         );
     }
-    Ok(true)
 }
 
 /// A time as people say it.

@@ -12,7 +12,6 @@ use crate::group::{Group, Groups};
 use crate::grow;
 use crate::guards::Guards;
 use crate::journal;
-use crate::kept::Kept;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
@@ -26,17 +25,19 @@ use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
 use baton_abi::{Cid, Control, Operation, RestoreCause};
-use baton_client::protocol::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
-use baton_control::Descriptor;
-use baton_kernel::bell::SessionBell;
-use baton_kernel::control::{Channel, Listener};
-use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
-use baton_kernel::examine::{self, Stay};
-use baton_kernel::netlink::Netlink;
-use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{diagnosis, files, interface, netlink, process, rtnetlink, shell, socket};
+use baton_handoff::examine::{self, Stay};
+use baton_handoff::shell;
+use baton_linux::bell::SessionBell;
+use baton_linux::control::{Channel, Listener};
+use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
+use baton_linux::netlink::Netlink;
+use baton_linux::tcp_info::TcpInfo;
+use baton_linux::{diagnosis, files, interface, netlink, process, rtnetlink, socket};
 use baton_offloads::Offloads;
-use baton_ring::Region;
+use baton_protocol::keeper::Kept;
+use baton_protocol::nic::Descriptor;
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
+use baton_shm::Region;
 use baton_steering::Steering;
 use baton_wire::Flow;
 use std::io;
@@ -146,7 +147,7 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
 /// If something that it needs is missing, with what.
 pub fn run() -> Result<()> {
     let keeper = Channel::from_fd(take(Descriptor::Channel)?);
-    let (mut settings, _) = keeper.receive::<AgentSettings>().context("settings, which the keeper sends")?;
+    let mut settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
     }

@@ -1,8 +1,8 @@
 //! BPF programs at control groups, which judge what the groups' sockets send and receive. Nothing tells when one is attached or detached,
 //! so the groups are looked at again and again, as long as connections of theirs are known here.
 
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::process;
+use baton_linux::events::monotonic_micros;
+use baton_linux::process;
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::AsFd;

@@ -1,10 +1,10 @@
 //! Devices at which the steering's programs are, beside the kernel: all by which the kernel would accept a connection's packets, since the
 //! peer's may come by another than that by which ours leave.
 
-use crate::kept::Kept;
-use baton_kernel::control::Channel;
-use baton_kernel::netlink::Netlink;
-use baton_kernel::rtnetlink::{self, LinkInfo, Master};
+use baton_linux::control::Channel;
+use baton_linux::netlink::Netlink;
+use baton_linux::rtnetlink::{self, LinkInfo, Master};
+use baton_protocol::keeper::Kept;
 use baton_steering::{Accepts, Steering};
 use std::collections::{HashMap, HashSet};
 use std::io;

@@ -4,11 +4,11 @@
 use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::journal;
-use crate::kept::Kept;
 use crate::memory;
 use baton_abi::layout::Owner;
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::shell;
+use baton_handoff::shell;
+use baton_linux::events::monotonic_micros;
+use baton_protocol::keeper::Kept;
 use std::os::fd::AsFd;
 use std::time::Duration;
 

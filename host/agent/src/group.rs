@@ -1,9 +1,9 @@
 //! Groups of sessions: a program and what it starts. Their connections may be moved to and fro at random, and are reported together.
 
 use crate::connection::Connection;
-use baton_client::protocol::{Flip, Report};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::examine::Stay;
+use baton_handoff::examine::Stay;
+use baton_linux::events::monotonic_micros;
+use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -10,10 +10,10 @@ use crate::session::OpenSession;
 use crate::step::Step;
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
+use baton_handoff::examine::Stay;
 use baton_image::{Image, MAX_ENCODED};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::examine::Stay;
-use baton_ring::{Circle, Region};
+use baton_linux::events::monotonic_micros;
+use baton_shm::{Circle, Region};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -1,11 +1,11 @@
 //! What of the kernel stands between a socket and the wire and is not asked per packet while the NIC has the connection: IPsec's policies,
 //! rules of the firewall that change from packet to packet, filters of traffic control. They are read once for each change.
 
-use baton_kernel::examine::Stay;
-use baton_kernel::firewall::Firewall;
-use baton_kernel::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
-use baton_kernel::rtnetlink;
-use baton_kernel::xfrm::{Policies, Verdict};
+use baton_handoff::examine::Stay;
+use baton_linux::firewall::Firewall;
+use baton_linux::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
+use baton_linux::rtnetlink;
+use baton_linux::xfrm::{Policies, Verdict};
 use baton_wire::Flow;
 use std::collections::HashMap;
 

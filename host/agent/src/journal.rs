@@ -5,9 +5,9 @@ use crate::connection::{Memory, OnNic};
 use crate::memory::Limits;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
+use baton_handoff::shell::Saved;
 use baton_image::{Image, MAX_ENCODED};
-use baton_kernel::shell::Saved;
-use baton_ring::Region;
+use baton_shm::Region;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 

@@ -19,7 +19,6 @@ mod group;
 mod grow;
 mod guards;
 mod journal;
-mod kept;
 mod looks;
 mod memory;
 mod moves;
@@ -34,7 +33,6 @@ mod users;
 mod way;
 
 pub use agent::{STEERING, run};
-pub use kept::Kept;
 pub use settings::AgentSettings;
 pub use step::{Crash, Step};
 pub use users::Limits;

@@ -5,10 +5,10 @@
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::Shape;
-use baton_kernel::diagnosis;
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::netlink::Netlink;
-use baton_kernel::{route::Routing, rtnetlink, socket};
+use baton_linux::diagnosis;
+use baton_linux::events::monotonic_micros;
+use baton_linux::netlink::Netlink;
+use baton_linux::{route::Routing, rtnetlink, socket};
 use std::collections::HashSet;
 use std::net::IpAddr;
 use std::os::fd::AsFd;

@@ -6,8 +6,8 @@ use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
 use baton_client::heap::Heap;
 use baton_image::Image;
-use baton_kernel::socket;
-use baton_ring::Region;
+use baton_linux::socket;
+use baton_shm::Region;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 

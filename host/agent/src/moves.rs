@@ -9,9 +9,9 @@ use crate::back::{self, Failure};
 use crate::connection::{Asker, Connection, Leaving, Stage, Then};
 use crate::forth;
 use baton_abi::layout::Owner;
-use baton_client::protocol::{Place, Reply, Until};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::examine::Stay;
+use baton_handoff::examine::Stay;
+use baton_linux::events::monotonic_micros;
+use baton_protocol::program::{Place, Reply, Until};
 use std::collections::VecDeque;
 use std::time::Duration;
 

@@ -6,14 +6,15 @@ use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_control::{ToAgent, ToNic};
-use baton_kernel::bell::SessionBell;
-use baton_kernel::control::Channel;
-use baton_kernel::events::{Doorbell, monotonic_micros};
-use baton_kernel::examine::Stay;
-use baton_kernel::process;
+use baton_handoff::examine::Stay;
+use baton_linux::bell::SessionBell;
+use baton_linux::control::Channel;
+use baton_linux::events::{Doorbell, monotonic_micros};
+use baton_linux::process;
 use baton_offloads::Offloads;
-use baton_ring::{Consumer, Producer, Region, RingWords, needs_doorbell};
+use baton_protocol::nic::{ToAgent, ToNic};
+use baton_ring::{Consumer, Producer, needs_doorbell};
+use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
@@ -27,7 +28,7 @@ const ANSWER_LIMIT: u64 = 2_000_000;
 pub(crate) struct Hardware {
     pub host: OwnedFd,
     pub wire: OwnedFd,
-    /// See [`baton_control::NicSettings::card`].
+    /// See [`baton_protocol::nic::NicSettings::card`].
     pub card: Vec<OwnedFd>,
     pub memory: Arc<Region>,
     pub nic_bell: Doorbell,
@@ -91,7 +92,7 @@ impl NicProcess {
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("nic-process");
-        ours.send(&settings.nic, &[])?;
+        baton_protocol::send_settings(&ours, &settings.nic)?;
         let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![
             hardware.host.as_fd(),

@@ -2,7 +2,7 @@
 
 use crate::step::Crash;
 use crate::users::Limits;
-use baton_control::NicSettings;
+use baton_protocol::nic::NicSettings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

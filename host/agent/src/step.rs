@@ -1,7 +1,7 @@
 //! The steps of a move. After each one a crash has one defined outcome; tests let the NIC die after every one of them.
 
 use baton_abi::layout::nic;
-use baton_ring::Region;
+use baton_shm::Region;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -76,7 +76,7 @@ impl Chaos {
         let Some(crash) = self.crash.filter(|crash| crash.after == step) else { return false };
         let strikes = self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2);
         if strikes && crash.agent {
-            let _ = baton_kernel::process::signal(std::process::id(), 9);
+            let _ = baton_linux::process::signal(std::process::id(), 9);
         }
         strikes && !crash.agent
     }

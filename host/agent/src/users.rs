@@ -1,6 +1,6 @@
 //! What each user may have of an agent, so that none can take all of it. Root and the agent's own user may have any number.
 
-use baton_kernel::process;
+use baton_linux::process;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};

@@ -3,11 +3,12 @@
 
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
-use baton_kernel::examine::Stay;
-use baton_kernel::route::{self, Route, Routing};
-use baton_kernel::rtnetlink::{self, LinkInfo, Master};
-use baton_kernel::xfrm::Verdict;
-use baton_kernel::{diagnosis, export};
+use baton_handoff::examine::Stay;
+use baton_handoff::export;
+use baton_linux::diagnosis;
+use baton_linux::route::{self, Route, Routing};
+use baton_linux::rtnetlink::{self, LinkInfo, Master};
+use baton_linux::xfrm::Verdict;
 use baton_steering::{FURTHER, Path};
 use baton_wire::frame::Link;
 use std::net::IpAddr;

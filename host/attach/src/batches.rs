@@ -4,10 +4,10 @@
 use crate::Attacher;
 use crate::relay::Joined;
 use anyhow::Result;
-use baton_client::protocol::{Place, Until};
-use baton_kernel::events::monotonic_micros;
-use baton_kernel::freeze::{self, Frozen};
-use baton_kernel::process;
+use baton_linux::events::monotonic_micros;
+use baton_linux::freeze::{self, Frozen};
+use baton_linux::process;
+use baton_protocol::program::{Place, Until};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 use crate::ME;
 use baton_abi::layout::Owner;
 use baton_client::{Connection, Shared};
-use baton_kernel::socket;
+use baton_linux::socket;
 use baton_steering::SocketBypass;
 use baton_wire::Flow;
 use std::io;

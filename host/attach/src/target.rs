@@ -1,6 +1,6 @@
 //! What an attacher is attached to.
 
-use baton_kernel::process;
+use baton_linux::process;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 

@@ -2,8 +2,9 @@
 
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
-use baton_kernel::events;
-use baton_ring::{MovableCircle, MovableWords, Region, Token};
+use baton_linux::events;
+use baton_ring::Token;
+use baton_shm::{MovableCircle, MovableWords, Region};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};

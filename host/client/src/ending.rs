@@ -6,7 +6,7 @@
 use crate::connection::Connection;
 use crate::shared::{Shared, refresh};
 use baton_abi::layout::Owner;
-use baton_kernel::events::monotonic_micros;
+use baton_linux::events::monotonic_micros;
 use baton_ring::Token;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

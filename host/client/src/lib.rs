@@ -7,12 +7,13 @@
 
 mod buffer;
 mod connection;
+pub mod discovery;
 mod ending;
 pub mod heap;
-pub mod protocol;
 pub mod rules;
 mod session;
 mod shared;
+pub mod tool;
 
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};

@@ -2,11 +2,11 @@
 
 use crate::buffer::{Buffer, Filled, Posts, Store};
 use crate::connection::Connection;
-use crate::protocol::{Opening, Place, Until};
 use crate::shared::{Listener, Shared};
 use baton_abi::layout::Owner;
-use baton_kernel::events::{Poller, Trigger};
-use baton_kernel::{socket, topology};
+use baton_linux::events::{Poller, Trigger};
+use baton_linux::{socket, topology};
+use baton_protocol::program::{Opening, Place, Until};
 use baton_ring::Token;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -252,7 +252,7 @@ impl Session {
     pub fn set_option(&mut self, id: ConnectionId, level: i32, option: i32, value: i32) -> io::Result<()> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let mut entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
-        if entered.owner == Owner::Nic && baton_kernel::unenforced::may_keep_in_kernel(level, option) {
+        if entered.owner == Owner::Nic && baton_handoff::unenforced::may_keep_in_kernel(level, option) {
             drop(entered);
             self.shared.give_back(connection.number(), "option", Until::Again)?;
             entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;

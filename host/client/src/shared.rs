@@ -3,16 +3,15 @@
 
 use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::ending::{Ending, ended};
-use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
 use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
-use baton_kernel::bell::SessionBell;
-use baton_kernel::control::Channel;
-use baton_kernel::process::Undisturbed;
-use baton_ring::{
-    Consumer, Lock, MovableWords, Producer, Region, RingWords, Token, count_sleeper, needs_doorbell, uncount_sleeper,
-};
+use baton_linux::bell::SessionBell;
+use baton_linux::control::Channel;
+use baton_linux::process::Undisturbed;
+use baton_protocol::program::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
+use baton_ring::{Consumer, Lock, Producer, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use baton_shm::{MovableWords, Region, RingWords};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io;
@@ -706,7 +705,7 @@ impl Shared {
         (level, option): (i32, i32),
         value: i32,
     ) -> io::Result<()> {
-        let get = |option| baton_kernel::socket::get(fd, 6, option).map(|value| value as u32);
+        let get = |option| baton_linux::socket::get(fd, 6, option).map(|value| value as u32);
         match (level, option) {
             (6, 1) => self.control(connection, token, Control::NoDelay, value as u32, 0),
             (6, 3) => self.control(connection, token, Control::Cork, value as u32, 0),

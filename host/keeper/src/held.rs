@@ -1,6 +1,6 @@
 //! What is held for the next agent: what it is, and its descriptors. Taking in a message takes no longer the more there is.
 
-use baton_agent::Kept;
+use baton_protocol::keeper::Kept;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
@@ -88,7 +88,7 @@ impl Held {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_client::protocol::Opening;
+    use baton_protocol::program::Opening;
 
     fn held(held: &Held) -> Vec<Kept> {
         held.iter().map(|(kept, _)| kept.clone()).collect()

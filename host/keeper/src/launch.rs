@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
-use baton_kernel::control::Channel;
-use baton_kernel::interface::{self, TapOptions};
-use baton_kernel::{process, rtnetlink};
+use baton_linux::control::Channel;
+use baton_linux::interface::{self, TapOptions};
+use baton_linux::{process, rtnetlink};
 use baton_steering::Steering;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -40,12 +40,12 @@ impl Devices {
     pub fn beside(connections: usize) -> Result<Devices> {
         let steering = Steering::new(connections as u32)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
-            baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             steering.hear_outgoing(fd)
         });
         let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
-            baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             steering.hear_incoming(fd)
         });
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
@@ -76,7 +76,7 @@ pub fn launch(
 ) -> Result<(Child, Channel)> {
     let (parent, theirs) = Channel::pair()?;
     command.arg("keeper-process");
-    parent.send(settings, &[])?;
+    baton_protocol::send_settings(&parent, settings)?;
     let mut descriptors = vec![devices.host.as_fd(), devices.wire.as_fd(), theirs.as_fd()];
     if let Some(beside) = &devices.beside {
         descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);

@@ -9,11 +9,13 @@ mod launch;
 use crate::blame::{Aside, Blame};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, slot};
-use baton_agent::{AgentSettings, Kept};
-use baton_kernel::control::Channel;
-use baton_kernel::events::Doorbell;
-use baton_kernel::process;
-use baton_ring::Region;
+use baton_agent::AgentSettings;
+use baton_linux::control::Channel;
+use baton_linux::events::Doorbell;
+use baton_linux::process;
+use baton_protocol::keeper::Kept;
+use baton_protocol::{receive_settings, send_settings};
+use baton_shm::Region;
 use held::Held;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -50,7 +52,7 @@ pub fn run() -> Result<()> {
     };
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     let parent = Channel::from_fd(take(Descriptor::Parent)?);
-    let settings = &parent.receive::<AgentSettings>().context("settings, which whoever starts a keeper sends")?.0;
+    let settings = &receive_settings::<AgentSettings>(&parent).context("settings, which whoever starts a keeper sends")?;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
@@ -67,8 +69,8 @@ pub fn run() -> Result<()> {
     loop {
         let (ours, theirs) = Channel::pair()?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg("agent-process");
-        ours.send(settings, &[])?;
+        command.arg(baton_protocol::keeper::AGENT_ARGUMENT);
+        send_settings(&ours, settings)?;
         let region = memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![host.as_fd(), wire.as_fd(), region, nic_bell.as_fd(), agent_bell.as_fd(), theirs.as_fd()];
         if let Some(beside) = &beside {
@@ -183,10 +185,10 @@ fn watch(
     ready: &mut bool,
     announced: &mut bool,
 ) -> Result<bool> {
-    let poller = baton_kernel::events::Poller::new()?;
-    poller.add(channel.as_fd(), 0, baton_kernel::events::Trigger::Readable)?;
-    poller.add(end.fd(), 1, baton_kernel::events::Trigger::Readable)?;
-    poller.add(end.signals.as_fd(), 2, baton_kernel::events::Trigger::Readable)?;
+    let poller = baton_linux::events::Poller::new()?;
+    poller.add(channel.as_fd(), 0, baton_linux::events::Trigger::Readable)?;
+    poller.add(end.fd(), 1, baton_linux::events::Trigger::Readable)?;
+    poller.add(end.signals.as_fd(), 2, baton_linux::events::Trigger::Readable)?;
     let mut tokens = Vec::new();
     let mut over = false;
     loop {

@@ -4,7 +4,7 @@
 //! thread may: the connection can leave the kernel at any time, and what a call finds then is the shell. The hand-over stands between:
 //! it keeps further threads out and waits until those inside have left.
 
-use baton_kernel::events;
+use baton_linux::events;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 

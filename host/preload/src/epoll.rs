@@ -155,7 +155,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
     if is_foreign {
         // What two processes wait for with one set, only the kernel can report to both.
         if let File::Tcp(tcp) = file {
-            tcp.give_back("epoll set of several processes", baton_client::protocol::Until::Never);
+            tcp.give_back("epoll set of several processes", baton_protocol::program::Until::Never);
         }
         return native();
     }

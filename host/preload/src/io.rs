@@ -8,7 +8,7 @@ use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
 use baton_abi::layout::Owner;
-use baton_client::protocol::Until;
+use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, ssize_t};
 
 /// Flags that leave a send what it is for the NIC.

@@ -28,5 +28,5 @@ mod worth;
 fn fd_inode(fd: libc::c_int) -> u64 {
     // SAFETY: the program's descriptor, during its own call, or while it is asked about.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-    baton_kernel::socket::inode(borrowed).unwrap_or(0)
+    baton_linux::socket::inode(borrowed).unwrap_or(0)
 }

@@ -4,7 +4,7 @@ use crate::real;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use baton_abi::layout::Owner;
-use baton_client::protocol::Until;
+use baton_protocol::program::Until;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
 
@@ -27,7 +27,7 @@ fn meaning(level: c_int, option: c_int) -> Meaning {
         // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
         // SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
         (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
-        _ if baton_kernel::unenforced::may_keep_in_kernel(level, option) => Meaning::ReadAtHandoff,
+        _ if baton_handoff::unenforced::may_keep_in_kernel(level, option) => Meaning::ReadAtHandoff,
         (6, 31) => Meaning::Never("TCP_ULP"),
         (6, 14 | 32 | 38..=42) => Meaning::Never("signed segments"),
         (6, 19..=22) => Meaning::Never("TCP_REPAIR"),

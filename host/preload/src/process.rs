@@ -2,9 +2,9 @@
 
 use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
-use baton_client::protocol::{Opening, VERSION};
 use baton_client::rules::{RUN_VARIABLE, Rule, Run};
 use baton_client::{Listener, Shared};
+use baton_protocol::program::{Opening, VERSION};
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -124,9 +124,9 @@ pub(crate) fn open_session() -> Option<&'static Session> {
         Some(place) => {
             LEFT.store(std::ptr::null_mut(), Ordering::Release);
             // SAFETY: the number is that of a session that has ended and never closes it itself.
-            baton_kernel::process::put_in_place_of(fd, unsafe { OwnedFd::from_raw_fd(place) })
+            baton_linux::process::put_in_place_of(fd, unsafe { OwnedFd::from_raw_fd(place) })
         }
-        None => baton_kernel::process::lift(fd, lowest_descriptor()),
+        None => baton_linux::process::lift(fd, lowest_descriptor()),
     };
     let opened = Shared::connect_with(&plan.run.socket, opening, listener, renumber);
     if left().is_none() {
@@ -253,7 +253,7 @@ impl Session {
 }
 
 /// Gives every connection back to the kernel.
-pub(crate) fn give_everything_back(reason: &str, until: baton_client::protocol::Until) {
+pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program::Until) {
     let Some(session) = session().filter(|_| is_mine()) else { return };
     // What other threads are handing over just now counts, too.
     for (_, file) in table::known(0, u32::MAX) {
@@ -270,13 +270,13 @@ pub(crate) fn give_everything_back(reason: &str, until: baton_client::protocol::
 /// The process locks itself in (seccomp), or does what nobody here can follow: from now on everything stays in the kernel.
 pub(crate) fn close_for_good(reason: &str) {
     CLOSED.store(true, Ordering::SeqCst);
-    give_everything_back(reason, baton_client::protocol::Until::Never);
+    give_everything_back(reason, baton_protocol::program::Until::Never);
 }
 
 extern "C" fn before_fork() {
     if session().is_some() && is_mine() {
         CLOSED.store(true, Ordering::SeqCst);
-        give_everything_back(tcp::FORK, baton_client::protocol::Until::Never);
+        give_everything_back(tcp::FORK, baton_protocol::program::Until::Never);
     }
 }
 

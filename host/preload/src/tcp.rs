@@ -8,9 +8,9 @@ use crate::worth::{self, Moment, Worth};
 use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
 use baton_client::Connection;
-use baton_client::protocol::{Place, Until};
 use baton_client::rules::When;
-use baton_kernel::process::Undisturbed;
+use baton_linux::process::Undisturbed;
+use baton_protocol::program::{Place, Until};
 use libc::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -657,8 +657,8 @@ fn planned(fd: c_int, origin: Origin) -> u64 {
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let needed = plan.rules.iter().any(baton_client::rules::Rule::needs_addresses);
     let addresses = if needed {
-        let local = baton_kernel::socket::local_address(borrowed);
-        let Ok(peer) = baton_kernel::socket::peer_address(borrowed) else { return UNPLANNED };
+        let local = baton_linux::socket::local_address(borrowed);
+        let Ok(peer) = baton_linux::socket::peer_address(borrowed) else { return UNPLANNED };
         local.ok().map(|local| (local, peer))
     } else {
         None

@@ -74,7 +74,7 @@ impl Waiter {
 
 /// Microseconds of the monotonic clock.
 pub(crate) fn now() -> u64 {
-    baton_kernel::events::monotonic_micros()
+    baton_linux::events::monotonic_micros()
 }
 
 /// Waits until the kernel has something for `fds`, or something has happened to one of `sockets`; `ready` is asked once more before

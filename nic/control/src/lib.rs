@@ -2,11 +2,9 @@
 #![forbid(unsafe_code)]
 
 mod copy;
-mod emulated;
+mod key;
+mod line;
 mod nic;
 mod sandbox;
-mod settings;
 
-pub use emulated::EmulatedWire;
-pub use nic::{Descriptor, ToAgent, ToNic, run};
-pub use settings::{LinkSettings, NicSettings};
+pub use nic::run;

@@ -1,79 +1,27 @@
 //! The NIC process: its workers' threads, and what the first of them has to do with agent and programs.
 
-use crate::NicSettings;
 use crate::copy::{CopyEngine, Host};
-use crate::emulated::EmulatedWire;
+use crate::key;
+use crate::line::Line;
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datapath::{Peers, Registers, Settings, Worker, crossbar};
-use baton_kernel::bell::SessionBell;
-use baton_kernel::control::Channel;
-use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
-use baton_kernel::{process, topology};
-use baton_offloads::Offloads;
-use baton_ring::Region;
-use baton_sim::Impairments;
+use baton_linux::bell::SessionBell;
+use baton_linux::control::Channel;
+use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
+use baton_linux::{process, topology};
+use baton_protocol::nic::{Descriptor, INJECT, NicSettings, ToAgent, ToNic};
+use baton_shm::Region;
 use baton_tcp::Instant;
-use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Descriptors that a NIC process inherits from its agent, and an agent from its keeper, in this order from 3 on.
-#[derive(Clone, Copy, Debug)]
-#[repr(i32)]
-pub enum Descriptor {
-    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that hears what it sends.
-    Host = 3,
-    /// The wire; beside the kernel, the packet socket on all devices.
-    Wire = 4,
-    /// NIC memory.
-    Memory = 5,
-    /// The NIC's doorbell.
-    NicBell = 6,
-    /// The agent's doorbell.
-    AgentBell = 7,
-    /// The control connection to whoever started the process.
-    Channel = 8,
-    /// Beside the kernel: the TAP through which it is given frames. Else the first of a card's, see [`NicSettings::card_descriptors`].
-    Injector = 9,
-}
-
-/// How the source address of a frame for the injector begins: the interface's index follows. As in baton_steering.
-pub const INJECT: [u8; 2] = [0x02, 0xba];
-
-/// What the agent sends over the control connection.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum ToNic {
-    /// A session; its memory and the program's doorbell come along.
-    Attach {
-        /// Its number.
-        session: u32,
-    },
-    /// Frames may flow.
-    Start,
-    /// Other offloads from now on.
-    Offloads(Box<Offloads>),
-}
-
-/// What the NIC answers.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum ToAgent {
-    /// It is ready.
-    Ready,
-    /// The session is attached.
-    Attached,
-    /// The offloads are as they were asked for.
-    Set,
-    /// It is not, because.
-    Failed(String),
-}
-
-type NicWorker = Worker<Host, EmulatedWire<Wire>>;
+type NicWorker = Worker<Host, Line>;
 
 /// One worker, and the thread that it has.
 struct Runner {
@@ -155,7 +103,7 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
     // Not among the arguments, which everybody can read: the lookup's key is nobody else's business.
-    let settings = &channel.receive::<NicSettings>().context("settings, which the agent sends")?.0;
+    let settings = &baton_protocol::receive_settings::<NicSettings>(&channel).context("settings, which the agent sends")?;
     let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
     let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
@@ -170,7 +118,7 @@ pub fn run() -> Result<()> {
 
     let other_bells = (1..devices.len()).map(|_| Doorbell::new()).collect::<std::io::Result<Vec<_>>>()?;
     let bells: Arc<Vec<Doorbell>> = Arc::new([first_bell].into_iter().chain(other_bells).collect());
-    let random_key = settings.random_key();
+    let random_key = key::random(settings);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
     let mut front = Some(Front { channel, agent_bell, program_bells: HashMap::new(), channel_seen, random_key });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
@@ -259,10 +207,7 @@ impl Runner {
                 poller.add(fd, token as u64, Trigger::Readable)?;
             }
         }
-        let out = settings.link.impairments();
-        let back =
-            if settings.link.one_way { Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() } } else { out };
-        let wire = EmulatedWire::new(wire, out, back, settings.link.seed.wrapping_add(me as u64));
+        let wire = Line::new(wire, &settings.link, me);
         let worker_settings = Settings {
             slots: settings.slots,
             hash_key: settings.hash_key,

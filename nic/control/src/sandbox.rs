@@ -5,8 +5,8 @@
 //! call that it does not need.
 
 use anyhow::{Context, Result};
-use baton_kernel::process;
-use baton_kernel::rights::{self, User};
+use baton_linux::process;
+use baton_linux::rights::{self, User};
 use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, Scope};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,

@@ -6,7 +6,7 @@ use crate::worker::Worker;
 use baton_abi::layout::{Counter, nic};
 use baton_active_ack::{Active, ENTRY_BYTES, Entry, Store};
 use baton_device::Device;
-use baton_ring::Region;
+use baton_shm::Region;
 use baton_tcp::Instant;
 use baton_wire::Name;
 use core::sync::atomic::Ordering;

@@ -1,7 +1,8 @@
 //! Messages to the agent that found its ring full: they wait here, in their order, and the NIC does not sleep until they are told.
 
 use baton_abi::{Message, Operation};
-use baton_ring::{Producer, RingWords};
+use baton_ring::Producer;
+use baton_shm::RingWords;
 use std::collections::VecDeque;
 
 /// What waits. It is bounded by the connections: each ends once and asks for its return once, and the agent gives one command at a time.

@@ -4,12 +4,12 @@ use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
 use crate::held::Held;
 use crate::offloaded::{Memory, Offloaded};
-use crate::replay::LastWords;
 use crate::worker::{Worker, kernels_business};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
+use baton_recovery::Replay;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, Name, TcpFrame};
@@ -251,11 +251,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
         offloaded.unpublish();
         if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
-            let words = LastWords {
-                image: &image,
-                ranges: offloaded.tcp.out_of_order(),
-                fin_behind_hole: offloaded.tcp.fin_behind_hole(),
-            };
+            let words =
+                Replay { image: &image, ranges: offloaded.tcp.out_of_order(), fin_behind_hole: offloaded.tcp.fin_behind_hole() };
             let (sent, dropped) = words.say(&mut self.host, |seq, out| offloaded.receive.read(seq, out));
             self.counters.add(Counter::HostSent, sent);
             self.counters.add(Counter::Dropped, dropped);

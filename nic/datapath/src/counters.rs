@@ -1,7 +1,7 @@
 //! Counters in NIC memory, where agent and tools read them.
 
 use baton_abi::layout::{COUNTERS, Counter, nic};
-use baton_ring::{Region, WordArray};
+use baton_shm::{Region, WordArray};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 

@@ -22,12 +22,9 @@ mod offloaded;
 mod peers;
 mod posted;
 mod program;
-mod replay;
 mod transmit;
 mod worker;
 
 pub use custody::Refusal;
 pub use peers::{Peers, Registers, crossbar};
-pub use posted::{Post, gather, posts_of};
-pub use replay::LastWords;
 pub use worker::{Offloads, Settings, Worker};

@@ -5,7 +5,7 @@ use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
 use baton_image::Image;
-use baton_ring::{Region, WordArray};
+use baton_shm::{Region, WordArray};
 use baton_tcp::{Connection, Instant};
 use baton_wire::frame::Template;
 use core::sync::atomic::Ordering;

@@ -178,11 +178,7 @@ impl Session {
 
 /// Tells what is pending, and forgets each thing as it is told: a full ring leaves the rest for later.
 #[inline(always)]
-fn tell(
-    events: &mut baton_ring::Producer<baton_ring::RingWords>,
-    cid: baton_abi::Cid,
-    pending: &mut Pending,
-) -> Result<(), Full> {
+fn tell(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
     if pending.received > 0 {
         events.push(Message::new(Operation::OsRecv, cid, pending.received_at, pending.received).to_words())?;
         pending.received = 0;
@@ -196,7 +192,7 @@ fn tell(
 
 #[cold]
 fn tell_end(
-    events: &mut baton_ring::Producer<baton_ring::RingWords>,
+    events: &mut baton_ring::Producer<baton_shm::RingWords>,
     cid: baton_abi::Cid,
     pending: &mut Pending,
 ) -> Result<(), Full> {

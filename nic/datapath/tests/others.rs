@@ -7,7 +7,7 @@ use baton_datapath::{Offloads, Settings, Worker};
 use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME, Segmentation};
 use baton_lro::Mode;
 use baton_moderation::Mode as Moderation;
-use baton_ring::Region;
+use baton_shm::Region;
 use baton_sim::frames::{ipv4, of_every_kind};
 use baton_tcp::Instant;
 use proptest::prelude::*;

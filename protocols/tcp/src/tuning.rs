@@ -1,5 +1,6 @@
-//! How much memory a connection can use: as much as its path holds. The receiver sees that its window is the limit when a whole window is
-//! read within a round trip (Linux's dynamic right-sizing), the sender when its congestion window outgrows what the program may queue
+//! How much memory a connection can use: as much as its path holds. The receiver sees that its window will be the limit when half of it is
+//! read within a round trip: in slow start the next one brings twice as much (Linux's dynamic right-sizing keeps the window at twice of what
+//! was read, too). The sender sees it when its congestion window outgrows what the program may queue
 //! (Linux's tcp_sndbuf_expand). The memory is the caller's, who asks now and then and gives more if it has more.
 
 use crate::connection::{Connection, Due};
@@ -23,13 +24,13 @@ impl Connection {
     /// Bytes of receive memory that the connection could use, if that is more than it has.
     pub fn wanted_receive_memory(&mut self, now: Instant) -> Option<u32> {
         let (read, window) = (self.receive.read, self.receive.capacity);
-        if read.wrapping_sub(self.tuning.read) < window {
+        if read.wrapping_sub(self.tuning.read) < window / 2 {
             return None;
         }
         let took = now.since(self.tuning.since);
         self.tuning = Tuning { since: now, read };
         let round = u64::from(self.rtt.smoothed);
-        let limited = self.rtt.smoothed >= SHORT && took <= round + round / 2;
+        let limited = self.rtt.smoothed >= SHORT && took <= round + round / 4;
         (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))
     }
 

@@ -3,12 +3,12 @@
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
-use baton_client::protocol::{Ask, Reply};
-use baton_control::LinkSettings;
-use baton_kernel::{process, socket};
 use baton_lab::testbed::{Testbed, TestbedSettings, counter};
+use baton_linux::{process, socket};
 use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;
+use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::{Ask, Reply};
 use baton_sim::stream;
 use std::io::{self, Read};
 use std::net::TcpStream;

@@ -3,9 +3,9 @@
 
 use baton_backends::VnetDevice;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
-use baton_kernel::interface::{self, TapOptions};
-use baton_kernel::namespace::{self, Namespace};
-use baton_kernel::rtnetlink;
+use baton_linux::interface::{self, TapOptions};
+use baton_linux::namespace::{self, Namespace};
+use baton_linux::rtnetlink;
 use baton_lro::{Lro, Mode, Settings};
 use baton_wire::TcpFrame;
 use baton_wire::checksum::{Sum, pseudo_header};

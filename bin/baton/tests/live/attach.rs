@@ -1,10 +1,10 @@
 //! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
 
 use crate::scratch::{Scratch, agent_socket, script, text};
-use baton_client::protocol::Place;
-use baton_kernel::namespace::Namespace;
-use baton_kernel::process;
-use baton_lab::testbed::Tool;
+use baton_client::tool::Tool;
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
+use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -93,7 +93,7 @@ impl Server {
         }
     }
 
-    fn connections(&self) -> Vec<baton_client::protocol::ConnectionInfo> {
+    fn connections(&self) -> Vec<baton_protocol::program::ConnectionInfo> {
         let connect = || Tool::connect(&agent_socket(&self.scratch)?).ok();
         connect().map(|mut tool| tool.connections().expect("a list")).unwrap_or_default()
     }
@@ -246,7 +246,7 @@ fn refusals_are_explained() {
     assert!(refused(&["--cgroup", "/no/such/group"]).contains("no process is in control group"));
     // Somebody else's: this test's own process is traced by nobody, but a traced one is its tracer's.
     let mut sleeper = Command::new("sleep").arg("30").spawn().expect("sleep");
-    let frozen = baton_kernel::freeze::Frozen::freeze(&[sleeper.id()]).expect("frozen");
+    let frozen = baton_linux::freeze::Frozen::freeze(&[sleeper.id()]).expect("frozen");
     let said = refused(&[&sleeper.id().to_string()]);
     assert!(said.contains("not yours to attach to"), "{said}");
     drop(frozen);

@@ -1,8 +1,8 @@
 //! A program in C, through libbaton: its connection moves under it, and every byte comes back.
 
 use crate::common::hosts;
-use baton_kernel::process;
 use baton_lab::testbed::{TestbedSettings, address_a};
+use baton_linux::process;
 use baton_sim::stream;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -1,8 +1,8 @@
 //! What changes on the host while a connection is on the NIC counts for it, too.
 
 use crate::common::{Scene, scene};
-use baton_client::protocol::Place;
 use baton_lab::testbed::{TestbedSettings, address_b};
+use baton_protocol::program::Place;
 use std::process::Command;
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,9 @@
 //! What a socket says and does, case by case, in the kernel, on the NIC, and when its connection moves in between: the same.
 
 use crate::scratch::{Scratch, agent_socket, script};
-use baton_client::protocol::{Ask, Place, Reply};
-use baton_kernel::namespace::Namespace;
-use baton_lab::testbed::Tool;
+use baton_client::tool::Tool;
+use baton_linux::namespace::Namespace;
+use baton_protocol::program::{Ask, Place, Reply};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;

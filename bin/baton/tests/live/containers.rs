@@ -2,8 +2,8 @@
 //! drops what it does not understand.
 
 use crate::scratch::{Scratch, script};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::rtnetlink;
+use baton_linux::namespace::Namespace;
+use baton_linux::rtnetlink;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -180,7 +180,7 @@ fn one_baton_serves_two_containers() {
     for (network, path) in networks.iter().zip(&reports) {
         expect_moves(&report(path), network);
     }
-    baton_kernel::process::signal(up.id(), libc::SIGTERM).expect("our child");
+    baton_linux::process::signal(up.id(), libc::SIGTERM).expect("our child");
     assert!(up.wait().expect("baton").success());
     messages.read_to_string(&mut said).expect("text");
     assert_eq!(said.lines().count(), 1, "{said}");

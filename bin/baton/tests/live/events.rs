@@ -1,7 +1,7 @@
 //! What epoll says of connections that move: never what is not in the set, nothing twice in a call, nothing that is not so.
 
 use crate::scratch::{Scratch, script, text};
-use baton_kernel::namespace::Namespace;
+use baton_linux::namespace::Namespace;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 

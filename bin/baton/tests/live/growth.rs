@@ -2,10 +2,10 @@
 
 use crate::common::{Scene, scene, scene_at};
 use baton_agent::{Crash, Step};
-use baton_client::protocol::Place;
-use baton_control::LinkSettings;
-use baton_kernel::socket;
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::socket;
+use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Place;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 

@@ -4,10 +4,10 @@
 use crate::common::{Scene, scene};
 use crate::hostile_client::Hostile;
 use crate::scratch::Scratch;
-use baton_client::protocol::{Place, Statistics};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::process;
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
+use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};

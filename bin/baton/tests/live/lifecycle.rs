@@ -1,10 +1,10 @@
 //! How Baton ends and begins again, in order and by violence, and what its programs notice: nothing, or ECONNRESET within a second.
 
 use crate::scratch::{Scratch, agent_socket, script, text};
-use baton_client::protocol::{Ask, ConnectionInfo, Place, Reply};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::process;
-use baton_lab::testbed::Tool;
+use baton_client::tool::Tool;
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
+use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;

@@ -3,12 +3,12 @@
 use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_agent::{Crash, Step};
 use baton_client::Session;
-use baton_client::protocol::Place;
-use baton_control::LinkSettings;
-use baton_kernel::namespace::Namespace;
-use baton_kernel::socket;
-use baton_kernel::tcp_info::TcpInfo;
 use baton_lab::testbed::{self, TestbedSettings, address_b};
+use baton_linux::namespace::Namespace;
+use baton_linux::socket;
+use baton_linux::tcp_info::TcpInfo;
+use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Place;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
@@ -178,7 +178,7 @@ fn an_agent_may_die_while_it_recovers() {
     scene.fill(100_000);
     let mut tool = scene.bed.tool().expect("a tool");
     let before = tool.statistics().expect("statistics");
-    baton_kernel::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");
+    baton_linux::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");
     scene.fill(100_000);
     scene.drain();
     let after = tool.statistics().expect("statistics");
@@ -196,7 +196,7 @@ fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
 fn congestion_marks_are_echoed_and_obeyed() {
     let mut scene =
         scene(TestbedSettings { peer_sysctls: vec![("ipv4/tcp_ecn", "1".to_string())], ..TestbedSettings::default() });
-    let ecn = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").options & baton_kernel::tcp_info::OPTION_ECN;
+    let ecn = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").options & baton_linux::tcp_info::OPTION_ECN;
     assert_ne!(ecn, 0, "the kernels did not agree on ECN");
     scene.exchange(50_000, Place::Nic);
     let rules = "table inet marks { counter cwr { }; \
@@ -439,7 +439,7 @@ fn keep_alive_is_the_nics() {
     assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
     scene.move_to(Place::Nic);
     // Now the peer falls silent: a filter that drops everything makes its kernel deaf.
-    baton_kernel::shell::deafen(scene.peer.as_fd()).expect("a deaf peer");
+    baton_handoff::shell::deafen(scene.peer.as_fd()).expect("a deaf peer");
     let silent = Instant::now();
     loop {
         match scene.session.receive(scene.id, &mut [0; 16]) {

@@ -4,16 +4,16 @@
 use crate::common::hosts;
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
-use baton_control::LinkSettings;
 use baton_device::{Device, Frame, MAX_FRAME};
-use baton_kernel::events::{Poller, Trigger};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::{interface, rtnetlink, socket};
 use baton_lab::soak::connect_pairs;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_linux::events::{Poller, Trigger};
+use baton_linux::namespace::Namespace;
+use baton_linux::{interface, rtnetlink, socket};
 use baton_lro::{Mode, Push};
 use baton_moderation::Mode as Moderation;
 use baton_offloads::Offloads;
+use baton_protocol::nic::LinkSettings;
 use baton_sim::frames::of_every_kind;
 use baton_sim::stream;
 use std::io;
@@ -209,7 +209,7 @@ fn settings_change_under_load() {
     });
     assert!(set(&bed, &["lro=in-order", "rx-usecs=77"]).status.success());
     let agent = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
-    baton_kernel::process::signal(agent, 9).expect("a signal");
+    baton_linux::process::signal(agent, 9).expect("a signal");
     let listed = || {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
         let shown = command.args(["nic", "show", "--json"]).env("BATON_SOCKET", bed.socket()).output().expect("baton");

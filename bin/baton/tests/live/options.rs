@@ -2,10 +2,10 @@
 
 use crate::common::{connect, hosts};
 use baton_client::Session;
-use baton_client::protocol::Place;
-use baton_kernel::socket;
 use baton_lab::options::{Fate, OPTIONS, SocketOption, markdown};
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::socket;
+use baton_protocol::program::Place;
 use std::os::fd::{AsFd, OwnedFd};
 
 fn read(fd: &OwnedFd, option: &SocketOption) -> Option<Vec<u8>> {

@@ -1,10 +1,10 @@
 //! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings where a NIC is started.
 
 use crate::scratch::{Scratch, text};
-use baton_client::protocol::Place;
-use baton_kernel::namespace::Namespace;
-use baton_kernel::{process, socket, topology};
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::namespace::Namespace;
+use baton_linux::{process, socket, topology};
+use baton_protocol::program::Place;
 use std::os::fd::AsFd;
 use std::process::{Command, Output, Stdio};
 

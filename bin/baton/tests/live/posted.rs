@@ -2,10 +2,10 @@
 //! death.
 
 use crate::common::{Scene, scene};
-use baton_client::protocol::Place;
 use baton_client::{Buffer, Filled};
-use baton_control::LinkSettings;
 use baton_lab::testbed::TestbedSettings;
+use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Place;
 use baton_sim::{Rng, stream};
 use std::io;
 use std::net::Shutdown;
@@ -137,7 +137,7 @@ fn what_lies_in_buffers_survives_the_nic() {
         std::thread::sleep(Duration::from_millis(5));
         let mut tool = reader.scene.bed.tool().expect("a tool");
         let before = tool.statistics().expect("statistics");
-        baton_kernel::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");
+        baton_linux::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");
         while tool.statistics().expect("statistics").nic_starts == before.nic_starts {
             std::thread::yield_now();
         }

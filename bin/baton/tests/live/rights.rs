@@ -1,10 +1,10 @@
 //! What Baton's processes may do, and what others can see of them.
 
 use crate::common::scene;
-use baton_client::protocol::Place;
-use baton_kernel::process;
-use baton_kernel::rights;
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::process;
+use baton_linux::rights;
+use baton_protocol::program::Place;
 
 fn status(process: u32, thread: u32) -> impl Fn(&str) -> String {
     let text = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/status")).expect("a status");

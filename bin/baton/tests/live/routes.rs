@@ -3,9 +3,9 @@
 
 use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_client::Session;
-use baton_client::protocol::Place;
-use baton_kernel::{namespace::Namespace, rtnetlink, socket};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_linux::{namespace::Namespace, rtnetlink, socket};
+use baton_protocol::program::Place;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};

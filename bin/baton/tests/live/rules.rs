@@ -2,9 +2,9 @@
 //! and what they cannot moves.
 
 use crate::common::{Scene, scene};
-use baton_client::protocol::Place;
-use baton_kernel::namespace::Namespace;
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::namespace::Namespace;
+use baton_protocol::program::Place;
 use std::net::UdpSocket;
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! `baton run`: unmodified programs, on the machine's own loopback device, in a namespace of their own.
 
 use crate::scratch::{Scratch, script, text};
-use baton_kernel::namespace::Namespace;
+use baton_linux::namespace::Namespace;
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 

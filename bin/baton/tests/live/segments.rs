@@ -4,13 +4,13 @@
 use crate::common::{Scene, connect, hosts, scene};
 use baton_backends::VnetDevice;
 use baton_client::Session;
-use baton_client::protocol::Place;
-use baton_control::LinkSettings;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
-use baton_kernel::namespace::Namespace;
-use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{interface, rtnetlink, socket};
 use baton_lab::testbed::{MAC_A, MAC_B, TestbedSettings, address_a};
+use baton_linux::namespace::Namespace;
+use baton_linux::tcp_info::TcpInfo;
+use baton_linux::{interface, rtnetlink, socket};
+use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Place;
 use baton_sim::stream;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};

@@ -1,9 +1,9 @@
 //! Connections that cannot be moved stay where they are, and say why.
 
 use crate::common::{hosts, scene};
-use baton_client::protocol::Place;
-use baton_kernel::rtnetlink;
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
+use baton_linux::rtnetlink;
+use baton_protocol::program::Place;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use std::time::Duration;
 #[test]
 fn urgent_data_stays() {
     let mut scene = scene(TestbedSettings::default());
-    baton_kernel::socket::send_urgent(scene.peer.as_fd(), b'!').expect("urgent data");
+    baton_linux::socket::send_urgent(scene.peer.as_fd(), b'!').expect("urgent data");
     std::thread::sleep(Duration::from_millis(50));
     let error = scene.session.move_to(scene.id, Place::Nic).expect_err("urgent data");
     assert!(error.to_string().contains("urgent"), "{error}");
@@ -23,12 +23,12 @@ fn mptcp_stays() {
     let bed = hosts(TestbedSettings::default());
     let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 8080))).expect("a listener");
     // Protocol 262 is Multipath TCP.
-    let fd = bed.host_b.run(|| baton_kernel::socket::stream(false, 262));
+    let fd = bed.host_b.run(|| baton_linux::socket::stream(false, 262));
     let Ok(fd) = fd else {
         eprintln!("this kernel has no MPTCP: there is nothing that could be moved");
         return;
     };
-    baton_kernel::socket::connect(fd.as_fd(), listener.local_addr().expect("an address")).expect("an MPTCP connection");
+    baton_linux::socket::connect(fd.as_fd(), listener.local_addr().expect("an address")).expect("an MPTCP connection");
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
     let error = session.adopt(fd).expect_err("MPTCP");
     assert!(error.to_string().contains("MPTCP"), "{error}");
@@ -41,9 +41,9 @@ fn a_microsecond_clock_stays() {
     const TCP_TIMESTAMP: i32 = 24;
     let mut scene = scene(TestbedSettings::default());
     let (server, _peer) = crate::common::connect(&scene.bed, false, 9090);
-    let set = |option, value| baton_kernel::socket::set(server.as_fd(), libc::IPPROTO_TCP, option, value);
+    let set = |option, value| baton_linux::socket::set(server.as_fd(), libc::IPPROTO_TCP, option, value);
     set(TCP_REPAIR, 1).expect("repair");
-    let clock = baton_kernel::socket::get(server.as_fd(), libc::IPPROTO_TCP, TCP_TIMESTAMP).expect("the clock");
+    let clock = baton_linux::socket::get(server.as_fd(), libc::IPPROTO_TCP, TCP_TIMESTAMP).expect("the clock");
     set(TCP_TIMESTAMP, clock | 1).expect("the microsecond clock");
     set(TCP_REPAIR, -1).expect("end of repair");
     let id = scene.session.adopt(OwnedFd::from(server)).expect("adoption");
@@ -64,7 +64,7 @@ fn signed_connections_stay() {
     key[4..8].copy_from_slice(&[10, 77, 0, 2]);
     key[130..132].copy_from_slice(&4u16.to_ne_bytes());
     key[136..140].copy_from_slice(b"key!");
-    let set = baton_kernel::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, TCP_MD5SIG, &key);
+    let set = baton_linux::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, TCP_MD5SIG, &key);
     let Ok(()) = set else {
         eprintln!("this kernel has no TCP MD5: there is nothing that could be moved");
         return;
@@ -108,7 +108,7 @@ fn options_that_the_nic_does_not_act_on_stay() {
             continue;
         }
         let (server, _peer) = crate::common::connect(&bed, false, 9092);
-        let set = baton_kernel::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, wanted.as_bytes());
+        let set = baton_linux::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, wanted.as_bytes());
         if let Err(error) = set {
             eprintln!("this kernel has no {wanted}: {error}");
             continue;

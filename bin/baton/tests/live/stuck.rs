@@ -2,10 +2,10 @@
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::{block, session};
-use baton_client::protocol::{Opening, Place};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
-use baton_ring::Region;
+use baton_protocol::program::{Opening, Place};
+use baton_shm::Region;
 use std::fs::File;
 use std::io;
 use std::net::TcpStream;

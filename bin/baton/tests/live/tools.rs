@@ -1,8 +1,8 @@
 //! The tools as a person uses them.
 
 use crate::common::scene;
-use baton_client::protocol::Place;
 use baton_lab::testbed::TestbedSettings;
+use baton_protocol::program::Place;
 use std::process::{Command, Output};
 
 fn baton(arguments: &[&str]) -> Output {

@@ -2,7 +2,7 @@
 //! result with what it would be in the kernel.
 
 use crate::scratch::{Scratch, text};
-use baton_kernel::namespace::Namespace;
+use baton_linux::namespace::Namespace;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

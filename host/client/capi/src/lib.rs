@@ -4,8 +4,8 @@
 //! Every function must be given what the header promises: a session from `baton_open` that has not ended and is used by one thread
 //! at a time, and buffers of the lengths named.
 
-use baton_client::protocol::Place;
 use baton_client::{Buffer, Session, agent_socket};
+use baton_protocol::program::Place;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::io;

@@ -4,7 +4,7 @@ use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::{options, process, real, worth};
-use baton_client::protocol::Until;
+use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
 fn note_new(fd: c_int) -> Option<&'static Tcp> {

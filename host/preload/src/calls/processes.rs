@@ -2,7 +2,7 @@
 
 use crate::table::{self, File};
 use crate::{process, real};
-use baton_client::protocol::Until;
+use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
 /// Connections that another program would find are given back: those whose descriptors stay open.

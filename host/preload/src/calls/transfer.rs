@@ -1,7 +1,7 @@
 //! Receiving and sending.
 
 use crate::{io, real, table, thread};
-use baton_client::protocol::Until;
+use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
 /// What is not as plain as can be; without flags it is read(2).

@@ -1,11 +1,11 @@
 //! What the tests against the real kernel share: two hosts, a program with one connection that can move, its peer.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use baton_client::protocol::Place;
 use baton_client::{ConnectionId, Session};
-use baton_kernel::socket;
-use baton_kernel::tcp_info::TcpInfo;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_linux::socket;
+use baton_linux::tcp_info::TcpInfo;
+use baton_protocol::program::Place;
 use baton_sim::stream;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};

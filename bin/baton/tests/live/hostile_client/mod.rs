@@ -1,11 +1,11 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
 use baton_abi::layout::{RING_WORDS, session as at};
-use baton_client::protocol::{Answer, Ask, Flip, Opening, Place, Reply, Request, Until};
-use baton_kernel::control::Channel;
-use baton_kernel::namespace::Namespace;
 use baton_lab::testbed::{Testbed, address_b};
-use baton_ring::Region;
+use baton_linux::control::Channel;
+use baton_linux::namespace::Namespace;
+use baton_protocol::program::{Answer, Ask, Flip, Opening, Place, Reply, Request, Until};
+use baton_shm::Region;
 use baton_sim::Rng;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};

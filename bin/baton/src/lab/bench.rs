@@ -1,0 +1,260 @@
+//! `baton bench`: one part of Baton measured against its bars.
+
+use anyhow::{Context, Result};
+use clap::Subcommand;
+
+#[derive(Subcommand)]
+pub enum Bench {
+    /// What a received segment costs on the memory wire: packets/s, cycles, instructions by layer.
+    Datapath {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// What a send and a receive cost a program whose connection is on the NIC: instructions.
+    Bypass {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six minutes.
+    Lro {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Only so many connections, in each cell.
+        #[arg(long, value_delimiter = ',')]
+        connections: Vec<usize>,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+        /// Write the plot here (SVG).
+        #[arg(long, value_name = "FILE")]
+        plot: Option<std::path::PathBuf>,
+        /// Receive so many GB instead, with reordering, and compare every byte.
+        #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
+        verify: Option<f64>,
+    },
+    /// Interrupt moderation, and that of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
+    Moderation {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+    },
+    /// Receive-side scaling: a thousand connections by Zipf's law over four workers, whose weights change hands, with the static table and
+    /// the balanced one in turn.
+    Rss {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// The NIC's workers.
+        #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=16))]
+        workers: u8,
+        /// Connections.
+        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..=4000))]
+        flows: u16,
+        /// Zipf's exponent.
+        #[arg(long, default_value_t = 1.0)]
+        exponent: f64,
+        /// How often the weights change hands, for each table.
+        #[arg(long, default_value_t = 3)]
+        shifts: usize,
+    },
+    /// One connection over 1 Gb/s and 100 ms, on the NIC and in the kernel in turn. Takes about a minute.
+    Wan {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+        /// Seconds of each transfer.
+        #[arg(long, default_value_t = 5.0)]
+        seconds: f64,
+    },
+    /// How long requests wait at worst, and what short connections cost: a web server in the kernel and under Baton, in turn. Takes about
+    /// three minutes.
+    Tail {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Only so many connections.
+        #[arg(long, value_delimiter = ',')]
+        connections: Vec<usize>,
+        /// Pairs of rounds; medians count.
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+        /// Seconds of a round.
+        #[arg(long, default_value_t = 3.0)]
+        seconds: f64,
+        /// A few seconds in which only errors count.
+        #[arg(long, conflicts_with_all = ["connections", "rounds", "seconds"])]
+        smoke: bool,
+    },
+    /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
+    Recovery {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Length of every cell, as a share of what its losses need.
+        #[arg(long, default_value_t = 1.0)]
+        scale: f64,
+    },
+}
+
+/// `baton bench`. False if a bar is missed.
+pub fn run(what: &Bench) -> Result<bool> {
+    match what {
+        Bench::Recovery { json, scale } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::recovery::run(*scale, true)?;
+            if *json {
+                println!("{}", serde_json::to_string_pretty(&report)?);
+            } else {
+                println!("geometric mean of the ratios: {:.3}", report.geomean_ratio);
+            }
+            Ok(true)
+        }
+        Bench::Wan { json, rounds, seconds } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let settings = baton_lab::wan::WanSettings { seconds: *seconds, rounds: *rounds };
+            let report = baton_lab::wan::run(&settings, |one| eprintln!("{}", baton_lab::wan::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Moderation { json, rounds } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Rss { json, workers, flows, exponent, shifts } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let (workers, flows) = (usize::from(*workers), usize::from(*flows));
+            let settings = baton_lab::rss::RssSettings { workers, flows, exponent: *exponent, shifts: *shifts };
+            let report = baton_lab::rss::run(&settings, |one| eprintln!("{}", baton_lab::rss::line(one)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Tail { json, connections, rounds, seconds, smoke } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let mut settings = baton_lab::tail::TailSettings { rounds: *rounds, seconds: *seconds, ..Default::default() };
+            if *smoke {
+                settings = baton_lab::tail::TailSettings::smoke();
+            } else if !connections.is_empty() {
+                settings.connections.clone_from(connections);
+            }
+            let report = baton_lab::tail::run(&settings, |row| eprintln!("{}", baton_lab::tail::line(row)))?;
+            tell_bars(&report.bars, &report, *json)
+        }
+        Bench::Lro { json, connections, rounds, plot, verify } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            match verify {
+                Some(gigabytes) => verify_lro(*gigabytes, *json),
+                None => bench_lro(connections, *rounds, plot.as_deref(), *json),
+            }
+        }
+        Bench::Bypass { json } => {
+            let measured = baton_lab::bypass::run()?;
+            if *json {
+                println!("{}", serde_json::to_string(&measured)?);
+            } else {
+                println!("send of 64 bytes:    {:>6.1} instructions", measured.send);
+                println!("receive of 64 bytes: {:>6.1} instructions", measured.receive);
+            }
+            Ok(true)
+        }
+        Bench::Datapath { json } => {
+            let report = baton_lab::datapath::run()?;
+            if *json {
+                println!("{}", serde_json::to_string(&report)?);
+                return Ok(true);
+            }
+            for measured in &report.workloads {
+                let w = measured.workload;
+                println!(
+                    "{:>5} connections, {:>4} B, bursts of {:>2}: {:>6.0} instructions, {:>6.0} cycles, {:.2} Mpackets/s",
+                    w.connections,
+                    w.size,
+                    w.burst,
+                    measured.instructions_per_packet,
+                    measured.cycles_per_packet,
+                    measured.packets_per_second / 1e6
+                );
+                for (layer, instructions) in &measured.layers {
+                    println!("      {layer:<16} {instructions:>7.1}");
+                }
+            }
+            Ok(true)
+        }
+    }
+}
+
+fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path>, json: bool) -> Result<bool> {
+    let mut settings = baton_lab::lro::LroSettings { rounds, ..Default::default() };
+    if !connections.is_empty() {
+        settings.connections = connections.to_vec();
+    }
+    let report = baton_lab::lro::run(&settings, |cell| eprintln!("{}", baton_lab::lro::line(cell)))?;
+    if let Some(path) = plot {
+        std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
+    }
+    tell_bars(&report.bars, &report, json)
+}
+
+/// Prints a bench's report, or its bars. Whether they all hold.
+fn tell_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
+    if json {
+        println!("{}", serde_json::to_string(report)?);
+    } else {
+        for bar in bars {
+            println!("{:<32} {:>10.3}  (bound {})", bar.name, bar.value, bar.bound);
+        }
+    }
+    Ok(bars.iter().all(|bar| bar.holds))
+}
+
+fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
+    let bytes = (gigabytes * 1e9) as u64;
+    let mismatches = baton_lab::lro::verify(bytes)?;
+    if json {
+        println!("{}", serde_json::json!({ "bytes": bytes, "mismatches": mismatches }));
+    } else {
+        println!("{gigabytes} GB received, {mismatches} bytes differ");
+    }
+    Ok(mismatches == 0)
+}
+
+/// What benches run as processes of their own, to count their instructions.
+#[derive(Subcommand)]
+pub enum Workload {
+    #[command(hide = true)]
+    BenchWorkload {
+        #[arg(long)]
+        connections: u32,
+        #[arg(long)]
+        size: u32,
+        #[arg(long)]
+        burst: u32,
+        #[arg(long)]
+        segments: u64,
+    },
+    #[command(hide = true)]
+    BenchBypassWorkload {
+        #[arg(long)]
+        messages: u64,
+        #[arg(long)]
+        port: u16,
+    },
+}
+
+/// Runs one.
+pub fn workload(what: &Workload) -> Result<bool> {
+    match *what {
+        Workload::BenchWorkload { connections, size, burst, segments } => {
+            let workload = baton_lab::datapath::Workload { connections, size, burst };
+            baton_lab::datapath::run_workload(workload, segments).map(|_| true)
+        }
+        Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+    }
+}

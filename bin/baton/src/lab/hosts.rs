@@ -1,0 +1,112 @@
+//! `baton hosts`: two hosts and a Baton, for a program of the user's.
+
+use super::workers::WorkerArguments;
+use anyhow::{Context, Result, anyhow, bail};
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_linux::process;
+use baton_offloads::Offloads;
+use clap::Args;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+#[derive(Args)]
+pub struct HostsArguments {
+    /// A shell command to run on the second host meanwhile; it is ended when the first is done.
+    #[arg(long, value_name = "COMMAND")]
+    peer: Option<String>,
+    /// MTU of both hosts.
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
+    mtu: u32,
+    #[command(flatten)]
+    workers: WorkerArguments,
+    /// A setting of the NIC's, as `baton nic set` takes it; several times if need be.
+    #[arg(long = "nic", value_name = "KEY=VALUE")]
+    settings: Vec<String>,
+    /// A file with such settings in a table `[nic]`; those of the command line come after.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The program to run on the first host, with BATON_SOCKET in its environment; a shell if there is none.
+    #[arg(last = true)]
+    command: Vec<std::ffi::OsString>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    #[serde(default)]
+    nic: BTreeMap<String, toml::Value>,
+}
+
+/// What the NIC does for the kernel's own connections: of the file, then of the command line.
+fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
+    let mut offloads = Offloads::default();
+    if let Some(path) = &arguments.config {
+        let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        let config: Config = toml::from_str(&text).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+        for (key, value) in config.nic {
+            let value = match value {
+                toml::Value::String(text) => text,
+                toml::Value::Boolean(on) => if on { "on" } else { "off" }.into(),
+                other => other.to_string(),
+            };
+            offloads.set(&format!("{key}={value}")).map_err(|why| anyhow!("{}: {why}", path.display()))?;
+        }
+    }
+    for assignment in &arguments.settings {
+        offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
+    }
+    Ok(offloads)
+}
+
+/// Runs the program; its exit status.
+pub fn run(arguments: &HostsArguments) -> Result<u8> {
+    let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
+    arguments.workers.apply(&mut settings);
+    settings.offloads = offloads(arguments)?;
+    let queues = usize::from(settings.offloads.rss.queues);
+    if queues > settings.workers {
+        bail!("queues={queues}: there are {} workers; see --workers", settings.workers);
+    }
+    let bed = Testbed::new(&settings)?;
+    let shell = std::env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
+    let command = if arguments.command.is_empty() { vec![shell] } else { arguments.command.clone() };
+    if std::io::stderr().is_terminal() {
+        eprintln!(
+            "host A (here): {} {}, Baton's agent at {}\nhost B: {} {}",
+            address_a(false),
+            address_a(true),
+            bed.socket().display(),
+            address_b(false),
+            address_b(true)
+        );
+    }
+    let environment = |command: &mut Command| {
+        command.env("BATON_SOCKET", bed.socket()).env("BATON_A", address_a(false).to_string());
+        command.env("BATON_B", address_b(false).to_string());
+    };
+    let mut peer = None;
+    if let Some(text) = &arguments.peer {
+        let mut command = Command::new("/bin/sh");
+        command.arg("-c").arg(text);
+        environment(&mut command);
+        process::inherit(&mut command, &[], true);
+        command.process_group(0);
+        peer = Some(bed.host_b.spawn(&mut command).context("starting the peer's command")?);
+    }
+    let mut program = Command::new(&command[0]);
+    program.args(&command[1..]);
+    environment(&mut program);
+    let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
+    // Ctrl-C is the program's: what ends here is ended after it.
+    let _signals = process::hear_signals(&[libc::SIGINT, libc::SIGQUIT])?;
+    let status = child.wait()?;
+    if let Some(mut peer) = peer {
+        let _ = process::signal_group(peer.id(), libc::SIGKILL);
+        let _ = peer.wait();
+    }
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}

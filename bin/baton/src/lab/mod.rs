@@ -1,0 +1,163 @@
+//! The commands that are test beds, loads and measurements. Nothing else of this program uses the lab.
+
+pub mod bench;
+pub mod hosts;
+pub mod soak;
+mod workers;
+
+use anyhow::{Result, bail};
+use baton_lab::equations::{self, Load};
+use baton_lab::ntttcp::{self, NtttcpSettings};
+use clap::{Args, Subcommand};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+pub const NTTTCP_EXAMPLES: &str = "Examples:
+  baton ntttcp receive -P 8                      # on one machine
+  baton ntttcp send 10.0.0.1 -P 8 -l 65536       # on the other
+  baton hosts --peer 'baton ntttcp send $BATON_A' -- sh -c 'baton nic set lro=reorder; baton ntttcp receive --nic'";
+
+#[derive(Subcommand)]
+pub enum Ntttcp {
+    /// Waits for a sender, and receives.
+    Receive {
+        /// Where to listen; everywhere if not said.
+        #[arg(long)]
+        listen: Option<IpAddr>,
+        #[command(flatten)]
+        how: How,
+    },
+    /// Sends to a receiver.
+    Send {
+        /// Where that is.
+        address: IpAddr,
+        #[command(flatten)]
+        how: How,
+    },
+}
+
+#[derive(Args)]
+pub struct How {
+    /// Connections; the same on both sides.
+    #[arg(short = 'P', long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    connections: u16,
+    /// Bytes of each send and receive.
+    #[arg(short, long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
+    length: u32,
+    /// Seconds that count.
+    #[arg(short = 't', long, default_value_t = 10.0)]
+    seconds: f64,
+    /// Seconds before them.
+    #[arg(short, long, default_value_t = 1.0)]
+    warming: f64,
+    #[arg(long, default_value_t = 5001)]
+    port: u16,
+    /// Count the interrupts of the Baton whose agent listens at BATON_SOCKET.
+    #[arg(long)]
+    nic: bool,
+    /// Where that agent listens.
+    #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
+    socket: PathBuf,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn ntttcp(command: &Ntttcp) -> Result<bool> {
+    let (Ntttcp::Receive { how, .. } | Ntttcp::Send { how, .. }) = command;
+    if !(how.seconds > 0.0 && how.seconds < 1e6 && how.warming >= 0.0 && how.warming < 1e6) {
+        bail!("seconds have to be more than nothing");
+    }
+    let settings = NtttcpSettings {
+        connections: how.connections.into(),
+        length: how.length as usize,
+        seconds: how.seconds,
+        warming: how.warming,
+    };
+    let nic = how.nic.then_some(how.socket.as_path());
+    let report = match command {
+        Ntttcp::Receive { listen, .. } => {
+            let address = SocketAddr::new(listen.unwrap_or(Ipv6Addr::UNSPECIFIED.into()), how.port);
+            ntttcp::receive(&settings, address, nic)?
+        }
+        Ntttcp::Send { address, .. } => ntttcp::send(&settings, SocketAddr::new(*address, how.port), nic)?,
+    };
+    if how.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        print!("{}", ntttcp::table(&report));
+    }
+    Ok(true)
+}
+
+#[derive(Subcommand)]
+pub enum Lab {
+    /// What interrupts a card needs and what they cost: the three equations of "Mainstream NUMA and the TCP/IP stack", with the paper's
+    /// numbers, this machine's, and yours.
+    #[command(
+        after_help = "Examples:\n  baton lab equations\n  baton lab equations --paper-only --packet 1500 --per-interrupt 16 --path 20000"
+    )]
+    Equations {
+        /// Bytes per second of your own load.
+        #[arg(long, default_value_t = 1e9)]
+        throughput: f64,
+        /// Bytes of a packet.
+        #[arg(long, default_value_t = 1000.0)]
+        packet: f64,
+        /// Share of packets that are received.
+        #[arg(long, default_value_t = 0.5)]
+        received: f64,
+        /// Packets for each interrupt.
+        #[arg(long, default_value_t = 1.0)]
+        per_interrupt: f64,
+        /// Cycles of an interrupt, all halves together: calculates your own load.
+        #[arg(long)]
+        path: Option<f64>,
+        /// Measure nothing here.
+        #[arg(long)]
+        paper_only: bool,
+        /// Print one JSON array.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+pub fn run(command: &Lab) -> Result<bool> {
+    let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command;
+    if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
+        bail!("throughput, packet, share and packets per interrupt have to be more than nothing");
+    }
+    let mut loads = equations::of_the_paper().to_vec();
+    if let Some(path) = path {
+        let (throughput, packet, received, per_interrupt) = (*throughput, *packet, *received, *per_interrupt);
+        let name = "yours".into();
+        loads.push(Load { name, throughput, packet, received, per_interrupt, path: *path, unit: "cycles" });
+    }
+    if !paper_only {
+        baton_linux::namespace::become_root_if_needed()?;
+        loads.extend(equations::of_this_machine()?);
+    }
+    if *json {
+        let list: Vec<serde_json::Value> = loads
+            .iter()
+            .map(|load| serde_json::json!({ "load": load, "interrupts": load.interrupts(), "cost": load.cost() }))
+            .collect();
+        println!("{}", serde_json::Value::from(list));
+    } else {
+        loads.iter().for_each(|load| println!("{}", equations::line(load)));
+    }
+    Ok(true)
+}
+
+/// `baton demo`. False if a byte was wrong or a connection broke.
+pub fn demo(output: &Path) -> Result<bool> {
+    let report = baton_lab::demo::run(output)?;
+    print!("{}", baton_lab::demo::table(&report));
+    println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
+    Ok(report.failures.is_empty())
+}
+
+/// `baton options`.
+pub fn options() {
+    print!("{}", baton_lab::options::markdown());
+}

@@ -1,0 +1,121 @@
+//! `baton soak`: connections that move at random moments through a faulty link, every byte checked.
+
+use anyhow::Result;
+use baton_lab::soak::{self, SoakSettings};
+use baton_lab::testbed::TestbedSettings;
+use baton_protocol::nic::LinkSettings;
+use clap::Args;
+
+#[derive(Args)]
+pub struct SoakArguments {
+    /// Connections between the two hosts.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4000))]
+    connections: u32,
+    #[command(flatten)]
+    workers: super::workers::WorkerArguments,
+    /// Moves to make, out and back counted each.
+    #[arg(long, default_value_t = 1000)]
+    moves: u64,
+    /// Seed of every random choice.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Frames lost each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    loss: f64,
+    /// Frames held back each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    reorder: f64,
+    /// Frames doubled each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    duplicate: f64,
+    /// Frames damaged each way, in percent.
+    #[arg(long, default_value_t = 0.0, value_parser = percent)]
+    corrupt: f64,
+    /// One-way delay in milliseconds.
+    #[arg(long, default_value_t = 0.0)]
+    delay: f64,
+    /// Use IPv6.
+    #[arg(long)]
+    ipv6: bool,
+    /// Kill the NIC this many times, at random moments.
+    #[arg(long, default_value_t = 0)]
+    kill_nic: u32,
+    /// Kill the agent, and with it the NIC, so many times.
+    #[arg(long, default_value_t = 0)]
+    kill_agent: u32,
+    /// MTU of the link, 576 to 9000.
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
+    mtu: u32,
+    /// Frames that come during a move are dropped instead of kept for the connection's next owner.
+    #[arg(long)]
+    drop_during_moves: bool,
+    /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
+    #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
+    beside: bool,
+    /// Host A's firewall drops what its connection tracker finds invalid.
+    #[arg(long)]
+    firewall: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if (0.0..=100.0).contains(&value) => Ok(value),
+        _ => Err("a percentage from 0 to 100 is wanted".into()),
+    }
+}
+
+fn ppm(percent: f64) -> u32 {
+    (percent * 10_000.0).round() as u32
+}
+
+/// Rules that drop what the connection tracker finds invalid, as many hosts have them.
+const STATEFUL_RULES: &str =
+    "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
+  chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }
+}\n";
+
+/// `baton soak`. False if a byte was wrong or a connection broke.
+pub fn run(arguments: &SoakArguments) -> Result<bool> {
+    let delay = (arguments.delay * 1000.0) as u64;
+    let link = LinkSettings {
+        delay,
+        loss: ppm(arguments.loss),
+        reorder: ppm(arguments.reorder),
+        hold: (delay / 2).max(200),
+        duplicate: ppm(arguments.duplicate),
+        corrupt: ppm(arguments.corrupt),
+        seed: arguments.seed,
+        ..LinkSettings::default()
+    };
+    let impaired = arguments.delay + arguments.loss + arguments.reorder + arguments.duplicate + arguments.corrupt > 0.0;
+    let mut bed = TestbedSettings {
+        mtu: arguments.mtu,
+        link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
+        seed: arguments.seed,
+        drop_during_moves: arguments.drop_during_moves,
+        beside: arguments.beside,
+        firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
+        ..TestbedSettings::default()
+    };
+    arguments.workers.apply(&mut bed);
+    let settings = SoakSettings {
+        connections: arguments.connections as usize,
+        moves: arguments.moves,
+        seed: arguments.seed,
+        ipv6: arguments.ipv6,
+        kill_nic: arguments.kill_nic,
+        kill_agent: arguments.kill_agent,
+        bed,
+        progress: !arguments.json,
+    };
+    let report = soak::run(&settings)?;
+    if arguments.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    }
+    Ok(report.is_clean())
+}

@@ -1,0 +1,105 @@
+//! A tool's connection to an agent: requests and answers one at a time, and the lists that need several.
+
+use anyhow::{Context, Result, bail};
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+
+/// A tool that asks an agent. It has no session.
+pub struct Tool {
+    channel: Channel,
+    tag: u32,
+}
+
+impl Tool {
+    /// Connects to the agent at a path.
+    ///
+    /// # Errors
+    /// If nobody listens there.
+    pub fn connect(path: &Path) -> Result<Tool> {
+        let channel = Channel::connect(path).with_context(|| {
+            format!("no agent at {}; is Baton running, and is that the path that it listens at (BATON_SOCKET)?", path.display())
+        })?;
+        Ok(Tool { channel, tag: 0 })
+    }
+
+    /// Sends a request whose answer is taken later, and returns its tag.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn send(&mut self, body: Ask) -> Result<u32> {
+        self.send_with(body, &[])
+    }
+
+    fn send_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<u32> {
+        self.tag = self.tag.wrapping_add(1);
+        self.channel.send(&Request { tag: self.tag, body }, descriptors)?;
+        Ok(self.tag)
+    }
+
+    /// The next answer, waiting for it.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn receive(&mut self) -> Result<Answer> {
+        loop {
+            let answer = self.channel.receive::<Answer>()?.0;
+            if !matches!(answer.body, Reply::Restarted { .. }) {
+                return Ok(answer);
+            }
+        }
+    }
+
+    /// Asks and waits.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn ask(&mut self, body: Ask) -> Result<Reply> {
+        self.ask_with(body, &[])
+    }
+
+    /// As [`Tool::ask`], with descriptors that come along.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
+        let mut tag = self.send_with(body.clone(), descriptors)?;
+        loop {
+            let answer = self.channel.receive::<Answer>()?.0;
+            match answer.body {
+                // The question may have died with the agent; an answer that comes all the same is not waited for.
+                Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,
+                body if answer.tag == tag => return Ok(body),
+                _ => {}
+            }
+        }
+    }
+
+    /// Every connection that the agent knows.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn connections(&mut self) -> Result<Vec<ConnectionInfo>> {
+        let mut all: Vec<ConnectionInfo> = Vec::new();
+        loop {
+            let from = all.last().map_or((0, 0), |last| (last.session, last.connection + 1));
+            match self.ask(Ask::List { from })? {
+                Reply::Connections(list) if list.is_empty() => return Ok(all),
+                Reply::Connections(list) => all.extend(list),
+                other => bail!("the agent's answer makes no sense: {other:?}"),
+            }
+        }
+    }
+
+    /// The agent's and the NIC's counters.
+    ///
+    /// # Errors
+    /// If the agent is gone.
+    pub fn statistics(&mut self) -> Result<Statistics> {
+        match self.ask(Ask::Statistics)? {
+            Reply::Statistics(statistics) => Ok(*statistics),
+            other => bail!("not statistics: {other:?}"),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! From the kernel: a connection's numbers, then its queues, then the purge that leaves a shell.
+
+use crate::examine::Stay;
+use crate::shell::{self, Queue, Saved};
+use baton_image::{Image, State};
+use baton_linux::socket::{self, Pieces};
+use baton_linux::tcp_info::{self, TcpInfo};
+use baton_wire::Flow;
+use baton_wire::frame::Link;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+const TCP_REPAIR_WINDOW: i32 = 29;
+const TCP_TIMESTAMP: i32 = 24;
+
+/// A connection in repair mode whose numbers have been read.
+pub struct Exporter<'a> {
+    fd: BorrowedFd<'a>,
+    image: Image,
+    local: SocketAddr,
+    peer: SocketAddr,
+    write_seq: u32,
+    saved: Saved,
+}
+
+trait Step<T> {
+    fn step(self, name: &'static str) -> Result<T, Stay>;
+}
+
+impl<T> Step<T> for io::Result<T> {
+    fn step(self, name: &'static str) -> Result<T, Stay> {
+        self.map_err(|error| Stay::System(name, error))
+    }
+}
+
+/// Settings that the image caches.
+struct Options {
+    nodelay: bool,
+    cork: bool,
+    idle: u32,
+    interval: u32,
+    count: u32,
+    user_timeout: u32,
+}
+
+fn options(fd: BorrowedFd<'_>) -> io::Result<Options> {
+    let tcp = |option| socket::get(fd, libc::IPPROTO_TCP, option);
+    Ok(Options {
+        nodelay: tcp(libc::TCP_NODELAY)? != 0,
+        cork: tcp(libc::TCP_CORK)? != 0,
+        idle: tcp(libc::TCP_KEEPIDLE)? as u32,
+        interval: tcp(libc::TCP_KEEPINTVL)? as u32,
+        count: tcp(libc::TCP_KEEPCNT)? as u32,
+        user_timeout: tcp(libc::TCP_USER_TIMEOUT)? as u32,
+    })
+}
+
+/// The TTL and class that the socket's packets carry.
+///
+/// # Errors
+/// The system's.
+pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
+    let (ttl, tos) = if v4 {
+        (socket::get(fd, libc::IPPROTO_IP, libc::IP_TTL)?, socket::get(fd, libc::IPPROTO_IP, libc::IP_TOS)?)
+    } else {
+        let hops = socket::get(fd, libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS)?;
+        (hops, socket::get(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS)?)
+    };
+    Ok((if ttl <= 0 { 64 } else { ttl as u8 }, tos.max(0) as u8))
+}
+
+impl<'a> Exporter<'a> {
+    /// Makes the socket deaf, enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen.
+    /// `saved` was read from the socket before. On an error the socket is as it was.
+    ///
+    /// # Errors
+    /// Why the connection stays.
+    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+        let exporter = Self::read(fd, flow, link, saved);
+        if exporter.is_err() {
+            let _ = undo(fd, saved);
+        }
+        exporter
+    }
+
+    fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+        // Segments that the kernel was given before the steal may still wait for its receive thread: the NIC has copies of them.
+        shell::deafen(fd).step("SO_ATTACH_FILTER")?;
+        shell::repair(fd, true).step("TCP_REPAIR")?;
+        let read = read_image(fd, flow, link, saved);
+        let again = read_image(fd, flow, link, saved);
+        read.and_then(|(image, write_seq)| {
+            let (second, second_write) = again?;
+            let moved = (image.snd_una, image.rcv_nxt, image.unread) != (second.snd_una, second.rcv_nxt, second.unread);
+            if moved || write_seq != second_write {
+                return Err(Stay::Busy);
+            }
+            let local = socket::local_address(fd).step("getsockname")?;
+            let peer = socket::peer_address(fd).step("getpeername")?;
+            Ok(Exporter { fd, image, local, peer, write_seq, saved: saved.clone() })
+        })
+    }
+
+    /// What was read.
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as the image says.
+    ///
+    /// # Errors
+    /// Why the connection stays; the caller then calls [`Exporter::abandon`].
+    pub fn copy_queues(&self, unread: &Pieces<'_>, unacknowledged: &Pieces<'_>) -> Result<(), Stay> {
+        for (queue, pieces, name) in [(Queue::Receive, unread, "receive queue"), (Queue::Send, unacknowledged, "send queue")] {
+            if pieces.length() == 0 {
+                continue;
+            }
+            shell::select(self.fd, queue).step("TCP_REPAIR_QUEUE")?;
+            let got = socket::receive_pieces(self.fd, pieces, libc::MSG_PEEK | libc::MSG_DONTWAIT).step(name)?;
+            if got > pieces.length() {
+                self.copy_tail(pieces, got).step(name)?;
+            } else if got < pieces.length() {
+                return Err(Stay::System(name, io::ErrorKind::UnexpectedEof.into()));
+            }
+        }
+        shell::select(self.fd, Queue::None).step("TCP_REPAIR_QUEUE")
+    }
+
+    /// The kernel keeps a segment whole until all of it is acknowledged, and then shows the acknowledged front of it, too. What
+    /// counts are the last bytes.
+    fn copy_tail(&self, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
+        let mut all = vec![0u8; shown];
+        // SAFETY: the pointer and length describe `all`.
+        let got = socket::check_size(unsafe {
+            libc::recv(self.fd.as_raw_fd(), all.as_mut_ptr().cast(), shown, libc::MSG_PEEK | libc::MSG_DONTWAIT)
+        })?;
+        if got != shown {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        pieces.write(&all[shown - pieces.length()..]);
+        Ok(())
+    }
+
+    /// Leaves repair mode; the connection goes on in the kernel.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn abandon(self) -> io::Result<()> {
+        undo(self.fd, &self.saved)
+    }
+
+    /// Purges the kernel's state: the socket becomes a shell. What must be put back later is returned.
+    ///
+    /// # Errors
+    /// If the kernel refuses a step; the connection must then be restored from its image at once.
+    pub fn purge(self) -> Result<Saved, (Saved, Stay)> {
+        let steps = || -> Result<(), Stay> {
+            socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
+            shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
+            self.saved.remember(self.fd);
+            // The shell stays in repair mode, which forces reuse of its port: who asks the socket, or binds the port, finds what was there.
+            self.saved.write_reuse(self.fd).step("SO_REUSEADDR")
+        };
+        match steps() {
+            Ok(()) => Ok(self.saved),
+            Err(stay) => Err((self.saved, stay)),
+        }
+    }
+}
+
+/// The connection hears and speaks again, in the kernel.
+///
+/// # Errors
+/// The system's.
+pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+    shell::hear(fd, saved)?;
+    shell::repair(fd, false)?;
+    saved.write(fd)
+}
+
+fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Stay> {
+    let info = TcpInfo::read(fd).step("TCP_INFO")?;
+    // It may have come since the connection was examined.
+    crate::examine::check_urgent(fd)?;
+    let state = State::from_number(info.state).ok_or(Stay::State(crate::examine::state_name(info.state)))?;
+    let options = options(fd).step("getsockopt")?;
+    shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
+    let write_seq = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+    let queued = socket::queue_bytes(fd, socket::SIOCOUTQ).step("SIOCOUTQ")?;
+    let unsent = socket::queue_bytes(fd, socket::SIOCOUTQNSD).step("SIOCOUTQNSD")?;
+    shell::select(fd, Queue::Receive).step("TCP_REPAIR_QUEUE")?;
+    let rcv_nxt = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+    let unread = socket::queue_bytes(fd, socket::SIOCINQ).step("SIOCINQ")?;
+    shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
+    let window = read_window(fd)?;
+    let timestamps = info.options & tcp_info::OPTION_TIMESTAMPS != 0;
+    let ts_clock = if timestamps { socket::get(fd, libc::IPPROTO_TCP, TCP_TIMESTAMP).step("TCP_TIMESTAMP")? as u32 } else { 0 };
+    if timestamps && info.options & tcp_info::OPTION_MICROSECONDS != 0 {
+        return Err(Stay::MicrosecondClock);
+    }
+    // From Linux 6.7 on the kernel clears the lowest bit of what it tells: a segment may have carried one more.
+    let ts_clock = ts_clock.wrapping_add(1);
+    let fin = u32::from(state.fin_queued());
+    let image = Image {
+        flow,
+        snd_wscale: info.snd_wscale,
+        rcv_wscale: info.rcv_wscale,
+        sack: info.options & tcp_info::OPTION_SACK != 0,
+        timestamps,
+        ecn: info.options & tcp_info::OPTION_ECN != 0,
+        mss: (info.snd_mss + if timestamps { 12 } else { 0 }).min(65535) as u16,
+        link,
+        mtu: info.pmtu.max(68),
+        nodelay: options.nodelay,
+        cork: options.cork,
+        keepalive: saved.keepalive(),
+        keepalive_idle: options.idle,
+        keepalive_interval: options.interval,
+        keepalive_count: options.count,
+        user_timeout: options.user_timeout,
+        state,
+        snd_una: write_seq.wrapping_sub(queued),
+        snd_nxt: write_seq.wrapping_sub(unsent),
+        snd_end: write_seq.wrapping_sub(fin),
+        snd_wnd: window[1],
+        snd_wl1: window[0],
+        max_window: window[2].max(window[1]),
+        rcv_nxt,
+        rcv_adv: window[4].wrapping_add(window[3]),
+        unread,
+        ts_recent: 0,
+        ts_clock,
+        cwnd: info.snd_cwnd,
+        ssthresh: info.snd_ssthresh,
+        srtt: info.rtt,
+        rttvar: info.rttvar / 4,
+        min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
+        reordering_seen: info.reord_seen > 0,
+    };
+    image.check().map_err(|_| Stay::Busy)?;
+    Ok((image, write_seq))
+}
+
+/// {snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup}.
+fn read_window(fd: BorrowedFd<'_>) -> Result<[u32; 5], Stay> {
+    let mut raw = [0u8; 20];
+    socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &mut raw).step("TCP_REPAIR_WINDOW")?;
+    Ok(std::array::from_fn(|at| u32::from_ne_bytes([raw[4 * at], raw[4 * at + 1], raw[4 * at + 2], raw[4 * at + 3]])))
+}

@@ -1,0 +1,198 @@
+//! Back into the kernel, on the same descriptor.
+
+use crate::shell::{self, Queue, Saved};
+use baton_image::Image;
+use baton_linux::socket::{self, Pieces};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+
+const TCP_REPAIR_OPTIONS: i32 = 22;
+const TCP_TIMESTAMP: i32 = 24;
+const TCP_REPAIR_WINDOW: i32 = 29;
+const SO_BUF_LOCK: i32 = 72;
+
+/// A failed step of a restore.
+#[derive(Debug, thiserror::Error)]
+#[error("{step}: {error}")]
+pub struct ImportError {
+    /// The call that failed.
+    pub step: &'static str,
+    /// What the kernel said.
+    pub error: io::Error,
+}
+
+trait Step<T> {
+    fn step(self, step: &'static str) -> Result<T, ImportError>;
+}
+
+impl<T> Step<T> for io::Result<T> {
+    fn step(self, step: &'static str) -> Result<T, ImportError> {
+        self.map_err(|error| ImportError { step, error })
+    }
+}
+
+/// A connection that is in the kernel again, but does not speak yet.
+pub struct Importer<'a> {
+    fd: BorrowedFd<'a>,
+    image: Image,
+    unsent: Pieces<'a>,
+    saved: Saved,
+}
+
+impl<'a> Importer<'a> {
+    /// Makes the shell a connection again: numbers, options, unread bytes, bytes in flight. Afterwards it hears; frames may flow,
+    /// then [`Importer::finish`] lets it speak.
+    ///
+    /// # Errors
+    /// The step that the kernel refused.
+    pub fn begin(
+        fd: BorrowedFd<'a>,
+        image: &Image,
+        local: SocketAddr,
+        peer: SocketAddr,
+        unread: &Pieces<'_>,
+        unacknowledged: &Pieces<'a>,
+        saved: &Saved,
+    ) -> Result<Importer<'a>, ImportError> {
+        let saved = &saved.with_reuse_of_shell(fd);
+        shell::repair(fd, true).step("TCP_REPAIR")?;
+        // FINs are not restored: the peer's is replayed to the kernel, ours is sent again by shutdown.
+        let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
+        let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
+        let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
+        // IPv6 works the segment size out when it connects, and has no other occasion to be told.
+        let mss = (!image.flow.is_v4()).then_some(image.mss);
+        shell::reassociate(fd, local, peer, snd_start, first_unread, mss).step("reconnect")?;
+        write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
+        make_room(fd, unread.length(), libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, 2).step("SO_RCVBUFFORCE")?;
+        make_room(fd, unacknowledged.length(), libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 1).step("SO_SNDBUFFORCE")?;
+        refill(fd, Queue::Receive, unread).step("receive queue")?;
+        let sent = image.snd_nxt.wrapping_sub(snd_start).min(unacknowledged.length() as u32) as usize;
+        refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
+        count_as_sent(fd).step("send queue")?;
+        shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
+        write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
+        if image.flow.is_v4() {
+            // The segment size is worked out anew when IP options change: setting none does it.
+            let _ = socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[]);
+        }
+        saved.remember(fd);
+        shell::hear(fd, saved).step("SO_DETACH_FILTER")?;
+        Ok(Importer { fd, image: *image, unsent: unacknowledged.skip(sent), saved: saved.clone() })
+    }
+
+    /// Leaves repair mode, sends what was unsent, closes what was closed.
+    ///
+    /// # Errors
+    /// The step that the kernel refused.
+    pub fn finish(self) -> Result<(), ImportError> {
+        shell::repair(self.fd, false).step("TCP_REPAIR")?;
+        self.saved.write(self.fd).step("SO_REUSEADDR")?;
+        let mut unsent = self.unsent;
+        while unsent.length() > 0 {
+            let sent = match socket::send_pieces(self.fd, &unsent, libc::MSG_DONTWAIT) {
+                Ok(sent) => sent,
+                // The peer has reset the connection meanwhile: what it means the socket tells the program, as ever.
+                Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => return Ok(()),
+                Err(error) => return Err(ImportError { step: "unsent data", error }),
+            };
+            unsent = unsent.skip(sent);
+        }
+        if self.image.state.fin_queued() {
+            match socket::shutdown_write(self.fd) {
+                // The peer has reset it, or acknowledged our FIN and closed, meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotConnected => {}
+                other => other.step("shutdown")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Does what [`Importer::finish`] had not done when its process died, as far as the socket itself shows.
+///
+/// # Errors
+/// The step that the kernel refused.
+pub fn speak_on(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
+    shell::repair(fd, true).step("TCP_REPAIR")?;
+    shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
+    let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+    shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
+    let done = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
+    Importer { fd, image: *image, unsent: unacknowledged.skip(done), saved: saved.clone() }.finish()
+}
+
+fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
+    let mut raw = Vec::with_capacity(32);
+    let mut option = |code: u32, value: u32| {
+        raw.extend_from_slice(&code.to_ne_bytes());
+        raw.extend_from_slice(&value.to_ne_bytes());
+    };
+    option(2, u32::from(image.mss));
+    if image.snd_wscale != 0 || image.rcv_wscale != 0 {
+        option(3, u32::from(image.rcv_wscale) << 16 | u32::from(image.snd_wscale));
+    }
+    if image.sack {
+        option(4, 0);
+    }
+    if image.timestamps {
+        option(8, 0);
+    }
+    socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_OPTIONS, &raw)?;
+    if image.timestamps {
+        // Bit 0 would select the microsecond clock; the next even value keeps the clock from running back.
+        let clock = image.ts_clock.wrapping_add(1) & !1;
+        socket::set(fd, libc::IPPROTO_TCP, TCP_TIMESTAMP, clock as i32)?;
+    }
+    Ok(())
+}
+
+fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<()> {
+    let edge = image.rcv_adv.wrapping_sub(rcv_nxt);
+    let words = [image.snd_wl1, image.snd_wnd, image.max_window.max(image.snd_wnd), edge, rcv_nxt];
+    let raw: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)
+}
+
+/// Enlarges a buffer that is too small for what has to go in, and leaves its lock as it was. `factor`: bytes of buffer a byte may cost.
+fn make_room(fd: BorrowedFd<'_>, bytes: usize, option: i32, force: i32, factor: usize) -> io::Result<()> {
+    let size = socket::get(fd, libc::SOL_SOCKET, option)?.max(0) as usize;
+    // A queue's bookkeeping counts against the buffer, too.
+    let wanted = bytes * factor + bytes / 2 + 4096;
+    if bytes == 0 || wanted <= size / 2 {
+        return Ok(());
+    }
+    let lock = socket::get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
+    socket::set(fd, libc::SOL_SOCKET, force, wanted as i32)?;
+    socket::set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, lock)
+}
+
+/// Everything in the send queue was sent before, and must count so: an acknowledgement of more than the kernel knows to be sent would
+/// be ignored for ever. While frames of the socket still wait at its device, autocorking leaves the end of the queue uncounted;
+/// TCP_NODELAY pushes it.
+fn count_as_sent(fd: BorrowedFd<'_>) -> io::Result<()> {
+    if socket::queue_bytes(fd, socket::SIOCOUTQNSD)? == 0 {
+        return Ok(());
+    }
+    let nodelay = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY)?;
+    socket::set(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)?;
+    socket::set(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, nodelay)?;
+    match socket::queue_bytes(fd, socket::SIOCOUTQNSD)? {
+        0 => Ok(()),
+        left => Err(io::Error::other(format!("{left} bytes in flight count as unsent"))),
+    }
+}
+
+fn refill(fd: BorrowedFd<'_>, queue: Queue, pieces: &Pieces<'_>) -> io::Result<()> {
+    let mut left = *pieces;
+    if left.length() == 0 {
+        return Ok(());
+    }
+    shell::select(fd, queue)?;
+    while left.length() > 0 {
+        let sent = socket::send_pieces(fd, &left, libc::MSG_DONTWAIT)?;
+        left = left.skip(sent);
+    }
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! The shell: the kernel's socket while the NIC owns its connection. Established, empty, on the same descriptor; deaf, and without
+//! timers that could speak.
+
+use baton_linux::socket::{self, check};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+const TCP_REPAIR: i32 = 19;
+const TCP_REPAIR_QUEUE: i32 = 20;
+const TCP_QUEUE_SEQ: i32 = 21;
+const IP_LOCAL_PORT_RANGE: i32 = 51;
+const IP_PROTOCOL: i32 = 52;
+
+/// Queues that repair mode can point at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(i32)]
+pub(crate) enum Queue {
+    None = 0,
+    Receive = 1,
+    Send = 2,
+}
+
+pub(crate) fn repair(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, i32::from(on))
+}
+
+pub(crate) fn select(fd: BorrowedFd<'_>, queue: Queue) -> io::Result<()> {
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR_QUEUE, queue as i32)
+}
+
+pub(crate) fn queue_seq(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    socket::get(fd, libc::IPPROTO_TCP, TCP_QUEUE_SEQ).map(|seq| seq as u32)
+}
+
+pub(crate) fn set_queue_seq(fd: BorrowedFd<'_>, queue: Queue, seq: u32) -> io::Result<()> {
+    select(fd, queue)?;
+    socket::set(fd, libc::IPPROTO_TCP, TCP_QUEUE_SEQ, seq as i32)
+}
+
+/// Options that a disconnect resets: SO_PEEK_OFF, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US.
+const FORGOTTEN: [(i32, i32); 4] = [(1, 42), (6, 10), (6, 45), (6, 46)];
+
+/// What a move changes on the socket for a while and must put back.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct Saved {
+    /// SO_REUSEADDR, which repair mode forces.
+    reuse: i32,
+    /// SO_KEEPALIVE, off on a shell.
+    keepalive: i32,
+    /// The program's own socket filter, as raw instructions.
+    filter: Vec<u8>,
+    /// What a disconnect forgets: level, option, value.
+    forgotten: Vec<(i32, i32, i32)>,
+}
+
+impl Saved {
+    /// Reads the settings before a move.
+    ///
+    /// # Errors
+    /// The system's; a filter that cannot be read is one.
+    pub fn read(fd: BorrowedFd<'_>) -> io::Result<Saved> {
+        Ok(Saved {
+            reuse: socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?,
+            keepalive: socket::get(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE)?,
+            filter: read_filter(fd)?,
+            forgotten: FORGOTTEN
+                .iter()
+                .filter_map(|(level, option)| Some((*level, *option, socket::get(fd, *level, *option).ok()?)))
+                .collect(),
+        })
+    }
+
+    /// Whether the program wants keep-alive probes.
+    pub fn keepalive(&self) -> bool {
+        self.keepalive != 0
+    }
+
+    /// The same with another SO_KEEPALIVE: the program may have set it while the NIC had the connection.
+    #[must_use]
+    pub fn with_keepalive(&self, on: bool) -> Saved {
+        Saved { keepalive: i32::from(on), ..self.clone() }
+    }
+
+    /// The same with the SO_REUSEADDR that the shell has: the program may have set it while the NIC had the connection. Repair mode's own
+    /// value, 2, and that of a socket outside of repair mode, which forgets it, are not the program's.
+    #[must_use]
+    pub(crate) fn with_reuse_of_shell(&self, fd: BorrowedFd<'_>) -> Saved {
+        let in_repair = socket::get(fd, libc::IPPROTO_TCP, TCP_REPAIR).is_ok_and(|repair| repair == 1);
+        match socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR) {
+            Ok(reuse @ 0..=1) if in_repair => Saved { reuse, ..self.clone() },
+            _ => self.clone(),
+        }
+    }
+
+    /// Puts back what a disconnect has forgotten. What is as it was is not touched.
+    pub(crate) fn remember(&self, fd: BorrowedFd<'_>) {
+        for (level, option, value) in &self.forgotten {
+            if socket::get(fd, *level, *option).is_ok_and(|now| now != *value) {
+                // A value that the kernel gave can be set; if not, the default stands.
+                let _ = socket::set(fd, *level, *option, *value);
+            }
+        }
+    }
+
+    /// Puts SO_REUSEADDR back, also on a shell, which stays in repair mode.
+    pub(crate) fn write_reuse(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)
+    }
+
+    /// Puts the settings back, but for the filter, which [`hear`] does.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.write_reuse(fd)?;
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, self.keepalive)
+    }
+}
+
+/// SO_GET_FILTER counts in instructions of eight bytes.
+fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let mut count: libc::socklen_t = 0;
+    // SAFETY: asking for the count alone writes no filter.
+    check(unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, std::ptr::null_mut(), &mut count)
+    })?;
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let mut filter = vec![0u8; count as usize * 8];
+    // SAFETY: the buffer holds `count` instructions.
+    check(unsafe {
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, filter.as_mut_ptr().cast(), &mut count)
+    })?;
+    Ok(filter)
+}
+
+fn attach_filter(fd: BorrowedFd<'_>, instructions: &mut [libc::sock_filter]) -> io::Result<()> {
+    let program = libc::sock_fprog { len: instructions.len() as u16, filter: instructions.as_mut_ptr() };
+    // SAFETY: sock_fprog points at live instructions; the kernel copies them.
+    let done = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            (&raw const program).cast(),
+            size_of::<libc::sock_fprog>() as libc::socklen_t,
+        )
+    };
+    check(done).map(|_| ())
+}
+
+/// Makes a socket deaf: every segment is dropped before TCP sees it.
+///
+/// # Errors
+/// The system's.
+pub fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // BPF_RET | BPF_K, 0.
+    attach_filter(fd, &mut [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }])
+}
+
+/// Undoes [`deafen`]: the program's own filter, or none.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+    if saved.filter.is_empty() {
+        return match socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0) {
+            // It hears already.
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+            other => other,
+        };
+    }
+    let mut instructions: Vec<libc::sock_filter> = saved
+        .filter
+        .chunks_exact(8)
+        .map(|raw| libc::sock_filter {
+            code: u16::from_ne_bytes([raw[0], raw[1]]),
+            jt: raw[2],
+            jf: raw[3],
+            k: u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]),
+        })
+        .collect();
+    attach_filter(fd, &mut instructions)
+}
+
+/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so silently. `mss` is the
+/// peer's MSS option, if the segment size has to be worked out from it now.
+///
+/// # Errors
+/// The system's. The socket may then be closed: the caller checked route and source address before.
+pub(crate) fn reassociate(
+    fd: BorrowedFd<'_>,
+    local: SocketAddr,
+    peer: SocketAddr,
+    snd: u32,
+    rcv: u32,
+    mss: Option<u16>,
+) -> io::Result<()> {
+    let segment = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
+    dissolve(fd, snd, rcv)?;
+    // While closed, the socket shows the limit that the program has set, if it has.
+    let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
+    let limit = if shown == segment { 0 } else { shown };
+    if let Some(mss) = mss {
+        // TCP_MAXSEG takes no more, though loopback has larger segments.
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss.min(32_767)))?;
+    }
+    // Its name shows the port even when the socket no longer holds it; this shows the port that it holds.
+    let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));
+    let connected = !kept_port && connect_without_binding(fd, local, peer)?;
+    if !connected {
+        if !kept_port {
+            // The port belongs to a listener (an accepted connection): share it with that.
+            dissolve(fd, snd, rcv)?;
+            socket::bind(fd, local)?;
+        }
+        socket::connect(fd, peer)?;
+    }
+    if socket::local_address(fd)? != local {
+        return Err(io::Error::from_raw_os_error(libc::EADDRNOTAVAIL));
+    }
+    if mss.is_some() {
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, limit)?;
+    }
+    select(fd, Queue::None)
+}
+
+/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves repair mode. While
+/// this lasts the program must be kept out of the connection: in repair mode its calls would fail.
+///
+/// # Errors
+/// The system's.
+pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let reuse = socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
+    repair(fd, true)?;
+    repair(fd, false)?;
+    socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
+}
+
+/// Takes a shell out of repair mode, in which closing it leaves no trace: whoever watches its state then sees whether it was closed in
+/// order or reset. What it says is to be silenced by others.
+///
+/// # Errors
+/// The system's.
+pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
+    const WITHOUT_PROBE: i32 = -1;
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, WITHOUT_PROBE)
+}
+
+/// The connection has ended on the NIC: closes its shell in silence, so that nothing is sent when the descriptor is closed.
+///
+/// # Errors
+/// The system's.
+pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
+    repair(fd, true)?;
+    socket::disconnect(fd)?;
+    repair(fd, false)
+}
+
+fn dissolve(fd: BorrowedFd<'_>, snd: u32, rcv: u32) -> io::Result<()> {
+    socket::disconnect(fd)?;
+    set_queue_seq(fd, Queue::Send, snd)?;
+    set_queue_seq(fd, Queue::Receive, rcv)
+}
+
+/// A port that the program did not bind may be shared with connections to other peers: asks for it without binding, so that it stays
+/// so. Whether that gave the right port: one outside the host's ephemeral range is not to be had this way.
+fn connect_without_binding(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
+    let port = i32::from(local.port());
+    if socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, port << 16 | port).is_err() {
+        return Ok(false);
+    }
+    let connected = socket::connect(fd, peer);
+    let _ = socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, 0);
+    Ok(connected.is_ok() && socket::local_address(fd)? == local)
+}

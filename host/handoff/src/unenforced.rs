@@ -1,0 +1,53 @@
+//! Options of a socket that the NIC does not act on: a connection that uses one stays in the kernel, which does.
+
+use crate::examine::Stay;
+use baton_linux::socket;
+use std::os::fd::BorrowedFd;
+
+const SO_MAX_PACING_RATE: i32 = 47;
+const TCP_CONGESTION: i32 = 13;
+/// Both families' values of IP_MTU_DISCOVER that mean "never fragment, and follow the path MTU", which the NIC does.
+const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
+
+/// Options of which some values keep a connection in the kernel, by level and number: SO_MAX_PACING_RATE, IP_MTU_DISCOVER, IP_MINTTL,
+/// IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION.
+const OPTIONS: [(i32, i32); 6] = [(1, SO_MAX_PACING_RATE), (0, 10), (0, 21), (41, 23), (41, 73), (6, TCP_CONGESTION)];
+
+/// Whether some values of an option keep a connection in the kernel: one on the NIC goes back before such an option is set.
+pub fn may_keep_in_kernel(level: i32, option: i32) -> bool {
+    OPTIONS.contains(&(level, option))
+}
+
+/// Looks whether the program has set an option that the NIC does not act on.
+///
+/// # Errors
+/// [`Stay::Option`] with its name.
+pub fn check(fd: BorrowedFd<'_>) -> Result<(), Stay> {
+    let mut rate = [0xff; 8];
+    let paced = socket::get_bytes(fd, libc::SOL_SOCKET, SO_MAX_PACING_RATE, &mut rate)
+        .is_ok_and(|length| rate[..length.min(8)].iter().any(|byte| *byte != 0xff));
+    if paced {
+        return Err(Stay::Option("SO_MAX_PACING_RATE"));
+    }
+    // Of an IPv6 socket the IPv4 options count, too, if its peer's address is mapped.
+    let get = |level, option| socket::get(fd, level, option).ok();
+    for (level, option, name) in [(0, 10, "IP_MTU_DISCOVER"), (41, 23, "IPV6_MTU_DISCOVER")] {
+        if get(level, option).is_some_and(|value| !FOLLOWS_PATH_MTU.contains(&value)) {
+            return Err(Stay::Option(name));
+        }
+    }
+    for (level, option, name) in [(0, 21, "IP_MINTTL"), (41, 73, "IPV6_MINHOPCOUNT")] {
+        if get(level, option).is_some_and(|value| value > 0) {
+            return Err(Stay::Option(name));
+        }
+    }
+    let mut raw = [0u8; 16];
+    let length = socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_CONGESTION, &mut raw).unwrap_or(0).min(raw.len());
+    let name = raw[..length].split(|byte| *byte == 0).next().unwrap_or_default();
+    if name.is_empty() || [&b"cubic"[..], b"reno"].contains(&name) {
+        return Ok(());
+    }
+    // What the host has for every connection no program has asked for.
+    let default = std::fs::read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_default();
+    if default.trim_ascii() == name { Ok(()) } else { Err(Stay::Option("TCP_CONGESTION")) }
+}

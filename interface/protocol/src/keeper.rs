@@ -1,0 +1,41 @@
+//! What the keeper holds for the next agent: descriptors, under names.
+
+use crate::program::{Flip, Opening};
+use baton_offloads::Offloads;
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+
+/// The argument with which a keeper starts an agent.
+pub const AGENT_ARGUMENT: &str = "agent-process";
+
+/// What an agent tells the keeper, and the keeper the next agent. Descriptors come along.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kept {
+    /// From the agent: programs may come. From the keeper: that was all.
+    Ready,
+    /// Either way: the end has been asked for. Connections go to the kernel and stay there until the keeper ends.
+    Ending,
+    /// A session: the control connection.
+    Session(u32),
+    /// Its memory, and the program's doorbell; how it was opened.
+    Memory(u32, Opening),
+    /// A group of sessions, and its user; the file for its report, if there is one. It is made before its first session opens, and stays
+    /// for a while when the last has ended: a program's next process may belong to it.
+    Group(u64, u32, Option<Flip>),
+    /// The group is no more.
+    GroupEnded(u64),
+    /// A connection of a session: session, number; its descriptor.
+    Connection(u32, u32),
+    /// A connection of an attacher: session, number, its program's process, its addresses. It comes without a descriptor.
+    Attached(u32, u32, u32, SocketAddr, SocketAddr),
+    /// The programs beside the kernel are at a device, by its index: their two links.
+    Device(u32),
+    /// There is no such device any more.
+    DeviceGone(u32),
+    /// What the NIC does for the kernel's own connections, in place of what it did before.
+    Offloads(Box<Offloads>),
+    /// The connection is the program's alone again.
+    Forgotten(u32, u32),
+    /// The session has ended, with all that is its.
+    Ended(u32),
+}

@@ -1,0 +1,8 @@
+//! What agent and NIC both need to restore a connection to the kernel: the NIC when it is asked to, the agent when the NIC has died.
+#![forbid(unsafe_code)]
+
+mod posted;
+mod replay;
+
+pub use posted::{Post, gather, pieces, posts_of};
+pub use replay::Replay;

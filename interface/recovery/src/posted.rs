@@ -1,0 +1,69 @@
+//! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes lie in a program's buffer instead
+//! of the receive circle. The NIC keeps it; whoever restores the connection of a dead NIC reads it.
+
+use baton_abi::layout::slot as at;
+use baton_shm::{Circle, Region};
+use core::sync::atomic::Ordering;
+
+/// A posted buffer, or the part of it that the NIC fills: the first sequence number, bytes, where they go in the session's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Post {
+    /// Sequence number of its first byte.
+    pub seq: u32,
+    /// Bytes.
+    pub length: u32,
+    /// Offset of its first byte in session memory.
+    pub address: u32,
+}
+
+impl Post {
+    /// The sequence number behind its last byte.
+    pub fn end(&self) -> u32 {
+        self.seq.wrapping_add(self.length)
+    }
+}
+
+/// Where the bytes `seq..seq + length` lie: `each` gets pieces of them, as offsets from `seq`, and the address of those in a buffer.
+pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core::ops::Range<usize>, Option<u32>)) {
+    let mut done = 0;
+    while done < length {
+        let here = seq.wrapping_add(done as u32);
+        let inside = posts.iter().find(|post| here.wrapping_sub(post.seq) < post.length);
+        let (most, address) = match inside {
+            Some(post) => {
+                let offset = here.wrapping_sub(post.seq);
+                (post.length - offset, Some(post.address + offset))
+            }
+            // Up to the next buffer; those that lie behind are far away modulo 2³².
+            None => (posts.iter().map(|post| post.seq.wrapping_sub(here)).min().unwrap_or(u32::MAX), None),
+        };
+        let next = done + (length - done).min(most as usize);
+        each(done..next, address);
+        done = next;
+    }
+}
+
+/// The buffers that were posted for a slot's connection when its NIC died.
+pub fn posts_of(nic: &Region, slot_offset: usize) -> Vec<Post> {
+    let words = nic.words(slot_offset + at::POSTS, at::POSTS_BYTES / 8);
+    let entries = words.chunks_exact(2).map(|entry| (entry[0].load(Ordering::Acquire), entry[1].load(Ordering::Acquire)));
+    let posts = entries.map(|(place, length)| Post { seq: place as u32, address: (place >> 32) as u32, length: length as u32 });
+    posts.filter(|post| post.length > 0).collect()
+}
+
+/// Copies what lies in buffers, of the bytes that may have been received and not read, to its place in the circle.
+pub fn gather(posts: &[Post], session: &Region, circle: &Circle, read: u32) {
+    let mut bytes = [0; 4096];
+    if posts.is_empty() {
+        return;
+    }
+    pieces(posts, read, circle.length() as usize, |piece, address| {
+        let Some(address) = address else { return };
+        for start in piece.clone().step_by(bytes.len()) {
+            let part = &mut bytes[..(piece.end - start).min(4096)];
+            if session.read(address as usize + (start - piece.start), part).is_ok() {
+                circle.write(read.wrapping_add(start as u32), part);
+            }
+        }
+    });
+}

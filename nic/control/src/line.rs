@@ -1,0 +1,79 @@
+//! A worker's wire: the device itself, or, where the settings ask for one, an emulated link in front of it.
+
+use baton_backends::Wire;
+use baton_device::{Capabilities, Device, Frame};
+use baton_netem::link::Counters;
+use baton_netem::{EmulatedWire, Impairments};
+use baton_protocol::nic::LinkSettings;
+
+pub(crate) enum Line {
+    Device(Wire),
+    Emulated(Box<EmulatedWire<Wire>>),
+}
+
+/// The link's outgoing direction.
+fn impairments(link: &LinkSettings) -> Impairments {
+    let LinkSettings { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt, one_way: _, seed: _ } = *link;
+    Impairments { rate, delay, buffer, loss, reorder, hold, duplicate, corrupt }
+}
+
+impl Line {
+    /// The wire of worker `number`, whose faults have a seed of their own.
+    pub fn new(wire: Wire, link: &LinkSettings, number: usize) -> Line {
+        let out = impairments(link);
+        if out.is_clean() {
+            return Line::Device(wire);
+        }
+        let delayed = Impairments { rate: out.rate, delay: out.delay, ..Impairments::default() };
+        let back = if link.one_way { delayed } else { out };
+        Line::Emulated(Box::new(EmulatedWire::new(wire, out, back, link.seed.wrapping_add(number as u64))))
+    }
+
+    /// Sets the link's time, microseconds.
+    pub fn tick(&mut self, now: u64) {
+        if let Line::Emulated(link) = self {
+            link.tick(now);
+        }
+    }
+
+    /// When the link's next frame arrives, microseconds.
+    pub fn next_arrival(&self) -> Option<u64> {
+        match self {
+            Line::Device(_) => None,
+            Line::Emulated(link) => link.next_arrival(),
+        }
+    }
+
+    /// The link's counters, both directions.
+    pub fn counters(&self) -> [Counters; 2] {
+        match self {
+            Line::Device(_) => <[Counters; 2]>::default(),
+            Line::Emulated(link) => link.counters(),
+        }
+    }
+}
+
+impl Device for Line {
+    fn capabilities(&self) -> Capabilities {
+        match self {
+            Line::Device(wire) => wire.capabilities(),
+            Line::Emulated(link) => link.capabilities(),
+        }
+    }
+
+    #[inline]
+    fn receive(&mut self, frame: &mut Frame) -> bool {
+        match self {
+            Line::Device(wire) => wire.receive(frame),
+            Line::Emulated(link) => link.receive(frame),
+        }
+    }
+
+    #[inline]
+    fn transmit(&mut self, frame: &mut Frame) -> bool {
+        match self {
+            Line::Device(wire) => wire.transmit(frame),
+            Line::Emulated(link) => link.transmit(frame),
+        }
+    }
+}

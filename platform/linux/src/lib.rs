@@ -1,0 +1,22 @@
+//! Linux: system calls on sockets, netlink and its families, namespaces and interfaces, processes, descriptors over Unix sockets.
+
+pub mod bell;
+pub mod conntrack;
+pub mod control;
+pub mod diagnosis;
+pub mod events;
+pub mod files;
+pub mod firewall;
+pub mod freeze;
+pub mod icmp;
+pub mod interface;
+pub mod namespace;
+pub mod netlink;
+pub mod process;
+pub mod rights;
+pub mod route;
+pub mod rtnetlink;
+pub mod socket;
+pub mod tcp_info;
+pub mod topology;
+pub mod xfrm;

@@ -1,0 +1,6 @@
+//! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied once and then
+//! checked.
+
+mod region;
+
+pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
