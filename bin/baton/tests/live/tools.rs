@@ -35,6 +35,21 @@ fn connections_are_listed_and_moved() {
     assert!(text(&nobody.stderr).contains("none of the 1 connections is meant"), "{}", text(&nobody.stderr));
 }
 
+/// Without a path `ls` finds every Baton, and says of each connection where its agent listens.
+#[test]
+fn every_baton_is_found() {
+    let mut scenes = [(); 2].map(|()| scene(TestbedSettings::default()));
+    let listed: serde_json::Value = serde_json::from_slice(&baton(&["ls", "--json"]).stdout).expect("JSON");
+    for scene in &mut scenes {
+        let socket = scene.bed.socket();
+        let mut here = listed.as_array().expect("a list").iter().filter(|one| one["socket"] == *socket.to_string_lossy());
+        assert_eq!(here.next().map(|one| &one["place"]), Some(&"kernel".into()), "{socket:?} is not in {listed}");
+    }
+    let unclear = baton(&["move", "nic", "all"]);
+    assert_eq!(unclear.status.code(), Some(2));
+    assert!(text(&unclear.stderr).contains("Batons run here; say which one"), "{}", text(&unclear.stderr));
+}
+
 #[test]
 fn what_is_wrong_is_said() {
     let absent = baton(&["ls", "--socket", "/nowhere/agent.sock"]);
