@@ -11,6 +11,7 @@ It needs root, and makes a network namespace of its own.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -155,7 +156,10 @@ def measure(mode, count):
                 for length in (100, 2000, 100):
                     timed(times, f"ask {length}", lambda: client.ask_all(length))
                 if mode == "run":
-                    scene.await_that(lambda: on_nic(scene) == count, f"the move of {count} connections")
+                    try:
+                        scene.await_that(lambda: on_nic(scene) == count, f"the move of {count} connections")
+                    except programs.Wrong as failure:
+                        raise programs.Wrong(f"{failure}: {where(scene)}") from failure
                 known = timed(times, "list", scene.known)
                 check(mode == "native" or len(known) == count, f"{len(known)} connections are known instead of {count}")
                 said["on the NIC"] = sum(info["place"] == "nic" for info in known)
@@ -179,6 +183,11 @@ def on_nic(scene):
     return sum(info["place"] == "nic" for info in scene.known())
 
 
+def where(scene):
+    """How many connections are in which place for which reason."""
+    return dict(collections.Counter((info["place"], info["reason"]) for info in scene.known()))
+
+
 def attached(scene, client, times, said, count):
     begun = time.monotonic()
     scene.attach(scene.server)
@@ -187,7 +196,7 @@ def attached(scene, client, times, said, count):
     # The server answers all the while.
     while on_nic(scene) < count:
         client.ask_all(100)
-        check(time.monotonic() - begun < 300, "attaching does not come to an end")
+        check(time.monotonic() - begun < 300, f"attaching does not come to an end: {where(scene)}")
     times["attach"] = time.monotonic() - begun
     said["on the NIC"] = on_nic(scene)
     timed(times, "ask 2000", lambda: client.ask_all(2000))

@@ -69,7 +69,8 @@ pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> 
     let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
     let beginning = if scarce { BEGINNING_LATE } else { BEGINNING };
     let receive = take_between(&mut session.heap, received, beginning.min(limits.receive))?;
-    let sent = beginning.max(in_flight).min(limits.send);
+    // Where memory is scarce a connection that could use more gets it when it asks.
+    let sent = if scarce { beginning } else { beginning.max(in_flight) }.min(limits.send);
     let Some(send) = take_between(&mut session.heap, image.send_queue(), sent) else {
         session.heap.give(receive.0, receive.1);
         return None;
