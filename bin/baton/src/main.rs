@@ -494,7 +494,7 @@ fn run(command: Command) -> Result<bool> {
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if matches!(command, Command::Ls(_) | Command::Options | Command::Doctor(_) | Command::Nic(_)) {
-        baton_kernel::process::end_with_the_reader();
+        baton_kernel::process::end_on_broken_pipe();
     }
     match run(command) {
         Ok(true) => ExitCode::SUCCESS,

@@ -143,7 +143,7 @@ impl Session {
     /// Ends [`Session::poll`] when another descriptor, such as a listener, becomes readable.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.poller.add(fd, WATCHED, Trigger::Readable)
     }
@@ -268,7 +268,7 @@ impl Session {
     /// Reads an integer socket option, as the program set it.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn option(&mut self, id: ConnectionId, level: i32, option: i32) -> io::Result<i32> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
@@ -311,7 +311,7 @@ impl Session {
     /// used until it would block, as with edge-triggered epoll. A zero time-out only looks.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn poll(&mut self, timeout: Option<Duration>, ready: &mut Vec<ConnectionId>) -> io::Result<()> {
         self.catch_up();
         let sleeps = self.ready.is_empty() && timeout != Some(Duration::ZERO);

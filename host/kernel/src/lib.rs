@@ -1,5 +1,5 @@
-//! Linux: taking an established connection out of the kernel and putting it back on the same descriptor, routes and neighbours,
-//! namespaces and interfaces, descriptors over Unix sockets.
+//! The Linux kernel's side of a move: exporting an established connection and importing it again on the same descriptor, routes
+//! and neighbours, namespaces and interfaces, descriptors over Unix sockets.
 
 pub mod bell;
 pub mod conntrack;

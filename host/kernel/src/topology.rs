@@ -1,10 +1,10 @@
-//! The machine's NUMA nodes, as the system tells of them.
+//! The machine's NUMA nodes, read from sysfs.
 
 use baton_placement::{Node, Topology};
 use std::io;
 use std::path::Path;
 
-/// Numbers of a list such as `0-3,8`.
+/// The numbers of a list such as `0-3,8`.
 fn list(text: &str) -> Vec<usize> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -13,10 +13,11 @@ fn list(text: &str) -> Vec<usize> {
     text.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// The nodes below a directory such as `/sys/devices/system/node`, with the processors that `may` be used. A system without nodes is one.
+/// The nodes below a directory such as `/sys/devices/system/node`, with those of their processors that are in `may`. A system
+/// without nodes counts as one.
 ///
 /// # Errors
-/// If the directory cannot be read, though it is there.
+/// If the directory exists but cannot be read.
 pub fn read(directory: &Path, may: &[usize]) -> io::Result<Topology> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -45,7 +46,7 @@ fn single(may: &[usize]) -> Topology {
     Topology { nodes: vec![Node { number: 0, cpus: may.to_vec(), megabytes: 1, distances: vec![10] }] }
 }
 
-/// This machine's, with the processors that this process may use.
+/// This machine's nodes, with the processors that this process may use.
 ///
 /// # Errors
 /// See [`read`].
@@ -53,7 +54,7 @@ pub fn here() -> io::Result<Topology> {
     read(Path::new("/sys/devices/system/node"), &crate::process::allowed_cpus())
 }
 
-/// The node that a processor belongs to. None if the system does not know.
+/// The node of a processor. None if the system does not know.
 pub fn node_of_cpu(cpu: usize) -> Option<usize> {
     let entries = std::fs::read_dir(format!("/sys/devices/system/cpu/cpu{cpu}")).ok()?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -63,7 +64,7 @@ pub fn node_of_cpu(cpu: usize) -> Option<usize> {
 /// The node of a network interface's device. None if it has none, or the system does not know.
 pub fn node_of_interface(name: &str) -> Option<usize> {
     let text = std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("device/numa_node")).ok()?;
-    // -1: not known.
+    // -1 means unknown.
     text.trim().parse().ok()
 }
 
