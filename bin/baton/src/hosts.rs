@@ -102,7 +102,7 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
     environment(&mut program);
     let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
     // Ctrl-C is the program's: what ends here is ended after it.
-    let _signals = process::hear_signals(&[libc::SIGINT, libc::SIGQUIT])?;
+    let _signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;
     if let Some(mut peer) = peer {
         let _ = process::signal_group(peer.id(), libc::SIGKILL);

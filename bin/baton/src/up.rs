@@ -130,7 +130,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
     }
     let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
-    let signals = process::hear_signals(&process::ENDING)?;
+    let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
     let own = socket::namespace(listener.as_fd())?;
     let mut up = Up { arguments, served: BTreeMap::new(), refused: VecDeque::new(), own };

@@ -128,7 +128,7 @@ impl Attacher {
         let after = if settings.flip.is_some() { 1 } else { settings.after.clamp(1, i32::MAX as u32) };
         let bypass = SocketBypass::new(session::MAX_CONNECTIONS as u32, after).context("the bypass of running programs")?;
         let poller = Poller::new()?;
-        let signals = process::hear_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+        let signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(bypass.events(), EVENTS, Trigger::Readable)?;
         poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;

@@ -374,7 +374,7 @@ pub fn take_signals(signals: &std::os::fd::OwnedFd) {
 ///
 /// # Errors
 /// The failed system call's.
-pub fn hear_signals(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
+pub fn signal_descriptor(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
     use std::os::fd::FromRawFd;
     // SAFETY: the set is plain data, filled by sigemptyset before it is used.
     let raw = unsafe {
