@@ -114,7 +114,7 @@ impl<'a> Importer<'a> {
 ///
 /// # Errors
 /// The step that the kernel refused.
-pub fn speak_on(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
+pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
     shell::repair(fd, true).step("TCP_REPAIR")?;
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
     let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
