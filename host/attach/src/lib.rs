@@ -193,7 +193,7 @@ impl Attacher {
         let mut tokens = Vec::new();
         self.shared.count_sleeper();
         let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        let limit = if heard || self.shared.has_news(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
+        let limit = if heard || self.shared.has_events(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
         let waited = self.poller.wait(limit, &mut tokens);
         self.shared.uncount_sleeper();
         waited?;

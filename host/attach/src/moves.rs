@@ -407,7 +407,7 @@ impl Attacher {
                 return Ok(());
             }
         };
-        let connection = self.shared.unnamed();
+        let connection = self.shared.unregistered();
         self.shared.take_charge(&connection, number);
         let cookie = socket::cookie(copy)?;
         let flow = Flow { local: local.into(), remote: peer.into() };

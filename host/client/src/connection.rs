@@ -113,7 +113,7 @@ impl Drop for Entered<'_> {
 
 impl Connection {
     /// A connection without a number yet: see [`crate::Shared::register`].
-    pub(crate) fn unnamed(memory: Arc<Region>) -> Connection {
+    pub(crate) fn unregistered(memory: Arc<Region>) -> Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),

@@ -321,7 +321,7 @@ impl Session {
         if sleeps {
             self.shared.count_sleeper();
         }
-        let limit = if sleeps && !self.shared.has_news(ME) { timeout } else { Some(Duration::ZERO) };
+        let limit = if sleeps && !self.shared.has_events(ME) { timeout } else { Some(Duration::ZERO) };
         let mut tokens = std::mem::take(&mut self.tokens);
         let waited = self.poller.wait(limit, &mut tokens);
         if sleeps {

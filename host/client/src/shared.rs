@@ -199,15 +199,15 @@ impl Shared {
     /// # Errors
     /// With the reason, if this connection can never be moved.
     pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
-        let connection = self.unnamed();
+        let connection = self.unregistered();
         self.register_as(&connection, fd, inherited)?;
         Ok(connection)
     }
 
     /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps these for
     /// ever, and lets each represent one connection after another.
-    pub fn unnamed(&self) -> Arc<Connection> {
-        Arc::new(Connection::unnamed(self.memory.clone()))
+    pub fn unregistered(&self) -> Arc<Connection> {
+        Arc::new(Connection::unregistered(self.memory.clone()))
     }
 
     /// As [`Shared::register`], for a connection from [`Shared::unregistered`] that represents no other now.
@@ -737,7 +737,7 @@ impl Shared {
 
     /// Whether there are events of the NIC's or moves that [`Shared::catch_up`] has not handled.
     #[inline(always)]
-    pub fn has_news(&self, token: Token) -> bool {
+    pub fn has_events(&self, token: Token) -> bool {
         self.has_moved() || self.events.lock(token).is_some_and(|events| events.ring.has_message())
     }
 
@@ -948,7 +948,7 @@ mod tests {
     #[test]
     fn an_early_move_is_seen() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
-        let connection = Connection::unnamed(memory.clone());
+        let connection = Connection::unregistered(memory.clone());
         connection.set_number(3);
         assert!(!connection.has_moved());
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
@@ -962,7 +962,7 @@ mod tests {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
         let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
         let shared = Shared::on(memory);
-        let connection = shared.unnamed();
+        let connection = shared.unregistered();
         connection.set_number(0);
         let filler = Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 0, 0);
         {
@@ -986,7 +986,7 @@ mod tests {
     fn slots_are_reused() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
         let connection = |number, cid: Cid| {
-            let connection = Connection::unnamed(memory.clone());
+            let connection = Connection::unregistered(memory.clone());
             connection.set_number(number);
             memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
             connection.refresh();

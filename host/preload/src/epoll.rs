@@ -483,7 +483,7 @@ impl Set {
             session.shared.count_sleeper();
         }
         let pending =
-            self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_news(thread::token()));
+            self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
         let got = ask(epfd, out, if pending { Some(0) } else { deadline }, mask);
         let errno = thread::errno();
         if let Some(session) = session {

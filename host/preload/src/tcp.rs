@@ -353,7 +353,7 @@ impl Tcp {
         {
             return link;
         }
-        let link = Box::leak(Box::new(Link { connection: session.shared.unnamed(), session }));
+        let link = Box::leak(Box::new(Link { connection: session.shared.unregistered(), session }));
         self.link.store(link, Ordering::Release);
         link
     }
