@@ -34,16 +34,16 @@ enum Command {
         after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
     )]
     Soak(SoakArguments),
-    /// Shows live how connections of a server move to the NIC and back, and measures both.
+    /// Shows how connections of a server move to the NIC and back, and measures kernel and NIC.
     Demo {
-        /// Where the report goes.
+        /// Directory of the report.
         #[arg(long, default_value = "target/demo")]
         output: std::path::PathBuf,
     },
     /// Starts a Baton that stays, for the programs of every network namespace on this machine.
     #[command(after_help = up::EXAMPLES)]
     Up(up::UpArguments),
-    /// Makes two hosts with a link between them and Baton on the first, and runs a program there.
+    /// Makes two hosts (network namespaces) with a link and Baton on the first, and runs a program there.
     #[command(
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
     )]
@@ -51,28 +51,29 @@ enum Command {
     /// Runs a program whose connections go to the NIC when they are worth it.
     #[command(after_help = run::EXAMPLES)]
     Run(run::RunArguments),
-    /// Gives the connections of a program that runs already to the NIC, until it is detached.
+    /// Offloads the connections of a program that runs already, until it is detached.
     #[command(after_help = attach::EXAMPLES)]
     Attach(attach::AttachArguments),
-    /// Ends `baton attach` for a program: every connection of it is in the kernel afterwards.
+    /// Ends `baton attach` for a program; all its connections are in the kernel afterwards.
     #[command(after_help = "Examples:\n  baton detach 4711\n  baton detach --port 6379")]
     Detach(attach::DetachArguments),
-    /// Lists the connections of a running Baton: where each is, how often it moved, and why it is there.
+    /// Lists the connections of a running Baton: where each is, how often it moved, and why it stays.
     #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
     Ls(tools::ListArguments),
-    /// Moves connections of a running Baton: yours, or as root anybody's.
+    /// Moves connections of a running Baton: your own, or any as root.
     #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
     Move(tools::MoveArguments),
-    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and says where its workers belong.
+    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and which processors its workers
+    /// run on.
     #[command(after_help = nic::EXAMPLES)]
     Nic(nic::NicArguments),
-    /// Says what this machine can do for Baton, what it cannot, and what to do about it.
+    /// Checks what this machine can do for Baton, and says what to do where something is missing.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
-    /// Measures one part against its bars.
+    /// Measures one part, and compares it with its bounds.
     #[command(subcommand)]
     Bench(Bench),
-    /// Measures TCP throughput over kernel sockets, and what it costs: frames, interrupts, their halves, cycles.
+    /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
     Ntttcp(lab::Ntttcp),
     /// Repeats calculations of the papers behind Baton.
@@ -98,7 +99,7 @@ enum Command {
         #[arg(long)]
         port: u16,
     },
-    /// The processes of a running Baton; started by each other, not by people.
+    /// The processes of a running Baton, which start each other.
     #[command(hide = true)]
     KeeperProcess,
     #[command(hide = true)]
@@ -109,24 +110,25 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// What a received segment costs on the memory wire: packets/s, cycles, instructions by layer.
+    /// Cost of a received segment on a wire in memory: packets/s, cycles, instructions by layer.
     Datapath {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// What a send and a receive cost a program whose connection is on the NIC: instructions.
+    /// Instructions of a send and a receive in a program whose connection is on the NIC.
     Bypass {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six minutes.
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
+    /// minutes.
     Lro {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// Only so many connections, in each cell.
+        /// Numbers of connections to measure.
         #[arg(long, value_delimiter = ',')]
         connections: Vec<usize>,
         /// Rounds; the median counts.
@@ -135,11 +137,11 @@ enum Bench {
         /// Write the plot here (SVG).
         #[arg(long, value_name = "FILE")]
         plot: Option<std::path::PathBuf>,
-        /// Receive so many GB instead, with reordering, and compare every byte.
+        /// Instead, receive this many GB with reordering, and compare every byte.
         #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
         verify: Option<f64>,
     },
-    /// Interrupt moderation, and that of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
+    /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
     Moderation {
         /// Print one JSON object.
         #[arg(long)]
@@ -148,22 +150,22 @@ enum Bench {
         #[arg(long, default_value_t = 3)]
         rounds: usize,
     },
-    /// Receive-side scaling: a thousand connections by Zipf's law over four workers, whose weights change hands, with the static table and
-    /// the balanced one in turn.
+    /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table and the
+    /// balanced one in turn. The weights move to other connections from time to time.
     Rss {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// The NIC's workers.
+        /// Number of the NIC's workers.
         #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=16))]
         workers: u8,
-        /// Connections.
+        /// Number of connections.
         #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..=4000))]
         flows: u16,
         /// Zipf's exponent.
         #[arg(long, default_value_t = 1.0)]
         exponent: f64,
-        /// How often the weights change hands, for each table.
+        /// How often the weights move to other connections, for each table.
         #[arg(long, default_value_t = 3)]
         shifts: usize,
     },
@@ -179,26 +181,26 @@ enum Bench {
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
-    /// How long requests wait at worst, and what short connections cost: a web server in the kernel and under Baton, in turn. Takes about
-    /// three minutes.
+    /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn. Takes
+    /// about three minutes.
     Tail {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// Only so many connections.
+        /// Numbers of connections to measure.
         #[arg(long, value_delimiter = ',')]
         connections: Vec<usize>,
-        /// Pairs of rounds; medians count.
+        /// Pairs of rounds; the medians count.
         #[arg(long, default_value_t = 5)]
         rounds: usize,
         /// Seconds of a round.
         #[arg(long, default_value_t = 3.0)]
         seconds: f64,
-        /// A few seconds in which only errors count.
+        /// Run for a few seconds, and only look for errors.
         #[arg(long, conflicts_with_all = ["connections", "rounds", "seconds"])]
         smoke: bool,
     },
-    /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
+    /// Goodput over lossy links with the NIC's TCP as sender, and with the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
         #[arg(long)]
@@ -225,19 +227,19 @@ fn bench(what: &Bench) -> Result<bool> {
             baton_kernel::namespace::become_root_if_needed()?;
             let settings = baton_lab::wan::WanSettings { seconds: *seconds, rounds: *rounds };
             let report = baton_lab::wan::run(&settings, |one| eprintln!("{}", baton_lab::wan::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Moderation { json, rounds } => {
             baton_kernel::namespace::become_root_if_needed()?;
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Rss { json, workers, flows, exponent, shifts } => {
             baton_kernel::namespace::become_root_if_needed()?;
             let (workers, flows) = (usize::from(*workers), usize::from(*flows));
             let settings = baton_lab::rss::RssSettings { workers, flows, exponent: *exponent, shifts: *shifts };
             let report = baton_lab::rss::run(&settings, |one| eprintln!("{}", baton_lab::rss::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Tail { json, connections, rounds, seconds, smoke } => {
             baton_kernel::namespace::become_root_if_needed()?;
@@ -248,7 +250,7 @@ fn bench(what: &Bench) -> Result<bool> {
                 settings.connections.clone_from(connections);
             }
             let report = baton_lab::tail::run(&settings, |row| eprintln!("{}", baton_lab::tail::line(row)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Lro { json, connections, rounds, plot, verify } => {
             baton_kernel::namespace::become_root_if_needed()?;
@@ -302,11 +304,11 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
     if let Some(path) = plot {
         std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
     }
-    tell_bars(&report.bars, &report, json)
+    print_bars(&report.bars, &report, json)
 }
 
-/// Prints a bench's report, or its bars. Whether they all hold.
-fn tell_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
+/// Prints a bench's report, or its bounds. Returns whether all are met.
+fn print_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
     if json {
         println!("{}", serde_json::to_string(report)?);
     } else {
@@ -335,7 +337,7 @@ struct SoakArguments {
     connections: u32,
     #[command(flatten)]
     workers: workers::WorkerArguments,
-    /// Moves to make, out and back counted each.
+    /// Moves to make; an offload and a restore count as two.
     #[arg(long, default_value_t = 1000)]
     moves: u64,
     /// Seed of every random choice.
@@ -347,10 +349,10 @@ struct SoakArguments {
     /// Frames held back each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     reorder: f64,
-    /// Frames doubled each way, in percent.
+    /// Frames duplicated each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     duplicate: f64,
-    /// Frames damaged each way, in percent.
+    /// Frames corrupted each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     corrupt: f64,
     /// One-way delay in milliseconds.
@@ -362,19 +364,19 @@ struct SoakArguments {
     /// Kill the NIC this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_nic: u32,
-    /// Kill the agent, and with it the NIC, so many times.
+    /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
-    /// Frames that come during a move are dropped instead of kept for the connection's next owner.
+    /// Drop frames that come during a move, instead of holding them for the connection's next owner.
     #[arg(long)]
     drop_during_moves: bool,
-    /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
+    /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
-    /// Host A's firewall drops what its connection tracker finds invalid.
+    /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
     /// Print one JSON object.
@@ -385,7 +387,7 @@ struct SoakArguments {
 fn percent(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if (0.0..=100.0).contains(&value) => Ok(value),
-        _ => Err("a percentage from 0 to 100 is wanted".into()),
+        _ => Err("write a percentage from 0 to 100".into()),
     }
 }
 
@@ -393,7 +395,7 @@ fn ppm(percent: f64) -> u32 {
     (percent * 10_000.0).round() as u32
 }
 
-/// Rules that drop what the connection tracker finds invalid, as many hosts have them.
+/// Firewall rules that drop what the connection tracker finds invalid, as many hosts have them.
 const STATEFUL_RULES: &str =
     "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
   chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }

@@ -403,7 +403,7 @@ impl Attacher {
         let number = match self.ask(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
             Reply::Registered { connection } => connection,
             other => {
-                self.note_stay(stays(&other).unwrap_or("the agent's answer makes no sense"));
+                self.note_stay(stays(&other).unwrap_or("unexpected answer from the agent"));
                 return Ok(());
             }
         };

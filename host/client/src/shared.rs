@@ -112,7 +112,7 @@ impl Shared {
             io::Error::new(
                 error.kind(),
                 format!(
-                    "no agent listens at {} ({error}): start Baton (baton up), or set BATON_SOCKET to the path of its socket",
+                    "no agent at {} ({error}): start Baton (baton up), or set BATON_SOCKET to the path of its socket",
                     path.display()
                 ),
             )
