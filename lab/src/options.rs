@@ -1,9 +1,9 @@
-//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. The table in `docs/socket-options.md` is made
-//! from this one, and the tests take every row across a move both ways.
+//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. `docs/socket-options.md` is generated from this
+//! table, and the tests take every row that is kept, carried or read-only across a move both ways.
 
 use std::fmt::Write;
 
-/// What becomes of an option when its connection moves.
+/// What a move does to an option.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fate {
     /// It stays with the socket, which is the same before, during and after.
@@ -12,10 +12,10 @@ pub enum Fate {
     Carried,
     /// A connection that uses it stays in the kernel.
     Stays,
-    /// It tells; nothing can be set.
-    Told,
-    /// It tells of whoever has the connection: while the NIC has it, the NIC.
-    Answered,
+    /// It can only be read, and reads the same wherever the connection is.
+    ReadOnly,
+    /// It is answered by the connection's owner: by the NIC while the NIC has the connection.
+    Owners,
     /// It has no meaning for a connected TCP socket, or is an action and not a state.
     NoMeaning,
 }
@@ -23,15 +23,15 @@ pub enum Fate {
 /// One option.
 #[derive(Clone, Copy, Debug)]
 pub struct SocketOption {
-    /// Its name.
+    /// The constant's name in the C headers.
     pub name: &'static str,
-    /// Its level.
+    /// First argument after the descriptor of setsockopt (SOL_SOCKET is 1, IP 0, IPV6 41, TCP 6).
     pub level: i32,
-    /// Its number.
+    /// Second argument after the descriptor of setsockopt.
     pub number: i32,
-    /// What becomes of it.
+    /// What a move does to it.
     pub fate: Fate,
-    /// A value that is not the default, for the test.
+    /// A value other than the default, which the test sets.
     pub value: Option<i32>,
 }
 
@@ -39,14 +39,14 @@ const fn row(name: &'static str, level: i32, number: i32, fate: Fate, value: Opt
     SocketOption { name, level, number, fate, value }
 }
 
-use Fate::{Answered, Carried, Kept, NoMeaning, Stays, Told};
+use Fate::{Carried, Kept, NoMeaning, Owners, ReadOnly, Stays};
 
 /// All options, by level and number (Linux 6.18).
 pub const OPTIONS: &[SocketOption] = &[
     row("SO_DEBUG", 1, 1, Kept, Some(1)),
     row("SO_REUSEADDR", 1, 2, Carried, Some(1)),
-    row("SO_TYPE", 1, 3, Told, None),
-    row("SO_ERROR", 1, 4, Told, None),
+    row("SO_TYPE", 1, 3, ReadOnly, None),
+    row("SO_ERROR", 1, 4, ReadOnly, None),
     row("SO_DONTROUTE", 1, 5, Carried, Some(1)),
     row("SO_BROADCAST", 1, 6, Kept, Some(1)),
     row("SO_SNDBUF", 1, 7, Kept, Some(100_000)),
@@ -61,7 +61,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_PASSCRED", 1, 16, NoMeaning, None),
     row("SO_PEERCRED", 1, 17, NoMeaning, None),
     row("SO_RCVLOWAT", 1, 18, Kept, Some(7)),
-    row("SO_SNDLOWAT", 1, 19, Told, None),
+    row("SO_SNDLOWAT", 1, 19, ReadOnly, None),
     row("SO_RCVTIMEO", 1, 20, Kept, None),
     row("SO_SNDTIMEO", 1, 21, Kept, None),
     row("SO_BINDTODEVICE", 1, 25, Carried, None),
@@ -69,7 +69,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_DETACH_FILTER", 1, 27, NoMeaning, None),
     row("SO_PEERNAME", 1, 28, NoMeaning, None),
     row("SO_TIMESTAMP", 1, 29, Kept, Some(1)),
-    row("SO_ACCEPTCONN", 1, 30, Told, None),
+    row("SO_ACCEPTCONN", 1, 30, ReadOnly, None),
     row("SO_PEERSEC", 1, 31, NoMeaning, None),
     row("SO_SNDBUFFORCE", 1, 32, NoMeaning, None),
     row("SO_RCVBUFFORCE", 1, 33, NoMeaning, None),
@@ -77,8 +77,8 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_TIMESTAMPNS", 1, 35, Kept, Some(1)),
     row("SO_MARK", 1, 36, Stays, None),
     row("SO_TIMESTAMPING", 1, 37, Kept, Some(8)),
-    row("SO_PROTOCOL", 1, 38, Told, None),
-    row("SO_DOMAIN", 1, 39, Told, None),
+    row("SO_PROTOCOL", 1, 38, ReadOnly, None),
+    row("SO_DOMAIN", 1, 39, ReadOnly, None),
     row("SO_RXQ_OVFL", 1, 40, Kept, Some(1)),
     row("SO_WIFI_STATUS", 1, 41, Kept, Some(1)),
     row("SO_PEEK_OFF", 1, 42, Carried, Some(0)),
@@ -87,15 +87,15 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_SELECT_ERR_QUEUE", 1, 45, Kept, Some(1)),
     row("SO_BUSY_POLL", 1, 46, Kept, Some(10)),
     row("SO_MAX_PACING_RATE", 1, 47, Stays, Some(1_000_000)),
-    row("SO_BPF_EXTENSIONS", 1, 48, Told, None),
-    row("SO_INCOMING_CPU", 1, 49, Answered, None),
+    row("SO_BPF_EXTENSIONS", 1, 48, ReadOnly, None),
+    row("SO_INCOMING_CPU", 1, 49, Owners, None),
     row("SO_ATTACH_BPF", 1, 50, Stays, None),
     row("SO_ATTACH_REUSEPORT_CBPF", 1, 51, NoMeaning, None),
     row("SO_ATTACH_REUSEPORT_EBPF", 1, 52, NoMeaning, None),
     row("SO_CNX_ADVICE", 1, 53, NoMeaning, None),
     row("SO_MEMINFO", 1, 55, NoMeaning, None),
     row("SO_INCOMING_NAPI_ID", 1, 56, NoMeaning, None),
-    row("SO_COOKIE", 1, 57, Told, None),
+    row("SO_COOKIE", 1, 57, ReadOnly, None),
     row("SO_PEERGROUPS", 1, 59, NoMeaning, None),
     row("SO_ZEROCOPY", 1, 60, Kept, Some(1)),
     row("SO_TXTIME", 1, 61, NoMeaning, None),
@@ -103,7 +103,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_DETACH_REUSEPORT_BPF", 1, 68, NoMeaning, None),
     row("SO_PREFER_BUSY_POLL", 1, 69, Kept, Some(1)),
     row("SO_BUSY_POLL_BUDGET", 1, 70, Kept, Some(16)),
-    row("SO_NETNS_COOKIE", 1, 71, Told, None),
+    row("SO_NETNS_COOKIE", 1, 71, ReadOnly, None),
     row("SO_BUF_LOCK", 1, 72, Kept, Some(3)),
     row("SO_RESERVE_MEM", 1, 73, Kept, None),
     row("SO_TXREHASH", 1, 74, Kept, Some(0)),
@@ -123,7 +123,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("IP_RECVERR", 0, 11, Kept, Some(1)),
     row("IP_RECVTTL", 0, 12, Kept, Some(1)),
     row("IP_RECVTOS", 0, 13, Kept, Some(1)),
-    row("IP_MTU", 0, 14, Told, None),
+    row("IP_MTU", 0, 14, ReadOnly, None),
     row("IP_FREEBIND", 0, 15, Kept, Some(1)),
     row("IP_IPSEC_POLICY", 0, 16, NoMeaning, None),
     row("IP_XFRM_POLICY", 0, 17, NoMeaning, None),
@@ -149,9 +149,9 @@ pub const OPTIONS: &[SocketOption] = &[
     row("IPV6_MULTICAST_LOOP", 41, 19, NoMeaning, None),
     row("IPV6_ROUTER_ALERT", 41, 22, NoMeaning, None),
     row("IPV6_MTU_DISCOVER", 41, 23, Stays, Some(0)),
-    row("IPV6_MTU", 41, 24, Told, None),
+    row("IPV6_MTU", 41, 24, ReadOnly, None),
     row("IPV6_RECVERR", 41, 25, Kept, Some(1)),
-    row("IPV6_V6ONLY", 41, 26, Told, None),
+    row("IPV6_V6ONLY", 41, 26, ReadOnly, None),
     row("IPV6_MULTICAST_ALL", 41, 29, Kept, Some(0)),
     row("IPV6_RECVERR_RFC4884", 41, 31, Kept, Some(1)),
     row("IPV6_FLOWINFO_SEND", 41, 33, Kept, Some(1)),
@@ -170,7 +170,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("IPV6_RECVDSTOPTS", 41, 58, Kept, Some(1)),
     row("IPV6_DSTOPTS", 41, 59, NoMeaning, None),
     row("IPV6_RECVPATHMTU", 41, 60, Kept, Some(1)),
-    row("IPV6_PATHMTU", 41, 61, Told, None),
+    row("IPV6_PATHMTU", 41, 61, ReadOnly, None),
     row("IPV6_DONTFRAG", 41, 62, Kept, Some(1)),
     row("IPV6_RECVTCLASS", 41, 66, Kept, Some(1)),
     row("IPV6_TCLASS", 41, 67, Carried, Some(0x20)),
@@ -229,14 +229,20 @@ pub const OPTIONS: &[SocketOption] = &[
     row("TCP_DELACK_MAX_US", 6, 46, Carried, Some(50_000)),
 ];
 
-/// The table as Markdown.
+/// The text of `docs/socket-options.md`.
 pub fn markdown() -> String {
     let mut text = String::from(
         "# Socket options across a move\n\n\
-         Made by `baton options`; every row that is kept, carried or told is taken across a move both ways by `bin/baton/tests/options.rs`.\n\n\
-         *kept*: stays with the socket, which is the same one; *carried*: the NIC acts on it, or a move puts it back; *stays*: a connection\n\
-         that uses it stays in the kernel; *told*: read only, and reads the same; *answered*: of the NIC while the NIC has it; –: no meaning for a connected TCP socket, or an\n\
-         action.\n\n\
+         For people who run programs under Baton: what a move between kernel and NIC does to each socket\n\
+         option. Made by `baton options`. `bin/baton/tests/live/options.rs` takes every row that is\n\
+         kept, carried or read-only across moves both ways.\n\n\
+         | word | what it means |\n|---|---|\n\
+         | kept | stays with the socket, which is the same one |\n\
+         | carried | the NIC acts on it, or a move puts it back |\n\
+         | stays | a connection that uses it stays in the kernel |\n\
+         | read-only | cannot be set, and reads the same |\n\
+         | owner's | answered by the connection's owner: by the NIC while the NIC has the connection |\n\
+         | – | no meaning for a connected TCP socket, or an action |\n\n\
          | option | |\n|---|---|\n",
     );
     for option in OPTIONS {
@@ -244,8 +250,8 @@ pub fn markdown() -> String {
             Fate::Kept => "kept",
             Fate::Carried => "carried",
             Fate::Stays => "stays",
-            Fate::Told => "told",
-            Fate::Answered => "answered",
+            Fate::ReadOnly => "read-only",
+            Fate::Owners => "owner's",
             Fate::NoMeaning => "–",
         };
         let _ = writeln!(text, "| {} | {fate} |", option.name);

@@ -182,7 +182,7 @@ impl Bench<'_> {
         let rss = baton_rss::Settings { indirection, ..baton_rss::Settings::default() };
         match self.bed.tool()?.ask(Ask::SetOffloads(Box::new(Offloads { rss, ..Offloads::default() })))? {
             Reply::Done => Ok(()),
-            other => bail!("the agent's answer makes no sense: {other:?}"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
     }
 

@@ -19,8 +19,8 @@ pub const EXAMPLES: &str = "Examples:
   baton attach --flip 5..50 --flip-report report.json 4711
 
 It stays until Ctrl-C, `baton detach`, or the program's end; then every connection is in the kernel again. The program may be of any kind,
-static or in Go: nothing is loaded into it. It stands still for the moment of a move. Without a Baton that runs already one is
-started. That needs root, Linux 6.6 or later, and the kernel's type information (CONFIG_DEBUG_INFO_BTF).";
+static or in Go: nothing is loaded into it. It stands still for the moment of a move. If no Baton runs, one is started: that needs root,
+Linux 6.6 or later, and the kernel's type information (CONFIG_DEBUG_INFO_BTF).";
 
 #[derive(Args)]
 #[group(id = "which", required = true, multiple = false)]
@@ -45,7 +45,7 @@ impl Which {
                 let path = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path);
                 Ok(Target::Cgroup(format!("/{}", path.trim_matches('/'))))
             }
-            _ => bail!("which program? A process number, --port or --cgroup"),
+            _ => bail!("which program? Give a process id, --port or --cgroup"),
         }
     }
 }
@@ -54,14 +54,14 @@ impl Which {
 pub struct AttachArguments {
     #[command(flatten)]
     which: Which,
-    /// Bytes after which a connection that is made later goes to the NIC. Those that there are go at once.
+    /// Bytes after which a later connection goes to the NIC. Those that exist already go at once.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 10)]
     after: u32,
     #[command(flatten)]
     flip: FlipArguments,
     #[command(flatten)]
     start: StartArguments,
-    /// At the end, print one JSON object about what was done.
+    /// At the end, print one JSON object with the figures.
     #[arg(long)]
     json: bool,
 }
@@ -74,7 +74,7 @@ pub struct DetachArguments {
     socket: SocketArgument,
 }
 
-/// Attaches, and stays.
+/// Attaches, and returns after the detach.
 pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let target = arguments.which.target()?;
     let (socket, channel) = arguments.start.agent(Where::Anywhere)?;
@@ -105,19 +105,19 @@ fn print(target: &Target, summary: &Summary) {
     }
 }
 
-/// Ends an attacher, and waits until everything is in the kernel.
+/// Ends an attacher, and waits until every connection is in the kernel.
 pub fn detach(arguments: &DetachArguments) -> Result<()> {
     let target = arguments.which.target()?;
     let mut tool = arguments.socket.connect()?;
     let attachers = match tool.ask(Ask::Attachers).context("asking for attachers")? {
         Reply::Attachers(attachers) => attachers,
-        other => bail!("the agent's answer makes no sense: {other:?}"),
+        other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
     };
     let name = target.to_string();
     let Some((attacher, _)) = attachers.iter().find(|(_, of)| *of == name) else {
         let others: Vec<&str> = attachers.iter().map(|(_, of)| of.as_str()).collect();
-        let others = if others.is_empty() { "to nothing".into() } else { format!("to {}", others.join(", ")) };
-        bail!("Baton is not attached to {name}, but {others}");
+        let others = if others.is_empty() { "nothing".into() } else { others.join(", ") };
+        bail!("Baton is not attached to {name}; it is attached to: {others}");
     };
     let process = process::open_process(*attacher).context("the attacher")?;
     process::signal(*attacher, libc::SIGTERM).context("ending the attacher")?;

@@ -18,7 +18,7 @@ pub struct DoctorArguments {
     /// Print one JSON array.
     #[arg(long)]
     json: bool,
-    /// Removes what a Baton that was killed with all its processes has left: directories with a socket that nobody listens at.
+    /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody listens.
     #[arg(long)]
     cleanup: bool,
 }
@@ -29,7 +29,7 @@ struct Finding {
     what: &'static str,
     needed_for: &'static str,
     works: bool,
-    /// What is wrong, and what to do about it.
+    /// The cause, and what to do about it.
     advice: Option<String>,
 }
 
@@ -37,7 +37,7 @@ fn finding(what: &'static str, needed_for: &'static str, result: io::Result<()>)
     Finding { what, needed_for, works: result.is_ok(), advice: result.err().map(|error| error.to_string()) }
 }
 
-/// Tries things out in a namespace of their own, where nothing is disturbed.
+/// Tries everything in a network namespace of its own, so that nothing is disturbed.
 fn examine() -> Vec<Finding> {
     let namespace = Namespace::new();
     let inside = |work: fn() -> io::Result<()>| match &namespace {
@@ -51,9 +51,9 @@ fn examine() -> Vec<Finding> {
         finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
-        finding("hearing of routes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
+        finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
         finding(
-            "hearing of firewall rules (nftables)",
+            "notification of firewall changes (nftables)",
             "hosts with a firewall",
             inside(|| Changes::listen(NETFILTER, RULE_CHANGES).map(drop)),
         ),
@@ -62,14 +62,14 @@ fn examine() -> Vec<Finding> {
     ]
 }
 
-/// The NIC works with fewer walls around it, too; which are missing is worth knowing.
+/// Reports which protections around the NIC are missing. The NIC works without them, too.
 fn nic_rights() -> Finding {
     let mut missing = Vec::new();
     if rights::landlock_version().is_none() {
-        missing.push("this kernel has no Landlock (Linux 5.13, and lsm=landlock,... at its start): files are kept from the NIC by its user alone");
+        missing.push("this kernel has no Landlock (it needs Linux 5.13, and lsm=landlock,... on its command line): only the NIC's user id keeps it from files");
     }
     if !rights::has_other_users() {
-        missing.push("this user namespace has no other user: the NIC stays the agent's");
+        missing.push("this user namespace has only one user: the NIC keeps the agent's user id");
     }
     let advice = (!missing.is_empty()).then(|| missing.join("; "));
     Finding { what: "a NIC without rights (user, seccomp, Landlock)", needed_for: "everything", works: true, advice }
@@ -84,7 +84,7 @@ fn repair() -> io::Result<()> {
     })
 }
 
-/// Directories of Batons that were started for one program and are gone without having been able to clean up.
+/// Directories of Batons that were started for one program and were killed before they could clean up.
 fn leftovers() -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else { return Vec::new() };
     let named = entries.flatten().map(|entry| entry.path()).filter(|path| {
@@ -93,7 +93,7 @@ fn leftovers() -> Vec<PathBuf> {
     named.filter(|path| Channel::connect(&path.join("agent.sock")).is_err()).collect()
 }
 
-/// Prints what was found. Whether everything works.
+/// Prints the findings. Returns whether everything works.
 pub fn run(arguments: &DoctorArguments) -> Result<bool> {
     let findings = examine();
     let works = findings.iter().all(|finding| finding.works);
@@ -116,7 +116,7 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
             std::fs::remove_dir_all(&path)?;
             eprintln!("removed {}", path.display());
         } else {
-            eprintln!("{} is of a Baton that is gone; `baton doctor --cleanup` removes it", path.display());
+            eprintln!("{} was left by a Baton that was killed; `baton doctor --cleanup` removes it", path.display());
         }
     }
     Ok(works)

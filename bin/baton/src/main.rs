@@ -30,16 +30,16 @@ enum Command {
         after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
     )]
     Soak(lab::soak::SoakArguments),
-    /// Shows live how connections of a server move to the NIC and back, and measures both.
+    /// Shows how connections of a server move to the NIC and back, and measures kernel and NIC.
     Demo {
-        /// Where the report goes.
+        /// Directory of the report.
         #[arg(long, default_value = "target/demo")]
         output: std::path::PathBuf,
     },
     /// Starts a Baton that stays, for the programs of every network namespace on this machine.
     #[command(after_help = up::EXAMPLES)]
     Up(up::UpArguments),
-    /// Makes two hosts with a link between them and Baton on the first, and runs a program there.
+    /// Makes two hosts (network namespaces) with a link and Baton on the first, and runs a program there.
     #[command(
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
     )]
@@ -47,28 +47,29 @@ enum Command {
     /// Runs a program whose connections go to the NIC when they are worth it.
     #[command(after_help = run::EXAMPLES)]
     Run(run::RunArguments),
-    /// Gives the connections of a program that runs already to the NIC, until it is detached.
+    /// Offloads the connections of a program that runs already, until it is detached.
     #[command(after_help = attach::EXAMPLES)]
     Attach(attach::AttachArguments),
-    /// Ends `baton attach` for a program: every connection of it is in the kernel afterwards.
+    /// Ends `baton attach` for a program; all its connections are in the kernel afterwards.
     #[command(after_help = "Examples:\n  baton detach 4711\n  baton detach --port 6379")]
     Detach(attach::DetachArguments),
-    /// Lists the connections of a running Baton: where each is, how often it moved, and why it is there.
+    /// Lists the connections of a running Baton: where each is, how often it moved, and why it stays.
     #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
     Ls(tools::ListArguments),
-    /// Moves connections of a running Baton: yours, or as root anybody's.
+    /// Moves connections of a running Baton: your own, or any as root.
     #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
     Move(tools::MoveArguments),
-    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and says where its workers belong.
+    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and which processors its workers
+    /// run on.
     #[command(after_help = nic::EXAMPLES)]
     Nic(nic::NicArguments),
-    /// Says what this machine can do for Baton, what it cannot, and what to do about it.
+    /// Checks what this machine can do for Baton, and says what to do where something is missing.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
-    /// Measures one part against its bars.
+    /// Measures one part, and compares it with its bounds.
     #[command(subcommand)]
     Bench(lab::bench::Bench),
-    /// Measures TCP throughput over kernel sockets, and what it costs: frames, interrupts, their halves, cycles.
+    /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
     Ntttcp(lab::Ntttcp),
     /// Repeats calculations of the papers behind Baton.
@@ -78,7 +79,7 @@ enum Command {
     Options,
     #[command(flatten)]
     Workload(lab::bench::Workload),
-    /// The processes of a running Baton; started by each other, not by people.
+    /// The processes of a running Baton, which start each other.
     #[command(hide = true)]
     KeeperProcess,
     #[command(hide = true)]
@@ -133,7 +134,7 @@ fn run(command: Command) -> Result<bool> {
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if matches!(command, Command::Ls(_) | Command::Options | Command::Doctor(_) | Command::Nic(_)) {
-        baton_linux::process::end_with_the_reader();
+        baton_linux::process::end_on_broken_pipe();
     }
     match run(command) {
         Ok(true) => ExitCode::SUCCESS,

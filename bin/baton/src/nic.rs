@@ -1,4 +1,4 @@
-//! `baton nic`: the offloads for the kernel's own connections, as `ethtool` has them for a card.
+//! `baton nic`: the offloads for the kernel's own connections, under ethtool's names.
 
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
@@ -16,7 +16,8 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
   baton nic --explain-placement --workers 4 --interface eth0
 
-It is for a NIC between the kernel and the wire (`baton hosts`). Beside the kernel its own devices do all this: see `ethtool -K` and `-C`.";
+It is for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do all this: see
+`ethtool -K` and `-C`.";
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
@@ -29,7 +30,7 @@ pub struct NicArguments {
 
 #[derive(Subcommand)]
 pub enum NicCommand {
-    /// Prints the settings, and what they have brought so far.
+    /// Prints the settings, and the counters so far.
     Show(ShowArguments),
     /// Changes settings at once, under load too.
     Set(SetArguments),
@@ -65,7 +66,7 @@ fn current(tool: &mut Tool) -> Result<Offloads> {
     match tool.ask(Ask::Offloads)? {
         Reply::Offloads(offloads) => Ok(*offloads),
         Reply::Failed { reason } => bail!("{reason}"),
-        other => bail!("the agent's answer makes no sense: {other:?}"),
+        other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
     }
 }
 
@@ -78,11 +79,11 @@ fn set(arguments: &SetArguments) -> Result<bool> {
     match tool.ask(Ask::SetOffloads(Box::new(offloads)))? {
         Reply::Done => Ok(true),
         Reply::Failed { reason } => bail!("{reason}"),
-        other => bail!("the agent's answer makes no sense: {other:?}"),
+        other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
     }
 }
 
-/// Figures of the offloads, with what they count.
+/// Counters of the offloads, with their meaning.
 const FIGURES: [(Counter, &str); 14] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
@@ -91,16 +92,16 @@ const FIGURES: [(Counter, &str); 14] = [
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
-    (Counter::WentBefore, "set-ups that the copy engine let go first"),
+    (Counter::WentBefore, "connection set-ups that the copy engine sent first"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),
-    (Counter::Cut, "large frames cut"),
-    (Counter::CutSegments, "segments that they became"),
+    (Counter::Cut, "large frames cut into segments"),
+    (Counter::CutSegments, "segments cut from them"),
     (Counter::Uncut, "large frames refused"),
 ];
 
-/// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to others.
+/// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to other workers.
 fn workers(statistics: &Statistics) -> impl Iterator<Item = [u64; 4]> + '_ {
     const FIGURES: [Counter; 4] = [Counter::BusyNanoseconds, Counter::WireReceived, Counter::Connections, Counter::Buckets];
     statistics.workers.iter().map(|counters| FIGURES.map(|counter| counters.get(counter as usize).copied().unwrap_or(0)))
@@ -133,9 +134,9 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     for (counter, what) in FIGURES {
         println!("{:>14}  {what}", count(counter));
     }
-    println!("{mean:>14.0}  bytes of an aggregate, in the mean");
+    println!("{mean:>14.0}  bytes per aggregate, mean");
     let per_interrupt = count(Counter::HostSent) as f64 / count(Counter::Interrupts).max(1) as f64;
-    println!("{per_interrupt:>14.1}  frames for each interrupt, in the mean");
+    println!("{per_interrupt:>14.1}  frames per interrupt, mean");
     if statistics.workers.len() > 1 {
         println!("\nworker   busy s   frames from the wire   connections on the NIC   buckets given away");
         for (worker, [busy, frames, connections, buckets]) in workers(&statistics).enumerate() {

@@ -1,4 +1,4 @@
-//! Where the NIC's workers belong, and programs near them.
+//! Placement of the NIC's workers, and of programs near them.
 
 use anyhow::{Context, Result};
 use baton_client::tool::Tool;
@@ -9,19 +9,19 @@ use std::path::{Path, PathBuf};
 
 #[derive(Args)]
 pub struct PlacementArguments {
-    /// Says where workers, their queues and their memory belong on this machine, and why.
+    /// Print where workers, their queues and their memory belong on this machine, and why.
     #[arg(long)]
     pub explain_placement: bool,
-    /// How many workers.
+    /// Number of workers.
     #[arg(long, default_value_t = 1, requires = "explain_placement", value_parser = clap::value_parser!(u16).range(1..=16))]
     workers: u16,
-    /// The interface whose device they are for; its node is not known where it has no device, as a TAP or a veth.
+    /// The interface whose device they serve. Its node is unknown if it has no device, like a TAP or a veth.
     #[arg(long, value_name = "NAME", requires = "explain_placement", conflicts_with = "device_node")]
     interface: Option<String>,
-    /// The node of the device, if it is known otherwise.
+    /// The node of the device, instead of --interface.
     #[arg(long, value_name = "NODE", requires = "explain_placement")]
     device_node: Option<usize>,
-    /// Another machine, as a file: for each node `[[node]]` with `number`, `cpus`, `megabytes` and `distances`.
+    /// A file that describes another machine: for each node `[[node]]` with `number`, `cpus`, `megabytes` and `distances`.
     #[arg(long, value_name = "FILE", requires = "explain_placement")]
     topology: Option<PathBuf>,
     /// Print one JSON object.
@@ -65,7 +65,7 @@ pub fn explain(arguments: &PlacementArguments) -> Result<bool> {
     Ok(true)
 }
 
-/// `0-3,8`.
+/// The numbers as ranges, as in `0-3,8`.
 fn ranges(cpus: &[usize]) -> String {
     let mut cpus = cpus.to_vec();
     cpus.sort_unstable();
@@ -83,13 +83,13 @@ fn ranges(cpus: &[usize]) -> String {
 /// Where a program's threads run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Where {
-    /// Wherever the system likes.
+    /// On any processor.
     Anywhere,
-    /// On processors near the NIC's, but not on those themselves.
+    /// On processors near the NIC's, but not on those that it uses.
     NearNic,
 }
 
-/// Processors for so many workers; none where some would have to share one, or programs near them would have no other.
+/// Processors for this many workers. None if some would have to share one, or programs near them would have no other.
 pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
     let topology = crate::topology::here().context("reading this machine's nodes")?;
     let placement = topology.place(workers, None)?;
@@ -99,7 +99,7 @@ pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
     Ok((others && !shared).then_some(cores))
 }
 
-/// Binds this process, and what it becomes, to processors near those that the NIC of a running Baton was last seen on.
+/// Binds this process, and what it starts, to processors near those on which the NIC of a running Baton was last seen.
 pub fn go_near(socket: &Path) -> Result<()> {
     let nic = Tool::connect(socket)?.statistics()?.nic_process;
     let topology = crate::topology::here().context("reading this machine's nodes")?;

@@ -19,33 +19,34 @@ pub const EXAMPLES: &str = "Examples:
   baton run --print-config > baton.toml
   baton run --place near-nic -- redis-server
 
-Without a Baton that runs already (BATON_SOCKET, or /run/baton/agent.sock) one is started for the program, and ends with it.
-That needs root, and Linux 6.6 or later.";
+If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
+and Linux 6.6 or later.";
 
 /// The configuration file, as `--print-config` writes it.
 const CONFIG: &str = include_str!("config.toml");
 
 #[derive(Args)]
 pub struct RunArguments {
-    /// A rule: WHEN[,CONDITION=VALUE]... The first that fits a connection counts. WHEN is established, accepted, connected, bytes:N,
-    /// requests:N or never; conditions are local-port, remote-port (80 or 8000-8999, several with +), local, remote (an address or
-    /// network), program, cgroup.
+    /// A rule: WHEN[,CONDITION=VALUE]... The first that matches a connection counts. WHEN is established, accepted, connected,
+    /// bytes:N, requests:N or never; conditions are local-port, remote-port (80 or 8000-8999, several with +), local, remote (an
+    /// address or network), program, cgroup.
     #[arg(long = "rule", value_name = "RULE")]
     rules: Vec<Rule>,
     /// A file with rules; see --print-config. Those of the command line come first.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Writes a configuration file with comments to the standard output.
+    /// Print a configuration file with comments.
     #[arg(long)]
     print_config: bool,
-    /// Hands connections over as soon as their rule fits, whatever that costs the program: short ones, too, and many at once. For tests.
+    /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
+    /// tests.
     #[arg(long)]
     eager: bool,
     #[command(flatten)]
     flip: FlipArguments,
     #[command(flatten)]
     start: StartArguments,
-    /// Where the program's threads run: near the NIC, on processors of its node that are not its own, or anywhere.
+    /// Where the program's threads run: anywhere, or near the NIC, on processors of its node that it does not use itself.
     #[arg(long, value_enum, default_value_t = Where::Anywhere, value_name = "WHERE")]
     place: Where,
     /// The program and its arguments.
@@ -75,10 +76,10 @@ fn rules(arguments: &RunArguments) -> Result<Vec<Rule>> {
     Ok(rules)
 }
 
-/// Bytes after which a connection is worth moving, if nobody says otherwise.
+/// Bytes after which a connection is handed over if there is no rule.
 const DEFAULT_BYTES: u64 = 64 << 10;
 
-/// Becomes the program.
+/// Becomes the program (execve). Returns only on an error.
 pub fn run(arguments: &RunArguments) -> Result<()> {
     if arguments.print_config {
         print!("{CONFIG}");
@@ -105,7 +106,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
 }
 
-/// The library that is preloaded: beside this program, or where it is installed.
+/// Finds the library to preload: next to this program, or where it is installed.
 pub fn find_library() -> Result<PathBuf> {
     const NAME: &str = "libbaton_preload.so";
     let program = std::env::current_exe().context("finding this program's own path")?;

@@ -1,4 +1,4 @@
-//! What `run` and `attach` share: the Baton that they use, or start, and how connections are moved at random.
+//! What `run` and `attach` share: the Baton that they use or start, and random moves of connections.
 
 use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
@@ -18,32 +18,32 @@ use std::process::{Command, Stdio};
 
 #[derive(Args)]
 pub struct StartArguments {
-    /// Where the agent listens, if one runs already.
+    /// Path of the socket of an agent that runs already.
     #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Microseconds that the NIC of a Baton that is started here polls without work before it sleeps.
+    /// If a Baton is started: microseconds that its NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
-    /// Where a Baton that is started here writes its messages.
+    /// If a Baton is started: file for its messages.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
 }
 
 #[derive(Args)]
 pub struct FlipArguments {
-    /// Moves every connection to and fro at random intervals of so many milliseconds, for as long as it lives. For tests.
+    /// Move every connection there and back at random intervals of MIN to MAX milliseconds, for as long as it lives. For tests.
     #[arg(long, value_name = "MIN..MAX", value_parser = interval)]
     flip: Option<(u64, u64)>,
     /// Seed of the intervals.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// A file for one line of JSON about what became of the connections.
+    /// File for one line of JSON with what happened to the connections.
     #[arg(long, value_name = "FILE")]
     flip_report: Option<PathBuf>,
 }
 
 fn interval(text: &str) -> Result<(u64, u64), String> {
-    let wrong = || format!("{text:?} is no interval; one looks like 1..50, in milliseconds");
+    let wrong = || format!("{text:?} is not an interval: write for example 1..50, in milliseconds");
     let (min, max) = text.split_once("..").ok_or_else(wrong)?;
     let millis = |text: &str| {
         let number = text.trim_start_matches('=').parse::<f64>().ok().filter(|number| (0.0..1e9).contains(number));
@@ -56,8 +56,8 @@ fn interval(text: &str) -> Result<(u64, u64), String> {
 }
 
 impl StartArguments {
-    /// The Baton that runs already, or one that is started now and ends with this process and those that use it. This process then runs where
-    /// it is to.
+    /// The Baton that runs already, or one that is started now and ends with this process and those that use it. Then binds this
+    /// process to the processors that `place` asks for.
     pub fn agent(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let found = match self.running()? {
             Some(found) => found,
@@ -81,7 +81,7 @@ impl StartArguments {
         Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))
     }
 
-    /// That of an outer `baton run`, whose process has become this one.
+    /// The socket of an outer `baton run`, whose process has become this one.
     fn outer() -> Option<(PathBuf, Channel)> {
         let run: Run = serde_json::from_str(&std::env::var(RUN_VARIABLE).ok()?).ok()?;
         Channel::connect(&run.socket).ok().map(|channel| (run.socket, channel))
@@ -90,7 +90,7 @@ impl StartArguments {
     fn start(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let devices = Devices::beside(SLOTS).context("starting a Baton")?;
         let directory = make_directory()?;
-        // The program may go on as another user.
+        // The program may change its user.
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
         let mut settings = beside_settings(socket.clone(), true, self.spin)?;
@@ -114,8 +114,8 @@ impl StartArguments {
     }
 }
 
-/// A directory for a Baton that ends with this process. One that is there already is somebody else's: an earlier program's whose process
-/// number this is, or a stranger's.
+/// Makes a directory for a Baton that ends with this process. An existing one belongs to another: an earlier program with the
+/// same process id, or another user.
 fn make_directory() -> Result<PathBuf> {
     let mut attempt = 0;
     loop {
@@ -144,7 +144,7 @@ impl FlipArguments {
         self.flip.map(|(min, max)| Flip { min: min.max(1), max: max.max(1), seed: self.seed })
     }
 
-    /// Tells the agent what is to be done with a program's connections.
+    /// Makes a group for a program's connections at the agent, with random moves and report.
     pub fn make_group(&self, channel: &Channel) -> Result<u64> {
         let file = match &self.flip_report {
             Some(path) => Some(File::create(path).with_context(|| format!("making {}", path.display()))?),
@@ -155,7 +155,7 @@ impl FlipArguments {
         match channel.receive::<Answer>()?.0.body {
             Reply::Grouped { group } => Ok(group),
             Reply::Failed { reason } => bail!(reason),
-            other => bail!("the agent answers {other:?}; are both of the same version?"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
     }
 }
@@ -191,7 +191,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
     })
 }
 
-/// Connections that a NIC holds.
+/// Number of connections that a NIC can hold.
 pub const SLOTS: usize = 16384;
-/// Memory that a session may use; what is not used is not taken from the system.
+/// Bytes of memory that a session may use; memory that it does not use is not taken from the system.
 const SESSION_BYTES: usize = 3 << 30;

@@ -1,4 +1,4 @@
-//! Tools for a running Baton: what there is, and moving it.
+//! Tools for a running Baton: listing connections, and moving them.
 
 use anyhow::{Context, Result, bail};
 use baton_client::discovery::{self, Agent};
@@ -52,7 +52,8 @@ pub struct ListArguments {
 pub struct MoveArguments {
     /// Where to.
     to: Target,
-    /// Which: `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or session and number as `baton ls` shows them, `0.3`.
+    /// Which connections: `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or session and number from `baton ls` as
+    /// `0.3`.
     #[arg(required = true)]
     which: Vec<Filter>,
     #[command(flatten)]
@@ -65,7 +66,7 @@ enum Target {
     Kernel,
 }
 
-/// Which connections are meant.
+/// Selects connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Filter {
     All,
@@ -82,7 +83,7 @@ impl FromStr for Filter {
             return Ok(Filter::All);
         }
         if let Some(port) = text.strip_prefix(':') {
-            return port.parse().map(Filter::LocalPort).map_err(|_| format!("{port:?} is no port (1 to 65535)"));
+            return port.parse().map(Filter::LocalPort).map_err(|_| format!("{port:?} is not a port (1 to 65535)"));
         }
         if let Ok(peer) = text.parse() {
             return Ok(Filter::Peer(peer));
@@ -90,7 +91,7 @@ impl FromStr for Filter {
         let one = text.split_once('.').and_then(|(session, number)| Some((session.parse().ok()?, number.parse().ok()?)));
         match one {
             Some((session, connection)) => Ok(Filter::One { session, connection }),
-            None => Err("say `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or a connection as `0.3`".into()),
+            None => Err("write `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or a connection as `0.3`".into()),
         }
     }
 }
@@ -184,7 +185,7 @@ fn print_connections(list: &[ConnectionInfo]) {
     }
 }
 
-/// A time as people say it.
+/// A duration, rounded for people.
 fn age(micros: u64) -> String {
     match micros / 1000 {
         millis if millis < 1000 => format!("{millis} ms"),
@@ -193,13 +194,13 @@ fn age(micros: u64) -> String {
     }
 }
 
-/// `baton move`. False if a connection stayed where it was.
+/// `baton move`. Returns false if a connection stayed where it was.
 pub fn relocate(arguments: &MoveArguments) -> Result<bool> {
     let mut tool = arguments.socket.connect()?;
     let list = connections(&mut tool)?;
     let meant: Vec<_> = list.iter().filter(|info| arguments.which.iter().any(|filter| filter.matches(info))).collect();
     if meant.is_empty() {
-        bail!("none of the {} connections is meant; `baton ls` shows them", list.len());
+        bail!("none of the {} connections matches; `baton ls` lists them", list.len());
     }
     let to = match arguments.to {
         Target::Nic => Place::Nic,
@@ -214,7 +215,7 @@ pub fn relocate(arguments: &MoveArguments) -> Result<bool> {
                 stayed += 1;
                 eprintln!("{session}.{connection} {} -> {} stayed: {reason}", info.local, info.peer);
             }
-            other => bail!("the agent's answer makes no sense: {other:?}"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
     }
     println!("{} moved, {stayed} stayed", meant.len() - stayed);

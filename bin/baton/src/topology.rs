@@ -5,7 +5,7 @@ use baton_placement::{Node, Topology};
 use std::io;
 use std::path::Path;
 
-/// Numbers of a list such as `0-3,8`.
+/// The numbers of a list such as `0-3,8`.
 fn list(text: &str) -> Vec<usize> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -14,10 +14,11 @@ fn list(text: &str) -> Vec<usize> {
     text.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// The nodes below a directory such as `/sys/devices/system/node`, with the processors that `may` be used. A system without nodes is one.
+/// The nodes below a directory such as `/sys/devices/system/node`, with those of their processors that are in `may`. A system
+/// without nodes counts as one.
 ///
 /// # Errors
-/// If the directory cannot be read, though it is there.
+/// If the directory exists but cannot be read.
 pub fn read(directory: &Path, may: &[usize]) -> io::Result<Topology> {
     let entries = match std::fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -46,7 +47,7 @@ fn single(may: &[usize]) -> Topology {
     Topology { nodes: vec![Node { number: 0, cpus: may.to_vec(), megabytes: 1, distances: vec![10] }] }
 }
 
-/// This machine's, with the processors that this process may use.
+/// This machine's nodes, with the processors that this process may use.
 ///
 /// # Errors
 /// See [`read`].

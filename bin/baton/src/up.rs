@@ -1,5 +1,5 @@
-//! `baton up`: a Baton that stays. Programs of every network namespace find it at one path; each namespace gets an agent and a NIC of its
-//! own when its first program comes, since devices, routes and firewall are each namespace's own.
+//! `baton up`: a Baton that stays. Programs of every network namespace find it at one path. Each namespace gets an agent and a
+//! NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
 
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
@@ -24,14 +24,14 @@ pub const EXAMPLES: &str = "Examples:
   baton run -- nginx -g 'daemon off;'
   docker run -v /run/baton:/run/baton … baton run -- ./server
 
-Programs find it by themselves at /run/baton/agent.sock, those in containers too if that directory is theirs. The agent of a network
-namespace listens beside it as well, at that path with the namespace's number behind it (for `baton ls --socket`). It needs root, and
-ends with Ctrl-C or SIGTERM: every connection is then in the kernel.";
+Programs find it by themselves at /run/baton/agent.sock, those in containers too if that directory is mounted there. Each network
+namespace's agent also listens at that path followed by the namespace's number (for `baton ls --socket`). It needs root, and ends with
+Ctrl-C or SIGTERM: every connection is in the kernel then.";
 
-/// How often is looked whether a namespace is still used. It goes when nobody has used it at two looks.
+/// Interval of the checks whether a namespace is still used. Its Baton ends when it was unused at two checks in a row.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Connections of refused clients that stay open, so that each can still read the reason.
+/// Number of refused clients whose connections stay open, so that each can still read the reason.
 const REFUSED: usize = 16;
 
 const LISTENER: u64 = 0;
@@ -39,22 +39,22 @@ const SIGNALS: u64 = 1;
 
 #[derive(Args)]
 pub struct UpArguments {
-    /// Where programs find it.
+    /// Path at which programs find it.
     #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
     socket: PathBuf,
     /// Microseconds that a NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
-    /// Network namespaces that are served at a time.
+    /// Most network namespaces that are served at a time.
     #[arg(long, default_value_t = 64, value_name = "N")]
     namespaces: usize,
-    /// Of those, as many as may be one user's. Root may have all.
+    /// Most of those that may be one user's. Root may have all.
     #[arg(long, default_value_t = 16, value_name = "N")]
     namespaces_per_user: usize,
-    /// Open sessions, which are processes with connections, that a user may have in one namespace. Root may have any number.
+    /// Most open sessions (processes with connections) of a user in one namespace. Root may have any number.
     #[arg(long, default_value_t = Limits::default().sessions, value_name = "N")]
     sessions_per_user: u32,
-    /// Groups of sessions, which are programs started by `baton run`, that a user may have in one namespace. Root may have any number.
+    /// Most groups of sessions (programs started by `baton run`) of a user in one namespace. Root may have any number.
     #[arg(long, default_value_t = Limits::default().groups, value_name = "N")]
     groups_per_user: u32,
 }
@@ -68,12 +68,12 @@ impl UpArguments {
 /// A namespace's Baton.
 struct Served {
     keeper: Child,
-    /// It ends when this is closed.
+    /// Closing this ends it.
     parent: Channel,
     agent: Tool,
     socket: PathBuf,
     unused: u32,
-    /// Whose first program it was started for.
+    /// User id of the program for which it was started.
     user: u32,
 }
 
@@ -88,20 +88,20 @@ impl Served {
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
 
-    /// Gives a client to the agent, which may turn it away.
+    /// Passes a client to the agent, which may refuse it.
     fn admit(&mut self, client: &Channel) -> Result<()> {
         self.unused = 0;
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
             Reply::Failed { reason } => {
-                eprintln!("baton up: a client is turned away: {reason}");
+                eprintln!("baton up: a client is refused: {reason}");
                 Ok(())
             }
-            other => bail!("the agent's answer makes no sense: {other:?}"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
     }
 
-    /// Whether nobody has used it for a while.
+    /// Whether it has been unused for a while.
     fn is_idle(&mut self) -> bool {
         let used = self.agent.statistics().is_ok_and(|of| of.sessions > 1);
         self.unused = if used { 0 } else { self.unused + 1 };
@@ -117,20 +117,20 @@ impl Served {
 
 struct Up<'a> {
     arguments: &'a UpArguments,
-    /// By the namespace's number.
+    /// By the namespace's cookie.
     served: BTreeMap<u64, Served>,
     refused: VecDeque<Channel>,
     own: u64,
 }
 
-/// Serves until a signal asks for the end.
+/// Serves until a signal asks it to end.
 pub fn up(arguments: &UpArguments) -> Result<()> {
     let path = &arguments.socket;
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
     }
     let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
-    let signals = process::hear_signals(&process::ENDING)?;
+    let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
     let own = socket::namespace(listener.as_fd())?;
     let mut up = Up { arguments, served: BTreeMap::new(), refused: VecDeque::new(), own };
@@ -162,14 +162,14 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
             // It waits for the answer to its first request.
             let reason = format!("{error:#}");
             let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
-            // Which it may not have made yet: it finds its connection open for a while.
+            // It may not have sent that yet, so its connection stays open for a while.
             up.refused.push_back(client);
             if up.refused.len() > REFUSED {
                 up.refused.pop_front();
             }
         }
     }
-    // First of all: programs that are let go would come again at once, and wait for an answer.
+    // Before all else: programs that are disconnected would connect again at once, and wait for an answer.
     drop(listener);
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
@@ -186,7 +186,7 @@ impl Up<'_> {
         let namespace = socket::namespace(client.as_fd())?;
         if let Some(served) = self.served.get_mut(&namespace) {
             let Err(error) = served.admit(client) else { return Ok(()) };
-            eprintln!("baton up: the Baton of namespace {namespace} does not answer ({error:#}); another one is started");
+            eprintln!("baton up: the Baton of namespace {namespace} does not answer ({error:#}): starting another one");
             if let Some(served) = self.served.remove(&namespace) {
                 served.end();
             }
@@ -205,25 +205,27 @@ impl Up<'_> {
         admitted
     }
 
-    /// Why no other namespace can be served for a user, if none can.
+    /// The reason why no other namespace can be served for a user; None if one can.
     fn has_no_room(&self, user: u32) -> Option<String> {
         let UpArguments { namespaces, namespaces_per_user, .. } = *self.arguments;
         let theirs = self.served.values().filter(|served| served.user == user).count();
         if user != 0 && theirs >= namespaces_per_user {
             return Some(format!(
-                "user {user} has {theirs} network namespaces with a Baton, as many as each may (--namespaces-per-user)"
+                "user {user} has a Baton in {theirs} network namespaces, the most that one user may have: raise --namespaces-per-user of `baton up`"
             ));
         }
-        (self.served.len() >= namespaces).then(|| format!("{namespaces} network namespaces are served already (--namespaces)"))
+        (self.served.len() >= namespaces).then(|| {
+            format!("{namespaces} network namespaces are served already, the most allowed: raise --namespaces of `baton up`")
+        })
     }
 
     /// Starts a Baton in the namespace of a process.
     fn serve(&self, process: u32, namespace: u64, user: u32) -> Result<Served> {
         let socket = self.socket_of(namespace);
         let started = Namespace::of_process(process)?.run(|| {
-            // The process may have ended, and its number be another's.
+            // The process may have ended, and its process id may be another's.
             if socket::namespace(socket::stream(false, 0)?.as_fd())? != namespace {
-                return Err(io::Error::other("the client is gone"));
+                return Err(io::Error::other("the client has ended"));
             }
             Ok(Served::start(&socket, user, self.arguments))
         });

@@ -226,7 +226,7 @@ impl Agent {
                 None => journal::clear(&nic_memory, cid),
             },
             Phase::Speaking => {
-                if let Err(error) = speak_on(&nic_memory, &self.shape, &self.hardware.host, open, connection, entry) {
+                if let Err(error) = resume_sending(&nic_memory, &self.shape, &self.hardware.host, open, connection, entry) {
                     eprintln!("baton agent: {} is lost: {error:#}", connection.flow);
                     self.statistics.lost += 1;
                 }
@@ -302,7 +302,7 @@ impl Session {
 
 /// The dead agent had restored the connection; what was unsent, and what the peer had said last, may be missing in the kernel. It does
 /// not mind hearing the same twice.
-fn speak_on(
+fn resume_sending(
     nic_memory: &Region,
     shape: &Shape,
     host: &OwnedFd,
@@ -322,7 +322,7 @@ fn speak_on(
         say_last_words(nic_memory, shape, host, cid, open.memory.circle(receive, size), &image)
     };
     let fd = connection.fd()?;
-    let speak = || import::speak_on(fd, &image, &unacknowledged, &entry.saved);
+    let speak = || import::resume_sending(fd, &image, &unacknowledged, &entry.saved);
     if image.state.fin_acknowledged() {
         speak()?;
         words();

@@ -153,7 +153,7 @@ pub fn run() -> Result<()> {
     }
     let descriptors = process::raise_descriptor_limit();
     // Who asks for the end is heard, and answered in order; the NIC, which inherits this, ends with its agent.
-    let signals = process::hear_signals(&process::ENDING)?;
+    let signals = process::signal_descriptor(&process::ENDING)?;
     let hardware = Hardware {
         host: take(Descriptor::Host)?,
         wire: take(Descriptor::Wire)?,

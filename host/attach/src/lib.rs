@@ -128,7 +128,7 @@ impl Attacher {
         let after = if settings.flip.is_some() { 1 } else { settings.after.clamp(1, i32::MAX as u32) };
         let bypass = SocketBypass::new(session::MAX_CONNECTIONS as u32, after).context("the bypass of running programs")?;
         let poller = Poller::new()?;
-        let signals = process::hear_signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
+        let signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(bypass.events(), EVENTS, Trigger::Readable)?;
         poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
@@ -193,7 +193,7 @@ impl Attacher {
         let mut tokens = Vec::new();
         self.shared.count_sleeper();
         let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        let limit = if heard || self.shared.has_news(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
+        let limit = if heard || self.shared.has_events(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
         let waited = self.poller.wait(limit, &mut tokens);
         self.shared.uncount_sleeper();
         waited?;

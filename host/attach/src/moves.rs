@@ -403,11 +403,11 @@ impl Attacher {
         let number = match self.ask(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
             Reply::Registered { connection } => connection,
             other => {
-                self.note_stay(stays(&other).unwrap_or("the agent's answer makes no sense"));
+                self.note_stay(stays(&other).unwrap_or("unexpected answer from the agent"));
                 return Ok(());
             }
         };
-        let connection = self.shared.unnamed();
+        let connection = self.shared.unregistered();
         self.shared.take_charge(&connection, number);
         let cookie = socket::cookie(copy)?;
         let flow = Flow { local: local.into(), remote: peer.into() };

@@ -1,4 +1,4 @@
-//! Buffers that the NIC puts received bytes into, without a copy by the program.
+//! Buffers into which the NIC puts received bytes, without a copy by the program.
 
 use crate::connection::Connection;
 use crate::heap::Heap;
@@ -11,10 +11,10 @@ use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Bytes that are copied at a time where there is no way around that.
+/// Bytes that are copied at a time from the kernel's socket.
 const PIECE: usize = 1 << 14;
 
-/// The part of session memory that is for buffers.
+/// The part of session memory that is reserved for buffers.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
     heap: Arc<Mutex<Heap>>,
@@ -54,13 +54,13 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// Its bytes. The NIC can reach them at any time, so they are atomics: the length never changes, and what a buffer holds that was given
-    /// back ([`crate::Session::take_posted`]) a sound NIC leaves alone.
+    /// Its bytes. The NIC can write them at any time, so they are atomics. Their number never changes, and a NIC that works
+    /// correctly leaves a buffer alone once it was returned ([`crate::Session::take_posted`]).
     pub fn bytes(&self) -> &[AtomicU8] {
         self.store.memory.bytes(self.block.0 as usize, self.length as usize).unwrap_or_default()
     }
 
-    /// Copies bytes out, as many as there are from `at` on.
+    /// Copies bytes out, from `at` on, as many as there are.
     pub fn read(&self, at: usize, out: &mut [u8]) {
         for (to, from) in out.iter_mut().zip(self.bytes().get(at..).unwrap_or_default()) {
             *to = from.load(Ordering::Relaxed);
@@ -72,32 +72,32 @@ impl Buffer {
     }
 }
 
-/// A buffer that was posted, and has what it will get.
+/// A buffer that was posted, and has all the bytes that it will get.
 #[derive(Debug)]
 pub struct Filled {
     /// The buffer.
     pub buffer: Buffer,
-    /// Bytes received into it: fewer than it has only at the end of the stream.
+    /// Bytes received into it. Fewer than its length only at the end of the stream.
     pub length: usize,
-    /// How many of them the NIC has put there itself. The others were copied: they had come before the buffer was posted, or the kernel had
-    /// the connection, or the NIC had no room for another buffer.
+    /// How many of them the NIC has put there itself. The others were copied: they had arrived before the buffer was posted, or
+    /// the kernel had the connection, or the NIC had no room for another buffer.
     pub placed: usize,
 }
 
 #[derive(Debug)]
 struct Post {
     filled: Filled,
-    /// The NIC knows of it.
-    told: bool,
-    /// The first sequence number that the NIC puts into it, once it has said so.
+    /// The NIC has been given it.
+    sent: bool,
+    /// The first sequence number that the NIC puts into it, once it has answered.
     start: Option<u32>,
 }
 
-/// The buffers that are posted on a connection, in order.
+/// The buffers posted on a connection, in order.
 #[derive(Debug, Default)]
 pub(crate) struct Posts {
     list: VecDeque<Post>,
-    /// The moves that the connection had made when the NIC was told.
+    /// Moves that the connection had made when buffers were last given to the NIC.
     moves: u32,
 }
 
@@ -111,41 +111,42 @@ impl Posts {
     }
 
     pub fn add(&mut self, buffer: Buffer) {
-        self.list.push_back(Post { filled: Filled { buffer, length: 0, placed: 0 }, told: false, start: None });
+        self.list.push_back(Post { filled: Filled { buffer, length: 0, placed: 0 }, sent: false, start: None });
     }
 
-    /// Tells the NIC of as many buffers as it takes, and hears what it says of them. The connection must be entered, and the NIC's.
-    pub fn tell(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<()> {
+    /// Gives the NIC as many buffers as it takes, and reads its answers. The caller has entered the connection, which is on the
+    /// NIC.
+    pub fn sync(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<()> {
         if self.moves != connection.moves() {
-            // Another NIC, or the same one after the kernel: it knows of none.
+            // Another NIC, or the same one after a time in the kernel: it has none of the buffers.
             self.moves = connection.moves();
-            self.list.iter_mut().for_each(|post| (post.told, post.start) = (false, None));
+            self.list.iter_mut().for_each(|post| (post.sent, post.start) = (false, None));
         }
-        for post in self.list.iter_mut().take(POSTS).filter(|post| !post.told) {
+        for post in self.list.iter_mut().take(POSTS).filter(|post| !post.sent) {
             let Filled { buffer, length, .. } = &post.filled;
             shared.post(connection, token, buffer.block.0 + *length as u32, buffer.length - *length as u32)?;
-            post.told = true;
+            post.sent = true;
         }
         let mut answers = connection.posted.lock().unwrap_or_else(PoisonError::into_inner);
-        for post in self.list.iter_mut().filter(|post| post.told && post.start.is_none()) {
+        for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
             post.start = answers.pop_front();
         }
         Ok(())
     }
 
-    /// Takes what has come on the NIC. The first buffer, if it is full, or the stream is over.
+    /// Fills the first buffer from the NIC. Returns it once it is full, or the stream has ended.
     pub fn advance(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<Filled> {
-        self.tell(shared, connection, token)?;
+        self.sync(shared, connection, token)?;
         shared.catch_up(token);
-        // Again: the answers may just have come.
-        self.tell(shared, connection, token)?;
+        // Again, since the answers may just have arrived.
+        self.sync(shared, connection, token)?;
         let readiness = shared.readiness(connection, token);
         let Some(post) = self.list.front_mut() else { return Err(io::ErrorKind::InvalidInput.into()) };
         let Some(start) = post.start else { return Err(would_block()) };
         let Filled { buffer, length, placed } = &mut post.filled;
         let mut left = readiness.unread.min(buffer.length - *length as u32);
         let over = left == 0;
-        // What came before the buffer was known lies where it always does.
+        // What arrived before the NIC had the buffer lies in receive memory.
         let mut early = start.wrapping_sub(connection.read_seq());
         early = if early < 1 << 31 { early.min(left) } else { 0 };
         let mut bytes = [0; PIECE];
@@ -160,17 +161,17 @@ impl Posts {
             (*length, *placed) = (*length + left as usize, *placed + left as usize);
         }
         if *length == buffer.length as usize {
-            shared.tell_all(connection, token)?;
+            shared.report_all_read(connection, token)?;
             return self.take();
         }
         if over {
-            // Nothing more comes, for what reason the next call that receives tells.
+            // Nothing more arrives. The next call that receives returns the reason.
             return if readiness.fin || readiness.ended.is_some() { self.take() } else { Err(would_block()) };
         }
         Err(would_block())
     }
 
-    /// The same from the kernel's socket.
+    /// Fills the first buffer from the kernel's socket, as [`Posts::advance`] does from the NIC.
     pub fn advance_in_kernel(&mut self, mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<Filled> {
         let mut bytes = [0; PIECE];
         loop {

@@ -1,4 +1,5 @@
-//! One connection, as its program sees it: while the NIC has it, two pieces of memory and four numbers. Any thread may use it.
+//! One connection, as its program sees it: while the NIC has it, two pieces of memory and four sequence numbers. Any thread may
+//! use it.
 
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
@@ -11,11 +12,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
-const UNHURT: u32 = u32::MAX;
-/// Bytes that a program may have read before the NIC hears of it: an eighth of the largest window without scaling, which the NIC's
-/// window updates reckon with.
-const LATE: u32 = 1 << 13;
-/// Input or output error: what the agent says of memory makes no sense.
+const ALIVE: u32 = u32::MAX;
+/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without scaling. The
+/// NIC's window updates assume this value.
+const REPORT_EVERY: u32 = 1 << 13;
+/// Input or output error: the agent has described memory that is not in the session.
 const EIO: u32 = 5;
 
 /// Connection reset by peer.
@@ -27,58 +28,59 @@ pub struct Connection {
     /// Its number in the session.
     number: AtomicU32,
     block: MovableWords<{ session::BLOCK_BYTES / 4 }>,
-    /// The block's move counter when the rest was read.
+    /// The block's move counter when the other fields were read from it.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
     pub(crate) receive_memory: MovableCircle,
     pub(crate) send_memory: MovableCircle,
-    /// First unread, and behind the last received byte.
+    /// First unread sequence number, and the one after the last received byte.
     pub(crate) read: AtomicU32,
     pub(crate) received: AtomicU32,
-    /// How far the NIC knows that the program has read, and where it has to hear of it again.
-    pub(crate) told_read: AtomicU32,
-    pub(crate) tell_at: AtomicU32,
-    /// Behind the last queued byte, and behind the last one that there is room for: a send memory behind what is acknowledged.
+    /// How far the NIC knows that the program has read, and from where on it gets the next message.
+    pub(crate) reported_read: AtomicU32,
+    pub(crate) report_at: AtomicU32,
+    /// The sequence number after the last queued byte, and the one up to which there is room: the acknowledged one plus the size
+    /// of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
-    /// Answers to posted buffers that nobody has looked at: the first sequence number that the NIC puts into each.
+    /// Answers to posted buffers that have not been handled yet: the first sequence number that the NIC puts into each.
     pub(crate) posted: Mutex<VecDeque<u32>>,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
-    /// It is shut, or it has ended: nothing can be sent.
+    /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
     pub(crate) stopped: AtomicBool,
-    /// The error number that it ended with on the NIC; 0 for none, [`UNHURT`] if it has not ended.
+    /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
     error: AtomicU32,
 }
 
-/// What can be done with a connection on the NIC just now.
+/// What can be done with a connection on the NIC now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Readiness {
-    /// Bytes unread.
+    /// Unread bytes.
     pub unread: u32,
-    /// Bytes that the receive memory has.
+    /// Size of receive memory in bytes.
     pub receive_memory: u32,
-    /// The peer has closed its sending side, and said so.
+    /// The peer's FIN has been received, and all data before it.
     pub fin: bool,
-    /// Bytes that can be queued.
+    /// Bytes that can still be queued.
     pub room: u32,
-    /// Bytes that the send memory has.
+    /// Size of send memory in bytes.
     pub send_memory: u32,
-    /// The sending side is shut.
+    /// The sending side is shut down.
     pub shut: bool,
     /// It has ended, with this error number or 0.
     pub ended: Option<u32>,
 }
 
-/// The right to use a connection: its owner does not change until this is dropped.
+/// The right to use a connection: until this is dropped its owner does not change.
 #[derive(Debug)]
 pub struct Entered<'a> {
     connection: &'a Connection,
-    /// Who has it.
+    /// The connection's owner.
     pub owner: Owner,
 }
 
-/// A connection's block, of which the place is looked up once.
+/// A connection's block, checked once to be inside the memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Inside<'a>(&'a [AtomicU32; session::BLOCK_BYTES / 4]);
 
@@ -88,15 +90,15 @@ impl<'a> Inside<'a> {
         &self.0[field / 4]
     }
 
-    /// Leaves; a full barrier and [`Inside::tell_mover`] must follow.
+    /// Leaves; a full barrier and [`Inside::wake_mover`] must follow.
     #[inline(always)]
     pub(crate) fn step_out(self) {
         self.word(block::BUSY).store(0, Ordering::Release);
     }
 
-    /// Tells an agent that waits for somebody to leave.
+    /// Wakes an agent that waits for the program to leave.
     #[inline(always)]
-    pub(crate) fn tell_mover(self) {
+    pub(crate) fn wake_mover(self) {
         if self.word(block::OWNER).load(Ordering::Acquire) == Owner::Moving as u32 {
             events::wake_all(self.word(block::BUSY));
         }
@@ -111,8 +113,8 @@ impl Drop for Entered<'_> {
 }
 
 impl Connection {
-    /// One without a number yet: see [`crate::Shared::register`].
-    pub(crate) fn unnamed(memory: Arc<Region>) -> Connection {
+    /// A connection without a number yet: see [`crate::Shared::register`].
+    pub(crate) fn unregistered(memory: Arc<Region>) -> Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),
@@ -122,8 +124,8 @@ impl Connection {
             receive_memory: MovableCircle::new(memory.clone()),
             send_memory: MovableCircle::new(memory),
             read: zero(),
-            told_read: zero(),
-            tell_at: zero(),
+            reported_read: zero(),
+            report_at: zero(),
             received: zero(),
             queued: zero(),
             room_ends: zero(),
@@ -131,20 +133,21 @@ impl Connection {
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
-            error: AtomicU32::new(UNHURT),
+            error: AtomicU32::new(ALIVE),
         }
     }
 
-    /// Stands for another connection from now on: whoever still holds a reference for the last one does no harm but to the program.
-    pub(crate) fn rename(&self, number: u32) {
+    /// Makes this represent another connection from now on. A late thread that still holds a reference for the previous one can
+    /// harm only its own program.
+    pub(crate) fn set_number(&self, number: u32) {
         self.number.store(number, RELAXED);
         self.block.move_to(session::block(number));
         self.cid.store(0, RELAXED);
         self.fin.store(false, RELAXED);
         self.shut.store(false, RELAXED);
         self.stopped.store(false, RELAXED);
-        self.error.store(UNHURT, RELAXED);
-        // As it was when the agent began to count. It may have moved since, and that has to be seen.
+        self.error.store(ALIVE, RELAXED);
+        // The count from which the agent starts. The connection may have moved since then, and that must be noticed.
         self.moves.store(0, Ordering::Release);
     }
 
@@ -168,23 +171,23 @@ impl Connection {
         self.word(field).store(value, Ordering::Release);
     }
 
-    /// Who has it just now.
+    /// Its present owner.
     pub fn owner(&self) -> Owner {
         Owner::from_number(self.load(block::OWNER))
     }
 
-    /// The moves that it has made, as the agent counts them.
+    /// Number of moves that it has made, counted by the agent.
     #[inline(always)]
     pub fn moves(&self) -> u32 {
         self.load(block::MOVES)
     }
 
-    /// Enters an operation, after others' operations. None while it is being moved, or if this thread is inside already (from a
-    /// signal handler).
+    /// Enters an operation, after other threads' operations. None while the connection is being moved, or if this thread is
+    /// inside already (it runs a signal handler).
     #[inline(always)]
     pub(crate) fn enter(&self, token: Token) -> Option<Entered<'_>> {
         let busy = self.word(block::BUSY);
-        // The exchange is a full barrier: the owner is read after it.
+        // The exchange is a full barrier, so the owner is read after it.
         if busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() && !self.wait_for_turn(token) {
             return None;
         }
@@ -193,16 +196,16 @@ impl Connection {
                 self.leave();
                 None
             }
-            // A connection that the agent has let go is the kernel's.
+            // A connection that the agent has forgotten is the kernel's.
             owner => Some(Entered { connection: self, owner }),
         }
     }
 
-    /// Enters an operation, if the NIC has the connection, nobody else is inside, and no move has happened since
+    /// Enters an operation if the NIC has the connection, no thread is inside, and no move has happened since
     /// [`Connection::refresh`]. [`Inside::step_out`] must follow then.
     #[inline(always)]
     pub(crate) fn step_in(&self, token: Token) -> Option<Inside<'_>> {
-        // The exchange is a full barrier: the owner is read after it.
+        // The exchange is a full barrier, so the owner is read after it.
         let block = Inside(&self.block);
         if block.word(block::BUSY).compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() {
             return None;
@@ -237,26 +240,26 @@ impl Connection {
         self.word(block::BUSY).load(RELAXED) == token
     }
 
-    /// Leaves it, and tells an agent that waits for that.
+    /// Leaves it, and wakes an agent that waits for that.
     #[inline(always)]
     fn leave(&self) {
         let block = Inside(&self.block);
         block.step_out();
         fence(Ordering::SeqCst);
-        block.tell_mover();
+        block.wake_mover();
     }
 
-    /// Waits until it is not being moved any more, a short while at most.
+    /// Waits until no move is under way, for a millisecond at most.
     pub fn wait_until_settled(&self) {
         events::wait_while(self.word(block::OWNER), Owner::Moving as u32, Duration::from_millis(1));
     }
 
     #[inline(always)]
-    pub(crate) fn name(&self) -> Cid {
+    pub(crate) fn cid(&self) -> Cid {
         Cid(self.cid.load(RELAXED))
     }
 
-    /// After a move: takes over what the agent wrote into the block. The caller holds the lock on the session's events.
+    /// Reads the block after a move. The caller holds the lock of the session's events.
     pub(crate) fn refresh(&self) {
         let moves = self.moves();
         let flags = self.load(block::FLAGS);
@@ -265,12 +268,12 @@ impl Connection {
         let size = self.load(block::RECEIVE_SIZE);
         let receives = self.receive_memory.move_to(self.load(block::RECEIVE_BASE), size);
         let sends = self.send_memory.move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
-        // One that was never on the NIC has no memory.
+        // A connection that was never on the NIC has no memory.
         if size > 0 && !(receives && sends) {
             self.set_ended(EIO);
         }
         copy(&self.read, block::READ_SEQ);
-        self.note_told(self.load(block::READ_SEQ));
+        self.note_reported(self.load(block::READ_SEQ));
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
@@ -280,24 +283,24 @@ impl Connection {
         self.moves.store(moves, Ordering::Release);
     }
 
-    /// Whether a move has happened since [`Connection::refresh`].
+    /// Whether it has moved since [`Connection::refresh`].
     #[inline(always)]
     pub(crate) fn has_moved(&self) -> bool {
         self.moves() != self.moves.load(Ordering::Acquire)
     }
 
-    /// The error number that it ended with on the NIC, 0 for none; None if it has not.
+    /// The error number that it ended with on the NIC, 0 for none; None if it has not ended.
     #[inline(always)]
     pub fn ended(&self) -> Option<u32> {
         match self.error.load(RELAXED) {
-            UNHURT => None,
+            ALIVE => None,
             error => Some(error),
         }
     }
 
-    /// Whether no more bytes will come than are known of.
+    /// Whether no more bytes will arrive than are known already.
     pub(crate) fn is_over(&self) -> bool {
-        self.fin.load(Ordering::Acquire) || self.error.load(Ordering::Acquire) != UNHURT
+        self.fin.load(Ordering::Acquire) || self.error.load(Ordering::Acquire) != ALIVE
     }
 
     pub(crate) fn set_ended(&self, error: u32) {
@@ -305,8 +308,8 @@ impl Connection {
         self.stopped.store(true, RELAXED);
     }
 
-    /// Agent and NIC are gone for good: if it was not in the kernel it has failed now. What it had received can be read, unless it was
-    /// being moved.
+    /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. What it had received can be read,
+    /// unless it was being moved.
     pub(crate) fn fail(&self) {
         match self.owner() {
             Owner::Kernel | Owner::Nobody => return,
@@ -328,10 +331,10 @@ impl Connection {
         self.stopped.store(shut || self.ended().is_some(), RELAXED);
     }
 
-    /// The error is told once, as by the kernel.
+    /// Returns the error and clears it, as SO_ERROR does.
     pub fn take_error(&self) -> u32 {
         match self.error.load(RELAXED) {
-            UNHURT | 0 => 0,
+            ALIVE | 0 => 0,
             error => {
                 self.error.store(0, RELAXED);
                 error
@@ -342,7 +345,7 @@ impl Connection {
     /// What can be done with it on the NIC.
     #[inline]
     pub(crate) fn readiness(&self) -> Readiness {
-        // In this order: what another thread reads meanwhile may count as unread, never the other way round.
+        // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way round.
         let read = self.read.load(Ordering::Acquire);
         Readiness {
             unread: self.received.load(RELAXED).wrapping_sub(read),
@@ -360,33 +363,33 @@ impl Connection {
         self.read.load(RELAXED)
     }
 
-    /// The program has read up to here.
+    /// Records that the program has read up to `read`.
     #[inline(always)]
     pub(crate) fn note_read(&self, block: Inside<'_>, read: u32) {
         self.read.store(read, RELAXED);
         block.word(block::READ_SEQ).store(read, Ordering::Release);
     }
 
-    /// The NIC has been told that the program has read up to here.
-    pub(crate) fn note_told(&self, read: u32) {
-        self.told_read.store(read, RELAXED);
-        self.tell_at.store(read.wrapping_add((self.receive_memory.length() / 8).min(LATE)), RELAXED);
+    /// Records that the NIC has a message that the program has read up to `read`.
+    pub(crate) fn note_reported(&self, read: u32) {
+        self.reported_read.store(read, RELAXED);
+        self.report_at.store(read.wrapping_add((self.receive_memory.length() / 8).min(REPORT_EVERY)), RELAXED);
     }
 
-    /// The program has queued up to here.
+    /// Records that the program has queued up to `queued`.
     #[inline(always)]
     pub(crate) fn note_queued(&self, block: Inside<'_>, queued: u32) {
         self.queued.store(queued, RELAXED);
         block.word(block::QUEUED_SEQ).store(queued, Ordering::Release);
     }
 
-    /// The block, for whoever has entered.
+    /// The block, for a caller that has entered.
     #[inline(always)]
     pub(crate) fn inside(&self) -> Inside<'_> {
         Inside(&self.block)
     }
 
-    /// Bytes that can be queued. What is restored from the kernel may be more than the memory holds.
+    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
         let room = self.room_ends.load(RELAXED).wrapping_sub(self.queued.load(RELAXED));
@@ -398,7 +401,7 @@ impl Connection {
         self.load(block::FLAGS) & 4 != 0
     }
 
-    /// The processor that its frames are processed on, while the NIC has it; None if the NIC has not said so yet.
+    /// The processor that processes its frames, while the NIC has it; None until the NIC has reported it.
     pub fn processor(&self) -> Option<u32> {
         self.load(block::PROCESSOR).checked_sub(1)
     }

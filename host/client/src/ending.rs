@@ -1,7 +1,8 @@
-//! The end of a session: agent and keeper are gone, in order or killed, and the control connection is hung up.
+//! The end of a session: agent and keeper have ended, in order or killed, and the control connection is hung up.
 //!
-//! After an orderly end every connection is in the kernel. After any other one those that the NIC had are lost: what they had received can
-//! still be read, then they fail as after a reset. Nobody is left who could change the words of a connection's block; so the program does.
+//! After an orderly end every connection is in the kernel. After any other one those that the NIC had are lost: what they had
+//! received can still be read, then they fail as after a reset. No agent is left that could write the words of a connection's
+//! block, so the program writes them.
 
 use crate::connection::Connection;
 use crate::shared::{Shared, refresh};
@@ -13,39 +14,39 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Microseconds between two looks of a program that does not sleep.
+/// Microseconds between two checks by a program that does not sleep.
 const LOOK: u64 = 10_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Ending {
     over: AtomicBool,
-    /// When it was looked last, microseconds of the monotonic clock.
+    /// Time of the last check, microseconds of the monotonic clock.
     looked: AtomicU64,
 }
 
-/// What a request fails with when there is nobody to answer it.
+/// The error of a request that nobody is left to answer.
 pub(crate) fn ended() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "Baton has ended; its connections are in the kernel")
 }
 
 impl Shared {
-    /// Whether the session has ended, as far as anybody has noticed.
+    /// Whether the session has ended, as far as any thread has noticed.
     #[inline(always)]
     pub fn has_ended(&self) -> bool {
         self.ending.over.load(Ordering::Acquire)
     }
 
-    /// The descriptor that hangs up when the session ends. Whoever sleeps watches it, and calls [`Shared::notice_end`] then.
+    /// The descriptor that hangs up when the session ends. Threads that sleep watch it, and call [`Shared::notice_end`] then.
     pub fn hangs_up(&self) -> BorrowedFd<'_> {
         self.line.as_fd()
     }
 
-    /// Asks the kernel whether the session has ended. If so, each of its connections is in the kernel or has failed from now on.
+    /// Asks the kernel whether the session has ended. If so, from now on each of its connections is in the kernel or has failed.
     pub fn notice_end(&self, token: Token) -> bool {
         self.has_ended() || self.line.is_hung_up() && self.end(token)
     }
 
-    /// As [`Shared::notice_end`], but asks rarely: for a program that never sleeps.
+    /// As [`Shared::notice_end`], but asks only now and then: for a program that never sleeps.
     #[cold]
     pub fn notice_end_sometimes(&self, token: Token) -> bool {
         let now = monotonic_micros();
@@ -56,10 +57,10 @@ impl Shared {
         self.notice_end(token)
     }
 
-    /// False if this thread is in the middle of reading the session's events, in whose handler it is now.
+    /// Ends the session. False if this thread was interrupted while it read the session's events, and now runs a signal handler.
     #[cold]
     fn end(&self, token: Token) -> bool {
-        // What the NIC said last.
+        // The NIC's last events.
         self.catch_up(token);
         let Some(mut events) = self.events.lock(token) else { return false };
         if !self.has_ended() {
@@ -76,8 +77,8 @@ impl Shared {
         true
     }
 
-    /// After the session's end, if none of its connections is lost: gives its memory back to the system. It reads as zero afterwards, so a
-    /// thread that is late finds that nobody but the kernel has its connection.
+    /// Gives the session's memory back to the system, if it has ended and no connection is lost. The memory reads as zero
+    /// afterwards, so a late thread finds that the kernel has its connection.
     pub fn discard_memory(&self) {
         self.memory().discard(0, self.memory().len());
     }

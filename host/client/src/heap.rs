@@ -1,4 +1,4 @@
-//! Memory in a session: blocks of powers of two.
+//! Allocation of session memory, in blocks of powers of two.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// All of `start..end` is free.
+    /// A heap in which all of `start..end` is free.
     pub fn new(start: usize, end: usize) -> Heap {
         let mut heap = Heap { start: start as u64, bytes: (end - start) as u64, free: BTreeMap::new() };
         let mut at = 0u64;
@@ -29,17 +29,17 @@ impl Heap {
         heap
     }
 
-    /// All that it has, free or not.
+    /// Total bytes, free or not.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What is free.
+    /// Free bytes.
     pub fn free_bytes(&self) -> u64 {
         self.free.iter().map(|(order, blocks)| (blocks.len() as u64) << order).sum()
     }
 
-    /// A block of at least `size` bytes, a power of two. Its offset and size.
+    /// Takes a free block of at least `size` bytes, a power of two. Returns its offset and size.
     pub fn take(&mut self, size: u32) -> Option<(u32, u32)> {
         let order = size.max(1).next_power_of_two().ilog2().max(MIN_ORDER);
         let found = *self.free.range(order..).find(|(_, blocks)| !blocks.is_empty())?.0;
@@ -50,7 +50,7 @@ impl Heap {
         Some(((self.start + at) as u32, 1 << order))
     }
 
-    /// Takes a certain block. False, and nothing happens, if it is none or not free.
+    /// Takes the block at this offset, of this size. False, with nothing taken, if it is no block or not free.
     pub fn reserve(&mut self, offset: u32, size: u32) -> bool {
         let Some(wanted) = u64::from(offset).checked_sub(self.start) else { return false };
         if !size.is_power_of_two() || size < 1 << MIN_ORDER || !wanted.is_multiple_of(size.into()) {
@@ -73,7 +73,7 @@ impl Heap {
         true
     }
 
-    /// Gives a block back.
+    /// Frees a block.
     pub fn give(&mut self, offset: u32, size: u32) {
         let mut at = u64::from(offset) - self.start;
         let mut order = size.ilog2();

@@ -1,7 +1,9 @@
-//! A program's side of the interface: it keeps using a connection, whoever has it.
+//! A program's side of the interface: it uses a connection the same way wherever the connection is.
 //!
-//! A [`Session`] belongs to one thread. It adopts connections that the program accepted or connected, and the agent moves them, on
-//! request or by itself; sending, receiving and waiting work the same wherever they are. The program needs no privilege.
+//! A [`Session`] belongs to one thread. It adopts connections that the program has accepted or connected, and the agent moves
+//! them, on request or by itself; sending, receiving and waiting work the same wherever they are. The program needs no
+//! privilege.
+//!
 //! Below it is [`Shared`], for any number of threads, which leaves the kernel's part of every operation to its caller.
 #![forbid(unsafe_code)]
 
@@ -20,10 +22,10 @@ pub use connection::{Connection, Entered, Readiness};
 pub use session::{ConnectionId, Session};
 pub use shared::{Listener, Shared};
 
-/// Where a session looks for the agent when nobody says otherwise.
+/// The agent's socket, unless BATON_SOCKET names another.
 pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";
 
-/// Where the agent is: what BATON_SOCKET says, or [`DEFAULT_SOCKET`].
+/// The path of the agent's socket: BATON_SOCKET, or [`DEFAULT_SOCKET`].
 pub fn agent_socket() -> std::path::PathBuf {
     std::env::var_os("BATON_SOCKET").unwrap_or_else(|| DEFAULT_SOCKET.into()).into()
 }

@@ -1,11 +1,11 @@
-//! When a program's connections go to the NIC: rules, of which the first that fits a connection counts.
+//! Rules that say when a program's connections go to the NIC. The first that matches a connection counts.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
-/// When a connection that a rule fits goes to the NIC.
+/// When a connection that matches the rule goes to the NIC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum When {
@@ -15,9 +15,9 @@ pub enum When {
     Accepted,
     /// As soon as the program has connected it; never if it accepted.
     Connected,
-    /// After so many bytes, either way.
+    /// After this many bytes, sum of both directions.
     Bytes(u64),
-    /// After so many requests: changes from receiving to sending.
+    /// After this many requests: changes from receiving to sending.
     Requests(u64),
     /// Never.
     Never,
@@ -54,7 +54,7 @@ impl FromStr for When {
     type Err = String;
 
     fn from_str(text: &str) -> Result<When, String> {
-        let number = |text: &str| text.trim().parse::<u64>().map_err(|_| format!("{:?} is no number", text.trim()));
+        let number = |text: &str| text.trim().parse::<u64>().map_err(|_| format!("{:?} is not a number", text.trim()));
         match text {
             "established" => Ok(When::Established),
             "accepted" => Ok(When::Accepted),
@@ -63,9 +63,9 @@ impl FromStr for When {
             _ => match text.split_once([' ', ':']) {
                 Some(("bytes", count)) => number(count).map(When::Bytes),
                 Some(("requests", count)) => number(count).map(When::Requests),
-                _ => {
-                    Err(format!("{text:?} is no moment; there are: established, accepted, connected, bytes N, requests N, never"))
-                }
+                _ => Err(format!(
+                    "{text:?} is not a known moment; use one of: established, accepted, connected, bytes N, requests N, never"
+                )),
             },
         }
     }
@@ -77,7 +77,7 @@ impl FromStr for When {
 pub struct Ports(Vec<(u16, u16)>);
 
 impl Ports {
-    /// Whether a port is among them.
+    /// Whether it contains a port.
     pub fn contains(&self, port: u16) -> bool {
         self.0.iter().any(|(first, last)| (*first..=*last).contains(&port))
     }
@@ -89,12 +89,16 @@ impl FromStr for Ports {
     fn from_str(text: &str) -> Result<Ports, String> {
         let port = |text: &str| match text.trim().parse::<u16>() {
             Ok(port) if port > 0 => Ok(port),
-            _ => Err(format!("{:?} is no port (1 to 65535)", text.trim())),
+            _ => Err(format!("{:?} is not a port (1 to 65535)", text.trim())),
         };
         let range = |part: &str| match part.split_once('-') {
             Some((first, last)) => {
                 let (first, last) = (port(first)?, port(last)?);
-                if first > last { Err(format!("the range {part:?} is empty")) } else { Ok((first, last)) }
+                if first > last {
+                    Err(format!("the range {part:?} is empty: write the lower port first"))
+                } else {
+                    Ok((first, last))
+                }
             }
             None => port(part).map(|port| (port, port)),
         };
@@ -126,7 +130,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// Whether an address is in it. IPv4-mapped ones count as IPv4.
+    /// Whether it contains an address. IPv4-mapped ones count as IPv4.
     pub fn contains(&self, address: IpAddr) -> bool {
         let bits = |address: IpAddr| match address {
             IpAddr::V4(v4) => u128::from(v4.to_bits()) << 96,
@@ -143,7 +147,7 @@ impl FromStr for Network {
 
     fn from_str(text: &str) -> Result<Network, String> {
         let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
-        let address: IpAddr = address.parse().map_err(|_| format!("{address:?} is no IP address"))?;
+        let address: IpAddr = address.parse().map_err(|_| format!("{address:?} is not an IP address"))?;
         let most = if address.is_ipv4() { 32 } else { 128 };
         let prefix = match prefix {
             None => most,
@@ -151,7 +155,7 @@ impl FromStr for Network {
                 .parse()
                 .ok()
                 .filter(|prefix| *prefix <= most)
-                .ok_or_else(|| format!("{prefix:?} is no prefix length (0 to {most})"))?,
+                .ok_or_else(|| format!("{prefix:?} is not a prefix length (0 to {most})"))?,
         };
         Ok(Network { address, prefix })
     }
@@ -171,7 +175,7 @@ impl TryFrom<String> for Network {
     }
 }
 
-/// One rule. What is not said fits everything.
+/// A rule. A condition that is not set matches everything.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Rule {
@@ -192,18 +196,18 @@ pub struct Rule {
     /// The program's name: the last part of its path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<String>,
-    /// The beginning of the path of its control group.
+    /// The first part of its control group's path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
 }
 
 impl Rule {
-    /// One that fits every connection.
+    /// A rule that matches every connection.
     pub fn all(when: When) -> Rule {
         Rule { when, local_port: None, remote_port: None, local: None, remote: None, program: None, cgroup: None }
     }
 
-    /// Whether the rule can fit a program's connections.
+    /// Whether the rule can match a program's connections.
     pub fn fits_program(&self, program: &str, cgroup: &str) -> bool {
         self.program.as_ref().is_none_or(|wanted| wanted == program)
             && self.cgroup.as_ref().is_none_or(|wanted| {
@@ -211,7 +215,7 @@ impl Rule {
             })
     }
 
-    /// Whether it fits a connection of such a program.
+    /// Whether it matches a connection of such a program.
     pub fn fits(&self, local: SocketAddr, remote: SocketAddr) -> bool {
         self.local_port.as_ref().is_none_or(|ports| ports.contains(local.port()))
             && self.remote_port.as_ref().is_none_or(|ports| ports.contains(remote.port()))
@@ -219,7 +223,7 @@ impl Rule {
             && self.remote.is_none_or(|network| network.contains(remote.ip()))
     }
 
-    /// Whether it asks for a connection's addresses at all.
+    /// Whether it needs a connection's addresses.
     pub fn needs_addresses(&self) -> bool {
         self.local_port.is_some() || self.remote_port.is_some() || self.local.is_some() || self.remote.is_some()
     }
@@ -228,13 +232,13 @@ impl Rule {
 impl FromStr for Rule {
     type Err = String;
 
-    /// From `WHEN[,NAME=VALUE]…`; ports of one rule are separated by `+` here.
+    /// Parses `WHEN[,NAME=VALUE]…`. The ports of one rule are separated by `+` here.
     fn from_str(text: &str) -> Result<Rule, String> {
         let mut parts = text.split(',');
         let mut rule = Rule::all(parts.next().unwrap_or_default().trim().parse()?);
         for part in parts {
             let (name, value) =
-                part.split_once('=').ok_or_else(|| format!("{part:?} is no condition; one looks like local-port=80"))?;
+                part.split_once('=').ok_or_else(|| format!("{part:?} is not a condition; write for example local-port=80"))?;
             let value = value.trim();
             match name.trim() {
                 "local-port" => rule.local_port = Some(value.replace('+', ",").parse()?),
@@ -245,7 +249,7 @@ impl FromStr for Rule {
                 "cgroup" => rule.cgroup = Some(value.into()),
                 other => {
                     return Err(format!(
-                        "{other:?} is no condition; there are: local-port, remote-port, local, remote, program, cgroup"
+                        "{other:?} is not a known condition; use one of: local-port, remote-port, local, remote, program, cgroup"
                     ));
                 }
             }
@@ -254,24 +258,24 @@ impl FromStr for Rule {
     }
 }
 
-/// What a program that is run with Baton finds in [`RUN_VARIABLE`].
+/// Settings of a program that runs under Baton, in [`RUN_VARIABLE`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Run {
-    /// Where the agent is.
+    /// Path of the agent's socket.
     pub socket: std::path::PathBuf,
     /// The group that its sessions belong to.
     pub group: u64,
     /// When its connections go to the NIC.
     pub rules: Vec<Rule>,
-    /// The agent moves them to and fro by itself.
+    /// The agent moves them there and back at random.
     #[serde(default)]
     pub flips: bool,
-    /// They go as soon as their rule fits, whatever that costs the program.
+    /// They are handed over as soon as their rule matches, worth it or not.
     #[serde(default)]
     pub eager: bool,
 }
 
-/// The environment variable that holds a [`Run`], as JSON.
+/// The environment variable that contains a [`Run`], as JSON.
 pub const RUN_VARIABLE: &str = "BATON_RUN";
 
 #[cfg(test)]

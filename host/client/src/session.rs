@@ -21,18 +21,18 @@ const BELL: u64 = u64::MAX;
 const WATCHED: u64 = u64::MAX - 1;
 const END: u64 = u64::MAX - 2;
 
-/// The one thread that uses the session.
+/// Token of the one thread that uses the session.
 const ME: Token = 1;
-/// Level and number of the option.
+/// Level and number of SO_INCOMING_CPU.
 const SO_INCOMING_CPU: (i32, i32) = (1, 49);
 
 #[derive(Debug)]
 struct Adopted {
     fd: OwnedFd,
     connection: Arc<Connection>,
-    /// It is in the list of connections to look at.
+    /// It is in the list of connections that may be ready.
     ready: bool,
-    /// Buffers for what comes next.
+    /// Posted buffers for the bytes that arrive next.
     posts: Posts,
 }
 
@@ -40,7 +40,7 @@ struct Adopted {
 #[derive(Debug)]
 pub struct Session {
     shared: Shared,
-    heard: Arc<Mutex<Vec<ConnectionId>>>,
+    changed: Arc<Mutex<Vec<ConnectionId>>>,
     poller: Poller,
     connections: Vec<Option<Adopted>>,
     ready: Vec<ConnectionId>,
@@ -48,7 +48,7 @@ pub struct Session {
     store: Store,
 }
 
-/// What cannot be done just now is done later.
+/// Ignores `WouldBlock`: what cannot be done now is done later.
 fn later(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -66,15 +66,15 @@ impl Session {
     /// # Errors
     /// If nobody listens there, or the agent is of another version.
     pub fn connect(path: &Path) -> io::Result<Session> {
-        let heard = Arc::new(Mutex::new(Vec::new()));
-        let sink = heard.clone();
+        let changed = Arc::new(Mutex::new(Vec::new()));
+        let sink = changed.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
         let shared = Shared::connect(path, Opening::alone(), listener)?;
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
         let store = Store::new(shared.memory().clone());
-        Ok(Session { shared, heard, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
+        Ok(Session { shared, changed, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
     }
 
     /// The session's number, as tools show it.
@@ -82,10 +82,10 @@ impl Session {
         self.shared.number
     }
 
-    /// Takes charge of a connected TCP socket, which stays in the kernel until it is moved. The descriptor must not block.
+    /// Adopts a connected TCP socket, which stays in the kernel until it is moved. The descriptor must be non-blocking.
     ///
     /// # Errors
-    /// With the reason, if it is no connection that could ever be moved; the descriptor is closed then.
+    /// With the reason, if this connection can never be moved; the descriptor is closed then.
     pub fn adopt(&mut self, fd: OwnedFd) -> io::Result<ConnectionId> {
         let connection = self.shared.register(fd.as_fd(), false)?;
         let id = connection.number();
@@ -98,17 +98,17 @@ impl Session {
         Ok(id)
     }
 
-    /// Moves a connection and waits until it is there.
+    /// Moves a connection and waits until the move is done.
     ///
     /// # Errors
-    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; it stays where it was.
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays where it was.
     pub fn move_to(&mut self, id: ConnectionId, to: Place) -> io::Result<()> {
         self.shared.move_to(id, to)?;
         self.shared.catch_up(ME);
         Ok(())
     }
 
-    /// Where a connection is; None while it moves.
+    /// Where a connection is; None during a move.
     pub fn place(&self, id: ConnectionId) -> Option<Place> {
         match self.adopted(id).ok()?.connection.owner() {
             Owner::Kernel | Owner::Nobody => Some(Place::Kernel),
@@ -121,10 +121,10 @@ impl Session {
         self.connections.get(id as usize).and_then(Option::as_ref).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Gives the descriptor back to the program; the connection is in the kernel and no longer Baton's.
+    /// Returns the descriptor to the program; the connection is in the kernel and no longer Baton's.
     ///
     /// # Errors
-    /// If the agent is gone; the descriptor is lost then.
+    /// If the agent has ended; the descriptor is lost then.
     pub fn release(&mut self, id: ConnectionId) -> io::Result<OwnedFd> {
         let adopted = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
         let released = self.shared.forget(&adopted.connection, ME);
@@ -143,12 +143,12 @@ impl Session {
     /// Ends [`Session::poll`] when another descriptor, such as a listener, becomes readable.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.poller.add(fd, WATCHED, Trigger::Readable)
     }
 
-    /// Agent and keeper are gone: what the NIC had is lost, and its peers learn that.
+    /// Handles the end of agent and keeper: what the NIC had is lost, and its peers are reset.
     fn end(&mut self) {
         let _ = self.poller.remove(self.shared.hangs_up());
         if self.shared.notice_end(ME) {
@@ -168,45 +168,45 @@ impl Session {
         }
     }
 
-    /// Queues bytes for sending, as many as there is room for.
+    /// Queues bytes for sending, as many as there is room for. Returns how many.
     ///
     /// # Errors
-    /// `WouldBlock` if there is no room or the connection is being moved, else what the connection ended with.
+    /// `WouldBlock` if there is no room or the connection is being moved, else the error that ended the connection.
     pub fn send(&mut self, id: ConnectionId, bytes: &[u8]) -> io::Result<usize> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic { self.shared.send(connection, ME, bytes) } else { socket::send(fd.as_fd(), bytes) }
     }
 
-    /// A buffer for [`Session::post`], in memory that the NIC can reach.
+    /// Makes a buffer for [`Session::post`], in memory that the NIC can write.
     ///
     /// # Errors
-    /// `InvalidInput` for no bytes or more than 2²⁸, `OutOfMemory` if the session has no room left for buffers: [`Session::receive`] needs
-    /// none.
+    /// `InvalidInput` for no bytes or more than 2²⁸, `OutOfMemory` if the session has no room left for buffers.
+    /// ([`Session::receive`] needs no buffers.)
     pub fn buffer(&self, length: usize) -> io::Result<Buffer> {
         self.store.buffer(length)
     }
 
-    /// Posts a buffer: the next bytes that are received, behind those for buffers that were posted before, go there. While the connection is
-    /// on the NIC it puts them there itself (`nic_post` of the handoff paper), with no copy by this program; where it cannot, they are
-    /// copied. [`Session::take_posted`] gives the buffer back; until then [`Session::receive`] must not be used on the connection.
+    /// Posts a buffer: the bytes received next, after those for earlier buffers, go there. While the connection is on the NIC,
+    /// the NIC puts them there itself (`nic_post` of the handoff paper), with no copy by this program; where it cannot, they are
+    /// copied. [`Session::take_posted`] returns the buffer; until then [`Session::receive`] must not be used on the connection.
     ///
     /// # Errors
-    /// If there is no such connection, or the agent or the ring cannot be reached just now: see there. The buffer is kept all the same.
+    /// If there is no such connection, or the NIC's ring is full. In the second case the buffer is kept nevertheless.
     pub fn post(&mut self, id: ConnectionId, buffer: Buffer) -> io::Result<()> {
         let Adopted { connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
         posts.add(buffer);
         match self.shared.enter(connection, ME) {
-            Some(entered) if entered.owner == Owner::Nic => later(posts.tell(&self.shared, connection, ME)),
+            Some(entered) if entered.owner == Owner::Nic => later(posts.sync(&self.shared, connection, ME)),
             _ => Ok(()),
         }
     }
 
-    /// The first buffer that was posted, once it is full or the stream has ended.
+    /// Returns the first posted buffer once it is full or the stream has ended.
     ///
     /// # Errors
-    /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else what the connection
-    /// ended with.
+    /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else the error
+    /// that ended the connection.
     pub fn take_posted(&mut self, id: ConnectionId) -> io::Result<Filled> {
         let Adopted { fd, connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
@@ -221,24 +221,27 @@ impl Session {
         connections.get_mut(id as usize).and_then(Option::as_mut).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Receives bytes; 0 at the end of the stream.
+    /// Receives bytes. Returns how many; 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if nothing waits or the connection is being moved, `InvalidInput` while buffers are posted, else what the connection
-    /// ended with.
+    /// `WouldBlock` if none have arrived or the connection is being moved, `InvalidInput` while buffers are posted, else the
+    /// error that ended the connection.
     pub fn receive(&mut self, id: ConnectionId, out: &mut [u8]) -> io::Result<usize> {
         let Adopted { fd, connection, posts, .. } = self.adopted(id)?;
         if !posts.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "buffers are posted: what is received goes there"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "buffers are posted: received bytes go there, use take_posted",
+            ));
         }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic { self.shared.receive(connection, ME, out) } else { socket::receive(fd.as_fd(), out) }
     }
 
-    /// Shuts the sending side down.
+    /// Shuts down the sending side.
     ///
     /// # Errors
-    /// `WouldBlock` while the connection is being moved, else the system's.
+    /// `WouldBlock` while the connection is being moved, else the failed system call's.
     pub fn shutdown(&mut self, id: ConnectionId) -> io::Result<()> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
@@ -248,7 +251,7 @@ impl Session {
     /// Sets a socket option. It takes effect wherever the connection is, and goes with it when it moves.
     ///
     /// # Errors
-    /// `WouldBlock` while the connection is being moved, else the system's.
+    /// `WouldBlock` while the connection is being moved, else the failed system call's.
     pub fn set_option(&mut self, id: ConnectionId, level: i32, option: i32, value: i32) -> io::Result<()> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let mut entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
@@ -258,7 +261,7 @@ impl Session {
             entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         }
         let on_nic = entered.owner == Owner::Nic;
-        // SO_KEEPALIVE would make the shell speak.
+        // SO_KEEPALIVE would make the shell send probes.
         if !on_nic || (level, option) != (1, 9) {
             socket::set(fd.as_fd(), level, option, value)?;
         }
@@ -268,7 +271,7 @@ impl Session {
     /// Reads an integer socket option, as the program set it.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn option(&mut self, id: ConnectionId, level: i32, option: i32) -> io::Result<i32> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
@@ -281,8 +284,8 @@ impl Session {
         socket::get(fd.as_fd(), level, option)
     }
 
-    /// The processor that a connection's frames are processed on, wherever it is (SO_INCOMING_CPU): the kernel's, or the NIC's. It changes when
-    /// the connection moves, from one worker of the NIC's to another too. None as long as nothing has come.
+    /// The processor that processes a connection's frames, wherever it is (SO_INCOMING_CPU): in the kernel, or on the NIC. It
+    /// changes when the connection moves, also from one worker of the NIC to another. None until a frame has arrived.
     ///
     /// # Errors
     /// See [`Session::option`].
@@ -298,27 +301,27 @@ impl Session {
         Ok(self.processor(id)?.and_then(topology::node_of_cpu))
     }
 
-    /// Takes in what the NIC has told.
+    /// Reads the NIC's events.
     fn catch_up(&mut self) {
         self.shared.catch_up(ME);
-        let heard = std::mem::take(&mut *self.heard.lock().unwrap_or_else(PoisonError::into_inner));
-        for id in heard {
+        let changed = std::mem::take(&mut *self.changed.lock().unwrap_or_else(PoisonError::into_inner));
+        for id in changed {
             self.mark_ready(id);
         }
     }
 
-    /// Waits up to `timeout` for connections that may have become readable or writable, and appends them to `ready`. Each must then be
-    /// used until it would block, as with edge-triggered epoll. A zero time-out only looks.
+    /// Waits up to `timeout` for connections that may have become readable or writable, and appends them to `ready`. Each must
+    /// then be used until it would block, as with edge-triggered epoll. With a time-out of zero it does not wait.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn poll(&mut self, timeout: Option<Duration>, ready: &mut Vec<ConnectionId>) -> io::Result<()> {
         self.catch_up();
         let sleeps = self.ready.is_empty() && timeout != Some(Duration::ZERO);
         if sleeps {
             self.shared.count_sleeper();
         }
-        let limit = if sleeps && !self.shared.has_news(ME) { timeout } else { Some(Duration::ZERO) };
+        let limit = if sleeps && !self.shared.has_events(ME) { timeout } else { Some(Duration::ZERO) };
         let mut tokens = std::mem::take(&mut self.tokens);
         let waited = self.poller.wait(limit, &mut tokens);
         if sleeps {

@@ -1,5 +1,5 @@
-//! A program's side of the interface, for any number of threads: the session with the agent, and what can be done with a connection
-//! while the NIC has it. Nothing here waits for the network.
+//! A program's side of the interface, for any number of threads: the session with the agent, and the operations on a connection
+//! while the NIC has it. No operation waits for the network.
 
 use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::ending::{Ending, ended};
@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 const RELAXED: Ordering = Ordering::Relaxed;
-/// How often a connection's numbers are read again because it has moved meanwhile. A thread that took the session's lock and was then
-/// interrupted by a signal cannot take the move in, and must not try for ever.
+/// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the session's
+/// events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
 const READINESS_ATTEMPTS: u32 = 8;
 
 /// A session with the agent.
@@ -32,7 +32,7 @@ pub struct Shared {
     pub number: u32,
     memory: Arc<Region>,
     channel: Mutex<Arc<Channel>>,
-    /// The same, for whoever only wants to know whether it is hung up.
+    /// The same connection, for threads that only check whether it is hung up.
     pub(crate) line: Arc<Channel>,
     pub(crate) ending: Ending,
     commands: Lock<Producer<RingWords>>,
@@ -48,8 +48,8 @@ pub struct Shared {
     pub(crate) listener: Listener,
 }
 
-/// Hears of each connection that may have become readable or writable. It is called with the session's events locked, so it must not
-/// call the session.
+/// Called with the number of each connection that may have become readable or writable. It is called with the session's events
+/// locked, so it must not call the session.
 pub struct Listener(pub Box<dyn Fn(u32) + Send + Sync>);
 
 impl std::fmt::Debug for Listener {
@@ -58,22 +58,25 @@ impl std::fmt::Debug for Listener {
     }
 }
 
-/// By number.
+/// Connections by number.
 pub(crate) type Connections = Vec<Option<Arc<Connection>>>;
 
 #[derive(Debug)]
 pub(crate) struct Events {
     ring: Consumer<RingWords>,
-    /// Numbers of the connections that were last known in the NIC's slots.
+    /// Numbers of the connections that the NIC's slots had when they were last looked up.
     by_slot: Vec<Option<u32>>,
-    /// Numbers by name, for a connection whose slot was known as another's last.
-    by_name: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
-    /// Connections that were between two owners when they were looked at last.
+    /// Numbers by cid, for a connection whose slot's entry in `by_slot` is still another's.
+    by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
+    /// Connections that were between two owners when they were last checked.
     between: Vec<u32>,
 }
 
 fn protocol_error(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("the agent's answer makes no sense: {what}"))
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("unexpected answer from the agent: {what} (are program and Baton of the same version?)"),
+    )
 }
 
 fn would_block() -> io::Error {
@@ -88,12 +91,13 @@ impl Shared {
     /// Opens a session with the agent that listens at `path`.
     ///
     /// # Errors
-    /// If nobody listens there, or the agent is of another version.
+    /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
         Self::connect_with(path, opening, listener, Ok)
     }
 
-    /// As [`Shared::connect`]; each of the session's descriptors goes through `renumber`, in the order of [`Shared::descriptors`].
+    /// As [`Shared::connect`]; each of the session's descriptors is passed through `renumber`, in the order of
+    /// [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
@@ -107,7 +111,7 @@ impl Shared {
             io::Error::new(
                 error.kind(),
                 format!(
-                    "no agent at {} ({error}); is Baton running, and is that the path that it listens at (BATON_SOCKET)?",
+                    "no agent at {} ({error}): start Baton (baton up), or set BATON_SOCKET to the path of its socket",
                     path.display()
                 ),
             )
@@ -118,7 +122,7 @@ impl Shared {
         let number = match answer.body {
             Reply::Opened { session } => session,
             Reply::Failed { reason } => return Err(io::Error::other(reason)),
-            _ => return Err(protocol_error("not an opened session")),
+            _ => return Err(protocol_error("the session was not opened")),
         };
         let descriptors = descriptors.into_iter().map(renumber).collect::<io::Result<Vec<_>>>()?;
         let Ok([memory, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
@@ -156,7 +160,7 @@ impl Shared {
         Shared::new(0, Arc::new(channel), memory, bell, Listener(Box::new(|_| {})))
     }
 
-    /// Every descriptor that the session has.
+    /// All descriptors of the session.
     pub fn descriptors(&self) -> [i32; 3] {
         use std::os::fd::AsRawFd;
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
@@ -165,12 +169,12 @@ impl Shared {
     }
 
     fn tag(&self) -> u32 {
-        // Nobody waits for an answer with tag 0.
+        // Tag 0 is for requests whose answer is ignored.
         self.next_tag.fetch_add(1, RELAXED).max(1)
     }
 
     fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-        // A handler of the program's may close a socket, which asks, too.
+        // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
         let descriptors: Vec<_> = descriptor.into_iter().collect();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,23 +191,25 @@ impl Shared {
         }
     }
 
-    /// Takes charge of a connected TCP socket, which stays in the kernel until it is moved. `inherited`: other processes may hold the
-    /// same socket. From now on nobody may wait inside the kernel for that socket while the connection can be moved.
+    /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other processes
+    /// may hold the same socket. From now on no thread may wait inside the kernel for that socket while the connection can be
+    /// moved.
     ///
     /// # Errors
-    /// With the reason, if it is no connection that could ever be moved.
+    /// With the reason, if this connection can never be moved.
     pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
-        let connection = self.unnamed();
+        let connection = self.unregistered();
         self.register_as(&connection, fd, inherited)?;
         Ok(connection)
     }
 
-    /// What will stand for one connection after another: a program whose threads may be late with a closed connection keeps these.
-    pub fn unnamed(&self) -> Arc<Connection> {
-        Arc::new(Connection::unnamed(self.memory.clone()))
+    /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps these for
+    /// ever, and lets each represent one connection after another.
+    pub fn unregistered(&self) -> Arc<Connection> {
+        Arc::new(Connection::unregistered(self.memory.clone()))
     }
 
-    /// As [`Shared::register`], under what [`Shared::unnamed`] gave and stands for no other connection now.
+    /// As [`Shared::register`], for a connection from [`Shared::unregistered`] that represents no other now.
     ///
     /// # Errors
     /// See there.
@@ -211,15 +217,15 @@ impl Shared {
         let number = match self.ask(&Ask::Register { inherited, process: None }, Some(fd))? {
             Reply::Registered { connection } => connection,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
-            _ => return Err(protocol_error("not a registration")),
+            _ => return Err(protocol_error("the connection was not registered")),
         };
         self.take_charge(connection, number);
         Ok(())
     }
 
-    /// What [`Shared::unnamed`] gave stands for the connection that was registered under this number.
+    /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.
     pub fn take_charge(&self, connection: &Arc<Connection>, number: u32) {
-        connection.rename(number);
+        connection.set_number(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
             connections.resize_with(number as usize + 1, || None);
@@ -234,23 +240,23 @@ impl Shared {
         }
     }
 
-    /// Moves a connection and waits until it is there.
+    /// Moves a connection and waits until the move is done.
     ///
     /// # Errors
-    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; it stays where it was.
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays where it was.
     pub fn move_to(&self, connection: u32, to: Place) -> io::Result<()> {
         match self.ask(&Ask::Move { connection, to }, None)? {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("not a move")),
+            _ => Err(protocol_error("the connection was not moved")),
         }
     }
 
-    /// Asks for a move and does not wait for it.
+    /// Requests a move without waiting for it.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
         let _undisturbed = Undisturbed::begin();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
@@ -260,22 +266,22 @@ impl Shared {
         channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
     }
 
-    /// Brings a connection into the kernel, and says why, and when it may move again.
+    /// Restores a connection to the kernel, with the reason, and when it may move again.
     ///
     /// # Errors
-    /// If the agent is gone, or the connection cannot be in the kernel now.
+    /// If the agent has ended, or the connection cannot be in the kernel now.
     pub fn give_back(&self, connection: u32, reason: &str, until: Until) -> io::Result<()> {
         match self.ask(&Ask::GiveBack { connection, reason: reason.into(), until }, None)? {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("not a move")),
+            _ => Err(protocol_error("the connection was not moved")),
         }
     }
 
-    /// The connection is the program's alone again, in the kernel.
+    /// Makes the agent forget a connection, which is then in the kernel and the program's alone.
     ///
     /// # Errors
-    /// If the agent is gone, or the connection cannot be in the kernel now.
+    /// If the agent has ended, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
         let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
         self.let_go(connection, token);
@@ -285,11 +291,11 @@ impl Shared {
         match reply? {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("not a release")),
+            _ => Err(protocol_error("the connection was not released")),
         }
     }
 
-    /// The agent has forgotten a connection.
+    /// Forgets a connection that the agent has forgotten.
     pub fn let_go(&self, connection: &Connection, token: Token) {
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = connections.get_mut(connection.number() as usize)
@@ -303,33 +309,34 @@ impl Shared {
         }
     }
 
-    /// The control connection, for a session whose agent says things unasked. Nothing else may ask the agent then.
+    /// The control connection, for a session whose agent sends messages without a request. No other thread may send requests
+    /// then.
     pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
     }
 
-    /// What agent and NIC know of a connection that is on the NIC.
+    /// State of a connection that is on the NIC.
     ///
     /// # Errors
-    /// If the agent is gone, or does not know it there.
+    /// If the agent has ended, or the connection is not on the NIC.
     pub fn detail(&self, connection: u32) -> io::Result<Detail> {
         match self.ask(&Ask::Detail { connection }, None)? {
             Reply::Detail(detail) => Ok(detail),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("not a connection's detail")),
+            _ => Err(protocol_error("the connection's state is missing")),
         }
     }
 
-    /// Tells the agent that the program ends, and waits until it has taken note.
+    /// Reports to the agent that the program exits, and waits for the answer.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn say_goodbye(&self) -> io::Result<()> {
         self.ask(&Ask::Goodbye, None).map(|_| ())
     }
 
-    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or if this thread is
-    /// inside already.
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or if this
+    /// thread is inside already.
     #[inline(always)]
     pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
         let entered = connection.enter(token)?;
@@ -339,7 +346,7 @@ impl Shared {
         Some(entered)
     }
 
-    /// What can be done with a connection that the NIC has; not what could be done before its last move.
+    /// What can be done with a connection that the NIC has, as of its last move.
     #[inline]
     pub fn readiness(&self, connection: &Connection, token: Token) -> Readiness {
         for _ in 0..READINESS_ATTEMPTS {
@@ -349,7 +356,8 @@ impl Shared {
             let before = connection.moves.load(Ordering::Acquire);
             let readiness = connection.readiness();
             fence(Ordering::Acquire);
-            // Another thread may take in what a move has changed meanwhile: numbers from before and after it make no sense together.
+            // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not fit
+            // together.
             if connection.moves.load(RELAXED) == before && (!connection.has_moved() || connection.owner() == Owner::Moving) {
                 return readiness;
             }
@@ -363,21 +371,22 @@ impl Shared {
             && connection.has_moved()
         {
             refresh(&mut events, connection);
-            // Others, too, have to look at it anew.
+            // Other threads, too, must check it anew.
             self.listener.0(connection.number());
         }
     }
 
-    /// Queues bytes for sending, as many as there is room for. The connection must be entered, and the NIC's.
+    /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection, which is
+    /// on the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if there is no room, else what the connection ended with.
+    /// `WouldBlock` if there is no room, else the error that ended the connection.
     #[inline]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
         self.send_pieces(connection, token, bytes.len(), std::iter::once(bytes))
     }
 
-    /// As [`Shared::send`], of `total` bytes in pieces, which leave as if they were one.
+    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one.
     ///
     /// # Errors
     /// See there.
@@ -417,11 +426,11 @@ impl Shared {
             return Err(would_block());
         }
         let mut push = |seq: u32, length: u32, more: u16| {
-            let message = Message::new(Operation::NicSend, connection.name(), memory.offset_of(seq), length);
+            let message = Message::new(Operation::NicSend, connection.cid(), memory.offset_of(seq), length);
             let _ = commands.push(Message { kind: more, ..message }.to_words());
         };
         if first < length {
-            // Around the memory's end: the NIC hears of two pieces, but sends them as one.
+            // Around the end of send memory: two messages, but the NIC sends the bytes as one piece.
             push(queued, first, MORE);
             push(queued.wrapping_add(first), length - first, 0);
         } else {
@@ -434,16 +443,16 @@ impl Shared {
         Ok(length as usize)
     }
 
-    /// [`Shared::enter`], [`Shared::send`] and leaving, in the plainest case: the NIC has the connection, nobody is in the way, and all
-    /// bytes go at once. False, and nothing has been sent, in any other.
+    /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is inside, and
+    /// there is room for all bytes. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
         let Some(block) = connection.step_in(token) else { return false };
         let done = self.put_at_once(connection, block, token, bytes);
         block.step_out();
-        // A full barrier, for whoever waits for this operation to end, too.
+        // Contains a full barrier, which a mover that waits for this operation to end needs, too.
         self.ring_nic();
-        block.tell_mover();
+        block.wake_mover();
         done
     }
 
@@ -454,7 +463,7 @@ impl Shared {
         }
         let queued = connection.queued.load(RELAXED);
         let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
-        let message = Message::new(Operation::NicSend, connection.name(), address, bytes.len() as u32);
+        let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
         let Some(mut commands) = self.commands.lock(token) else { return false };
         let pushed = commands.push(message.to_words()).is_ok();
         if pushed {
@@ -464,15 +473,15 @@ impl Shared {
         pushed
     }
 
-    /// [`Shared::enter`], [`Shared::receive`] and leaving, in the plainest case: something is there.
-    /// 0, and nothing has been received, in any other.
+    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received, in any
+    /// other case.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
         let Some(block) = connection.step_in(token) else { return 0 };
         let done = self.take_at_once(connection, block, token, out);
         block.step_out();
         fence(Ordering::SeqCst);
-        block.tell_mover();
+        block.wake_mover();
         done
     }
 
@@ -489,36 +498,37 @@ impl Shared {
             return 0;
         }
         let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
-        if is_worth_telling(connection, end) || !connection.receive_memory.read_straight(read, out) {
-            return self.take_and_tell(connection, block, token, out);
+        if should_report(connection, end) || !connection.receive_memory.read_straight(read, out) {
+            return self.take_and_report(connection, block, token, out);
         }
         connection.note_read(block, end);
         length
     }
 
-    /// The bytes that follow are all there, but they may go around, or the NIC has to hear that they are read.
+    /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a message
+    /// that they are read.
     #[inline(never)]
-    fn take_and_tell(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+    fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
         connection.receive_memory.read(read, out);
-        if is_worth_telling(connection, end) && self.tell_read(connection, token, end).is_err() {
+        if should_report(connection, end) && self.report_read(connection, token, end).is_err() {
             return 0;
         }
         connection.note_read(block, end);
         out.len()
     }
 
-    /// `nic_recvd`: the program has read up to here.
-    fn tell_read(&self, connection: &Connection, token: Token, read: u32) -> io::Result<()> {
+    /// `nic_recvd`: reports that the program has read up to `read`.
+    fn report_read(&self, connection: &Connection, token: Token, read: u32) -> io::Result<()> {
         if self.has_ended() {
             return Ok(());
         }
-        let length = read.wrapping_sub(connection.told_read.load(RELAXED));
-        let message = Message::new(Operation::NicRecvd, connection.name(), 0, length);
+        let length = read.wrapping_sub(connection.reported_read.load(RELAXED));
+        let message = Message::new(Operation::NicRecvd, connection.cid(), 0, length);
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
-        connection.note_told(read);
+        connection.note_reported(read);
         commands.publish();
         drop(commands);
         self.ring_nic();
@@ -540,8 +550,8 @@ impl Shared {
         }
     }
 
-    /// Bytes that can be received now behind `skip` unread ones, as many as are `wanted` or as there are; 0 at the end of the stream, or if
-    /// none are wanted. The connection must be entered, and the NIC's.
+    /// Bytes that can be received now after the first `skip` unread ones, at most `wanted`; 0 at the end of the stream, or if
+    /// none are wanted. The caller has entered the connection, which is on the NIC.
     #[inline(always)]
     fn unread(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
         let known = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
@@ -555,7 +565,7 @@ impl Shared {
     fn unread_after_all(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
         self.catch_up(token);
         loop {
-            // In this order: other threads take in what the NIC tells, too, and the end comes after the last byte.
+            // In this order: other threads handle the NIC's events, too, and the end comes after the last byte.
             let over = connection.is_over();
             let unread = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
             if unread > 0 {
@@ -573,10 +583,10 @@ impl Shared {
         }
     }
 
-    /// Receives bytes; 0 at the end of the stream. The connection must be entered, and the NIC's.
+    /// Receives bytes. Returns how many; 0 at the end of the stream. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if nothing waits, else what the connection ended with.
+    /// `WouldBlock` if none have arrived, else the error that ended the connection.
     #[inline(always)]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
         let length = self.unread(connection, token, 0, out.len())?;
@@ -589,21 +599,21 @@ impl Shared {
         Ok(length)
     }
 
-    /// Takes bytes as read that [`Shared::peek`] has shown. The connection must be entered, and the NIC's.
+    /// Marks bytes as read that [`Shared::peek`] has returned. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
     #[inline(always)]
     pub fn consume(&self, connection: &Connection, token: Token, length: u32) -> io::Result<()> {
         let read = connection.read.load(RELAXED).wrapping_add(length);
-        if is_worth_telling(connection, read) {
-            self.tell_read(connection, token, read)?;
+        if should_report(connection, read) {
+            self.report_read(connection, token, read)?;
         }
         connection.note_read(connection.inside(), read);
         Ok(())
     }
 
-    /// As [`Shared::consume`], of a connection that is being moved, for whoever brings it back.
+    /// As [`Shared::consume`], for a connection that is being moved, by the process that restores it.
     ///
     /// # Errors
     /// None.
@@ -612,7 +622,7 @@ impl Shared {
         Ok(())
     }
 
-    /// As [`Shared::receive`], but the bytes are thrown away.
+    /// As [`Shared::receive`], but drops the bytes.
     ///
     /// # Errors
     /// See there.
@@ -621,7 +631,7 @@ impl Shared {
         self.receive(connection, token, &mut nowhere)
     }
 
-    /// As [`Shared::receive`], from `skip` bytes behind the first unread one, and the bytes stay unread.
+    /// As [`Shared::receive`], from `skip` bytes after the first unread one, and the bytes stay unread.
     ///
     /// # Errors
     /// See there.
@@ -635,16 +645,16 @@ impl Shared {
         Ok(length)
     }
 
-    /// `nic_post`: the bytes that follow those that buffers were posted for, or the first unread ones, go to this place in session memory.
-    /// The connection must be entered, and the NIC's.
+    /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place in
+    /// session memory. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
     pub(crate) fn post(&self, connection: &Connection, token: Token, address: u32, length: u32) -> io::Result<()> {
-        self.tell_all(connection, token)?;
+        self.report_all_read(connection, token)?;
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
         commands
-            .push(Message::new(Operation::NicPost, connection.name(), address, length).to_words())
+            .push(Message::new(Operation::NicPost, connection.cid(), address, length).to_words())
             .map_err(|_| would_block())?;
         commands.publish();
         drop(commands);
@@ -652,25 +662,26 @@ impl Shared {
         Ok(())
     }
 
-    /// The NIC hears how far the program has read, however little that is.
-    pub(crate) fn tell_all(&self, connection: &Connection, token: Token) -> io::Result<()> {
+    /// Reports to the NIC how far the program has read, however little that is.
+    pub(crate) fn report_all_read(&self, connection: &Connection, token: Token) -> io::Result<()> {
         let read = connection.read.load(RELAXED);
-        if read == connection.told_read.load(RELAXED) { Ok(()) } else { self.tell_read(connection, token, read) }
+        if read == connection.reported_read.load(RELAXED) { Ok(()) } else { self.report_read(connection, token, read) }
     }
 
     pub(crate) fn memory(&self) -> &Arc<Region> {
         &self.memory
     }
 
-    /// Shuts the sending side down. The connection must be entered, and the NIC's.
+    /// Shuts down the sending side. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full, `ResourceBusy` in a signal handler that interrupted another command.
     pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
-        let message = Message::control(Operation::NicControl, Control::Shutdown, connection.name(), 0, 0);
+        let message = Message::control(Operation::NicControl, Control::Shutdown, connection.cid(), 0, 0);
         let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
-        // Not before there was room for the command, and before the NIC can act on it: after its death the flag alone tells.
+        // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the flag is
+        // left.
         connection.set_shut(true);
         connection.set_flag(2, true);
         commands.publish();
@@ -683,7 +694,7 @@ impl Shared {
         if self.has_ended() {
             return Ok(());
         }
-        let message = Message::control(Operation::NicControl, control, connection.name(), address, length);
+        let message = Message::control(Operation::NicControl, control, connection.cid(), address, length);
         let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         commands.publish();
@@ -692,11 +703,11 @@ impl Shared {
         Ok(())
     }
 
-    /// A socket option has been set on the descriptor of a connection that the NIC has: the NIC hears of it, as far as it acts on it.
-    /// SO_KEEPALIVE must not be set on the descriptor: it would make the shell speak; its value is `keepalive`.
+    /// Reports to the NIC, if it acts on the option, that a socket option has been set on the descriptor of a connection that it
+    /// has. SO_KEEPALIVE must not be set on the descriptor, since the shell would send probes; its value is `keepalive`.
     ///
     /// # Errors
-    /// As [`Shared::shutdown`], else the system's.
+    /// As [`Shared::shutdown`], else the failed system call's.
     pub fn option_was_set(
         &self,
         connection: &Connection,
@@ -723,9 +734,9 @@ impl Shared {
         }
     }
 
-    /// Whether the NIC has told anything, or something has moved, that [`Shared::catch_up`] has not taken in.
+    /// Whether there are events of the NIC's or moves that [`Shared::catch_up`] has not handled.
     #[inline(always)]
-    pub fn has_news(&self, token: Token) -> bool {
+    pub fn has_events(&self, token: Token) -> bool {
         self.has_moved() || self.events.lock(token).is_some_and(|events| events.ring.has_message())
     }
 
@@ -734,18 +745,18 @@ impl Shared {
         self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
     }
 
-    /// Takes in what the NIC has told; the listener hears of each connection that it was about.
+    /// Handles the NIC's events; the listener is called for each connection that they concern.
     #[inline(never)]
     pub fn catch_up(&self, token: Token) {
         let Some(mut events) = self.events.lock(token) else { return };
         if self.has_moved() {
-            self.look_at_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
+            self.check_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
         }
         if !events.ring.has_message() {
             return;
         }
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
-        // Several in a row about one connection are one piece of news.
+        // Several in a row for one connection cause one call.
         let mut last = None;
         while let Some([first, mut second]) = events.ring.pop() {
             if counts_bytes(first) {
@@ -768,8 +779,8 @@ impl Shared {
     fn on_event(&self, events: &mut Events, connections: &Connections, message: &Message) -> Option<u32> {
         let mut connection = events.find(connections, message.cid);
         if connection.is_none() {
-            // The first news since a move, or since an earlier tenant of the slot was looked at last: find out whose it is.
-            self.refresh_names(events, connections);
+            // The first event since a move, or since the slot's previous occupant was looked up: find out whose it is.
+            self.refresh_cids(events, connections);
             connection = events.search(connections, message.cid);
         }
         let connection = connection?;
@@ -790,20 +801,20 @@ impl Shared {
         Some(connection.number())
     }
 
-    /// Learns the names that connections got by moving.
+    /// Learns the cids that connections got by moving.
     #[cold]
-    fn refresh_names(&self, events: &mut Events, connections: &Connections) {
+    fn refresh_cids(&self, events: &mut Events, connections: &Connections) {
         if self.has_moved() {
-            self.look_at_moves(events, connections);
+            self.check_moves(events, connections);
         }
         for number in std::mem::take(&mut events.between) {
-            self.look_at_move(events, connections, number, true);
+            self.check_move(events, connections, number, true);
         }
     }
 
-    /// Connections that have moved may be readable and writable: their old readiness says nothing.
+    /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
     #[cold]
-    fn look_at_moves(&self, events: &mut Events, connections: &Connections) {
+    fn check_moves(&self, events: &mut Events, connections: &Connections) {
         let early = self.early.swap(false, Ordering::AcqRel);
         let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves[0].load(Ordering::Acquire));
         self.moves_seen.store(moves, RELAXED);
@@ -813,20 +824,20 @@ impl Shared {
             self.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
         };
         let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
-        // What was overwritten while it was read says nothing.
+        // Entries that were overwritten while they were read do not count.
         let overtaken = self.moves[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
         if early || overtaken || moved.contains(&at::ANY) {
             events.between.clear();
-            (0..connections.len() as u32).for_each(|number| self.look_at_move(events, connections, number, false));
+            (0..connections.len() as u32).for_each(|number| self.check_move(events, connections, number, false));
             return;
         }
         moved.append(&mut events.between);
-        moved.into_iter().for_each(|number| self.look_at_move(events, connections, number, false));
+        moved.into_iter().for_each(|number| self.check_move(events, connections, number, false));
     }
 
-    /// Looks at a connection that may have moved. One that a thread is using refreshes when it is entered next. `now`: also if it is
-    /// between two owners.
-    fn look_at_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
+    /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that a thread
+    /// is using is refreshed when it is entered next.
+    fn check_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
         let Some(Some(connection)) = connections.get(number as usize) else { return };
         if !connection.has_moved() {
             return;
@@ -841,55 +852,56 @@ impl Shared {
         self.listener.0(number);
     }
 
-    /// Rings when there is news while somebody sleeps.
+    /// The doorbell, which rings when there are events while a thread sleeps.
     pub fn bell(&self) -> &SessionBell {
         &self.bell
     }
 
-    /// Somebody is going to sleep: whoever asks for [`Shared::has_news`] after this, and finds none, is woken by the bell.
+    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is woken by the
+    /// doorbell.
     pub fn count_sleeper(&self) {
         count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 
-    /// Somebody is awake again.
+    /// Undoes [`Shared::count_sleeper`].
     pub fn uncount_sleeper(&self) {
         uncount_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 }
 
-/// Whether the NIC should hear that the program has read up to here: room that is a small part of the whole opens no window. Where the
-/// connection goes next looks into the block.
+/// Whether the NIC should get a message that the program has read up to `read`: a small part of the memory opens no window.
+/// Whoever takes the connection over next reads the block.
 #[inline(always)]
-fn is_worth_telling(connection: &Connection, read: u32) -> bool {
-    read.wrapping_sub(connection.tell_at.load(RELAXED)) as i32 >= 0
+fn should_report(connection: &Connection, read: u32) -> bool {
+    read.wrapping_sub(connection.report_at.load(RELAXED)) as i32 >= 0
 }
 
 impl Events {
     fn new(memory: &Arc<Region>) -> Events {
         let ring = Consumer::new(memory.ring(at::EVENTS));
-        Events { ring, by_slot: Vec::new(), by_name: HashMap::default(), between: Vec::new() }
+        Events { ring, by_slot: Vec::new(), by_cid: HashMap::default(), between: Vec::new() }
     }
 
     #[inline]
     fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
         let number = (*self.by_slot.get(cid.slot() as usize)?)?;
-        connections.get(number as usize)?.as_deref().filter(|connection| connection.name() == cid)
+        connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)
     }
 
     #[cold]
     fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
-        let number = *self.by_name.get(&cid.0)?;
-        let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.name() == cid)?;
+        let number = *self.by_cid.get(&cid.0)?;
+        let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)?;
         self.note(found);
         Some(found)
     }
 
     fn forget(&mut self, connection: &Connection) {
-        let name = connection.name().0;
-        if self.by_name.get(&name) == Some(&connection.number()) {
-            self.by_name.remove(&name);
+        let cid = connection.cid().0;
+        if self.by_cid.get(&cid) == Some(&connection.number()) {
+            self.by_cid.remove(&cid);
         }
-        if let Some(known) = self.by_slot.get_mut(connection.name().slot() as usize)
+        if let Some(known) = self.by_slot.get_mut(connection.cid().slot() as usize)
             && *known == Some(connection.number())
         {
             *known = None;
@@ -897,12 +909,12 @@ impl Events {
     }
 
     fn note(&mut self, connection: &Connection) {
-        let slot = connection.name().slot() as usize;
+        let slot = connection.cid().slot() as usize;
         if self.by_slot.len() <= slot {
             self.by_slot.resize(slot + 1, None);
         }
         self.by_slot[slot] = Some(connection.number());
-        self.by_name.insert(connection.name().0, connection.number());
+        self.by_cid.insert(connection.cid().0, connection.number());
     }
 }
 
@@ -912,13 +924,13 @@ pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
     events.note(connection);
 }
 
-/// The answer, or None if the agent has died with the question.
+/// Receives the answer; None if the agent has died with the request.
 fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Reply>> {
     loop {
         let (answer, _): (Answer, _) = channel.receive()?;
         match answer.body {
             Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
-            // News of an earlier death, or the answer to a question that was asked again since.
+            // Reports an earlier death, or answers a request that was repeated since.
             Reply::Restarted { .. } => {}
             body if answer.tag == tag => return Ok(Some(body)),
             _ => {}
@@ -935,22 +947,22 @@ mod tests {
     #[test]
     fn an_early_move_is_seen() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
-        let connection = Connection::unnamed(memory.clone());
-        connection.rename(3);
+        let connection = Connection::unregistered(memory.clone());
+        connection.set_number(3);
         assert!(!connection.has_moved());
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
-        connection.rename(3);
+        connection.set_number(3);
         assert!(connection.has_moved());
     }
 
-    /// With no room in the ring the connection is not shut, and a later attempt shuts it.
+    /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.
     #[test]
     fn shutting_down_waits_for_room() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
         let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
         let shared = Shared::on(memory);
-        let connection = shared.unnamed();
-        connection.rename(0);
+        let connection = shared.unregistered();
+        connection.set_number(0);
         let filler = Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 0, 0);
         {
             let mut commands = shared.commands.lock(1).unwrap();
@@ -964,17 +976,17 @@ mod tests {
         nic.release();
         shared.shutdown(&connection, 1).unwrap();
         assert!(shared.readiness(&connection, 1).shut);
-        let told = Message::from_words(nic.pop().unwrap()).unwrap();
-        assert_eq!((told.operation, told.kind), (Operation::NicControl, Control::Shutdown as u16));
+        let sent = Message::from_words(nic.pop().unwrap()).unwrap();
+        assert_eq!((sent.operation, sent.kind), (Operation::NicControl, Control::Shutdown as u16));
     }
 
-    /// A connection that has left the NIC is looked at later than the next one in its slot: the next one's news still find it.
+    /// A connection that has left the NIC is checked later than the next one in its slot: the next one's events still reach it.
     #[test]
-    fn slots_change_their_tenants() {
+    fn slots_are_reused() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
         let connection = |number, cid: Cid| {
-            let connection = Connection::unnamed(memory.clone());
-            connection.rename(number);
+            let connection = Connection::unregistered(memory.clone());
+            connection.set_number(number);
             memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
             connection.refresh();
             Some(Arc::new(connection))

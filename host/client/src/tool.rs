@@ -19,7 +19,7 @@ impl Tool {
     /// If nobody listens there.
     pub fn connect(path: &Path) -> Result<Tool> {
         let channel = Channel::connect(path).with_context(|| {
-            format!("no agent at {}; is Baton running, and is that the path that it listens at (BATON_SOCKET)?", path.display())
+            format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
         })?;
         Ok(Tool { channel, tag: 0 })
     }
@@ -87,7 +87,7 @@ impl Tool {
             match self.ask(Ask::List { from })? {
                 Reply::Connections(list) if list.is_empty() => return Ok(all),
                 Reply::Connections(list) => all.extend(list),
-                other => bail!("the agent's answer makes no sense: {other:?}"),
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             }
         }
     }

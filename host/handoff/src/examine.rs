@@ -1,4 +1,4 @@
-//! Whether a connection can be moved at all, and if not, why it stays where it is.
+//! Whether a connection can be offloaded, and if not, why it stays in the kernel.
 
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
@@ -16,14 +16,14 @@ pub enum Stay {
         "it is an MPTCP connection, which the kernel cannot export (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)"
     )]
     Mptcp,
-    /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give away.
+    /// TCP MD5 or TCP-AO signs its segments with a key that the kernel does not give out.
     #[error("its segments are signed (TCP MD5 or TCP-AO)")]
     Signed,
-    /// Its socket is of another network namespace: what its addresses mean there is nothing here.
+    /// Its socket is in another network namespace, where its addresses mean something else.
     #[error("its socket belongs to another network namespace")]
     OtherNamespace,
-    /// Its program has shut the receiving side down, which nothing would put back.
-    #[error("its program has shut its receiving side down")]
+    /// Its program has shut down the receiving side, which an import could not restore.
+    #[error("its program has shut down its receiving side")]
     ReceivingShut,
     /// Urgent data is pending.
     #[error("urgent data is pending")]
@@ -52,8 +52,8 @@ pub enum Stay {
     /// Its device has no Ethernet headers.
     #[error("its route leads through interface {0}, which is neither Ethernet nor loopback")]
     NotEthernet(u32),
-    /// Its packets carry a mark, by which rules, queues and filters of the kernel tell them.
-    #[error("its packets carry a mark (SO_MARK {0}), and the NIC's do not: where nothing goes by the mark, do not set it")]
+    /// Its packets carry a mark, which the kernel's rules, queues and filters match.
+    #[error("its packets carry a mark (SO_MARK {0}), and the NIC's do not: if no rule uses the mark, do not set it")]
     Marked(u32),
     /// It is bound to a device, and its route leads through another.
     #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
@@ -64,27 +64,27 @@ pub enum Stay {
     /// Its route adds headers.
     #[error("its route adds headers of its own (ip route … encap), which only the kernel can")]
     Encapsulated,
-    /// There are more paths to its peer than can be listened to.
-    #[error("its route has {0} equal paths, more than the NIC can hear at")]
+    /// Its route has more equal paths than the NIC can receive on.
+    #[error("its route has {0} equal paths, more than the NIC can receive on")]
     ManyPaths(usize),
-    /// Rules of the firewall change without a word, and may judge it.
+    /// A firewall rule may judge it by something that changes from packet to packet, without a notification.
     #[error(
         "the firewall judges it by {0}, and only the kernel's packets count for that; a rule before it that accepts what is established \
          lets it move"
     )]
     Rules(String),
-    /// There are rules of which nothing tells.
+    /// There are rules whose changes cannot be observed.
     #[error(
-        "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"
+        "there are rules of iptables-legacy, whose changes cannot be observed: use iptables-nft (update-alternatives --config iptables)"
     )]
     LegacyRules,
-    /// Filters of traffic control judge what comes in.
+    /// A traffic control filter judges what comes in.
     #[error("filters of traffic control judge what comes in at interface {0} (tc filter show dev … ingress)")]
     Filtered(u32),
     /// IPsec covers it.
     #[error("an IPsec policy covers it (see ip xfrm policy)")]
     Policy,
-    /// IPsec blocks it on the way out: the kernel could not even take it back.
+    /// IPsec blocks it on the way out: the kernel could not take it back.
     #[error("an IPsec policy blocks it (see ip xfrm policy)")]
     PolicyBlocks,
     /// Its source address is not the host's any more.
@@ -93,19 +93,19 @@ pub enum Stay {
     /// Its link address is unknown.
     #[error("the link address of its next hop is not known yet")]
     NoNeighbour,
-    /// The kernel holds data out of order that the NIC's copy does not cover yet.
-    #[error("it holds data out of order that has not been copied in time; try again")]
+    /// The kernel holds data out of order that the NIC's mirror does not cover yet.
+    #[error("it holds data out of order that the NIC could not copy in time; try again")]
     OutOfOrder,
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
-    /// The kernel has not got all that the NIC has acknowledged for it.
-    #[error("the kernel lacks something that the NIC has acknowledged for it; try again")]
+    /// The kernel does not have all data yet that the NIC has acknowledged for it.
+    #[error("the kernel does not have all data yet that the NIC has acknowledged for it; try again")]
     Acknowledged,
-    /// Somebody asked for it in the kernel before its move was made.
-    #[error("it was asked to be in the kernel before it had moved")]
+    /// A restore was requested before its offload was finished.
+    #[error("its restore was requested before its offload was finished")]
     CalledOff,
-    /// The firewall, or a program of its control group, has changed since it was last seen to let the connection through.
+    /// Firewall or control group programs have changed, and none of its traffic has passed in the kernel since.
     #[error("the firewall has changed (or a program of its control group), and no traffic of it has been seen to pass since")]
     Unproved,
     /// This host translates its addresses (NAT).
@@ -114,24 +114,24 @@ pub enum Stay {
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
-    /// Its descriptor is its program's alone.
-    #[error("its program has its socket alone")]
+    /// Only its program has its descriptor.
+    #[error("only its program has a descriptor of its socket")]
     Elsewhere,
     /// The NIC has no room.
     #[error("the NIC has no room for it")]
     NoRoom,
-    /// The agent needs the descriptors that it has left for itself.
+    /// The agent needs its remaining descriptors for itself.
     #[error(
-        "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
+        "the agent has no descriptor left for it: its limit is {0} (raise the hard limit, ulimit -Hn, where Baton is started)"
     )]
     NoDescriptors(u64),
-    /// The NIC said no.
+    /// The NIC refused the command.
     #[error("the NIC refused it ({0})")]
     Refused(u32),
     /// The NIC does not answer.
     #[error("the NIC does not answer")]
     NicGone,
-    /// The kernel refused what was to bring it back: there is no connection any more.
+    /// The kernel refused a step of its import: the connection does not exist any more.
     #[error("it is lost: {0}: {1}")]
     Lost(&'static str, io::Error),
     /// The kernel refused a call.
@@ -163,15 +163,15 @@ pub fn state_name(state: u8) -> &'static str {
     }
 }
 
-/// Looks at a socket from outside, before anything is changed.
+/// Examines a socket without changing it.
 ///
 /// # Errors
-/// The first reason to leave it where it is.
+/// The first reason for which the connection stays in the kernel.
 pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     match socket::get(fd, libc::SOL_SOCKET, SO_PROTOCOL) {
         Ok(libc::IPPROTO_TCP) => {}
         Ok(IPPROTO_MPTCP) => {
-            // An MPTCP socket that fell back to TCP still belongs to MPTCP's code.
+            // An MPTCP socket that fell back to TCP still runs MPTCP's code.
             return Err(Stay::Mptcp);
         }
         _ => return Err(Stay::NotTcp),
@@ -199,7 +199,7 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Stay> {
     Ok(info)
 }
 
-/// Whether urgent data waits for the program.
+/// Checks whether urgent data waits for the program.
 ///
 /// # Errors
 /// [`Stay::Urgent`] if so.
@@ -207,7 +207,7 @@ pub fn check_urgent(fd: BorrowedFd<'_>) -> Result<(), Stay> {
     if poll(fd) & libc::POLLPRI != 0 { Err(Stay::Urgent) } else { Ok(()) }
 }
 
-/// Whether the program has shut the receiving side down: the socket says that nothing more comes, though no FIN has come.
+/// Checks whether the program has shut down the receiving side: poll(2) reports the end of the stream, though no FIN has come.
 ///
 /// # Errors
 /// [`Stay::ReceivingShut`] if so.
@@ -218,7 +218,7 @@ pub fn check_receiving(fd: BorrowedFd<'_>) -> Result<(), Stay> {
     if at_end && no_fin() { Err(Stay::ReceivingShut) } else { Ok(()) }
 }
 
-/// What poll(2) says of it now.
+/// poll(2)'s events of a socket now.
 fn poll(fd: BorrowedFd<'_>) -> i16 {
     let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLPRI | libc::POLLRDHUP, revents: 0 };
     // SAFETY: one live pollfd, no waiting.

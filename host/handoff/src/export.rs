@@ -1,4 +1,4 @@
-//! From the kernel: a connection's numbers, then its queues, then the purge that leaves a shell.
+//! Exports a connection from the kernel: its numbers, then its queues, then the purge that leaves a shell.
 
 use crate::examine::Stay;
 use crate::shell::{self, Queue, Saved};
@@ -34,7 +34,7 @@ impl<T> Step<T> for io::Result<T> {
     }
 }
 
-/// Settings that the image caches.
+/// Options that are in the image.
 struct Options {
     nodelay: bool,
     cork: bool,
@@ -59,7 +59,7 @@ fn options(fd: BorrowedFd<'_>) -> io::Result<Options> {
 /// The TTL and class that the socket's packets carry.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
     let (ttl, tos) = if v4 {
         (socket::get(fd, libc::IPPROTO_IP, libc::IP_TTL)?, socket::get(fd, libc::IPPROTO_IP, libc::IP_TOS)?)
@@ -71,8 +71,8 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
 }
 
 impl<'a> Exporter<'a> {
-    /// Makes the socket deaf, enters repair mode and reads the numbers, twice: they must not move. Frames must already be stolen.
-    /// `saved` was read from the socket before. On an error the socket is as it was.
+    /// Makes the socket deaf (a filter drops all it receives), enters repair mode and reads the sequence numbers twice: they
+    /// must not change. Frames must already be stolen, and `saved` read from the socket. On an error the socket is unchanged.
     ///
     /// # Errors
     /// Why the connection stays.
@@ -85,7 +85,7 @@ impl<'a> Exporter<'a> {
     }
 
     fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
-        // Segments that the kernel was given before the steal may still wait for its receive thread: the NIC has copies of them.
+        // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
         shell::deafen(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
         let read = read_image(fd, flow, link, saved);
@@ -102,12 +102,13 @@ impl<'a> Exporter<'a> {
         })
     }
 
-    /// What was read.
+    /// The image that was read.
     pub fn image(&self) -> &Image {
         &self.image
     }
 
-    /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as the image says.
+    /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as the image
+    /// says.
     ///
     /// # Errors
     /// Why the connection stays; the caller then calls [`Exporter::abandon`].
@@ -127,8 +128,8 @@ impl<'a> Exporter<'a> {
         shell::select(self.fd, Queue::None).step("TCP_REPAIR_QUEUE")
     }
 
-    /// The kernel keeps a segment whole until all of it is acknowledged, and then shows the acknowledged front of it, too. What
-    /// counts are the last bytes.
+    /// The kernel keeps a segment until all of it is acknowledged, and repair mode then returns its acknowledged front, too.
+    /// Only the last bytes count.
     fn copy_tail(&self, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
         let mut all = vec![0u8; shown];
         // SAFETY: the pointer and length describe `all`.
@@ -145,21 +146,22 @@ impl<'a> Exporter<'a> {
     /// Leaves repair mode; the connection goes on in the kernel.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn abandon(self) -> io::Result<()> {
         undo(self.fd, &self.saved)
     }
 
-    /// Purges the kernel's state: the socket becomes a shell. What must be put back later is returned.
+    /// Purges the kernel's state: the socket becomes a shell. Returns what must be put back on import.
     ///
     /// # Errors
-    /// If the kernel refuses a step; the connection must then be restored from its image at once.
+    /// If the kernel refuses a step; the connection must then be imported from its image at once.
     pub fn purge(self) -> Result<Saved, (Saved, Stay)> {
         let steps = || -> Result<(), Stay> {
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
             shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
             self.saved.remember(self.fd);
-            // The shell stays in repair mode, which forces reuse of its port: who asks the socket, or binds the port, finds what was there.
+            // The shell stays in repair mode, which sets SO_REUSEADDR. The program's value is put back for programs that read
+            // the option or bind the port.
             self.saved.write_reuse(self.fd).step("SO_REUSEADDR")
         };
         match steps() {
@@ -169,19 +171,19 @@ impl<'a> Exporter<'a> {
     }
 }
 
-/// The connection hears and speaks again, in the kernel.
+/// Undoes [`Exporter::begin`]: the connection receives and sends again, in the kernel.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
-    shell::hear(fd, saved)?;
+    shell::remove_deafness(fd, saved)?;
     shell::repair(fd, false)?;
     saved.write(fd)
 }
 
 fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Stay> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
-    // It may have come since the connection was examined.
+    // It may have arrived since the connection was examined.
     crate::examine::check_urgent(fd)?;
     let state = State::from_number(info.state).ok_or(Stay::State(crate::examine::state_name(info.state)))?;
     let options = options(fd).step("getsockopt")?;
@@ -199,7 +201,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     if timestamps && info.options & tcp_info::OPTION_MICROSECONDS != 0 {
         return Err(Stay::MicrosecondClock);
     }
-    // From Linux 6.7 on the kernel clears the lowest bit of what it tells: a segment may have carried one more.
+    // From Linux 6.7 on the kernel clears the lowest bit of the value that it returns: a segment may have carried one more.
     let ts_clock = ts_clock.wrapping_add(1);
     let fin = u32::from(state.fin_queued());
     let image = Image {

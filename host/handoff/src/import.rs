@@ -1,4 +1,4 @@
-//! Back into the kernel, on the same descriptor.
+//! Imports a connection into the kernel, on the same descriptor.
 
 use crate::shell::{self, Queue, Saved};
 use baton_image::Image;
@@ -12,13 +12,13 @@ const TCP_TIMESTAMP: i32 = 24;
 const TCP_REPAIR_WINDOW: i32 = 29;
 const SO_BUF_LOCK: i32 = 72;
 
-/// A failed step of a restore.
+/// A failed step of an import.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {error}")]
 pub struct ImportError {
     /// The call that failed.
     pub step: &'static str,
-    /// What the kernel said.
+    /// The kernel's error.
     pub error: io::Error,
 }
 
@@ -32,7 +32,7 @@ impl<T> Step<T> for io::Result<T> {
     }
 }
 
-/// A connection that is in the kernel again, but does not speak yet.
+/// A connection that is in the kernel again and receives, but does not send yet.
 pub struct Importer<'a> {
     fd: BorrowedFd<'a>,
     image: Image,
@@ -41,8 +41,8 @@ pub struct Importer<'a> {
 }
 
 impl<'a> Importer<'a> {
-    /// Makes the shell a connection again: numbers, options, unread bytes, bytes in flight. Afterwards it hears; frames may flow,
-    /// then [`Importer::finish`] lets it speak.
+    /// Turns the shell back into a connection: numbers, options, unread bytes, bytes in flight. After that it receives, so
+    /// frames may flow, and [`Importer::finish`] lets it send.
     ///
     /// # Errors
     /// The step that the kernel refused.
@@ -57,11 +57,11 @@ impl<'a> Importer<'a> {
     ) -> Result<Importer<'a>, ImportError> {
         let saved = &saved.with_reuse_of_shell(fd);
         shell::repair(fd, true).step("TCP_REPAIR")?;
-        // FINs are not restored: the peer's is replayed to the kernel, ours is sent again by shutdown.
+        // FINs are not imported: the peer's is replayed to the kernel, ours is sent again by shutdown.
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
-        // IPv6 works the segment size out when it connects, and has no other occasion to be told.
+        // An IPv6 socket works out its segment size when it connects, and cannot be told later.
         let mss = (!image.flow.is_v4()).then_some(image.mss);
         shell::reassociate(fd, local, peer, snd_start, first_unread, mss).step("reconnect")?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
@@ -74,15 +74,15 @@ impl<'a> Importer<'a> {
         shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
         write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
         if image.flow.is_v4() {
-            // The segment size is worked out anew when IP options change: setting none does it.
+            // The kernel works out the segment size anew when IP options change; setting none is enough.
             let _ = socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[]);
         }
         saved.remember(fd);
-        shell::hear(fd, saved).step("SO_DETACH_FILTER")?;
+        shell::remove_deafness(fd, saved).step("SO_DETACH_FILTER")?;
         Ok(Importer { fd, image: *image, unsent: unacknowledged.skip(sent), saved: saved.clone() })
     }
 
-    /// Leaves repair mode, sends what was unsent, closes what was closed.
+    /// Leaves repair mode, sends what was unsent, and shuts down what was shut down.
     ///
     /// # Errors
     /// The step that the kernel refused.
@@ -93,7 +93,7 @@ impl<'a> Importer<'a> {
         while unsent.length() > 0 {
             let sent = match socket::send_pieces(self.fd, &unsent, libc::MSG_DONTWAIT) {
                 Ok(sent) => sent,
-                // The peer has reset the connection meanwhile: what it means the socket tells the program, as ever.
+                // The peer has reset the connection meanwhile; the socket reports that to the program as usual.
                 Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => return Ok(()),
                 Err(error) => return Err(ImportError { step: "unsent data", error }),
             };
@@ -101,7 +101,7 @@ impl<'a> Importer<'a> {
         }
         if self.image.state.fin_queued() {
             match socket::shutdown_write(self.fd) {
-                // The peer has reset it, or acknowledged our FIN and closed, meanwhile.
+                // The peer has reset it meanwhile, or acknowledged our FIN and closed.
                 Err(error) if error.kind() == io::ErrorKind::NotConnected => {}
                 other => other.step("shutdown")?,
             }
@@ -110,11 +110,11 @@ impl<'a> Importer<'a> {
     }
 }
 
-/// Does what [`Importer::finish`] had not done when its process died, as far as the socket itself shows.
+/// Completes an [`Importer::finish`] whose process died in the middle, as far as the socket itself shows what is missing.
 ///
 /// # Errors
 /// The step that the kernel refused.
-pub fn speak_on(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
+pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
     shell::repair(fd, true).step("TCP_REPAIR")?;
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
     let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
@@ -141,7 +141,7 @@ fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
     }
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_OPTIONS, &raw)?;
     if image.timestamps {
-        // Bit 0 would select the microsecond clock; the next even value keeps the clock from running back.
+        // Bit 0 would select the microsecond clock; the next even value keeps the clock from running backwards.
         let clock = image.ts_clock.wrapping_add(1) & !1;
         socket::set(fd, libc::IPPROTO_TCP, TCP_TIMESTAMP, clock as i32)?;
     }
@@ -155,7 +155,8 @@ fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<(
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)
 }
 
-/// Enlarges a buffer that is too small for what has to go in, and leaves its lock as it was. `factor`: bytes of buffer a byte may cost.
+/// Enlarges a buffer that is too small for what has to go in, and leaves its lock as it was. `factor`: bytes of buffer that a
+/// byte may cost.
 fn make_room(fd: BorrowedFd<'_>, bytes: usize, option: i32, force: i32, factor: usize) -> io::Result<()> {
     let size = socket::get(fd, libc::SOL_SOCKET, option)?.max(0) as usize;
     // A queue's bookkeeping counts against the buffer, too.

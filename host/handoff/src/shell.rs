@@ -1,5 +1,5 @@
-//! The shell: the kernel's socket while the NIC owns its connection. Established, empty, on the same descriptor; deaf, and without
-//! timers that could speak.
+//! The shell: the kernel's socket while the NIC owns its connection. It is established and empty, on the same descriptor; a
+//! filter drops all that it receives, and no timer makes it send.
 
 use baton_linux::socket::{self, check};
 use std::io;
@@ -12,7 +12,7 @@ const TCP_QUEUE_SEQ: i32 = 21;
 const IP_LOCAL_PORT_RANGE: i32 = 51;
 const IP_PROTOCOL: i32 = 52;
 
-/// Queues that repair mode can point at.
+/// The queues of repair mode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(i32)]
 pub(crate) enum Queue {
@@ -41,7 +41,7 @@ pub(crate) fn set_queue_seq(fd: BorrowedFd<'_>, queue: Queue, seq: u32) -> io::R
 /// Options that a disconnect resets: SO_PEEK_OFF, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US.
 const FORGOTTEN: [(i32, i32); 4] = [(1, 42), (6, 10), (6, 45), (6, 46)];
 
-/// What a move changes on the socket for a while and must put back.
+/// Settings that a move changes on the socket temporarily, and must put back.
 #[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub struct Saved {
     /// SO_REUSEADDR, which repair mode forces.
@@ -50,7 +50,7 @@ pub struct Saved {
     keepalive: i32,
     /// The program's own socket filter, as raw instructions.
     filter: Vec<u8>,
-    /// What a disconnect forgets: level, option, value.
+    /// Options that a disconnect resets: level, option, value.
     forgotten: Vec<(i32, i32, i32)>,
 }
 
@@ -58,7 +58,7 @@ impl Saved {
     /// Reads the settings before a move.
     ///
     /// # Errors
-    /// The system's; a filter that cannot be read is one.
+    /// The failed system call's; a filter that cannot be read is one.
     pub fn read(fd: BorrowedFd<'_>) -> io::Result<Saved> {
         Ok(Saved {
             reuse: socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?,
@@ -76,14 +76,14 @@ impl Saved {
         self.keepalive != 0
     }
 
-    /// The same with another SO_KEEPALIVE: the program may have set it while the NIC had the connection.
+    /// A copy with another SO_KEEPALIVE: the program may have set it while the NIC had the connection.
     #[must_use]
     pub fn with_keepalive(&self, on: bool) -> Saved {
         Saved { keepalive: i32::from(on), ..self.clone() }
     }
 
-    /// The same with the SO_REUSEADDR that the shell has: the program may have set it while the NIC had the connection. Repair mode's own
-    /// value, 2, and that of a socket outside of repair mode, which forgets it, are not the program's.
+    /// A copy with the shell's SO_REUSEADDR: the program may have set it while the NIC had the connection. Two values are not
+    /// the program's: repair mode's own, 2, and that of a socket outside repair mode, which has lost it.
     #[must_use]
     pub(crate) fn with_reuse_of_shell(&self, fd: BorrowedFd<'_>) -> Saved {
         let in_repair = socket::get(fd, libc::IPPROTO_TCP, TCP_REPAIR).is_ok_and(|repair| repair == 1);
@@ -93,11 +93,11 @@ impl Saved {
         }
     }
 
-    /// Puts back what a disconnect has forgotten. What is as it was is not touched.
+    /// Puts back what a disconnect has reset. Values that did not change are not set.
     pub(crate) fn remember(&self, fd: BorrowedFd<'_>) {
         for (level, option, value) in &self.forgotten {
             if socket::get(fd, *level, *option).is_ok_and(|now| now != *value) {
-                // A value that the kernel gave can be set; if not, the default stands.
+                // Values that the kernel returned can be set; if one cannot, the default remains.
                 let _ = socket::set(fd, *level, *option, *value);
             }
         }
@@ -108,10 +108,10 @@ impl Saved {
         socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)
     }
 
-    /// Puts the settings back, but for the filter, which [`hear`] does.
+    /// Puts the settings back, except the filter, which [`remove_deafness`] puts back.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.write_reuse(fd)?;
         socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, self.keepalive)
@@ -121,7 +121,7 @@ impl Saved {
 /// SO_GET_FILTER counts in instructions of eight bytes.
 fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut count: libc::socklen_t = 0;
-    // SAFETY: asking for the count alone writes no filter.
+    // SAFETY: with length 0 the call only returns the count.
     check(unsafe {
         libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, std::ptr::null_mut(), &mut count)
     })?;
@@ -151,23 +151,23 @@ fn attach_filter(fd: BorrowedFd<'_>, instructions: &mut [libc::sock_filter]) -> 
     check(done).map(|_| ())
 }
 
-/// Makes a socket deaf: every segment is dropped before TCP sees it.
+/// Makes a socket deaf: a filter drops every segment before TCP sees it.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
     // BPF_RET | BPF_K, 0.
     attach_filter(fd, &mut [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }])
 }
 
-/// Undoes [`deafen`]: the program's own filter, or none.
+/// Undoes [`deafen`]: puts the program's own filter back, or none.
 ///
 /// # Errors
-/// The system's.
-pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+/// The failed system call's.
+pub(crate) fn remove_deafness(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     if saved.filter.is_empty() {
         return match socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0) {
-            // It hears already.
+            // It has no filter already.
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
             other => other,
         };
@@ -185,11 +185,11 @@ pub(crate) fn hear(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     attach_filter(fd, &mut instructions)
 }
 
-/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so silently. `mss` is the
-/// peer's MSS option, if the segment size has to be worked out from it now.
+/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so nothing is sent.
+/// `mss` is the peer's MSS option, if the segment size has to be worked out from it now.
 ///
 /// # Errors
-/// The system's. The socket may then be closed: the caller checked route and source address before.
+/// The failed system call's. The socket may then be closed: the caller checked route and source address before.
 pub(crate) fn reassociate(
     fd: BorrowedFd<'_>,
     local: SocketAddr,
@@ -200,19 +200,19 @@ pub(crate) fn reassociate(
 ) -> io::Result<()> {
     let segment = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     dissolve(fd, snd, rcv)?;
-    // While closed, the socket shows the limit that the program has set, if it has.
+    // While closed, the socket returns the limit that the program has set, if any.
     let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     let limit = if shown == segment { 0 } else { shown };
     if let Some(mss) = mss {
-        // TCP_MAXSEG takes no more, though loopback has larger segments.
+        // TCP_MAXSEG takes no more than this, though loopback has larger segments.
         socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss.min(32_767)))?;
     }
-    // Its name shows the port even when the socket no longer holds it; this shows the port that it holds.
+    // getsockname shows the port even if the socket no longer holds it; this shows the port that it holds.
     let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));
     let connected = !kept_port && connect_without_binding(fd, local, peer)?;
     if !connected {
         if !kept_port {
-            // The port belongs to a listener (an accepted connection): share it with that.
+            // The port belongs to a listener (an accepted connection): share it.
             dissolve(fd, snd, rcv)?;
             socket::bind(fd, local)?;
         }
@@ -227,11 +227,11 @@ pub(crate) fn reassociate(
     select(fd, Queue::None)
 }
 
-/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves repair mode. While
-/// this lasts the program must be kept out of the connection: in repair mode its calls would fail.
+/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves repair mode.
+/// The program must be kept out of the connection meanwhile: in repair mode its calls would fail.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
     let reuse = socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
     repair(fd, true)?;
@@ -239,20 +239,21 @@ pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
     socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
 }
 
-/// Takes a shell out of repair mode, in which closing it leaves no trace: whoever watches its state then sees whether it was closed in
-/// order or reset. What it says is to be silenced by others.
+/// Takes a shell out of repair mode, in which a close leaves no trace. An observer of its state can then see whether it was
+/// closed in order or reset. Somebody else must keep what it sends from leaving.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
     const WITHOUT_PROBE: i32 = -1;
     socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, WITHOUT_PROBE)
 }
 
-/// The connection has ended on the NIC: closes its shell in silence, so that nothing is sent when the descriptor is closed.
+/// Closes the shell of a connection that has ended on the NIC, without sending anything: nothing is sent either when its
+/// descriptor is closed.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
     repair(fd, true)?;
     socket::disconnect(fd)?;
@@ -265,8 +266,8 @@ fn dissolve(fd: BorrowedFd<'_>, snd: u32, rcv: u32) -> io::Result<()> {
     set_queue_seq(fd, Queue::Receive, rcv)
 }
 
-/// A port that the program did not bind may be shared with connections to other peers: asks for it without binding, so that it stays
-/// so. Whether that gave the right port: one outside the host's ephemeral range is not to be had this way.
+/// Connects without binding, so that a port that the program did not bind stays one that connections to other peers may share.
+/// Returns whether that gave the right port: one outside the host's ephemeral range cannot be had this way.
 fn connect_without_binding(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
     let port = i32::from(local.port());
     if socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, port << 16 | port).is_err() {

@@ -1,4 +1,4 @@
-//! Options of a socket that the NIC does not act on: a connection that uses one stays in the kernel, which does.
+//! Socket options that the NIC does not act on: a connection that uses one stays in the kernel.
 
 use crate::examine::Stay;
 use baton_linux::socket;
@@ -6,19 +6,21 @@ use std::os::fd::BorrowedFd;
 
 const SO_MAX_PACING_RATE: i32 = 47;
 const TCP_CONGESTION: i32 = 13;
-/// Both families' values of IP_MTU_DISCOVER that mean "never fragment, and follow the path MTU", which the NIC does.
+/// Values of IP_MTU_DISCOVER and IPV6_MTU_DISCOVER (WANT, DO) that mean "never fragment, and follow the path MTU", as the NIC
+/// does.
 const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
 
 /// Options of which some values keep a connection in the kernel, by level and number: SO_MAX_PACING_RATE, IP_MTU_DISCOVER, IP_MINTTL,
 /// IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION.
 const OPTIONS: [(i32, i32); 6] = [(1, SO_MAX_PACING_RATE), (0, 10), (0, 21), (41, 23), (41, 73), (6, TCP_CONGESTION)];
 
-/// Whether some values of an option keep a connection in the kernel: one on the NIC goes back before such an option is set.
+/// Whether some values of an option keep a connection in the kernel. Such an option is only set after the connection is
+/// restored.
 pub fn may_keep_in_kernel(level: i32, option: i32) -> bool {
     OPTIONS.contains(&(level, option))
 }
 
-/// Looks whether the program has set an option that the NIC does not act on.
+/// Checks whether the program has set an option that the NIC does not act on.
 ///
 /// # Errors
 /// [`Stay::Option`] with its name.
@@ -29,7 +31,7 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Stay> {
     if paced {
         return Err(Stay::Option("SO_MAX_PACING_RATE"));
     }
-    // Of an IPv6 socket the IPv4 options count, too, if its peer's address is mapped.
+    // For an IPv6 socket with a mapped peer address the IPv4 options count, too.
     let get = |level, option| socket::get(fd, level, option).ok();
     for (level, option, name) in [(0, 10, "IP_MTU_DISCOVER"), (41, 23, "IPV6_MTU_DISCOVER")] {
         if get(level, option).is_some_and(|value| !FOLLOWS_PATH_MTU.contains(&value)) {
@@ -47,7 +49,7 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Stay> {
     if name.is_empty() || [&b"cubic"[..], b"reno"].contains(&name) {
         return Ok(());
     }
-    // What the host has for every connection no program has asked for.
+    // The host's default counts as not set by the program.
     let default = std::fs::read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_default();
     if default.trim_ascii() == name { Ok(()) } else { Err(Stay::Option("TCP_CONGESTION")) }
 }

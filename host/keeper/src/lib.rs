@@ -57,7 +57,7 @@ pub fn run() -> Result<()> {
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
     let card = (0..settings.nic.card_descriptors()).map(|_| next()).collect::<Result<Vec<OwnedFd>>>()?;
-    let signals = process::hear_signals(&process::ENDING)?;
+    let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
     let end = End { parent, process: if settings.lingers { Some(next()?) } else { None }, signals };
     let _socket = Socket(settings);

@@ -1,4 +1,4 @@
-//! The functions of the C library that programs call, by family.
+//! The functions of the C library that this library intercepts, by family.
 
 mod descriptors;
 mod events;

@@ -1,11 +1,11 @@
 //! Epoll sets with sockets that may be on the NIC.
 //!
-//! The kernel's set stays, and says what there is to say of connections in the kernel; what it says is given to the set's
-//! [`Interest`], which decides what the program hears. The session's bell and an eventfd of the set's own are in the kernel's set, too, so
-//! that a thread that sleeps in it wakes for either.
+//! The program's epoll set stays the kernel's. It reports events of connections in the kernel; the set's [`Interest`] decides
+//! which of these the program gets, and adds those of connections on the NIC. The session's doorbell and an eventfd of the set's
+//! own are in the kernel's set, too, so that a thread that sleeps in it wakes for either.
 //!
-//! A child of fork shares the kernel's set with its parent. It changes nothing there on its own account, and only translates what the
-//! kernel reports ([`leave_inherited`]).
+//! A child of fork shares the kernel's set with its parent. It changes nothing there of its own accord, and only translates what
+//! the kernel reports ([`leave_inherited`]).
 //!
 //! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// The data of this library's own registrations: addresses of its own, which no program has a reason to use.
+/// Data of this library's own registrations: addresses of its own statics, which no program has a reason to use.
 static BELL: u8 = 0;
 static WAKE: u8 = 1;
 static END: u8 = 2;
@@ -32,20 +32,20 @@ fn wake_data() -> u64 {
     std::ptr::from_ref(&WAKE) as u64
 }
 
-/// Whether it is any of them.
+/// Whether an event's data belongs to one of this library's own registrations.
 fn is_own(data: u64) -> bool {
     data == bell_data() || data == wake_data() || data == end_data()
 }
 
-/// Of the session's control connection, which hangs up when the session ends.
+/// Data for the session's control connection, which hangs up when the session ends.
 fn end_data() -> u64 {
     std::ptr::from_ref(&END) as u64
 }
 
-/// How often an epoll_wait without a time limit waits, a millisecond each, for connections to come to rest.
+/// How often an epoll_wait without a time limit waits, a millisecond each, for moves to end.
 const SETTLING_ROUNDS: u32 = 50;
 
-/// What is in a set.
+/// A file in a set.
 #[derive(Clone, Copy)]
 pub(crate) enum File {
     Tcp(&'static Tcp),
@@ -65,11 +65,11 @@ impl PartialEq for File {
 #[derive(Default)]
 struct Inner {
     interest: Interest<File>,
-    /// The bell of this session is in the kernel's set.
+    /// The doorbell that was added to the kernel's set: its session's.
     bell: Option<c_int>,
 }
 
-/// An epoll set. It lives for ever, for one descriptor after another.
+/// An epoll set. Never freed; reused for one descriptor after another.
 #[repr(align(64))]
 pub(crate) struct Set {
     inner: Mutex<Inner>,
@@ -78,9 +78,9 @@ pub(crate) struct Set {
     any_marked: AtomicBool,
     wake: OnceLock<c_int>,
     sleepers: AtomicU32,
-    /// Somebody looks at the set itself: it is in another set, or polled.
+    /// The set itself is polled, or is in another set.
     watched: AtomicBool,
-    /// It belongs to the process that this one was forked from.
+    /// The set belongs to the process from which this one was forked.
     inherited: AtomicBool,
     fds: Mutex<Vec<c_int>>,
 }
@@ -97,7 +97,7 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
-/// A set that has just been made.
+/// Handles a set that has just been made.
 pub(crate) fn created(epfd: c_int) -> c_int {
     if epfd >= 0 && process::plan().is_some() {
         table::put(epfd, None);
@@ -106,7 +106,7 @@ pub(crate) fn created(epfd: c_int) -> c_int {
     epfd
 }
 
-/// The set behind a descriptor, known from now on.
+/// The set behind a descriptor; begins to track it.
 fn known_set(epfd: c_int) -> &'static Set {
     if let Some(set) = table::set_of(epfd) {
         return set;
@@ -134,14 +134,14 @@ fn known_set(epfd: c_int) -> &'static Set {
 /// # Safety
 /// As epoll_ctl(2).
 pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
-    // SAFETY: the caller's promise; the kernel judges what is asked.
+    // SAFETY: this function's `# Safety` is epoll_ctl(2)'s.
     let native = || unsafe { real::epoll_ctl(epfd, operation, fd, event) };
     let file = match table::get(fd) {
         Some(table::File::Tcp(tcp)) => File::Tcp(tcp),
         Some(table::File::Set(set)) => File::Set(set),
         None => return native(),
     };
-    // SAFETY: the program's event, or null.
+    // SAFETY: epoll_ctl(2) requires a valid event, or null (`# Safety`).
     let given = unsafe { event.as_ref() }.map(|event| (event.events, event.u64));
     let given = match operation {
         EPOLL_CTL_DEL => None,
@@ -153,7 +153,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
     }
     let is_foreign = !process::is_mine() || table::set_of(epfd).is_some_and(Set::is_inherited);
     if is_foreign {
-        // What two processes wait for with one set, only the kernel can report to both.
+        // With one set shared by two processes, only the kernel can report to both.
         if let File::Tcp(tcp) = file {
             tcp.give_back("epoll set of several processes", baton_protocol::program::Until::Never);
         }
@@ -162,7 +162,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
     known_set(epfd).control(epfd, operation, fd, file, given)
 }
 
-/// The kernel's set, and what is in it.
+/// The kernel's set, by its descriptor.
 struct Kernel(c_int);
 
 impl World for Kernel {
@@ -191,7 +191,7 @@ impl World for Kernel {
         Progress {
             received: position(tcp, fd),
             stuck: tcp.stuck.load(Ordering::Acquire),
-            nudges: tcp.nudges.load(Ordering::Acquire),
+            rearms: tcp.rearms.load(Ordering::Acquire),
         }
     }
 
@@ -204,7 +204,7 @@ impl World for Kernel {
     }
 
     fn report(&mut self, out: &mut [epoll_event]) -> usize {
-        // Signals are not let through meanwhile: an epoll_pwait that has events to report does not do so either.
+        // Without the program's signal mask: an epoll_pwait that has events to report does not let signals in either.
         ask(self.0, out, Some(0), std::ptr::null()).max(0) as usize
     }
 
@@ -215,7 +215,7 @@ impl World for Kernel {
     }
 }
 
-/// Bytes that have come for a socket, ever, and its end, which counts as one.
+/// Position in the stream: bytes that have arrived, ever; the end of the stream counts as one.
 fn position(tcp: &Tcp, fd: c_int) -> u32 {
     let taken = tcp.taken.load(Ordering::Relaxed);
     match tcp.managed() {
@@ -225,9 +225,9 @@ fn position(tcp: &Tcp, fd: c_int) -> u32 {
         }
         _ => {
             let mut unread: c_int = 0;
-            // SAFETY: FIONREAD writes one int.
+            // SAFETY: FIONREAD writes one int, and `unread` is live.
             unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut unread).cast()) };
-            taken.wrapping_add(unread.max(0) as u32).wrapping_add(u32::from(wait::now_says(fd, libc::POLLRDHUP)))
+            taken.wrapping_add(unread.max(0) as u32).wrapping_add(u32::from(wait::reports_now(fd, libc::POLLRDHUP)))
         }
     }
 }
@@ -256,7 +256,7 @@ impl Set {
                 }
                 if tcp.is_managed() {
                     self.join_bell(&mut inner, epfd);
-                    // It may have moved before the socket knew of this set.
+                    // The connection may have moved before the socket was told of this set.
                     inner.interest.enqueue(slot);
                     drop(inner);
                     self.alert();
@@ -267,7 +267,7 @@ impl Set {
         0
     }
 
-    /// The bell and the set's eventfd are in the kernel's set.
+    /// Adds the session's doorbell, its control connection and the set's eventfd to the kernel's set.
     fn join_bell(&self, inner: &mut Inner, epfd: c_int) {
         let Some(session) = process::session() else { return };
         let bell = session.shared.bell().as_fd().as_raw_fd();
@@ -277,7 +277,7 @@ impl Set {
         inner.bell = Some(bell);
         let kernel = &mut Kernel(epfd);
         kernel.register(EPOLL_CTL_ADD, bell, (EPOLLIN | EPOLLEXCLUSIVE) as u32, bell_data());
-        // It hangs up as long as nobody takes it out, so that everybody sees it who sleeps in this set.
+        // A hang-up stays pending, so every thread that sleeps in this set sees it.
         kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
         kernel.register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
     }
@@ -290,24 +290,24 @@ impl Set {
         })
     }
 
-    /// A socket of the set may go to the NIC from now on.
-    pub fn expect_news(&self) {
+    /// Prepares the set for a socket that may go to the NIC from now on.
+    pub fn prepare_for_nic(&self) {
         if let Some(epfd) = locked(&self.fds).first().copied() {
             self.join_bell(&mut locked(&self.inner), epfd);
-            // Whoever sleeps in it since before there was a session is not counted as a sleeper.
+            // A thread that has slept in it since before the session was opened is not counted as a sleeper.
             wait::signal(self.eventfd());
         }
     }
 
-    /// Something has happened to a socket of the set. Called with the session's events locked.
+    /// Marks a socket's slot: something has happened to it. The caller holds the lock of the session's events.
     pub fn mark(&self, slot: u32) {
         locked(&self.marked).push(slot);
-        // Whoever is about to sleep counts itself, then looks at this.
+        // A thread that is about to sleep counts itself first, then reads this flag.
         self.any_marked.store(true, Ordering::SeqCst);
         self.alert();
     }
 
-    /// Whoever sleeps in the set, or looks at it from outside, is to look again.
+    /// Wakes threads that sleep in the set or watch it from outside.
     fn alert(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 || self.watched.load(Ordering::SeqCst) {
             wait::signal(self.eventfd());
@@ -320,18 +320,18 @@ impl Set {
         }
     }
 
-    /// With the set's list and one of its descriptors.
+    /// Runs a change with the interest list and one of the set's descriptors.
     fn with_interest(&self, change: impl FnOnce(&mut Interest<File>, &mut Kernel)) {
         let epfd = locked(&self.fds).first().copied();
         change(&mut locked(&self.inner).interest, &mut Kernel(epfd.unwrap_or(-1)));
     }
 
-    /// A socket is about to be closed for good.
+    /// Removes a socket that is about to be closed for good.
     pub fn forget(&'static self, slot: u32, tcp: &'static Tcp) {
         self.with_interest(|interest, kernel| interest.forget(kernel, slot, File::Tcp(tcp)));
     }
 
-    /// A socket is the kernel's alone from now on.
+    /// Removes a socket that is the kernel's alone from now on.
     pub fn release(&'static self, slot: u32, tcp: &'static Tcp) {
         self.with_interest(|interest, kernel| {
             interest.settle(kernel, slot);
@@ -344,20 +344,20 @@ impl Set {
         locked(&self.inner).interest.find(fd, File::Tcp(tcp)) == Some(slot)
     }
 
-    /// A descriptor of a socket is about to be closed, which others have, too.
-    pub fn lose_number(&self, slot: u32, fd: c_int) {
+    /// Handles the closing of one of several descriptors of a socket.
+    pub fn remove_number(&self, slot: u32, fd: c_int) {
         self.with_interest(|interest, kernel| {
             interest.settle(kernel, slot);
-            interest.lose_number(slot, fd);
+            interest.remove_number(slot, fd);
         });
     }
 
-    /// Another descriptor of the same set.
+    /// Adds another descriptor of the same set.
     pub fn add_fd(&self, fd: c_int) {
         locked(&self.fds).push(fd);
     }
 
-    /// A descriptor of the set is about to be closed.
+    /// Handles the closing of a descriptor of the set, before it is closed.
     pub fn remove_fd(&'static self, fd: c_int) {
         table::put(fd, None);
         let mut fds = locked(&self.fds);
@@ -377,13 +377,13 @@ impl Set {
         locked(&POOL).push(self);
     }
 
-    /// Takes in what has happened: marked sockets are to be looked at.
+    /// Queues marked sockets for a check.
     fn take_marks(&self, inner: &mut Inner, epfd: c_int) {
         if !self.any_marked.swap(false, Ordering::SeqCst) {
             return;
         }
         self.join_bell(inner, epfd);
-        // Not with the list locked: what is found out about a socket may mark others.
+        // Not with the list locked: checking a socket may mark others.
         let marked = std::mem::take(&mut *locked(&self.marked));
         for slot in marked {
             inner.interest.settle(&mut Kernel(epfd), slot);
@@ -391,7 +391,7 @@ impl Set {
         }
     }
 
-    /// Whether the data of a kernel's event is this library's own; then what it stands for is noted.
+    /// Whether a kernel event's data is this library's own; if so, notes which registration it is.
     fn own(&self, data: u64, bell: &mut bool, end: &mut bool) -> bool {
         *bell |= data == bell_data();
         *end |= data == end_data();
@@ -401,7 +401,7 @@ impl Set {
         is_own(data)
     }
 
-    /// epoll_wait(2) and its kin, with a limit in microseconds.
+    /// epoll_wait(2) and its variants, with a limit in microseconds.
     pub(crate) fn wait(
         &'static self,
         epfd: c_int,
@@ -447,7 +447,7 @@ impl Set {
             }
             if count > 0 {
                 if left {
-                    // The kernel, too, wakes the next thread while anything may be ready.
+                    // The kernel likewise wakes the next thread while anything may be ready.
                     self.alert();
                 }
                 return count as c_int;
@@ -464,7 +464,7 @@ impl Set {
         }
     }
 
-    /// Waits in the kernel.
+    /// Sleeps in the kernel's set.
     fn ask_kernel(
         &self,
         session: Option<&Session>,
@@ -476,15 +476,15 @@ impl Set {
         if deadline == Some(0) {
             return ask(epfd, out, deadline, mask);
         }
-        // Whoever marks a socket, or adds one that has moved already, looks at this; also if there was no session when this thread fell
-        // asleep.
+        // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no session when
+        // this thread fell asleep.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         if let Some(session) = session {
             session.shared.count_sleeper();
         }
-        let news =
-            self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_news(thread::token()));
-        let got = ask(epfd, out, if news { Some(0) } else { deadline }, mask);
+        let pending =
+            self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
+        let got = ask(epfd, out, if pending { Some(0) } else { deadline }, mask);
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();
@@ -494,7 +494,7 @@ impl Set {
         got
     }
 
-    /// In a child: the kernel's set is its parent's, too.
+    /// epoll_wait in a child of fork: the kernel's set is its parent's, too.
     fn wait_inherited(&self, epfd: c_int, out: &mut [epoll_event], limit: Option<u64>, mask: *const libc::sigset_t) -> c_int {
         let deadline = limit.map(|limit| wait::now() + limit);
         loop {
@@ -502,7 +502,8 @@ impl Set {
             if got <= 0 {
                 return got;
             }
-            // Whoever held this lock in the parent does not exist here: then nothing is known of the set.
+            // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the
+            // set.
             let inner = self.inner.try_lock();
             let mut kept = 0;
             for at in 0..got as usize {
@@ -525,7 +526,7 @@ impl Set {
         }
     }
 
-    /// Whether anything is ready, for whoever looks at the set from outside.
+    /// Whether the set has events, for a thread that watches the set itself.
     pub fn is_ready(&'static self) -> bool {
         let Some(epfd) = locked(&self.fds).first().copied() else { return false };
         if !self.is_inherited() {
@@ -546,30 +547,30 @@ impl Set {
         unsafe { real::poll(&mut poll, 1, 0) == 1 }
     }
 
-    /// Somebody polls the set itself, or has it in another set.
+    /// Notes that the set itself is polled, or is in another set.
     pub fn watch(&self) {
         self.watched.store(true, Ordering::SeqCst);
     }
 }
 
-/// epoll_pwait(2) until a time of the monotonic clock in microseconds; 0 for one that has passed.
+/// epoll_pwait(2) until `deadline` (microseconds of the monotonic clock; 0 is in the past).
 fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const libc::sigset_t) -> c_int {
     let left = match deadline {
         None => -1,
         Some(0) => 0,
         Some(deadline) => deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int,
     };
-    // SAFETY: so many live events; the caller's mask.
+    // SAFETY: `out` is a live slice of that length; `mask` is the program's own, or null.
     unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, left, mask) }
 }
 
-/// In a child that has inherited sets: they are its parent's, too, and nothing is changed in them from here. The sockets in them stay in
-/// the kernel, which alone can tell both.
+/// Handles inherited sets in a child of fork: they are its parent's, too, and nothing is changed in them from here. The sockets
+/// in them stay in the kernel, which alone can report to both.
 pub(crate) fn leave_inherited() {
     for (_, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
         set.inherited.store(true, Ordering::Relaxed);
-        // Whoever held this lock in the parent does not exist here: then nothing is known of the set.
+        // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the set.
         if let Ok(inner) = set.inner.try_lock() {
             for (_, file) in inner.interest.files() {
                 if let File::Tcp(tcp) = file {
@@ -583,7 +584,8 @@ pub(crate) fn leave_inherited() {
     }
 }
 
-/// Every set is brought in line with where connections are: for a child that is about to inherit them.
+/// Brings the kernel's registrations of every set in line with where connections are, for a child that is about to inherit the
+/// sets.
 pub(crate) fn settle() {
     for (epfd, file) in table::known(0, u32::MAX) {
         if let table::File::Set(set) = file
@@ -599,14 +601,14 @@ pub(crate) fn settle() {
     }
 }
 
-/// A session has ended: no set listens to its descriptors any more.
+/// Removes a session that has ended from every set.
 pub(crate) fn leave(session: &Session) {
     for (epfd, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
         let mut inner = locked(&set.inner);
         if inner.bell.take().is_some() {
             for fd in [session.shared.bell().as_fd(), session.shared.hangs_up()] {
-                // SAFETY: DEL takes no event.
+                // SAFETY: EPOLL_CTL_DEL does not read the event.
                 unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) };
             }
         }

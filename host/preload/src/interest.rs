@@ -1,15 +1,14 @@
-//! What an epoll set has been asked to watch, and what it reports: the interest list and the ready list of epoll(7), for sockets whose
-//! events come from the kernel at one time and from the NIC at another. Kernel and NIC are behind [`World`], so that this file can be
-//! tested against a model of both.
+//! The interest list and the ready list of epoll(7), for sockets whose events come from the kernel at one time and from the NIC
+//! at another. Kernel and NIC are behind the trait [`World`], so that this file can be tested against a model of both.
 //!
-//! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token names one call of
-//! epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is lost by that, because the kernel looks at
-//! the socket anew whenever it is registered or modified. So after each move a socket is modified, and whatever the kernel reported while
-//! the socket was between two owners counts for nothing.
+//! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token stands for
+//! one call of epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is lost by that, because
+//! the kernel checks the socket anew whenever it is registered or modified. So after each move a socket is modified, and
+//! whatever the kernel reported while the socket was between two owners is dropped.
 //!
-//! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is ready for is worked
-//! out from what the NIC has told. Registrations to look at are in a queue, each at most once; level-triggered ones that were reported
-//! go to its end.
+//! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is ready for
+//! is computed from the NIC's events. Registrations to check are in a queue, each at most once; level-triggered ones that were
+//! reported go to its end.
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
@@ -17,22 +16,22 @@ use libc::{
 };
 use std::collections::{BTreeMap, VecDeque};
 
-/// The kernel reports these whatever is asked for.
+/// The kernel reports these whether asked for or not.
 const ALWAYS: u32 = (EPOLLERR | EPOLLHUP) as u32;
 const EDGE: u32 = EPOLLET as u32;
 const ONE_SHOT: u32 = EPOLLONESHOT as u32;
 const EXCLUSIVE: u32 = EPOLLEXCLUSIVE as u32;
-/// What ends one direction or both.
+/// Events that end one direction or both.
 const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32;
 
-/// The highest 24 bits of a token: no address of a program's, and no small number, begins like that. Then come 20 bits that count the
-/// calls of epoll_ctl, then the slot.
+/// The highest 24 bits of a token, with which neither an address of the program's nor a small number begins. Then 20 bits that
+/// count the calls of epoll_ctl, then 20 bits of slot.
 const TAG: u64 = 0xba_702e << 40;
 const TAG_BITS: u64 = 0xff_ffff << 40;
 const VERSION_BITS: u32 = 20;
 const SLOT_BITS: u32 = 20;
 
-/// Whether the data of a kernel's event is a token.
+/// Whether a kernel event's data is a token.
 pub(crate) fn is_token(data: u64) -> bool {
     data & TAG_BITS == TAG
 }
@@ -50,31 +49,31 @@ fn next(version: u32) -> u32 {
 pub(crate) enum Place {
     Kernel,
     Nic,
-    /// Between the two: neither can be believed.
+    /// Between the two: the answers of neither count.
     Moving,
-    /// It is an epoll set itself: the kernel says when to look into it.
+    /// The file is an epoll set itself: the kernel reports when to check it.
     Set,
 }
 
-/// How far a socket has come. An edge-triggered registration is reported when this has changed since its last report.
+/// How far a socket has come. An edge-triggered registration reports again when this has changed since its last report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Progress {
-    /// Bytes that have come, ever.
+    /// Bytes that have arrived, ever (wraps).
     pub received: u32,
-    /// How often a send has found no room.
+    /// Number of sends that found no room.
     pub stuck: u32,
-    /// How often the program did what makes the kernel report anew.
-    pub nudges: u32,
+    /// Number of calls after which the kernel reports anew.
+    pub rearms: u32,
 }
 
-/// Kernel and NIC, as an interest list needs them.
+/// What an interest list needs of kernel and NIC.
 pub(crate) trait World {
-    /// What is watched.
+    /// A watched file.
     type File: Copy + PartialEq;
-    /// Where it is, and how many moves it has begun or made. Neither changes the other's answer: whoever is in the kernel, with the same
-    /// number of moves as before, has been there all the time.
+    /// Where it is, and how many moves it has begun or made. A file that is in the kernel with the same number of moves as
+    /// before has been there all the time.
     fn place(&mut self, file: Self::File) -> (Place, u32);
-    /// What it is ready for, on the NIC.
+    /// Events that it is ready for, on the NIC.
     fn on_nic(&mut self, file: Self::File) -> u32;
     /// How far it has come.
     fn progress(&mut self, file: Self::File, fd: c_int) -> Progress;
@@ -82,18 +81,18 @@ pub(crate) trait World {
     fn may_move(&mut self, file: Self::File) -> bool;
     /// Whether a set in this set has anything to report.
     fn set_is_ready(&mut self, file: Self::File) -> bool;
-    /// What the kernel's set reports now, as epoll_wait(2) without waiting. How many events.
+    /// Events that the kernel's set reports now, as epoll_wait(2) without waiting. Returns how many.
     fn report(&mut self, out: &mut [epoll_event]) -> usize;
-    /// epoll_ctl(2) on the kernel's set; whether it succeeded.
+    /// epoll_ctl(2) on the kernel's set. Returns whether it succeeded.
     fn register(&mut self, operation: c_int, fd: c_int, events: u32, data: u64) -> bool;
 }
 
-/// What was last reported of an edge-triggered registration.
+/// Progress at the last report of an edge-triggered registration.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     received: Option<u32>,
     stuck: Option<u32>,
-    nudges: u32,
+    rearms: u32,
     end: bool,
 }
 
@@ -103,45 +102,45 @@ struct Registration<F> {
     file: F,
     events: u32,
     data: u64,
-    /// It has fired, and waits to be armed again (EPOLLONESHOT).
+    /// It has reported, and waits to be armed again (EPOLLONESHOT).
     spent: bool,
     /// The kernel's registration has no events.
     muted: bool,
-    /// An event of the kernel's was dropped that it will not report again by itself.
+    /// A kernel event was dropped that the kernel will not report again by itself.
     dropped: bool,
     /// The kernel was made to report anew, perhaps what was reported before.
     repeated: bool,
     seen: Seen,
-    /// Moves that the connection had made when it was last registered in the kernel: if there are more, what the kernel reported since is
-    /// not to be believed.
+    /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the kernel has
+    /// reported since does not count.
     moves: u32,
-    /// The round in which it was last reported, and where in the program's array.
+    /// The round in which it was last reported, and its index in the program's array.
     reported: (u64, usize),
 }
 
 #[derive(Debug)]
 struct Slot<F> {
     version: u32,
-    /// It is in the queue; an unused slot may be, too.
+    /// In the queue. An unused slot may be, too.
     queued: bool,
     used: Option<Registration<F>>,
 }
 
-/// See the module.
+/// The interest list; see the module.
 #[derive(Debug)]
 pub(crate) struct Interest<F> {
     slots: Vec<Slot<F>>,
     free: Vec<u32>,
-    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was closed while
-    /// the file stayed open has a slot, but is not here.
+    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was closed
+    /// while its file stayed open has a slot, but is not here.
     by_fd: BTreeMap<c_int, u32>,
     queue: VecDeque<u32>,
-    /// Entries of the queue that this round has not looked at.
+    /// Entries of the queue that this round has not checked yet.
     unseen: usize,
     round: u64,
-    /// Whether the kernel was asked first when there was last room for one event only.
+    /// Whether the kernel came first when there was last room for one event only.
     kernel_first: bool,
-    /// Something that was looked at in this round is being moved.
+    /// A file that was checked in this round and is being moved.
     pub moving: Option<F>,
 }
 
@@ -172,19 +171,19 @@ impl<F: Copy + PartialEq> Interest<F> {
         })
     }
 
-    /// What is registered under a descriptor, if it is this file.
+    /// The slot registered under a descriptor, if it is this file's.
     pub fn find(&self, fd: c_int, file: F) -> Option<u32> {
         let slot = *self.by_fd.get(&fd)?;
         self.slots[slot as usize].used.as_ref().is_some_and(|known| known.file == file).then_some(slot)
     }
 
-    /// Every file in the set.
+    /// All files in the set, with their slots.
     pub fn files(&self) -> impl Iterator<Item = (u32, F)> {
         let used = |(at, slot): (usize, &Slot<F>)| Some((at as u32, slot.used.as_ref()?.file));
         self.slots.iter().enumerate().filter_map(used)
     }
 
-    /// EPOLL_CTL_ADD and EPOLL_CTL_MOD: the slot, or None if the kernel refused.
+    /// EPOLL_CTL_ADD and EPOLL_CTL_MOD. Returns the slot, or None if the kernel refused.
     pub fn set<W: World<File = F>>(
         &mut self,
         world: &mut W,
@@ -196,7 +195,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         let known = self.find(fd, file);
         let (place, moves) = world.place(file);
         let exclusive = (events | known.and_then(|slot| self.used(slot)).map_or(0, |known| known.events)) & EXCLUSIVE != 0;
-        // An exclusive registration cannot be modified: the kernel judges it as it is, and it is muted afterwards.
+        // The kernel refuses to modify an exclusive registration, so it is registered as asked first, and muted afterwards.
         let muted = place == Place::Nic && !exclusive;
         let slot = known.unwrap_or_else(|| self.take_slot());
         let place_of = &mut self.slots[slot as usize];
@@ -211,7 +210,7 @@ impl<F: Copy + PartialEq> Interest<F> {
             }
             place_of.version = version;
         }
-        let seen = Seen { nudges: world.progress_if_edge(file, fd, events).nudges, ..Seen::default() };
+        let seen = Seen { rearms: world.progress_if_edge(file, fd, events).rearms, ..Seen::default() };
         let reported = place_of.used.as_ref().map_or((0, 0), |known| known.reported);
         place_of.used = Some(Registration {
             fd,
@@ -233,7 +232,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some(slot)
     }
 
-    /// EPOLL_CTL_DEL: the slot that is free now, or None if the kernel refused or nothing was known.
+    /// EPOLL_CTL_DEL. Returns whether the kernel accepted, and the slot that is free now, if any.
     pub fn delete<W: World<File = F>>(&mut self, world: &mut W, fd: c_int, file: F) -> (bool, Option<u32>) {
         let done = world.register(EPOLL_CTL_DEL, fd, 0, 0);
         let slot = self.find(fd, file).filter(|_| done);
@@ -243,7 +242,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         (done, slot)
     }
 
-    /// Takes a registration out; whether its descriptor still stands for its file.
+    /// Frees a slot. Returns its registration, and whether its descriptor still stands for its file.
     fn drop_slot(&mut self, slot: u32) -> Option<(Registration<F>, bool)> {
         let place = self.slots.get_mut(slot as usize)?;
         let gone = place.used.take()?;
@@ -256,20 +255,22 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((gone, numbered))
     }
 
-    /// As `drop_slot`, of this file's registration that the kernel can be told about.
+    /// As `drop_slot`, if the slot is this file's. None also if its descriptor stands for another file now, so that the kernel's
+    /// registration cannot be changed.
     fn drop_file(&mut self, slot: u32, file: F) -> Option<Registration<F>> {
         self.used(slot).filter(|known| known.file == file)?;
         self.drop_slot(slot).and_then(|(gone, numbered)| numbered.then_some(gone))
     }
 
-    /// The file is about to be closed for good. Others may hold it (the agent does), so the kernel would keep its registration.
+    /// Removes a file that is about to be closed for good. Others may hold it (the agent does), in which case the kernel would
+    /// keep its registration.
     pub fn forget<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             world.register(EPOLL_CTL_DEL, gone.fd, 0, 0);
         }
     }
 
-    /// The file is the kernel's alone from now on, and whoever closes it does so unseen: the kernel has the program's own registration.
+    /// Removes a file that will be closed without this library's knowledge: the kernel gets the program's own registration.
     pub fn release<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             let events = if gone.spent { gone.events & EDGE | ONE_SHOT } else { gone.events };
@@ -277,14 +278,14 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// One of several descriptors of a file is about to be closed. Whether something is registered under it: that stays in the set as
-    /// long as the file is open, as in the kernel, but nobody can modify it any more.
-    pub fn lose_number(&mut self, slot: u32, fd: c_int) -> bool {
+    /// Handles the closing of one of several descriptors of a file. Returns whether something is registered under it. That stays
+    /// in the set as long as the file is open, as in the kernel, but nobody can modify it any more.
+    pub fn remove_number(&mut self, slot: u32, fd: c_int) -> bool {
         let known = self.used(slot).is_some_and(|known| known.fd == fd);
         known && self.by_fd.get(&fd) == Some(&slot) && self.by_fd.remove(&fd).is_some()
     }
 
-    /// It is to be looked at.
+    /// Queues a slot for a check.
     pub fn enqueue(&mut self, slot: u32) {
         if let Some(place) = self.slots.get_mut(slot as usize)
             && place.used.is_some()
@@ -295,12 +296,12 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// Whether anything is left to look at.
+    /// Whether anything is queued for a check.
     pub fn has_queued(&self) -> bool {
         !self.queue.is_empty()
     }
 
-    /// Brings the kernel's registration in line with where the connection is. Where that is.
+    /// Brings the kernel's registration in line with where the connection is. Returns where that is.
     pub fn settle<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> Option<Place> {
         let place_of = self.slots.get_mut(slot as usize)?;
         let known = place_of.used.as_mut()?;
@@ -314,14 +315,15 @@ impl<F: Copy + PartialEq> Interest<F> {
         known.muted = mute;
         known.dropped = false;
         known.repeated = !mute;
-        // What has fired is silent until it is armed again; the kernel would report some events even so, but does so only once.
+        // A one-shot registration that has reported is silent until it is armed again. The kernel would report some events
+        // nevertheless, but only once.
         let events = match () {
-            // The kernel is to go on refusing what it refuses.
+            // EPOLLEXCLUSIVE is kept, so that the kernel goes on refusing what it refuses.
             () if mute => EDGE | known.events & EXCLUSIVE,
             () if known.spent => known.events & EDGE | ONE_SHOT,
             () => known.events,
         };
-        // A number that was closed may stand for another file by now.
+        // A descriptor that was closed may stand for another file by now.
         if self.by_fd.get(&known.fd) == Some(&slot) {
             place_of.version = next(place_of.version);
             change(world, known.fd, known.events, events, token(slot, place_of.version));
@@ -329,10 +331,10 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some(place)
     }
 
-    /// Everything that is there to report, without waiting; nothing if nothing on the NIC is ready, for then the kernel can be waited for.
-    /// Connections on the NIC and descriptors in the kernel get half of the room each, or take turns if there is room for one event; what
-    /// one side leaves the other may use. `own` is given the data of events that may be the caller's own, and says whether they are. How
-    /// many events there are.
+    /// Collects all events that can be reported without waiting. None if nothing on the NIC is ready: then the caller can wait
+    /// for the kernel. Connections on the NIC and descriptors in the kernel get half of the room each, or take turns if there is
+    /// room for one event; what one side leaves the other may use. `own` gets the data of events that may be the caller's own,
+    /// and returns whether they are. Returns the number of events.
     pub fn gather<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], own: impl FnMut(u64) -> bool) -> usize {
         self.begin();
         if self.queue.is_empty() {
@@ -352,7 +354,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.collect(world, out, second, usize::MAX)
     }
 
-    /// What is to be reported of the kernel's `got` events in `out`, and with them what is ready on the NIC. How many events there are.
+    /// Filters the kernel's `got` events in `out`, and adds what is ready on the NIC. Returns the number of events.
     pub fn take_in<W: World<File = F>>(
         &mut self,
         world: &mut W,
@@ -365,15 +367,15 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.collect(world, out, count, usize::MAX)
     }
 
-    /// A new round: what is collected and sifted until the next one goes into one array of the program's.
+    /// Begins a round: what is collected and filtered until the next one goes into one array of the program's.
     fn begin(&mut self) {
         self.round += 1;
         self.unseen = self.queue.len();
         self.moving = None;
     }
 
-    /// Puts what is ready among connections on the NIC behind the `filled` first events of `out`, `most` of them at most. How many events
-    /// there are now.
+    /// Writes events of connections on the NIC after the first `filled` events of `out`, at most `most` of them. Returns the new
+    /// number of events.
     fn collect<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], mut filled: usize, most: usize) -> usize {
         let end = out.len().min(filled.saturating_add(most));
         while filled < end && self.unseen > 0 {
@@ -384,7 +386,7 @@ impl<F: Copy + PartialEq> Interest<F> {
                 continue;
             }
             match self.settle(world, slot) {
-                // It is settled when the move is over.
+                // It is brought in line when the move is over.
                 Some(Place::Moving) => {
                     self.moving = self.used(slot).map(|known| known.file);
                     self.enqueue(slot);
@@ -422,7 +424,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// Keeps, of the kernel's events in `out[first..end]`, what is to be reported, with the program's data. How many events there are now.
+    /// Filters the kernel's events in `out[first..end]`: drops those that do not count, and puts the program's data into the
+    /// others. Returns the new number of events.
     fn sift<W: World<File = F>>(
         &mut self,
         world: &mut W,
@@ -455,22 +458,22 @@ impl<F: Copy + PartialEq> Interest<F> {
         filled
     }
 
-    /// The slot that a token names, if it is the last one given for it.
-    fn named(&self, token: u64) -> Option<u32> {
+    /// The slot of a token, unless a newer token was made for it.
+    fn slot_of(&self, token: u64) -> Option<u32> {
         let (slot, version) = (token as u32 & ((1 << SLOT_BITS) - 1), (token >> SLOT_BITS) as u32 & ((1 << VERSION_BITS) - 1));
         let place = self.slots.get(slot as usize)?;
         (place.version == version && place.used.is_some()).then_some(slot)
     }
 
-    /// The program's data behind a token. For a process that has inherited the kernel's set, and this list as it was then.
+    /// The program's data for a token. For a process that has inherited the kernel's set, and this list as it was then.
     pub fn translate(&self, token: u64) -> Option<u64> {
-        let slot = self.named(token)?;
+        let slot = self.slot_of(token)?;
         self.slots[slot as usize].used.as_ref().map(|known| known.data)
     }
 
-    /// What counts of an event of the kernel's.
+    /// The slot, events and data of a kernel event, without the events that do not count. None if none is left.
     fn judge<W: World<File = F>>(&mut self, world: &mut W, token: u64, events: u32) -> Option<(u32, u32, u64)> {
-        let slot = self.named(token)?;
+        let slot = self.slot_of(token)?;
         let known = self.used(slot)?;
         if known.muted {
             self.enqueue(slot);
@@ -488,8 +491,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             (Place::Set, _) => {}
             (Place::Kernel, moves) if moves == known.moves => {}
             (place, _) => {
-                // It may have been reported in the middle of a move, when the socket was none for a moment. What is true of it the kernel
-                // reports again when it is settled.
+                // It may have been reported during a move, when the socket is disconnected for a moment. What is true of it the
+                // kernel reports again when the registration is brought in line.
                 events = 0;
                 let file = known.file;
                 known.dropped |= place == Place::Moving;
@@ -512,7 +515,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((slot, events, known.data))
     }
 
-    /// Whether anything on the NIC would be reported now.
+    /// Whether a connection on the NIC would be reported now.
     pub fn is_ready<W: World<File = F>>(&mut self, world: &mut W) -> bool {
         let slots = &self.slots;
         self.queue.iter().any(|slot| {
@@ -526,10 +529,10 @@ impl<F: Copy + PartialEq> Interest<F> {
     }
 }
 
-/// Changes a registration of the kernel's that the program made with `asked` events.
+/// Changes a kernel registration that the program made with `asked` events.
 fn change<W: World + ?Sized>(world: &mut W, fd: c_int, asked: u32, events: u32, data: u64) {
     if asked & EXCLUSIVE != 0 {
-        // It cannot be modified.
+        // The kernel refuses to modify it.
         world.register(EPOLL_CTL_DEL, fd, 0, 0);
         world.register(EPOLL_CTL_ADD, fd, events, data);
     } else {
@@ -554,7 +557,7 @@ impl<F: Copy + PartialEq> Registration<F> {
     fn has_edge<W: World<File = F>>(&self, world: &mut W, events: u32) -> bool {
         let now = world.progress(self.file, self.fd);
         let (seen, end) = (self.seen, events & ENDS != 0);
-        if end && !seen.end || seen.nudges != now.nudges {
+        if end && !seen.end || seen.rearms != now.rearms {
             return true;
         }
         if events & EPOLLIN as u32 != 0 && seen.received != Some(now.received) && !(end && seen.end) {
@@ -569,7 +572,7 @@ impl<F: Copy + PartialEq> Registration<F> {
             return;
         }
         let now = world.progress(self.file, self.fd);
-        self.seen.nudges = now.nudges;
+        self.seen.rearms = now.rearms;
         if events & (EPOLLIN | EPOLLPRI) as u32 != 0 {
             self.seen.received = Some(now.received);
         }

@@ -1,6 +1,7 @@
 //! Receiving and sending on a socket that may be on the NIC.
 //!
-//! First the short way: the connection is on the NIC, and everything fits. Else the long one, which waits where the call would wait.
+//! Each call first tries the fast path (`send_at_once`, `receive_at_once`): the connection is on the NIC and the whole request
+//! can be served now. Otherwise the slow path waits where the call would wait.
 
 use crate::real;
 use crate::table;
@@ -11,41 +12,41 @@ use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, ssize_t};
 
-/// Flags that leave a send what it is for the NIC.
+/// Flags with which the NIC can send.
 const PLAIN_SEND: c_int =
     libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM | libc::MSG_DONTROUTE;
-/// Flags that the NIC's bytes can be received with.
+/// Flags with which bytes can be received from the NIC.
 const PLAIN_RECEIVE: c_int =
     libc::MSG_DONTWAIT | libc::MSG_PEEK | libc::MSG_WAITALL | libc::MSG_TRUNC | libc::MSG_CMSG_CLOEXEC | libc::MSG_NOSIGNAL;
 
-/// The program's buffer.
+/// The program's buffer as a slice.
 ///
 /// # Safety
-/// It must be readable for so many bytes.
+/// `start` must be readable for `length` bytes, or `length` 0.
 #[inline(always)]
 unsafe fn bytes<'a>(start: *const c_void, length: size_t) -> &'a [u8] {
     if length == 0 {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's `# Safety`.
     unsafe { std::slice::from_raw_parts(start.cast(), length) }
 }
 
-/// The program's buffer.
+/// The program's buffer as a mutable slice.
 ///
 /// # Safety
-/// It must be writable for so many bytes.
+/// `start` must be writable for `length` bytes, or `length` 0.
 #[inline(always)]
 unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
     if length == 0 {
         return &mut [];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's `# Safety`.
     unsafe { std::slice::from_raw_parts_mut(start.cast(), length) }
 }
 
-/// send(2) of one buffer, in the plainest case: the connection is on the NIC, and there is room. False, and nothing has been sent, in any
-/// other.
+/// Fast path of send(2) of one buffer: the connection is on the NIC, and there is room for all of it. False, with nothing sent,
+/// in any other case.
 ///
 /// # Safety
 /// As send(2).
@@ -58,11 +59,11 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     if length == 0 {
         return false;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`).
     session.shared.send_at_once(connection, token(), unsafe { bytes(start, length) })
 }
 
-/// send(2) of one buffer.
+/// Slow path of send(2) of one buffer.
 ///
 /// # Safety
 /// As send(2).
@@ -74,7 +75,7 @@ pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, le
         && let Some(inside) = tcp.enter_kernel()
     {
         let sleeps = tcp.may_sleep(&inside, flags);
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is send(2)'s.
         let sent = unsafe { real::send(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
         drop(inside);
         tcp.count(fd, sent, true);
@@ -88,9 +89,9 @@ pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, le
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
     match tried {
-        // SAFETY: the caller's promise.
+        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
         Some(done) => unsafe { send_rest(tcp, fd, &message, flags, done, true) },
-        // SAFETY: the caller's promise.
+        // SAFETY: as above.
         None => unsafe { send_message(tcp, fd, &message, flags) },
     }
 }
@@ -98,7 +99,7 @@ pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, le
 #[cold]
 fn send_failed(number: c_int, flags: c_int) -> ssize_t {
     if number == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
-        // SAFETY: what the kernel does to a thread that writes to nobody.
+        // SAFETY: the calling thread exists. The kernel raises SIGPIPE likewise.
         unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGPIPE) };
     }
     fail(number)
@@ -109,9 +110,9 @@ pub(crate) fn empty_message() -> msghdr {
     unsafe { std::mem::zeroed() }
 }
 
-/// What is left of a message's buffers behind so many bytes.
-fn behind(message: &msghdr, mut done: usize) -> impl Iterator<Item = iovec> {
-    // SAFETY: the message has so many vectors.
+/// The parts of a message's buffers after the first `done` bytes.
+fn remaining(message: &msghdr, mut done: usize) -> impl Iterator<Item = iovec> {
+    // SAFETY: sendmsg(2) and recvmsg(2), whose message this is, require `msg_iovlen` valid vectors.
     (0..message.msg_iovlen).map(|at| unsafe { *message.msg_iov.add(at) }).filter_map(move |vector| {
         let skip = done.min(vector.iov_len);
         done -= skip;
@@ -120,9 +121,9 @@ fn behind(message: &msghdr, mut done: usize) -> impl Iterator<Item = iovec> {
     })
 }
 
-/// A message of what is left, and its vectors.
+/// A message that describes what is left after `done` bytes, and its vectors.
 fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
-    let mut vectors: Vec<_> = behind(message, done).collect();
+    let mut vectors: Vec<_> = remaining(message, done).collect();
     let mut rest = *message;
     rest.msg_iov = vectors.as_mut_ptr();
     rest.msg_iovlen = vectors.len() as _;
@@ -130,7 +131,7 @@ fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
 }
 
 fn total(message: &msghdr) -> usize {
-    // SAFETY: the message has so many vectors.
+    // SAFETY: sendmsg(2) and recvmsg(2), whose message this is, require `msg_iovlen` valid vectors.
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
@@ -138,27 +139,27 @@ fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
     if flags & libc::MSG_DONTWAIT != 0 {
         return true;
     }
-    // SAFETY: a query.
+    // SAFETY: F_GETFL takes no pointer.
     let nonblocking = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
     tcp.note_nonblocking(nonblocking);
     nonblocking
 }
 
-/// When a blocking call gives up: SO_RCVTIMEO or SO_SNDTIMEO.
+/// When a blocking call times out (SO_RCVTIMEO, SO_SNDTIMEO): microseconds of the monotonic clock.
 fn deadline(fd: c_int, option: c_int) -> Option<u64> {
     let mut limit = libc::timeval { tv_sec: 0, tv_usec: 0 };
     let mut length = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: room for one timeval.
+    // SAFETY: `limit` and `length` are live and have room for one timeval.
     unsafe { real::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut limit).cast(), &mut length) };
     let micros = limit.tv_sec as u64 * 1_000_000 + limit.tv_usec as u64;
     (micros > 0).then(|| wait::now() + micros)
 }
 
-/// What one attempt came to.
+/// The result of one attempt.
 pub(crate) enum Attempt {
     Done(usize),
     Failed(c_int),
-    /// The connection is being moved.
+    /// The connection is being moved: try again when it has settled.
     Moving,
 }
 
@@ -173,7 +174,7 @@ pub(crate) fn native(result: ssize_t) -> Attempt {
     if result < 0 { Attempt::Failed(thread::errno()) } else { Attempt::Done(result as usize) }
 }
 
-/// sendmsg(2).
+/// Slow path of sendmsg(2).
 ///
 /// # Safety
 /// As sendmsg(2).
@@ -187,33 +188,37 @@ pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr
     if let Some(inside) = tcp.enter_kernel()
         && (tcp.may_sleep(&inside, flags) || flags & !PLAIN_SEND != 0)
     {
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         let sent = unsafe { real::sendmsg(fd, message, flags) };
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: as above.
     unsafe { send_rest(tcp, fd, message, flags, 0, false) }
 }
 
-/// sendmsg(2) of what lies behind `done`, without waiting inside the kernel; `stuck` if there was no room for that just now.
+/// sendmsg(2) of what lies after the first `done` bytes, without waiting inside the kernel. `stuck`: there was no room for it
+/// just now.
+///
+/// # Safety
+/// As sendmsg(2).
 unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int, mut done: usize, mut stuck: bool) -> ssize_t {
     let wanted = total(message);
-    let (mut limit, life) = (None, tcp.life());
+    let (mut limit, generation) = (None, tcp.generation());
     loop {
-        if tcp.life() != life {
+        if tcp.generation() != generation {
             return fail(libc::EBADF);
         }
         let attempt = if std::mem::take(&mut stuck) {
             Attempt::Failed(libc::EAGAIN)
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: this function's `# Safety` is sendmsg(2)'s.
             unsafe { try_send(tcp, fd, message, done, flags) }
         };
         match attempt {
             Attempt::Moving => {
-                if inside_already(tcp) {
+                if is_interrupted_here(tcp) {
                     return fail(libc::EAGAIN);
                 }
                 tcp.settled_owner();
@@ -255,14 +260,17 @@ fn unusual_send(flags: c_int) -> &'static str {
     }
 }
 
-/// Whether this thread is in the middle of an operation on it, and now in a signal handler.
-fn inside_already(tcp: &Tcp) -> bool {
+/// Whether this thread was interrupted in the middle of an operation on the connection, and now runs a signal handler.
+fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
 }
 
-/// One attempt to send what lies behind `done`, without waiting.
+/// One attempt to send what lies after the first `done` bytes, without waiting.
+///
+/// # Safety
+/// As sendmsg(2).
 unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, flags: c_int) -> Attempt {
-    // SAFETY: the caller's promise.
+    // SAFETY: `rest` has the vectors of a message that meets sendmsg(2)'s requirements (`# Safety`).
     let native = || unsafe {
         let (rest, _vectors) = rest_of(message, done);
         native(real::sendmsg(fd, &rest, flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL))
@@ -280,14 +288,14 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     if entered.owner != Owner::Nic {
         return native();
     }
-    let left: usize = behind(message, done).map(|vector| vector.iov_len).sum();
-    // SAFETY: the caller's promise.
-    let pieces = behind(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
+    let left: usize = remaining(message, done).map(|vector| vector.iov_len).sum();
+    // SAFETY: sendmsg(2) requires readable buffers (`# Safety`).
+    let pieces = remaining(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
     attempt(session.shared.send_pieces(connection, token(), left, pieces))
 }
 
-/// recv(2) into one buffer, in the plainest case: the connection is on the NIC, and something is there. None, and nothing has been
-/// received, in any other.
+/// Fast path of recv(2) into one buffer: the connection is on the NIC, and data waits. None, with nothing received, in any other
+/// case.
 ///
 /// # Safety
 /// As recv(2).
@@ -301,7 +309,7 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if length == 0 {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`).
     let received = session.shared.receive_at_once(connection, token(), unsafe { bytes_mut(start, length) });
     if received == 0 {
         return None;
@@ -310,7 +318,7 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     Some(received as ssize_t)
 }
 
-/// recv(2) into one buffer.
+/// Slow path of recv(2) into one buffer.
 ///
 /// # Safety
 /// As recv(2).
@@ -322,7 +330,7 @@ pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, l
         && (tcp.may_sleep(&inside, flags) || flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1)
     {
         let sleeps = tcp.may_sleep(&inside, flags);
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is recv(2)'s.
         let received = unsafe { real::recv(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
         drop(inside);
         tcp.count(fd, received, false);
@@ -336,21 +344,21 @@ pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, l
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
     match tried {
-        // SAFETY: the caller's promise.
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
         true => unsafe { receive_rest(tcp, fd, &mut message, flags, true) },
-        // SAFETY: the caller's promise.
+        // SAFETY: as above.
         false => unsafe { receive_message(tcp, fd, &mut message, flags) },
     }
 }
 
-/// recvmsg(2).
+/// Slow path of recvmsg(2).
 ///
 /// # Safety
 /// As recvmsg(2).
 #[inline(never)]
 pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
     if flags & libc::MSG_ERRQUEUE != 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         return unsafe { real::recvmsg(fd, message, flags) };
     }
     if flags & !PLAIN_RECEIVE != 0 {
@@ -358,36 +366,39 @@ pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut
     }
     let inside = tcp.enter_kernel();
     if flags & !PLAIN_RECEIVE != 0 || inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags)) {
-        // SAFETY: the caller's promise.
+        // SAFETY: as above.
         let received = unsafe { real::recvmsg(fd, message, flags) };
         drop(inside);
         tcp.count(fd, received, false);
         return received;
     }
     drop(inside);
-    // SAFETY: the caller's promise.
+    // SAFETY: as above.
     unsafe { receive_rest(tcp, fd, message, flags, false) }
 }
 
-/// recvmsg(2), without waiting inside the kernel; `nothing` if nothing was there just now.
+/// recvmsg(2), without waiting inside the kernel. `nothing`: no data waited just now.
+///
+/// # Safety
+/// As recvmsg(2).
 unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int, mut nothing: bool) -> ssize_t {
     let room = total(message);
     let lowat = tcp.lowat() as usize;
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
-    let (mut done, mut limit, life) = (0, None, tcp.life());
+    let (mut done, mut limit, generation) = (0, None, tcp.generation());
     loop {
-        if tcp.life() != life {
+        if tcp.generation() != generation {
             return fail(libc::EBADF);
         }
         let attempt = if std::mem::take(&mut nothing) {
             Attempt::Failed(libc::EAGAIN)
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: this function's `# Safety` is recvmsg(2)'s.
             unsafe { try_receive(tcp, fd, message, done, flags) }
         };
         match attempt {
             Attempt::Moving => {
-                if inside_already(tcp) {
+                if is_interrupted_here(tcp) {
                     return fail(libc::EAGAIN);
                 }
                 tcp.settled_owner();
@@ -418,14 +429,18 @@ unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags
     }
 }
 
-/// One attempt to receive behind `from` from the kernel, without waiting. `more`: something has been received already.
+/// One attempt to receive from the kernel into the buffers after the first `from` bytes, without waiting. `more`: the call has
+/// received something already.
+///
+/// # Safety
+/// As recvmsg(2).
 unsafe fn receive_from_kernel(fd: c_int, message: &mut msghdr, from: usize, flags: c_int, more: bool) -> Attempt {
-    if more && wait::now_says(fd, libc::POLLERR) {
-        // The error is for the next call.
+    if more && wait::reports_now(fd, libc::POLLERR) {
+        // The error is left for the program's next call.
         return Attempt::Failed(libc::EIO);
     }
     let (mut rest, _vectors) = rest_of(message, from);
-    // SAFETY: the caller's promise.
+    // SAFETY: `rest` has the vectors of a message that meets recvmsg(2)'s requirements (`# Safety`).
     let received = unsafe { real::recvmsg(fd, &mut rest, (flags | libc::MSG_DONTWAIT) & !libc::MSG_WAITALL) };
     message.msg_namelen = rest.msg_namelen;
     message.msg_controllen = rest.msg_controllen;
@@ -433,13 +448,16 @@ unsafe fn receive_from_kernel(fd: c_int, message: &mut msghdr, from: usize, flag
     native(received)
 }
 
-/// One attempt to receive behind `done`, without waiting.
+/// One attempt to receive into the buffers after the first `done` bytes, without waiting.
+///
+/// # Safety
+/// As recvmsg(2).
 unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int) -> Attempt {
     let peek = flags & libc::MSG_PEEK != 0;
     let from = if peek { 0 } else { done };
     let Some((connection, session)) = tcp.managed() else {
         let Some(inside) = tcp.enter_kernel() else { return Attempt::Moving };
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
         drop(inside);
         if let (Attempt::Done(count), false) = (&received, peek) {
@@ -449,7 +467,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
-        // SAFETY: the caller's promise.
+        // SAFETY: as above.
         let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
         if let (Attempt::Done(count), false) = (&received, peek) {
             tcp.took(*count);
@@ -459,13 +477,13 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     message.msg_namelen = 0;
     message.msg_controllen = 0;
     message.msg_flags = 0;
-    if behind(message, from).next().is_none() {
-        // Nothing is asked for: whether anything is there is all that is told.
+    if remaining(message, from).next().is_none() {
+        // No bytes are asked for: the result only says whether a call would wait.
         return attempt(session.shared.peek(connection, token(), 0, &mut [0]).map(|_| 0));
     }
     let mut received = 0;
-    for vector in behind(message, from) {
-        // SAFETY: the caller's promise.
+    for vector in remaining(message, from) {
+        // SAFETY: recvmsg(2) requires writable buffers (`# Safety`).
         let room = unsafe { bytes_mut(vector.iov_base, vector.iov_len) };
         let result = if peek {
             session.shared.peek(connection, token(), received as u32, room)

@@ -8,16 +8,16 @@ use baton_protocol::program::Until;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
 
-/// What setting an option means for a connection that may be on the NIC.
+/// How an option is set on a connection that may be on the NIC.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Meaning {
-    /// It is set on the descriptor; the NIC hears of it as far as it acts on it.
+    /// Set on the descriptor; the NIC gets the value if it acts on the option.
     Direct,
-    /// The NIC keeps alive, not the shell.
+    /// Set for the NIC, which sends keep-alive probes in place of the shell.
     KeepAlive,
-    /// The connection goes back first, and may move again: the next handoff reads the option.
+    /// The connection is restored first, and may move again: the next offload reads the option.
     ReadAtHandoff,
-    /// The kernel alone can do it.
+    /// Only the kernel can do it: the connection is restored for good, for this reason.
     Never(&'static str),
 }
 
@@ -59,12 +59,12 @@ pub(crate) unsafe fn set(
         Meaning::Direct | Meaning::KeepAlive => {}
     }
     let given = if length >= 4 && !value.is_null() {
-        // SAFETY: the program's value is so long.
+        // SAFETY: `length` is at least an int's, and this function's `# Safety` promises that many bytes.
         Some(unsafe { value.cast::<c_int>().read_unaligned() })
     } else {
         None
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's `# Safety` is setsockopt(2)'s.
     let native = || unsafe { real::setsockopt(fd, level, option, value, length) };
     let done = loop {
         let Some((connection, session)) = tcp.managed() else { break native() };
@@ -82,11 +82,11 @@ pub(crate) unsafe fn set(
         if done == 0
             && let Some(given) = given
         {
-            // SAFETY: the program's descriptor, during its own call.
+            // SAFETY: the program's descriptor, open during its own call.
             let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-            let told = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
-            if told.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
-                // The NIC has not read what it was told before.
+            let queued = session.shared.option_was_set(connection, token(), borrowed, (level, option), given);
+            if queued.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
+                // The NIC has not read the previous message yet.
                 drop(entered);
                 std::thread::yield_now();
                 continue;
@@ -101,25 +101,26 @@ pub(crate) unsafe fn set(
             let readiness = session.shared.readiness(connection, token());
             let ready = match tcp.settled_owner() {
                 Some(Owner::Nic) => readiness.fin || readiness.unread >= crate::readiness::least(tcp, &readiness),
-                _ => crate::wait::now_says(fd, libc::POLLIN),
+                _ => crate::wait::reports_now(fd, libc::POLLIN),
             };
             if ready {
-                tcp.nudge();
+                tcp.rearm();
             }
         }
     }
     done
 }
 
-/// SO_RCVLOWAT was set: to what the kernel made of it, which is no more than half of the largest receive memory.
+/// Records SO_RCVLOWAT after it was set: the value that the kernel made of it, which is at most half of the largest receive
+/// memory.
 pub(crate) fn note_lowat(tcp: &Tcp, fd: c_int) {
     tcp.set_lowat(kernels(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT).unwrap_or(1).max(1) as u32);
 }
 
-/// The kernel's own value of an integer option, asked past this library.
+/// The kernel's value of an integer option, read without this library.
 pub(crate) fn kernels(fd: c_int, level: c_int, option: c_int) -> Option<c_int> {
     let (mut value, mut length) = (0 as c_int, size_of::<c_int>() as socklen_t);
-    // SAFETY: room for one int.
+    // SAFETY: `value` and `length` are live and have room for one int.
     let done = unsafe { real::getsockopt(fd, level, option, (&raw mut value).cast(), &mut length) };
     (done == 0).then_some(value)
 }
@@ -139,9 +140,9 @@ pub(crate) unsafe fn get(
     if (level, option) == (libc::IPPROTO_TCP, libc::TCP_INFO) {
         tcp.leave_if_over();
     }
-    // In the middle of a move some of what the socket says is the agent's doing.
+    // During a move some options have values that the agent has set.
     let (done, owner) = tcp.undisturbed(|owner| {
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's `# Safety` is getsockopt(2)'s.
         let done = unsafe { real::getsockopt(fd, level, option, value, length) };
         (done, owner)
     });
@@ -149,12 +150,12 @@ pub(crate) unsafe fn get(
         && owner == Some(Owner::Nic)
         && let Some((connection, session)) = tcp.managed()
     {
-        let told = match (level, option) {
+        let answer = match (level, option) {
             (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => i32::from(connection.keepalive()),
             (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
             (libc::IPPROTO_TCP, libc::TCP_INFO) => {
-                // SAFETY: the kernel has just written so many bytes there.
+                // SAFETY: getsockopt has just written `*length` bytes to `value`.
                 let info = unsafe { std::slice::from_raw_parts_mut(value.cast::<u8>(), *length as usize) };
                 if let Ok(detail) = session.shared.detail(connection.number()) {
                     detail.overlay(info);
@@ -163,13 +164,13 @@ pub(crate) unsafe fn get(
             }
             _ => return done,
         };
-        // SAFETY: the kernel has just written an int there, or as much of one as there was room for.
-        unsafe { std::ptr::copy_nonoverlapping((&raw const told).cast::<u8>(), value.cast(), (*length as usize).min(4)) };
+        // SAFETY: getsockopt has just written `*length` bytes to `value`; at most as many are copied.
+        unsafe { std::ptr::copy_nonoverlapping((&raw const answer).cast::<u8>(), value.cast(), (*length as usize).min(4)) };
     }
     done
 }
 
-/// ioctl(2): how much there is to receive, and how much is not sent yet.
+/// ioctl(2): FIONREAD, and SIOCOUTQ and SIOCOUTQNSD for what is not acknowledged or not sent yet.
 ///
 /// # Safety
 /// As ioctl(2).
@@ -184,23 +185,23 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
         let state = session.shared.readiness(connection, token());
         let count = match request {
             libc::FIONREAD => state.unread,
-            // What of it has been sent already is not told here.
+            // The NIC does not report how much of it has been sent.
             SIOCOUTQNSD => 0,
             _ => state.send_memory - state.room.min(state.send_memory),
         };
-        // SAFETY: the program's int.
+        // SAFETY: these requests take a pointer to an int (this function's `# Safety`).
         unsafe { argument.cast::<c_int>().write_unaligned(count as c_int) };
         return 0;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's `# Safety` is ioctl(2)'s.
     unsafe { real::ioctl(fd, request, argument) }
 }
 
 /// shutdown(2).
 pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
     let done = shut(tcp, fd, how);
-    // Whatever it came to (Linux, inet_shutdown).
-    tcp.nudge();
+    // Even if it failed (Linux, inet_shutdown).
+    tcp.rearm();
     done
 }
 

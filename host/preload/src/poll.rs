@@ -1,4 +1,4 @@
-//! poll(2), select(2) and their kin, with sockets that may be on the NIC.
+//! poll(2), select(2) and their variants, for sockets that may be on the NIC.
 
 use crate::epoll::Set;
 use crate::tcp::Tcp;
@@ -7,7 +7,7 @@ use crate::{process, readiness, real, table, thread, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
-/// What of the program's descriptors needs a look here.
+/// Those of the program's descriptors that this library tracks, each with its index.
 struct Watched {
     sockets: Vec<(usize, &'static Tcp)>,
     sets: Vec<(usize, &'static Set)>,
@@ -30,7 +30,8 @@ impl Watched {
         self.sockets.is_empty() && self.sets.is_empty()
     }
 
-    /// Answers for the sockets on the NIC, whose descriptors are taken out of what the kernel is asked. How many are ready.
+    /// Fills in results for sockets on the NIC, and takes their descriptors out of what the kernel is asked. Returns how many
+    /// are ready.
     fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
         let mut ready = 0;
         for (at, tcp) in &self.sockets {
@@ -46,21 +47,21 @@ impl Watched {
         ready
     }
 
-    /// What each socket has been through: another connection, another move.
-    fn past(&self) -> Vec<(u32, Option<u32>)> {
-        self.sockets.iter().map(|(_, tcp)| (tcp.life(), tcp.moves())).collect()
+    /// Each socket's generation and number of moves: a kernel's answer only counts if both are unchanged.
+    fn versions(&self) -> Vec<(u32, Option<u32>)> {
+        self.sockets.iter().map(|(_, tcp)| (tcp.generation(), tcp.moves())).collect()
     }
 
-    /// Takes over what the kernel said, but of sockets that have moved since `past`, and of sets only if it is true. How many are
-    /// ready.
-    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], past: &[(u32, Option<u32>)]) -> usize {
+    /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets only if they
+    /// really have events. Returns how many are ready.
+    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], versions: &[(u32, Option<u32>)]) -> usize {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
                 entry.revents = answer.revents;
             }
         }
-        for ((at, tcp), (life, moves)) in self.sockets.iter().zip(past) {
-            if tcp.life() != *life {
+        for ((at, tcp), (generation, moves)) in self.sockets.iter().zip(versions) {
+            if tcp.generation() != *generation {
                 // Another thread has closed it.
                 fds[*at].revents = libc::POLLNVAL;
                 continue;
@@ -78,7 +79,7 @@ impl Watched {
                 if now == moves {
                     break;
                 }
-                // In the middle of a move the socket is none for a moment.
+                // During a move the socket is disconnected for a moment.
                 moves = now;
                 // SAFETY: one live pollfd.
                 unsafe { real::poll(&mut fds[*at], 1, 0) };
@@ -100,14 +101,14 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
         let limit =
             limit.map(|limit| libc::timespec { tv_sec: (limit / 1_000_000) as i64, tv_nsec: (limit % 1_000_000 * 1000) as i64 });
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: so many live pollfds, the caller's mask.
+        // SAFETY: `fds` is a live slice of that length; `mask` is the program's own, or null.
         return unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
     }
     let deadline = limit.map(|limit| wait::now() + limit);
     let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
     watched.sets.iter().for_each(|(_, set)| set.watch());
     let mut asked: Vec<pollfd> = fds.to_vec();
-    let lives: Vec<u32> = sockets.iter().map(|tcp| tcp.life()).collect();
+    let generations: Vec<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
     loop {
         let session = process::session();
         if let Some(session) = session {
@@ -117,16 +118,17 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             }
         }
         fds.iter_mut().chain(asked.iter_mut()).for_each(|entry| entry.revents = 0);
-        let past: Vec<_> = watched.past().into_iter().zip(&lives).map(|((_, moves), life)| (*life, moves)).collect();
+        let versions: Vec<_> =
+            watched.versions().into_iter().zip(&generations).map(|((_, moves), generation)| (*generation, moves)).collect();
         let ready = watched.answer(fds, &mut asked);
         let got = if ready > 0 || limit == Some(0) {
-            // SAFETY: so many live pollfds.
+            // SAFETY: `asked` is a live slice of that length; `mask` is the program's own, or null.
             unsafe {
                 real::ppoll(asked.as_mut_ptr(), asked.len() as libc::nfds_t, &libc::timespec { tv_sec: 0, tv_nsec: 0 }, mask)
             }
         } else {
             let changed = || {
-                watched.past() != past
+                watched.versions() != versions
                     || watched.sockets.iter().any(|(at, tcp)| {
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
@@ -141,7 +143,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
             return got;
         }
         let errno = errno();
-        let total = watched.merge(fds, &asked, &past);
+        let total = watched.merge(fds, &asked, &versions);
         fail(errno);
         if total > 0 {
             return total as c_int;
@@ -156,25 +158,32 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.owner() == Owner::Nic)
 }
 
-/// Whether any of these sets names a descriptor that needs a look here.
+/// Whether any of these sets contains a descriptor that this library tracks.
 fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     sets.iter().filter(|set| !set.is_null()).any(|set| {
-        // SAFETY: the program's set.
+        // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits.
         (0..count).any(|fd| unsafe { is_set(*set, fd) } && table::get(fd).is_some())
     })
 }
 
 const BITS: usize = usize::BITS as usize;
 
-/// FD_ISSET without a limit: programs make larger sets.
+/// FD_ISSET without FD_SETSIZE as a limit: programs allocate larger sets.
+///
+/// # Safety
+/// `set` must have more than `fd` bits.
 unsafe fn is_set(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: the caller says that the set has so many bits.
+    // SAFETY: the word that contains bit `fd` is inside the set.
     unsafe { set.cast::<usize>().add(fd as usize / BITS).read_unaligned() >> (fd as usize % BITS) & 1 != 0 }
 }
 
+/// FD_SET and FD_CLR without FD_SETSIZE as a limit.
+///
+/// # Safety
+/// `set` must have more than `fd` bits.
 unsafe fn put(set: *mut fd_set, fd: c_int, on: bool) {
     let bit = 1usize << (fd as usize % BITS);
-    // SAFETY: as above.
+    // SAFETY: the word that contains bit `fd` is inside the set.
     unsafe {
         let word = set.cast::<usize>().add(fd as usize / BITS);
         let value = word.read_unaligned();
@@ -182,14 +191,15 @@ unsafe fn put(set: *mut fd_set, fd: c_int, on: bool) {
     }
 }
 
-/// What select(2) waits for, as poll's events, and what counts as ready (Linux, fs/select.c).
+/// For each of select(2)'s three sets: the poll events that it waits for, and those that count as ready (Linux, fs/select.c).
 const SELECT: [(i16, i16); 3] = [
     (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND, libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND | POLLHUP | POLLERR),
     (libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND, libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND | POLLERR),
     (libc::POLLPRI, libc::POLLPRI),
 ];
 
-/// pselect(2) with a limit in microseconds. None if the kernel can be asked as it is.
+/// pselect(2) with a limit in microseconds. None if no tracked descriptor is in the sets, so that the kernel can be asked
+/// directly.
 ///
 /// # Safety
 /// The sets must have `count` bits, or be null.
@@ -201,7 +211,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
     for fd in 0..count {
         let mut events = 0;
         for (set, (wanted, _)) in sets.iter().zip(SELECT) {
-            // SAFETY: the caller's promise.
+            // SAFETY: this function's `# Safety`: a non-null set has `count` bits.
             if !set.is_null() && unsafe { is_set(*set, fd) } {
                 events |= wanted;
             }
@@ -220,10 +230,10 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
     let mut total = 0;
     for entry in &fds {
         for (set, (wanted, counts)) in sets.iter().zip(SELECT) {
-            // SAFETY: the caller's promise.
+            // SAFETY: as above.
             if !set.is_null() && entry.events & wanted == wanted && unsafe { is_set(*set, entry.fd) } {
                 let on = entry.revents & counts != 0;
-                // SAFETY: the caller's promise.
+                // SAFETY: as above.
                 unsafe { put(*set, entry.fd, on) };
                 total += c_int::from(on);
             }

@@ -1,4 +1,4 @@
-//! This process: what it was told, its session with the agent, and what becomes of both when it forks.
+//! This process: its configuration, its session with the agent, and what happens to both when it forks.
 
 use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
@@ -11,14 +11,14 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// What the program was started with.
+/// The configuration that the program was started with.
 pub(crate) struct Plan {
     run: Run,
     pub rules: Vec<Rule>,
     program: String,
 }
 
-/// A session, for as long as this process lives: it is never freed, only left by a fork.
+/// A session. It is never freed while this process lives, only abandoned by a fork.
 pub(crate) struct Session {
     pub shared: Shared,
     pub fds: [c_int; 3],
@@ -28,31 +28,32 @@ pub(crate) struct Session {
 
 static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
-/// Whose memory this is, and whose session: a child of vfork shares both and is somebody else.
+/// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may go to the NIC now: the process forks, or has locked itself in.
+/// No connection may be offloaded now: the process is forking, or has entered seccomp.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
-/// The last session that ended. Its descriptors' numbers are the next one's: none is ever free while a late thread may still use it.
+/// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late thread may
+/// still use it.
 static LEFT: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
-/// Before this time, microseconds of the monotonic clock, nobody asks again for an agent that could not be reached.
+/// Time (microseconds of the monotonic clock) before which no attempt is made to reach the agent.
 static NOT_BEFORE: AtomicU64 = AtomicU64::new(0);
 
-/// Microseconds after which an agent that could not be reached is asked for again.
+/// Microseconds between attempts to reach the agent.
 const AGAIN: u64 = 1_000_000;
 
 fn identity() -> u32 {
     std::process::id()
 }
 
-/// Reads what the program was started with, once; None if it is not run with Baton.
+/// Reads the configuration once; None if the program does not run under Baton.
 pub(crate) fn plan() -> Option<&'static Plan> {
     PLAN.get_or_init(|| {
         let text = std::env::var(RUN_VARIABLE).ok()?;
         let run: Run = match serde_json::from_str(&text) {
             Ok(run) => run,
             Err(error) => {
-                eprintln!("baton: {RUN_VARIABLE} makes no sense ({error}); this program runs without Baton");
+                eprintln!("baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable");
                 return None;
             }
         };
@@ -67,12 +68,12 @@ pub(crate) fn plan() -> Option<&'static Plan> {
 }
 
 impl Plan {
-    /// Whether the agent moves connections by itself.
+    /// Whether the agent moves connections at random.
     pub fn flips(&self) -> bool {
         self.run.flips
     }
 
-    /// Whether connections are handed over as soon as their rule fits. A test of moves moves whatever there is.
+    /// Whether connections are handed over as soon as their rule matches, worth it or not: for tests of moves.
     pub fn is_eager(&self) -> bool {
         self.run.flips || self.run.eager
     }
@@ -86,7 +87,7 @@ pub(crate) fn session() -> Option<&'static Session> {
     if session.is_null() { None } else { Some(unsafe { &*session }) }
 }
 
-/// The session, which is opened if there is none.
+/// The session; opens one if there is none.
 pub(crate) fn open_session() -> Option<&'static Session> {
     if CLOSED.load(Ordering::Acquire) {
         return None;
@@ -108,7 +109,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if let Some(session) = session() {
         return Some(session);
     }
-    // Another thread may have asked in vain just now.
+    // Another thread may have failed just now.
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
@@ -119,11 +120,11 @@ pub(crate) fn open_session() -> Option<&'static Session> {
         }
     }));
     let mut places: VecDeque<c_int> = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0).collect();
-    // The last session's numbers, else any that are out of the program's way.
+    // The previous session's numbers, or any that are out of the program's way.
     let renumber = |fd| match places.pop_front() {
         Some(place) => {
             LEFT.store(std::ptr::null_mut(), Ordering::Release);
-            // SAFETY: the number is that of a session that has ended and never closes it itself.
+            // SAFETY: the number belongs to a session that has ended and never closes it itself.
             baton_linux::process::put_in_place_of(fd, unsafe { OwnedFd::from_raw_fd(place) })
         }
         None => baton_linux::process::lift(fd, lowest_descriptor()),
@@ -144,36 +145,36 @@ pub(crate) fn open_session() -> Option<&'static Session> {
             Some(made)
         }
         Err(_) => {
-            // The agent is gone, or not to be reached from here: everything stays in the kernel for now.
+            // The agent has ended, or cannot be reached from here: everything stays in the kernel for now.
             NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
             None
         }
     }
 }
 
-/// Whether no connection may go to the NIC now.
+/// Whether no connection may be offloaded now.
 pub(crate) fn is_closed() -> bool {
     CLOSED.load(Ordering::SeqCst)
 }
 
-/// The last session that ended, if no other has been opened since.
+/// The last session that ended, unless another one has been opened since.
 fn left() -> Option<&'static Session> {
     let left = LEFT.load(Ordering::Acquire);
     // SAFETY: sessions are never freed.
     if left.is_null() { None } else { Some(unsafe { &*left }) }
 }
 
-/// Where this library's descriptors begin: out of the way of programs that count on low numbers.
+/// The lowest number for this library's descriptors: programs expect to get low numbers themselves.
 fn lowest_descriptor() -> c_int {
     let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
-    // SAFETY: room for one rlimit.
+    // SAFETY: `limit` is live and has room for one rlimit.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
     (limit.rlim_cur.min(1 << 20) as c_int - 96).max(3)
 }
 
-/// The lowest number for a descriptor of this library's own.
+/// Moves a descriptor of this library's to a high number.
 pub(crate) fn lift(fd: c_int) -> c_int {
-    // SAFETY: calls on a descriptor of our own.
+    // SAFETY: `fd` is this library's own, and nobody else uses its number.
     unsafe {
         let lifted = real::fcntl(fd, libc::F_DUPFD_CLOEXEC, lowest_descriptor() as libc::c_ulong);
         if lifted < 0 {
@@ -184,12 +185,12 @@ pub(crate) fn lift(fd: c_int) -> c_int {
     }
 }
 
-/// Whether this process is the one that this memory belongs to, and not a child of its vfork.
+/// Whether this process owns this memory, and is not a child of its vfork.
 pub(crate) fn is_mine() -> bool {
     OWNER.load(Ordering::Acquire) == identity()
 }
 
-/// Whether a descriptor is this library's.
+/// Whether a descriptor is this library's own.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
         || crate::wait::is_ours(fd)
@@ -209,12 +210,12 @@ impl Session {
         sockets[number as usize] = tcp;
     }
 
-    /// Whether it has ended, as far as that is known or was looked at just now.
+    /// Whether it has ended, as far as known; asks the kernel only now and then.
     pub fn is_over(&self) -> bool {
         self.shared.notice_end_sometimes(thread::token())
     }
 
-    /// Leaves it if it has ended; see [`Session::leave`].
+    /// Abandons it if it has ended; see [`Session::leave`].
     #[cold]
     pub fn leave_if_over(&'static self) {
         if self.shared.notice_end(thread::token()) {
@@ -222,13 +223,13 @@ impl Session {
         }
     }
 
-    /// It has ended: its sockets are the kernel's alone, until another session is opened. Those that the NIC had are lost. Not to be called
-    /// with a set or a socket locked.
+    /// Abandons a session that has ended: its sockets are the kernel's until another session is opened, and connections that
+    /// were on the NIC are lost. The caller must not hold the lock of a set or a socket.
     #[cold]
     pub fn leave(&'static self) {
         let this = std::ptr::from_ref(self).cast_mut();
         {
-            // Whoever holds this opens a session, or leaves this one.
+            // Its holder opens a session, or abandons this one.
             let Ok(_one) = OPENING.try_lock() else { return };
             if SESSION.load(Ordering::Acquire) != this {
                 return;
@@ -252,10 +253,10 @@ impl Session {
     }
 }
 
-/// Gives every connection back to the kernel.
+/// Restores every connection to the kernel.
 pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program::Until) {
     let Some(session) = session().filter(|_| is_mine()) else { return };
-    // What other threads are handing over just now counts, too.
+    // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
             tcp.settle();
@@ -267,7 +268,7 @@ pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program:
     crate::epoll::settle();
 }
 
-/// The process locks itself in (seccomp), or does what nobody here can follow: from now on everything stays in the kernel.
+/// Restores everything for good: the process enters seccomp, or does something that this library cannot follow.
 pub(crate) fn close_for_good(reason: &str) {
     CLOSED.store(true, Ordering::SeqCst);
     give_everything_back(reason, baton_protocol::program::Until::Never);
@@ -296,11 +297,11 @@ extern "C" fn child_after_fork() {
         LEFT.store(std::ptr::null_mut(), Ordering::Release);
         CLOSED.store(false, Ordering::Release);
         for fd in left.fds {
-            // SAFETY: this copy of the descriptor is the child's.
+            // SAFETY: this copy of the descriptor is the child's own.
             unsafe { real::close(fd) };
         }
     }
-    // Also without a session: the sets that the parent's sockets know of are the parent's.
+    // Also without a session: the sets that are noted at pooled sockets are the parent's.
     tcp::forget_pool();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(_) = file {
@@ -310,7 +311,7 @@ extern "C" fn child_after_fork() {
     crate::epoll::leave_inherited();
 }
 
-/// Whatever the program has when it starts: sockets that somebody opened for it.
+/// Tracks the sockets that the program has when it starts, opened by whoever started it.
 fn take_inherited() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<c_int> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();

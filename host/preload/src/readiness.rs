@@ -1,17 +1,17 @@
-//! What poll and epoll say of a connection on the NIC, as the kernel's tcp_poll would (Linux, net/ipv4/tcp.c).
+//! Events (poll, epoll) of a connection on the NIC, computed as the kernel's tcp_poll does (Linux, net/ipv4/tcp.c).
 
 use crate::tcp::Tcp;
 use crate::thread;
 use baton_client::Readiness;
 use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
 
-/// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, but no more than half of the receive memory, which is what the kernel
-/// allows of its own (tcp_set_rcvlowat). More might never come.
+/// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, capped at half of the receive memory as the kernel caps it
+/// (tcp_set_rcvlowat), since more might never fit.
 pub(crate) fn least(tcp: &Tcp, state: &Readiness) -> u32 {
     tcp.lowat().min(state.receive_memory / 2).max(1)
 }
 
-/// Events of a connection on the NIC, as bits of epoll, which are those of poll.
+/// Pending events of a connection on the NIC, as epoll bits (equal to poll's).
 pub(crate) fn events(tcp: &Tcp) -> u32 {
     let Some((connection, session)) = tcp.managed() else { return 0 };
     let state = session.shared.readiness(connection, thread::token());
@@ -26,7 +26,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if state.unread >= least(tcp, &state) {
         events |= EPOLLIN | EPOLLRDNORM;
     }
-    // Writable when a third is free (sk_stream_is_writeable).
+    // Writable when a third of send memory is free (sk_stream_is_writeable).
     if ended || state.shut || state.room >= (state.send_memory / 3).max(1) {
         events |= EPOLLOUT | EPOLLWRNORM;
     }

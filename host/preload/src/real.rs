@@ -1,15 +1,15 @@
-//! The functions that this library stands in front of.
+//! The C library's own versions of the functions that this library intercepts.
 
 use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, nfds_t, off64_t, pid_t, size_t, sockaddr, socklen_t, ssize_t};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Finds the next definition of a symbol behind this library's. Aborts if there is none: nothing could be done instead.
+/// Looks up the next definition of a symbol after this library's. Aborts if there is none: the program's call cannot be served.
 #[cold]
 fn find(name: &'static std::ffi::CStr, at: &AtomicUsize) -> usize {
-    // SAFETY: a C string; RTLD_NEXT is meant for this.
+    // SAFETY: the name is NUL-terminated, and RTLD_NEXT is a valid handle.
     let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
     if found == 0 {
-        // SAFETY: nothing else is left to do.
+        // SAFETY: abort has no preconditions.
         unsafe { libc::abort() };
     }
     at.store(found, Ordering::Relaxed);
@@ -18,10 +18,10 @@ fn find(name: &'static std::ffi::CStr, at: &AtomicUsize) -> usize {
 
 macro_rules! real {
     ($($name:ident = $symbol:literal: fn($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
-        /// The C library's.
+        /// The C library's function of this name.
         ///
         /// # Safety
-        /// As the C library says.
+        /// As the C library's.
         #[inline(always)]
         pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
             static AT: AtomicUsize = AtomicUsize::new(0);
@@ -29,9 +29,9 @@ macro_rules! real {
                 0 => find($symbol, &AT),
                 at => at,
             };
-            // SAFETY: the symbol is a function of this type.
+            // SAFETY: `find` returned the C library's function of this name, which has this type.
             let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { std::mem::transmute(at) };
-            // SAFETY: the caller's promise.
+            // SAFETY: this function's `# Safety` demands what the C library's function needs.
             unsafe { function($($arg),*) }
         }
     )*};
@@ -94,7 +94,7 @@ real! {
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }
 
-/// The address of a function, for a jump.
+/// The address of the C library's function, for a jump to it.
 pub(crate) fn address(name: &'static std::ffi::CStr) -> usize {
     find(name, &AtomicUsize::new(0))
 }

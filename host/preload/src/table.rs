@@ -1,14 +1,14 @@
-//! From a descriptor to what this library knows of it. Looked at by every call, so it takes no lock.
+//! Maps a descriptor to what this library knows of it. Every intercepted call looks here, so it takes no lock.
 //!
-//! What is found lives for ever: it is used again for another descriptor, never freed, so that a thread that is late with a closed
-//! descriptor does harm to its own program alone.
+//! Entries are never freed, only reused for another descriptor. So a thread that still uses a descriptor which another thread
+//! has closed reads a valid entry, and can harm only its own program.
 
 use crate::epoll::Set;
 use crate::tcp::Tcp;
 use libc::c_int;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-/// What a descriptor stands for.
+/// What a descriptor refers to.
 #[derive(Clone, Copy)]
 pub(crate) enum File {
     /// A TCP socket.
@@ -17,14 +17,14 @@ pub(crate) enum File {
     Set(&'static Set),
 }
 
-/// Descriptors that this library can know; the others stay the kernel's.
+/// Number of descriptors that can be tracked; higher ones stay the kernel's.
 const SIZE: usize = 1 << 20;
 
-/// An address for each descriptor; the lowest bit says that a TCP socket is meant. Both types are aligned to more than that. Only the
-/// pages of the numbers in use take memory.
+/// One pointer per descriptor; the lowest bit is set for a TCP socket (both types are aligned to more than 2). Pages are only
+/// allocated for numbers in use.
 static TABLE: [AtomicPtr<u8>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 
-/// Above every descriptor that was ever known.
+/// One more than the highest descriptor ever tracked.
 static END: AtomicUsize = AtomicUsize::new(0);
 
 /// The TCP socket behind a descriptor.
@@ -38,14 +38,15 @@ fn as_tcp(found: *mut u8) -> Option<&'static Tcp> {
     if found as usize & 1 == 0 {
         return None;
     }
-    // SAFETY: what is in the table was put there by `put`, from a reference that lives for ever; the lowest bit says to what.
+    // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing is ever
+    // freed.
     Some(unsafe {
         std::hint::assert_unchecked(found as usize > 1);
         &*found.wrapping_byte_sub(1).cast::<Tcp>()
     })
 }
 
-/// What a descriptor stands for, if it is known.
+/// What a descriptor refers to, if it is tracked.
 #[inline(always)]
 pub(crate) fn get(fd: c_int) -> Option<File> {
     let found = TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire);
@@ -55,7 +56,7 @@ pub(crate) fn get(fd: c_int) -> Option<File> {
     if let Some(tcp) = as_tcp(found) {
         return Some(File::Tcp(tcp));
     }
-    // SAFETY: see `as_tcp`; the lowest bit says which type it is.
+    // SAFETY: as in `as_tcp`; the lowest bit is clear, so `put` stored a `&'static Set`.
     Some(File::Set(unsafe { &*found.cast::<Set>() }))
 }
 
@@ -67,7 +68,7 @@ pub(crate) fn set_of(fd: c_int) -> Option<&'static Set> {
     }
 }
 
-/// Says what a descriptor stands for; None for nothing that matters here.
+/// Sets what a descriptor refers to; None if it is not tracked.
 pub(crate) fn put(fd: c_int, file: Option<File>) {
     let value = match file {
         None => std::ptr::null_mut(),
@@ -82,7 +83,7 @@ pub(crate) fn put(fd: c_int, file: Option<File>) {
     }
 }
 
-/// Every known descriptor from `first` to `last`.
+/// All tracked descriptors from `first` to `last`.
 pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)> {
     let end = END.load(Ordering::Acquire).min(last as usize + 1);
     (first as usize..end).filter_map(|at| Some((at as c_int, get(at as c_int)?)))

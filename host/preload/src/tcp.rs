@@ -1,7 +1,8 @@
-//! A TCP socket of the program's: left to the kernel at first, and watched; then the agent knows it, and it moves.
+//! A TCP socket of the program's. At first it is left to the kernel and its traffic is counted; once its rule matches, the agent
+//! manages it, and it can move.
 
-use crate::custody::{Custody, Hands, Inside};
 use crate::epoll::Set;
+use crate::handover::{HandOver, Inside, State};
 use crate::process::{self, Session};
 use crate::wait::Waiter;
 use crate::worth::{self, Moment, Worth};
@@ -18,15 +19,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
-/// Plans: after so many bytes; with the highest bit after so many requests.
+/// When to hand a connection over: after this many bytes, or, with the highest bit set, this many requests.
 const NEVER: u64 = u64::MAX;
 const REQUESTS: u64 = 1 << 63;
 const UNPLANNED: u64 = u64::MAX - 1;
 
-/// A connection that is to be given back is asked for so often; the agent waits 20 ms each time for the program's threads to leave it.
+/// How often the agent is asked to restore a connection. Each time it waits 20 ms for the program's threads to leave their
+/// operations.
 const ATTEMPTS: u32 = 20;
 
-/// Why connections go back while the process forks; they may move again afterwards.
+/// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
 
 /// How a socket came to be connected.
@@ -36,52 +38,53 @@ pub(crate) enum Origin {
     Connected,
 }
 
-/// What stands for one of the socket's connections after another with the agent.
+/// The session's [`Connection`] that represents a socket, for one of its connections after another.
 struct Link {
     connection: Arc<Connection>,
     session: &'static Session,
 }
 
-/// A TCP socket. It lives for ever, for one descriptor after another.
+/// A TCP socket. Never freed; reused for one descriptor after another.
 #[repr(align(64))]
 pub(crate) struct Tcp {
-    custody: Custody,
-    /// Counts the connections that it has stood for: a thread that is late with a closed one sees that.
-    lives: AtomicU32,
-    /// For the session that it was in last; null if it was in none.
+    handover: HandOver,
+    /// Generation: counts the connections that it has represented. A late thread of a closed connection sees that it has
+    /// changed.
+    generation: AtomicU32,
+    /// Link to the session that it was in last; null if none.
     link: AtomicPtr<Link>,
-    /// The link while the agent knows the socket, else null.
+    /// The same link while the agent manages the socket, else null.
     managed: AtomicPtr<Link>,
-    /// The same, but null also if SO_RCVLOWAT is above 1.
+    /// As `managed`, but null also if SO_RCVLOWAT is above 1.
     plain: AtomicPtr<Link>,
-    /// Its SO_RCVLOWAT.
+    /// SO_RCVLOWAT in bytes.
     lowat: AtomicU32,
-    /// Bytes that the program has taken, ever.
+    /// Bytes that the program has received, ever (wraps).
     pub taken: AtomicU32,
-    /// How often a send found no room.
+    /// Number of sends that found no room.
     pub stuck: AtomicU32,
-    /// How often the program did what makes the kernel say anew what a socket is ready for.
-    pub nudges: AtomicU32,
+    /// Number of calls after which the kernel reports again what a socket is ready for, reported before or not.
+    pub rearms: AtomicU32,
     plan: AtomicU64,
     bytes: AtomicU64,
     requests: AtomicU32,
     receiving: AtomicBool,
-    /// Whether a move pays just now.
+    /// When a move pays.
     pub worth: Worth,
     accepted: AtomicBool,
     inherited: AtomicBool,
-    /// It stays in the kernel for good, although the agent knows it.
+    /// It stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
-    /// It was O_NONBLOCK when a call last asked. Only a hint: a call that sleeps in the kernel all the same is in nobody's way but the
-    /// hand-over's.
+    /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel nevertheless
+    /// only delays the hand-over.
     nonblocking: AtomicBool,
-    /// Attempts to hand it to the agent that failed.
+    /// Failed attempts to register it with the agent.
     attempts: AtomicU32,
     fds: Mutex<Vec<c_int>>,
-    /// Waiters and sets.
+    /// Number of waiters and sets.
     watchers: AtomicU32,
     waiters: Mutex<Vec<Arc<Waiter>>>,
-    /// With the slot that it has in each.
+    /// Sets that it is in, with its slot in each.
     sets: Mutex<Vec<(&'static Set, u32)>>,
 }
 
@@ -91,37 +94,37 @@ fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends a socket whose connection is lost as if its peer had reset it, and resets the peer. The kernel then says ECONNRESET, too.
+/// Resets a socket whose connection is lost, and its peer. Further calls fail with ECONNRESET, as after a reset by the peer.
 fn reset(fd: c_int) {
     let nowhere = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
-    // SAFETY: a live sockaddr of the given length; the descriptor is open, since its socket's list is locked. The second call shuts both
-    // sides although the socket has no peer any more.
+    // SAFETY: a live sockaddr of the given length. The descriptor is open, since the list of its socket's descriptors is locked.
+    // The second call shuts both directions although the socket has no peer any more.
     unsafe {
         real::connect(fd, &nowhere, size_of::<libc::sockaddr>() as libc::socklen_t);
         real::shutdown(fd, libc::SHUT_RDWR);
     }
 }
 
-/// Whether a descriptor is a TCP socket.
+/// Whether a descriptor is a TCP socket's.
 pub(crate) fn is_tcp(fd: c_int) -> bool {
     const SO_PROTOCOL: c_int = 38;
     options::kernels(fd, libc::SOL_SOCKET, SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
 }
 
-/// A socket that this process has just made.
+/// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
     let reused = locked(&POOL).pop();
     let tcp = reused.unwrap_or_else(|| {
         Box::leak(Box::new(Tcp {
-            custody: Custody::default(),
-            lives: AtomicU32::new(0),
+            handover: HandOver::default(),
+            generation: AtomicU32::new(0),
             link: AtomicPtr::new(std::ptr::null_mut()),
             managed: AtomicPtr::new(std::ptr::null_mut()),
             plain: AtomicPtr::new(std::ptr::null_mut()),
             lowat: AtomicU32::new(1),
             taken: AtomicU32::new(0),
             stuck: AtomicU32::new(0),
-            nudges: AtomicU32::new(0),
+            rearms: AtomicU32::new(0),
             plan: AtomicU64::new(UNPLANNED),
             bytes: AtomicU64::new(0),
             requests: AtomicU32::new(0),
@@ -138,8 +141,8 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             sets: Mutex::default(),
         }))
     });
-    tcp.lives.fetch_add(1, RELAXED);
-    tcp.put_into(Hands::Candidate);
+    tcp.generation.fetch_add(1, RELAXED);
+    tcp.put_into(State::Candidate);
     tcp.set_lowat(1);
     tcp.nonblocking.store(false, RELAXED);
     tcp.taken.store(0, RELAXED);
@@ -157,9 +160,9 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp
 }
 
-/// A socket that others may hold, too.
+/// Tracks a socket that other processes may hold, too.
 pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
-    // Two descriptors of one socket are one socket.
+    // Two descriptors of one socket get one entry.
     let inode = |fd| crate::fd_inode(fd);
     let same = table::known(0, u32::MAX).find_map(|(other, file)| match file {
         table::File::Tcp(tcp) if other < fd && tcp.inherited.load(RELAXED) && inode(other) == inode(fd) => Some(tcp),
@@ -169,14 +172,14 @@ pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
         locked(&tcp.fds).push(fd);
         return tcp;
     }
-    // Not from the pool: what is there belongs to this process' own session.
+    // Not from the pool, whose entries are linked to this process's own session.
     let tcp = new(fd);
     tcp.inherited.store(true, RELAXED);
     options::note_lowat(tcp, fd);
     tcp
 }
 
-/// After a fork the pool's sockets belong to the parent's session.
+/// Empties the pool after a fork: its entries are linked to the parent's session.
 pub(crate) fn forget_pool() {
     if let Ok(mut pool) = POOL.try_lock() {
         pool.clear();
@@ -184,13 +187,13 @@ pub(crate) fn forget_pool() {
 }
 
 impl Tcp {
-    /// The connection and its session, if the agent knows the socket.
+    /// The connection and its session, if the agent manages the socket.
     #[inline(always)]
     pub fn managed(&self) -> Option<(&Connection, &'static Session)> {
         self.linked(&self.managed)
     }
 
-    /// The same, if any byte is worth receiving.
+    /// As `managed`, if a receive returns with a single byte.
     #[inline(always)]
     pub fn plain(&self) -> Option<(&Connection, &'static Session)> {
         self.linked(&self.plain)
@@ -202,52 +205,52 @@ impl Tcp {
         if link.is_null() {
             return None;
         }
-        // SAFETY: `link_to` made the link, which lives for ever and never changes.
+        // SAFETY: `link_to` made the link, which is never freed nor changed.
         let link = unsafe { &*link };
         Some((&link.connection, link.session))
     }
 
-    /// SO_RCVLOWAT, at least 1.
+    /// Sets SO_RCVLOWAT: bytes, at least 1.
     pub fn set_lowat(&self, lowat: u32) {
         self.lowat.store(lowat, Ordering::Release);
         let link = if lowat > 1 { std::ptr::null_mut() } else { self.managed.load(Ordering::Acquire) };
         self.plain.store(link, Ordering::Release);
     }
 
-    /// See [`Tcp::set_lowat`].
+    /// SO_RCVLOWAT in bytes.
     pub fn lowat(&self) -> u32 {
         self.lowat.load(RELAXED)
     }
 
-    fn put_into(&self, hands: Hands) {
-        let link = if hands == Hands::Managed { self.link.load(Ordering::Acquire) } else { std::ptr::null_mut() };
+    fn put_into(&self, state: State) {
+        let link = if state == State::Managed { self.link.load(Ordering::Acquire) } else { std::ptr::null_mut() };
         self.managed.store(link, Ordering::Release);
         self.set_lowat(self.lowat.load(RELAXED));
-        self.custody.put(hands);
+        self.handover.put(state);
     }
 
-    /// Whether the agent knows it.
+    /// Whether the agent manages it.
     #[inline(always)]
     pub fn is_managed(&self) -> bool {
         !self.managed.load(Ordering::Acquire).is_null()
     }
 
-    /// Whether another thread may make it known to the agent while this one waits for it.
+    /// Whether another thread may hand it over while this one waits for it.
     pub fn may_be_handed_over(&self) -> bool {
-        matches!(self.custody.hands(), Hands::Candidate | Hands::HandingOver)
+        matches!(self.handover.state(), State::Candidate | State::HandingOver)
             && self.plan.load(RELAXED) != NEVER
             && !thread::is_alone()
     }
 
-    /// Enters the kernel for a call; None if the agent knows the socket, which may then be on the NIC. The hand-over waits until the guard
-    /// is dropped: see [`Tcp::may_sleep`].
+    /// Enters the kernel for a call; None if the agent manages the socket, whose connection may then be on the NIC. A hand-over
+    /// waits until the guard is dropped: see [`Tcp::may_sleep`].
     #[inline]
     pub fn enter_kernel(&self) -> Option<Inside<'_>> {
-        self.custody.enter()
+        self.handover.enter()
     }
 
-    /// Whether a call may sleep in the kernel, and so keep the socket there: it would stay there anyway, nobody else could hand it over
-    /// meanwhile, or the call does not sleep as far as is known.
+    /// Whether a call may sleep inside the kernel, which keeps the socket there meanwhile: it stays there anyway, or no other
+    /// thread could hand it over, or the call does not sleep as far as known.
     pub fn may_sleep(&self, inside: &Inside<'_>, flags: c_int) -> bool {
         inside.for_good()
             || flags & libc::MSG_DONTWAIT != 0
@@ -256,17 +259,17 @@ impl Tcp {
             || self.plan.load(RELAXED) == NEVER
     }
 
-    /// See [`Tcp::may_sleep`].
+    /// Records O_NONBLOCK; see [`Tcp::may_sleep`].
     pub fn note_nonblocking(&self, nonblocking: bool) {
         self.nonblocking.store(nonblocking, RELAXED);
     }
 
-    /// Which of the connections that it has stood for it stands for now.
-    pub fn life(&self) -> u32 {
-        self.lives.load(RELAXED)
+    /// The present generation: it changes when the descriptor is closed and the entry reused.
+    pub fn generation(&self) -> u32 {
+        self.generation.load(RELAXED)
     }
 
-    /// It is connected: what is to become of it?
+    /// Notes that it is connected, and hands it over if its rule says so.
     pub fn established(&'static self, fd: c_int, origin: Option<Origin>) {
         if let Some(origin) = origin {
             self.note_origin(origin);
@@ -277,14 +280,14 @@ impl Tcp {
         self.consider(fd, Moment::Made);
     }
 
-    /// It is being connected.
+    /// Notes that it is being connected.
     pub fn note_origin(&self, origin: Origin) {
         self.accepted.store(origin == Origin::Accepted, RELAXED);
         self.plan.store(UNPLANNED, RELAXED);
     }
 
-    /// Whoever closes it, this library will not see it: the agent lets go of it now, and in the sets that it is in the kernel speaks for
-    /// it.
+    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the kernel
+    /// reports its events to the sets that it is in.
     pub fn forget_connection(&'static self) {
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
             set.release(slot, self);
@@ -294,7 +297,7 @@ impl Tcp {
         }
     }
 
-    /// So many bytes have gone through the kernel.
+    /// Counts bytes that have gone through the kernel, and state the connection over if that makes it due.
     pub fn count(&'static self, fd: c_int, bytes: isize, sending: bool) {
         if bytes <= 0 {
             if bytes < 0 && sending && thread::errno() == libc::EAGAIN {
@@ -303,11 +306,11 @@ impl Tcp {
             return;
         }
         if !sending {
-            // Edges are told by the position in the stream, whoever had the connection when it was read. (What was only looked at
-            // counts, too: that makes an edge too many, never one too few.)
+            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes count,
+            // too: that can cause an edge too many, never one too few.)
             self.took(bytes as usize);
         }
-        if self.custody.hands() != Hands::Candidate {
+        if self.handover.state() != State::Candidate {
             return;
         }
         self.bytes.fetch_add(bytes as u64, RELAXED);
@@ -341,7 +344,7 @@ impl Tcp {
         }
     }
 
-    /// What stands for its connections in a session. Each session that the socket comes to is a link more, for ever.
+    /// The link to a session; makes one for each session that the socket enters. Links are never freed.
     fn link_to(&self, session: &'static Session) -> &'static Link {
         let link = self.link.load(Ordering::Acquire);
         // SAFETY: made below, and never freed.
@@ -350,35 +353,35 @@ impl Tcp {
         {
             return link;
         }
-        let link = Box::leak(Box::new(Link { connection: session.shared.unnamed(), session }));
+        let link = Box::leak(Box::new(Link { connection: session.shared.unregistered(), session }));
         self.link.store(link, Ordering::Release);
         link
     }
 
-    /// Makes the socket known to the agent.
+    /// Registers the socket with the agent.
     #[cold]
     fn hand_over(&'static self, fd: c_int) {
         let Some(session) = process::open_session() else { return };
         let attempt = self.attempts.fetch_add(1, RELAXED);
-        // What failed is tried again ever more rarely.
+        // After failures it is tried again ever more rarely.
         if attempt > 2 && !attempt.is_power_of_two() {
             return;
         }
         let errno = thread::errno();
-        // A handler of the program's that uses the socket would wait for the end of what it interrupted.
+        // A signal handler that uses the socket here would wait for ever for the operation that it interrupted.
         let undisturbed = Undisturbed::begin();
-        if !locked(&self.fds).contains(&fd) || !self.custody.begin(!thread::is_alone()) {
+        if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
             return thread::set_errno(errno);
         }
         if process::is_closed() {
-            // Since we asked: another thread is about to fork, for one.
-            return self.custody.put(Hands::Candidate);
+            // Closed since the first check: for example, another thread is about to fork.
+            return self.handover.put(State::Candidate);
         }
         let connection = &self.link_to(session).connection;
-        // SAFETY: the program's descriptor, during its own call on it.
+        // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         options::note_lowat(self, fd);
-        let registered = if tells_more_than_bytes(fd) {
+        let registered = if receives_more_than_bytes(fd) {
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
             session.shared.register_as(connection, borrowed, self.inherited.load(RELAXED))
@@ -386,33 +389,34 @@ impl Tcp {
         match registered {
             Ok(()) => {
                 session.note_socket(connection.number(), Some(self));
-                self.put_into(Hands::Managed);
-                // Who begins to wait from now on knows that it may move; who waits already is told.
+                self.put_into(State::Managed);
+                // A thread that begins to wait after the fence sees that the connection may move; one that waits already is
+                // woken.
                 fence(Ordering::SeqCst);
                 self.changed();
-                // Not with the list locked: whoever changes a set locks that first, then the list.
+                // Not with the list locked: the lock order is set first, then list.
                 let sets = locked(&self.sets).clone();
-                sets.iter().for_each(|(set, _)| set.expect_news());
+                sets.iter().for_each(|(set, _)| set.prepare_for_nic());
                 if !process::plan().is_some_and(process::Plan::flips) {
                     let _ = session.shared.suggest(connection.number(), Place::Nic);
                 }
                 if session.shared.has_ended() {
-                    // It was left before this socket was among its own.
+                    // The session was left before this socket was in its list.
                     self.leave_session();
                 }
             }
-            // It may be able to move later: a connection that is just being made, for one.
-            Err(_) => self.put_into(Hands::Candidate),
+            // It may be possible later: for example, the connection is still being established.
+            Err(_) => self.put_into(State::Candidate),
         }
         drop(undisturbed);
         thread::set_errno(errno);
     }
 
-    /// The connection goes to the kernel. A socket that the agent does not know is there.
+    /// Restores the connection to the kernel. Does nothing for a socket that the agent does not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
         if until == Until::Never && reason != FORK {
             self.pinned.store(true, RELAXED);
-            self.custody.refuse();
+            self.handover.refuse();
         }
         self.settle();
         let Some((connection, session)) = self.managed() else { return };
@@ -420,11 +424,11 @@ impl Tcp {
         if connection.is_inside(thread::token()) {
             return;
         }
-        // Not while another thread is inside an operation on it, which may have lost its core there. Should it not be possible at all, the
-        // program's call will find the connection where it is.
         if until == Until::Alone || reason == FORK {
             self.inherited.store(true, RELAXED);
         }
+        // The agent refuses while another thread is inside an operation, which may have been preempted there. If all attempts
+        // fail, the program's call finds the connection on the NIC.
         for _ in 0..ATTEMPTS {
             if session.shared.give_back(connection.number(), reason, until).is_ok() || session.shared.notice_end(thread::token())
             {
@@ -435,25 +439,25 @@ impl Tcp {
         thread::fail(errno);
     }
 
-    /// Its session has ended. In the kernel it is a candidate again, for the next session; one that the NIC had is lost: its peer learns that,
-    /// and what it had received can still be read. Whether it is lost.
+    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that the NIC
+    /// had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
     pub fn leave_session(&self) -> bool {
         let Some((connection, session)) = self.managed() else { return false };
         let lost = session.shared.has_lost(connection);
         if lost {
-            // Whoever closes a descriptor takes this lock first.
+            // A thread that closes a descriptor takes this lock first.
             if let Some(fd) = locked(&self.fds).first() {
                 reset(*fd);
             }
         } else {
             self.attempts.store(0, RELAXED);
-            self.put_into(if self.pinned.load(RELAXED) { Hands::Refused } else { Hands::Candidate });
+            self.put_into(if self.pinned.load(RELAXED) { State::Refused } else { State::Candidate });
         }
         self.changed();
         lost
     }
 
-    /// Both sides have said that they send no more: what is left of the connection is the kernel's to tell.
+    /// Restores the connection if both directions have ended: the kernel reports the rest.
     pub fn leave_if_over(&self) {
         if self.settled_owner() != Some(Owner::Nic) {
             return;
@@ -466,12 +470,12 @@ impl Tcp {
         }
     }
 
-    /// It stays in the kernel, and the agent never hears of it.
+    /// Keeps it in the kernel for good; it is never registered with the agent.
     pub fn stay(&self) {
-        self.custody.refuse();
+        self.handover.refuse();
     }
 
-    /// After a fork: it may move again when no other process has it.
+    /// Lets it move again after a fork, once no other process holds it.
     pub fn allow_again(&self) {
         if let Some((connection, session)) = self.managed()
             && !self.pinned.load(RELAXED)
@@ -480,7 +484,7 @@ impl Tcp {
         }
     }
 
-    /// Whether its connection has been found to be lost just now: for calls that would not wait.
+    /// Whether its connection has just been found to be lost. For calls that would not wait.
     #[cold]
     pub fn has_ended_just_now(&self) -> bool {
         let Some((connection, session)) = self.managed() else { return false };
@@ -488,17 +492,18 @@ impl Tcp {
         connection.owner() == Owner::Nic && session.shared.notice_end_sometimes(thread::token()) && !known
     }
 
-    /// The moves that its connection has made, and None as long as the agent does not know it.
+    /// Number of moves of its connection; None unless the agent manages it.
     pub fn moves(&self) -> Option<u32> {
         self.managed().map(|(connection, _)| connection.moves())
     }
 
-    /// Waits until it is not being handed over.
+    /// Waits until no hand-over of it is under way.
     pub fn settle(&self) {
-        self.custody.settled();
+        self.handover.settled();
     }
 
-    /// Where it is, once it is not being moved nor handed over. None for a socket that the agent does not know.
+    /// Where the connection is, once it is neither being moved nor handed over. None for a socket that the agent does not
+    /// manage.
     pub fn settled_owner(&self) -> Option<Owner> {
         self.settle();
         let (connection, session) = self.managed()?;
@@ -513,7 +518,8 @@ impl Tcp {
         }
     }
 
-    /// A call to the kernel that does not wait, and not in the middle of a move. It is told who has the connection, if the agent knows it.
+    /// Makes a call to the kernel that does not wait, at a time when no move is under way. The call gets the connection's owner,
+    /// if the agent manages it.
     pub fn undisturbed<T>(&self, call: impl Fn(Option<Owner>) -> T) -> T {
         loop {
             if let Some(_inside) = self.enter_kernel() {
@@ -521,11 +527,11 @@ impl Tcp {
             }
             let Some((connection, session)) = self.managed() else { continue };
             if let Some(entered) = session.shared.enter(connection, thread::token()) {
-                // As it was then: an agent that waits for the end of this has set it to moving since.
+                // The owner at entry: an agent that waits for this operation to end has set it to moving since.
                 return call(Some(entered.owner));
             }
             if connection.is_inside(thread::token()) {
-                // In a signal handler, in the middle of another operation: nothing moves.
+                // In a signal handler that interrupted another operation, which keeps moves off.
                 return call(Some(connection.owner()));
             }
             self.settled_owner();
@@ -534,10 +540,10 @@ impl Tcp {
 
     /// Whether it may ever be on the NIC.
     pub fn may_move(&self) -> bool {
-        self.custody.hands() != Hands::Refused
+        self.handover.state() != State::Refused
     }
 
-    /// Waits until it is not being moved, a millisecond at most.
+    /// Waits until no move is under way, for a millisecond at most.
     pub fn wait_a_little(&self) {
         if let Some((connection, session)) = self.managed() {
             connection.wait_until_settled();
@@ -545,15 +551,15 @@ impl Tcp {
         }
     }
 
-    /// Something has happened to it: whoever waits looks again. Called with the session's events locked.
+    /// Notifies waiters and sets that something has happened to it. The caller holds the lock of the session's events.
     #[inline]
     pub fn changed(&self) {
         if self.watchers.load(Ordering::SeqCst) > 0 {
-            self.tell_watchers();
+            self.notify_watchers();
         }
     }
 
-    fn tell_watchers(&self) {
+    fn notify_watchers(&self) {
         for waiter in locked(&self.waiters).iter() {
             waiter.wake();
         }
@@ -562,19 +568,19 @@ impl Tcp {
         }
     }
 
-    /// What the socket is ready for is news again, even where it was reported before.
-    pub fn nudge(&self) {
-        self.nudges.fetch_add(1, Ordering::AcqRel);
+    /// Makes all that the socket is ready for count as new, so that edge-triggered registrations report it again.
+    pub fn rearm(&self) {
+        self.rearms.fetch_add(1, Ordering::AcqRel);
         self.changed();
     }
 
-    /// The program has taken so many bytes.
+    /// Counts bytes that the program has received.
     #[inline(always)]
     pub fn took(&self, bytes: usize) {
         self.taken.store(self.taken.load(RELAXED).wrapping_add(bytes as u32), RELAXED);
     }
 
-    /// Somebody waits.
+    /// Adds a waiter, which is woken at each event.
     pub fn add_waiter(&self, waiter: &Arc<Waiter>) {
         locked(&self.waiters).push(waiter.clone());
         self.watchers.fetch_add(1, Ordering::SeqCst);
@@ -585,13 +591,13 @@ impl Tcp {
         self.remove_watchers(&self.waiters, |other| Arc::ptr_eq(other, waiter));
     }
 
-    /// It is in an epoll set, in a slot.
+    /// Adds an epoll set that it is in, and its slot there.
     pub fn add_set(&self, set: &'static Set, slot: u32) {
         locked(&self.sets).push((set, slot));
         self.watchers.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// It is no more.
+    /// Undoes [`Tcp::add_set`].
     pub fn remove_set(&self, set: &'static Set, slot: u32) {
         self.remove_watchers(&self.sets, |(other, at)| std::ptr::eq(*other, set) && *at == slot);
     }
@@ -602,24 +608,24 @@ impl Tcp {
         removed
     }
 
-    /// Another descriptor for the same socket.
+    /// Adds another descriptor of the same socket.
     pub fn add_fd(&self, fd: c_int) {
         locked(&self.fds).push(fd);
     }
 
-    /// A descriptor is about to be closed, and there are others. What is registered under it stays in its set, as in the kernel, which
-    /// alone can go on with that: nobody can modify it any more.
-    fn lose_number(&'static self, fd: c_int) {
+    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the kernel: nobody
+    /// can modify it any more, and only the kernel can go on reporting it.
+    fn remove_number(&'static self, fd: c_int) {
         for (set, slot) in locked(&self.sets).clone() {
             if set.has_number(slot, fd, self) {
                 self.give_back("closed descriptor in an epoll set", Until::Never);
-                set.lose_number(slot, fd);
+                set.remove_number(slot, fd);
             }
         }
     }
 
-    /// A descriptor is about to be closed. With the last one the connection becomes the kernel's alone, so that closing it means what it
-    /// always meant.
+    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given up by
+    /// the agent, so that closing it means what it always meant.
     pub fn remove_fd(&'static self, fd: c_int) {
         let last = {
             let mut fds = locked(&self.fds);
@@ -628,11 +634,11 @@ impl Tcp {
         };
         table::put(fd, None);
         if !last {
-            self.lose_number(fd);
+            self.remove_number(fd);
             return;
         }
         self.settle();
-        self.lives.fetch_add(1, RELAXED);
+        self.generation.fetch_add(1, RELAXED);
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
             set.forget(slot, self);
         }
@@ -642,7 +648,7 @@ impl Tcp {
             let _ = session.shared.forget(connection, thread::token());
         }
         self.worth.end();
-        self.put_into(Hands::Refused);
+        self.put_into(State::Refused);
         for waiter in self.remove_watchers(&self.waiters, |_| true) {
             waiter.wake();
         }
@@ -650,10 +656,10 @@ impl Tcp {
     }
 }
 
-/// When a connection is to be handed over.
+/// When a connection is to be handed over: see [`NEVER`].
 fn planned(fd: c_int, origin: Origin) -> u64 {
     let Some(plan) = process::plan() else { return NEVER };
-    // SAFETY: the program's descriptor, during its own call on it.
+    // SAFETY: the program's descriptor, open during its own call.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let needed = plan.rules.iter().any(baton_client::rules::Rule::needs_addresses);
     let addresses = if needed {
@@ -686,8 +692,9 @@ fn planned(fd: c_int, origin: Origin) -> u64 {
     }
 }
 
-/// Options by which receiving tells more than bytes, which the kernel alone can do: TCP_INQ, and the time-stamping family.
-fn tells_more_than_bytes(fd: c_int) -> bool {
+/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only the kernel
+/// can do.
+fn receives_more_than_bytes(fd: c_int) -> bool {
     let value = |level, option| options::kernels(fd, level, option);
     let set = |level, option| value(level, option).is_some_and(|value| value != 0);
     set(6, 36)

@@ -1,10 +1,10 @@
-//! The calling thread: its number, its errno.
+//! The calling thread: its token and its errno.
 
 use baton_ring::Token;
 use libc::c_int;
 use std::sync::OnceLock;
 
-/// A number that no other live thread of this process has: its control block's address. Not 0.
+/// A token that no other live thread of this process has: the address of its control block. Never 0.
 #[inline(always)]
 pub(crate) fn token() -> Token {
     #[cfg(target_arch = "x86_64")]
@@ -21,10 +21,10 @@ pub(crate) fn token() -> Token {
     }
 }
 
-/// Sets errno, and gives what a failed call returns.
+/// Sets errno and returns -1, the result of a failed call.
 #[cold]
 pub(crate) fn fail(number: c_int) -> isize {
-    // SAFETY: the C library's own variable of this thread.
+    // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
     unsafe { *libc::__errno_location() = number };
     -1
 }
@@ -37,19 +37,19 @@ pub(crate) fn set_errno(number: c_int) {
 /// Whether this process has no other thread, as far as the C library knows.
 pub(crate) fn is_alone() -> bool {
     static AT: OnceLock<usize> = OnceLock::new();
-    // SAFETY: a C string.
+    // SAFETY: the name is a NUL-terminated string literal.
     let at = *AT.get_or_init(|| unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) } as usize);
-    // SAFETY: the C library's own variable, a byte, which only a process without other threads changes.
+    // SAFETY: if found, the symbol is a byte of the C library's that lives as long as the process; a racing write does not tear.
     at != 0 && unsafe { (at as *const u8).read_volatile() } != 0
 }
 
-/// errno.
+/// The calling thread's errno.
 pub(crate) fn errno() -> c_int {
-    // SAFETY: as above.
+    // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
     unsafe { *libc::__errno_location() }
 }
 
-/// The number of an error.
+/// errno of an error.
 pub(crate) fn number(error: &std::io::Error) -> c_int {
     error.raw_os_error().unwrap_or(match error.kind() {
         std::io::ErrorKind::WouldBlock => libc::EAGAIN,

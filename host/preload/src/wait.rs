@@ -1,7 +1,7 @@
-//! Waiting, for the kernel and the NIC at once.
+//! Waiting for the kernel and the NIC at once.
 //!
-//! A thread that waits for a socket has an eventfd (a [`Waiter`]) that is written when something happens to the socket. Whoever is
-//! woken by the session's bell first takes in what the NIC has told and passes it on to the others.
+//! A thread that waits for a socket has an eventfd (a [`Waiter`]), which is written when something happens to the socket. The
+//! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
 
 use crate::process::Session;
 use crate::tcp::Tcp;
@@ -12,18 +12,18 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// An eventfd of a thread that waits.
+/// The eventfd of a waiting thread.
 pub(crate) struct Waiter(c_int);
 
 static POOL: Mutex<Vec<Arc<Waiter>>> = Mutex::new(Vec::new());
 static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
 
-/// Whether a descriptor is one of the waiters'.
+/// Whether a descriptor is a waiter's eventfd.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
-/// A new eventfd, out of the program's way.
+/// A new eventfd, numbered out of the program's way.
 pub(crate) fn eventfd() -> c_int {
     // SAFETY: no pointers are involved.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -33,19 +33,19 @@ pub(crate) fn eventfd() -> c_int {
 /// Makes an eventfd readable.
 pub(crate) fn signal(fd: c_int) {
     let one = 1u64.to_ne_bytes();
-    // SAFETY: eight live bytes; it can only fail because it is readable already.
+    // SAFETY: the buffer is eight live bytes. The write can only fail if the eventfd is readable already.
     unsafe { real::write(fd, one.as_ptr().cast(), 8) };
 }
 
-/// Makes it unreadable.
+/// Makes an eventfd unreadable.
 pub(crate) fn clear(fd: c_int) {
     let mut count = [0u8; 8];
-    // SAFETY: eight live bytes; it can only fail because it is unreadable already.
+    // SAFETY: the buffer is eight live bytes. The read can only fail if the eventfd is unreadable already.
     unsafe { real::read(fd, count.as_mut_ptr().cast(), 8) };
 }
 
-/// Whether the kernel says this of a socket now. It takes nothing away, neither data nor an error.
-pub(crate) fn now_says(fd: c_int, event: i16) -> bool {
+/// Whether poll(2) reports this event for a socket now. It consumes neither data nor a pending error.
+pub(crate) fn reports_now(fd: c_int, event: i16) -> bool {
     let mut poll = pollfd { fd, events: event, revents: 0 };
     // SAFETY: one live pollfd.
     unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & event != 0 }
@@ -66,7 +66,7 @@ impl Waiter {
         POOL.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 
-    /// Wakes the thread.
+    /// Wakes its thread.
     pub fn wake(&self) {
         signal(self.0);
     }
@@ -77,9 +77,9 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
-/// Waits until the kernel has something for `fds`, or something has happened to one of `sockets`; `ready` is asked once more before
-/// falling asleep. Answers are in `fds` as by ppoll; errno if that fails. Without a session nothing is on the NIC yet: whoever hands one
-/// of `sockets` over wakes this thread.
+/// Waits until the kernel has an event for `fds`, or something has happened to one of `sockets`. `ready` is checked once more
+/// before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on the NIC yet: a
+/// thread that hands one of `sockets` over wakes this one.
 pub(crate) fn sleep(
     session: Option<&'static Session>,
     sockets: &[&Tcp],
@@ -101,7 +101,7 @@ pub(crate) fn sleep(
         fds.push(pollfd { fd: session.shared.bell().as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 });
         fds.push(pollfd { fd: session.shared.hangs_up().as_raw_fd(), events: 0, revents: 0 });
     }
-    // Whoever makes `ready` true looks for waiters afterwards.
+    // Whoever makes `ready` true looks for waiters after that.
     fence(Ordering::SeqCst);
     let result = if ready() {
         Ok(0)
@@ -111,7 +111,7 @@ pub(crate) fn sleep(
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
         });
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: as many pollfds as it says; the caller's mask.
+        // SAFETY: `fds` is a live slice of that length; `mask` is the program's own, or null.
         let got = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
@@ -133,16 +133,16 @@ pub(crate) fn sleep(
     result
 }
 
-/// What is waited for.
+/// What a call waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Want {
-    /// So many bytes to receive, or the end.
+    /// This many bytes to receive, or the end of the stream.
     Receive(u32),
     /// Room to send.
     Send,
 }
 
-/// Whether the NIC has what is wanted.
+/// Whether a call's wait is over, for a connection on the NIC.
 fn satisfied(tcp: &Tcp, want: Want) -> bool {
     let Some((connection, session)) = tcp.managed() else { return true };
     if connection.owner() != Owner::Nic {
@@ -155,22 +155,22 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
 }
 
-/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler wants that seen, EBADF if
-/// another thread has closed the socket.
+/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does not
+/// restart calls, EBADF if another thread has closed the socket.
 pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> Result<(), c_int> {
     let owner = tcp.settled_owner();
     if owner == Some(Owner::Nic) && satisfied(tcp, want) {
         return Ok(());
     }
-    let (life, known) = (tcp.life(), tcp.moves());
+    let (generation, known) = (tcp.generation(), tcp.moves());
     let mut fds = Vec::with_capacity(3);
     if owner != Some(Owner::Nic) {
         let events = if want == Want::Send { libc::POLLOUT } else { libc::POLLIN };
         fds.push(pollfd { fd, events, revents: 0 });
     }
-    let ready = || tcp.moves() != known || tcp.life() != life || tcp.is_managed() && satisfied(tcp, want);
+    let ready = || tcp.moves() != known || tcp.generation() != generation || tcp.is_managed() && satisfied(tcp, want);
     let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
-    if tcp.life() != life {
+    if tcp.generation() != generation {
         return Err(libc::EBADF);
     }
     match slept {
@@ -187,13 +187,13 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
     }
 }
 
-/// Whether every handler that is installed wants interrupted calls to be restarted (SA_RESTART). Which one ran nobody tells; programs
-/// that mix both kinds are prepared for EINTR.
+/// Whether every installed handler wants interrupted calls to be restarted (SA_RESTART). Which handler ran cannot be found out;
+/// programs that mix both kinds handle EINTR.
 fn handlers_restart() -> bool {
     (1..=64).all(|signal| {
-        // SAFETY: sigaction is plain data, for which zero is a value; asking changes nothing.
+        // SAFETY: sigaction is plain data, for which zero is a value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
+        // SAFETY: `action` is live, and a null new action changes nothing.
         let known = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) } == 0;
         !known
             || action.sa_sigaction == libc::SIG_DFL

@@ -1,15 +1,16 @@
-//! Whether a connection that its rule gives to the NIC is worth the move now.
+//! Whether a connection that its rule allows to move is worth the move now.
 //!
-//! A move costs about as much as some tens of requests, and closing a connection on the NIC costs a move back. So two things hold a
-//! hand-over up:
+//! A move costs about as much as some tens of requests, and closing a connection on the NIC costs a move back. So two things
+//! delay a hand-over to the agent:
 //!
-//! - *Patience.* Each listener, and each remote address that the program connects to, has a time that its short connections rarely
-//!   outlive, learnt as they close. A connection younger than that stays in the kernel. The first few of a listener pay.
+//! - *Patience.* Each listener, and each remote address that the program connects to, has a time that its short connections
+//! rarely outlive, learnt as they close. A connection younger than that stays in the kernel. The first few of a listener move
+//! too early.
 //! - *Pace.* Hand-overs, and the closing of what was handed over, take at most a ninth of the program's time: when a thousand
-//!   connections are made at once they move one after the other, and the program goes on with its requests in between.
+//! connections are made at once they move one after the other, and the program goes on with its requests in between.
 //!
-//! Besides, a connection that alternates between requests and answers moves when it has just answered (or been answered), so that
-//! nobody waits for it while it moves.
+//! A connection that alternates between requests and answers moves when it has just answered (or been answered), so that nobody
+//! waits for it while it moves.
 
 use crate::tcp::Origin;
 use crate::wait;
@@ -17,27 +18,28 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
-/// Microseconds: a connection that lived as long repays its moves.
+/// Age in microseconds from which a connection repays its moves.
 const LONG: u64 = 1_000_000;
 
-/// Patience is so many times the age at which short connections close.
+/// Patience is this many times the age at which short connections close.
 const MARGIN: u64 = 4;
 
-/// After a hand-over the program has the time to itself so many times as long as that took.
+/// After a hand-over, no other one begins for this many times as long as it took.
 const PACE: u64 = 8;
 
-/// Microseconds after which a thread that hands over counts as gone, and another may.
+/// Microseconds after which a thread that is handing over counts as lost, and another may begin.
 const LEASE: u64 = 20_000;
 
-/// A connection on which nothing has been answered after so many microseconds, or bytes, has data that flow one way: any moment is as good.
+/// Microseconds without an answer after which a connection's data counts as flowing one way: then any moment is as good.
 const ONE_WAY: u64 = 50_000;
-/// See [`ONE_WAY`].
+/// Bytes without an answer after which a connection's data counts as flowing one way.
 const ONE_WAY_BYTES: u64 = 8192;
 
-/// Listeners and remote addresses, by hash: two that share a place share their patience, which only delays. Place 0 learns nothing.
+/// Patience in microseconds of listeners and remote addresses, by hash. Two that share an entry share their patience, which only
+/// delays. Entry 0 is never changed.
 static PATIENCE: [AtomicU32; 256] = [const { AtomicU32::new(0) }; 256];
 
-/// Microseconds of the monotonic clock before which no further connection is handed over.
+/// Time (microseconds of the monotonic clock) before which no further connection is handed over.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// What the program has just done with a connection.
@@ -48,20 +50,20 @@ pub(crate) enum Moment {
     Received,
 }
 
-/// The age of a connection, and to whom it belongs.
+/// Age of a connection, and its entry in [`PATIENCE`].
 #[derive(Default)]
 pub(crate) struct Worth {
-    /// Microseconds of the monotonic clock when it was made; 0 if that was not seen.
+    /// Time (microseconds of the monotonic clock) when it was made; 0 if unknown.
     since: AtomicU64,
     place: AtomicU8,
 }
 
-/// Where a listener's patience is: its socket lives for ever.
+/// Index of a listener's patience. Its address serves as the key: it is never freed.
 pub(crate) fn of_listener<T>(listener: Option<&'static T>) -> u8 {
     listener.map_or(0, |listener| place((std::ptr::from_ref(listener) as u64).to_ne_bytes()))
 }
 
-/// Where the patience of a remote address is.
+/// Index of a remote address's patience.
 pub(crate) fn of_peer(address: &[u8]) -> u8 {
     place(address.iter().copied())
 }
@@ -74,19 +76,19 @@ fn place(bytes: impl IntoIterator<Item = u8>) -> u8 {
 }
 
 impl Worth {
-    /// A socket of which nothing is known.
+    /// Resets the state, for a new socket.
     pub fn clear(&self) {
         self.since.store(0, RELAXED);
         self.place.store(0, RELAXED);
     }
 
-    /// Its connection is being made.
+    /// Records that the connection is being made.
     pub fn begin(&self, place: u8) {
         self.since.store(wait::now(), RELAXED);
         self.place.store(place, RELAXED);
     }
 
-    /// It is closed: how long it lived tells about the next ones.
+    /// Records that the connection was closed, and learns from its age.
     pub fn end(&self) {
         let (since, place) = (self.since.swap(0, RELAXED), self.place.load(RELAXED));
         if since != 0 && place != 0 {
@@ -95,8 +97,8 @@ impl Worth {
         }
     }
 
-    /// Whether it is to be handed over now, which its rule wants. `answers`: how often it has sent after it had received; `bytes`: how many
-    /// went either way.
+    /// Whether to hand it over now, given that its rule allows it. `answers`: how often it has sent after it had received;
+    /// `bytes`: sum of both directions.
     pub fn is_ripe(&self, origin: Origin, moment: Moment, answers: u32, bytes: u64) -> bool {
         let now = wait::now();
         let age = now.saturating_sub(self.since.load(RELAXED));
@@ -106,7 +108,7 @@ impl Worth {
     }
 }
 
-/// Whether nobody waits for this side just now, as far as can be told.
+/// Whether, as far as can be seen, nobody waits for this side now.
 fn is_quiet(origin: Origin, moment: Moment, one_way: bool) -> bool {
     match moment {
         Moment::Made => true,
@@ -115,7 +117,7 @@ fn is_quiet(origin: Origin, moment: Moment, one_way: bool) -> bool {
     }
 }
 
-/// The next patience after a connection closed at this age. Both in microseconds.
+/// The patience after a connection closed at this age. Both in microseconds.
 fn learn(patience: u32, age: u64) -> u32 {
     if age >= LONG {
         return patience - patience / 8;
@@ -123,7 +125,7 @@ fn learn(patience: u32, age: u64) -> u32 {
     (patience - patience / 64).max((MARGIN * age).min(LONG) as u32)
 }
 
-/// A hand-over, or a part of its cost. The next one is due when this has been dropped for a while.
+/// A hand-over, or a part of its cost. When it is dropped, the next one is delayed by [`PACE`] times its duration.
 pub(crate) struct Turn(u64);
 
 impl Turn {
@@ -145,7 +147,8 @@ impl Drop for Turn {
 mod tests {
     use super::*;
 
-    /// Of a thousand connections that close after one to three milliseconds, hardly one is older than the patience learnt before.
+    /// Of a thousand connections that close after one to three milliseconds, hardly any is older than the patience learnt
+    /// before.
     #[test]
     fn short_connections_are_left_alone() {
         let (mut patience, mut moved) = (0, 0);
@@ -157,7 +160,7 @@ mod tests {
         assert!(moved <= 2, "{moved} of 1000");
     }
 
-    /// Where connections live long the patience that a few short ones have left goes again, and never exceeds what a long one lives.
+    /// Long connections undo the patience that a few short ones have left, which never exceeds [`LONG`].
     #[test]
     fn long_connections_make_patience_forgotten() {
         let mut patience = (0..10).fold(0, |patience, _| learn(patience, 900_000));
@@ -168,7 +171,7 @@ mod tests {
         assert!(patience < 1000, "{patience}");
     }
 
-    /// A request-response connection moves after an answer, one that only receives or only sends after a while.
+    /// A request-response connection moves after an answer; one that only receives or only sends moves after a while.
     #[test]
     fn moves_wait_for_a_quiet_moment() {
         use Moment::{Made, Received, Sent};

@@ -1,8 +1,8 @@
-//! The interest list against a model of what it works with: sockets that move between a kernel and a NIC, the kernel's own epoll set
-//! (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
+//! The interest list against a model of what it works with: sockets that move between a kernel and a NIC, the kernel's own epoll
+//! set (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
 //!
-//! Whatever happens, an event is reported only for a registration that is in the set now, once in a call, with what was asked for and is
-//! true; and whatever is ready is reported in the end.
+//! Properties: an event is reported only for a registration that is in the set now, at most once in a call, and only with events
+//! that were asked for and are true; and whatever is ready is reported in the end.
 
 #[path = "../src/interest.rs"]
 #[allow(dead_code, unreachable_pub, missing_docs, reason = "the library's own")]
@@ -57,7 +57,7 @@ impl Socket {
     }
 }
 
-/// A registration of the kernel's, by descriptor and socket.
+/// A kernel registration, by descriptor and socket.
 #[derive(Debug)]
 struct Watch {
     mask: u32,
@@ -69,9 +69,9 @@ type Key = (c_int, usize);
 
 #[derive(Default, Debug)]
 struct Model {
-    /// Every socket that there ever was.
+    /// All sockets that ever existed.
     sockets: Vec<Socket>,
-    /// What each descriptor stands for.
+    /// The socket behind each descriptor.
     open: BTreeMap<c_int, usize>,
     watches: BTreeMap<Key, Watch>,
     ready: VecDeque<Key>,
@@ -80,7 +80,7 @@ struct Model {
 }
 
 impl Model {
-    /// Something has happened to a socket in the kernel.
+    /// Something has happened to a socket in the kernel: wakes its registrations.
     fn callback(&mut self, socket: usize, events: u32) {
         for (key, watch) in self.watches.iter_mut().filter(|(key, _)| key.1 == socket) {
             if watch.mask & !PRIVATE & events != 0 && !watch.listed {
@@ -111,7 +111,7 @@ impl World for Model {
 
     fn progress(&mut self, socket: usize, _: c_int) -> Progress {
         let socket = &self.sockets[socket];
-        Progress { received: socket.arrived, stuck: socket.stuck, nudges: 0 }
+        Progress { received: socket.arrived, stuck: socket.stuck, rearms: 0 }
     }
 
     fn may_move(&mut self, _: usize) -> bool {
@@ -170,17 +170,17 @@ impl World for Model {
     }
 }
 
-/// What the program knows of a registration of its own.
+/// What the program expects of one of its registrations.
 #[derive(Clone, Debug)]
 struct Asked {
     socket: usize,
     events: u32,
     fired: bool,
-    /// The state at the last report, and when the kernel made that (earlier, if a thread was asleep).
+    /// The state at the last report, and the state when the kernel made that report (earlier, if a thread was asleep).
     seen: Option<(State, State)>,
 }
 
-/// Bytes that have come, how often there was no room and there was again, and whether the stream has ended.
+/// Bytes that have arrived, how often there was no room and there was again, and whether the stream has ended.
 type State = (u32, u32, bool);
 
 #[derive(Clone, Copy, Debug)]
@@ -197,7 +197,7 @@ enum Step {
     BeginMove(usize),
     EndMove(usize, bool),
     Wait(usize),
-    /// A thread is woken in the kernel with so many events, and gets on with them in `Wake`.
+    /// A thread is woken in the kernel with this many events, and continues with them in `Wake`.
     Sleep(usize),
     Wake,
 }
@@ -205,7 +205,7 @@ enum Step {
 struct Program {
     model: Model,
     interest: Interest<usize>,
-    /// By the data that it gave: another number at each call of epoll_ctl.
+    /// By the data that it gave: a new number at each call of epoll_ctl.
     asked: BTreeMap<u64, Asked>,
     /// The data of what is in the set, by descriptor.
     current: BTreeMap<c_int, u64>,
@@ -341,7 +341,7 @@ impl Program {
         }
     }
 
-    /// epoll_wait without waiting. The data of what it reported.
+    /// epoll_wait without waiting. Returns the data of what it reported.
     fn wait(&mut self, most: usize) -> Vec<u64> {
         for socket in std::mem::take(&mut self.model.marks) {
             let slots: Vec<u32> = self.interest.files().filter(|(_, file)| *file == socket).map(|(slot, _)| slot).collect();
@@ -384,7 +384,7 @@ impl Program {
         }
     }
 
-    /// What the program has to be told of before it can wait.
+    /// Data of registrations that must be reported before the program can wait.
     fn missing(&self) -> Vec<u64> {
         let is_missing = |data: &&u64| {
             let asked = &self.asked[*data];
@@ -392,7 +392,7 @@ impl Program {
             let new = match asked.seen {
                 _ if asked.events & EDGE == 0 => true,
                 None => true,
-                // What came since is to be reported if it is still there.
+                // What has arrived since must be reported if it is still unread.
                 Some(((arrived, ..), _)) => asked.events & IN != 0 && socket.arrived > arrived && socket.arrived > socket.read,
             };
             !asked.fired && new && socket.truth() & (asked.events | ALWAYS) != 0
@@ -400,14 +400,14 @@ impl Program {
         self.current.values().filter(is_missing).copied().collect()
     }
 
-    /// Everything comes to rest, and everything that is ready is reported, and nobody waits for ever.
+    /// Ends all moves; everything that is ready must be reported, and no thread may wait for ever.
     fn end(&mut self, most: usize) {
         for socket in 0..self.model.sockets.len() {
             self.end_move(socket, false);
         }
         self.step(Step::Wake);
         let mut missing = self.missing();
-        // Each call may report nothing but what is level-triggered; each side rotates.
+        // Each call may report nothing but level-triggered events; each side rotates.
         for _ in 0..4 * FDS + 4 {
             let reported = self.wait(most);
             missing.retain(|data| !reported.contains(data));

@@ -206,7 +206,7 @@ const MOST_PROGRAMS: usize = 64;
 /// (BPF_CGROUP_INET_INGRESS), then on the way out.
 ///
 /// # Errors
-/// The system's; `ENOSPC` if there are more than 64.
+/// The failed system call's; `ENOSPC` if there are more than 64.
 pub fn cgroup_programs(group: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
     const EFFECTIVE: u32 = 1;
     let mut programs = Vec::new();

@@ -80,7 +80,7 @@ impl SocketBypass {
     /// be inside a call on the socket. Both must be ESTABLISHED.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn join(&self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
         let put =
@@ -100,7 +100,7 @@ impl SocketBypass {
     /// Tells of a socket's reads and states from now on.
     ///
     /// # Errors
-    /// The system's; `E2BIG` if there are too many.
+    /// The failed system call's; `E2BIG` if there are too many.
     pub fn watch(&self, cookie: u64) -> io::Result<()> {
         bpf::update(self.known.as_fd(), &cookie.to_ne_bytes(), &[0; 16])
     }

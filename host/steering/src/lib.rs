@@ -116,7 +116,7 @@ impl Steering {
     /// Puts the programs at a device of the calling thread's network namespace.
     ///
     /// # Errors
-    /// The system's; `EINVAL` from kernels before 6.6, which have no tcx links.
+    /// The failed system call's; `EINVAL` from kernels before 6.6, which have no tcx links.
     pub fn attach(&self, interface: u32) -> io::Result<Attached> {
         let ingress = bpf::attach_to_device(self.ingress.as_fd(), interface, bpf::Hook::Ingress)?;
         let egress = bpf::attach_to_device(self.egress.as_fd(), interface, bpf::Hook::Egress)?;
@@ -135,7 +135,7 @@ impl Steering {
     /// Lets a packet socket hear what comes for the NIC's connections, and all of ICMP.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn hear_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         let program = programs::incoming(self.flows.as_fd(), self.devices.as_fd());
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
@@ -144,7 +144,7 @@ impl Steering {
     /// Lets a packet socket hear what the kernel sends of connections that are being mirrored.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn hear_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
     }
@@ -152,7 +152,7 @@ impl Steering {
     /// Says what is done with a connection's frames.
     ///
     /// # Errors
-    /// The system's; `E2BIG` if the map is full.
+    /// The failed system call's; `E2BIG` if the map is full.
     pub fn set(&self, flow: &Flow, path: &Path, steer: Steer) -> io::Result<()> {
         let family = if flow.is_v4() { V4 } else { V6 };
         let words = [steer as u32, path.leaves_by, if path.anywhere { family } else { 0 }].into_iter().chain(path.also_at);
@@ -167,7 +167,7 @@ impl Steering {
     /// frames are sent.
     ///
     /// # Errors
-    /// The system's; `E2BIG` if the map is full.
+    /// The failed system call's; `E2BIG` if the map is full.
     pub fn hear_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
         let families = if accepts.v4 { V4 } else { 0 } | if accepts.v6 { V6 } else { 0 };
         let mut value = [0u8; programs::DEVICE_BYTES];
@@ -179,7 +179,7 @@ impl Steering {
     /// There is no such device any more.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn forget_device(&self, device: u32) -> io::Result<()> {
         bpf::delete(self.devices.as_fd(), &device.to_ne_bytes())
     }
@@ -187,7 +187,7 @@ impl Steering {
     /// The kernel has the connection alone.
     ///
     /// # Errors
-    /// The system's; a flow that is not there is none.
+    /// The failed system call's; a flow that is not there is none.
     pub fn remove(&self, flow: &Flow) -> io::Result<()> {
         bpf::delete(self.flows.as_fd(), &key(flow))
     }

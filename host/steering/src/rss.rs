@@ -27,7 +27,7 @@ pub fn registers(bytes: usize) -> io::Result<OwnedFd> {
 /// host's own or come to it. For TUNSETSTEERINGEBPF.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn distribute(registers: BorrowedFd<'_>, from: From) -> io::Result<OwnedFd> {
     bpf::load(bpf::ProgramKind::Socket, &program(registers, from))
 }

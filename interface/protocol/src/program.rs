@@ -1,4 +1,4 @@
-//! What programs and tools say to the agent over its socket, and its answers.
+//! The messages that programs and tools exchange with the agent over its socket.
 
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Version of these messages.
 pub const VERSION: u32 = 5;
 
-/// Where a connection is, or shall go.
+/// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -21,39 +21,40 @@ pub enum Place {
 pub struct Request {
     /// Chosen by the caller.
     pub tag: u32,
-    /// What is asked.
+    /// The request itself.
     pub body: Ask,
 }
 
-/// What can be asked.
+/// Requests.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Ask {
     /// Opens a session: the answer carries its memory, and the program's end of its doorbells.
     Open(Opening),
-    /// A client that came to somebody else's door (same user or root): its control connection comes along.
+    /// A client that connected to another agent's listener (same user or root); its control connection comes along.
     Admit,
-    /// Makes a group, which programs join when they open their sessions. A descriptor that comes along is the file for its report, on a disk
-    /// or in memory.
+    /// Makes a group, which programs join when they open their sessions. If a descriptor comes along, it is the file for the
+    /// group's report, on a disk or in memory.
     Group {
-        /// How its connections are to be moved to and fro, if at all.
+        /// How its connections are moved there and back at random, if at all.
         flip: Option<Flip>,
     },
     /// Registers the connection whose descriptor comes along; it stays where it is.
     Register {
         /// Other processes may hold the same socket: it is moved only when none does.
         inherited: bool,
-        /// The process whose connection it is, if not the one that asks: for lists.
+        /// Process id of the connection's program, if that is not the sender: for lists.
         process: Option<u32>,
     },
-    /// Moves one of this session's connections. In a session of an attacher its descriptor comes along, and the program stands still.
+    /// Moves one of this session's connections. In an attacher's session its descriptor comes along, and the program stands
+    /// still.
     Move {
         /// The connection.
         connection: u32,
         /// Where to.
         to: Place,
     },
-    /// The connection goes to the kernel, since the program wants of it what only the kernel can do. In a session of an attacher its
-    /// descriptor comes along, and the program stands still.
+    /// Restores a connection to the kernel, since the program uses something that only the kernel can do. In an attacher's
+    /// session its descriptor comes along, and the program stands still.
     GiveBack {
         /// The connection.
         connection: u32,
@@ -62,29 +63,29 @@ pub enum Ask {
         /// When it may move again.
         until: Until,
     },
-    /// From an attacher that was asked for it ([`Reply::Fetch`]): the descriptor of a connection, while its program stands still.
+    /// From an attacher, after [`Reply::Fetch`]: the descriptor of a connection, while its program stands still.
     Lend {
         /// The connection.
         connection: u32,
     },
-    /// From an attacher: the program has closed the connection's socket, and everything that it sent has been queued. The connection
-    /// is to end as it would have in the kernel.
+    /// From an attacher: the program has closed the connection's socket, and everything that it sent has been queued. The
+    /// connection is to end as it would have in the kernel.
     Closed {
         /// The connection.
         connection: u32,
         /// The kernel would have reset it.
         abort: bool,
     },
-    /// The attachers that there are.
+    /// Lists the attachers.
     Attachers,
-    /// The program ends: what it did is in its group's report before the answer comes.
+    /// The program exits. The answer comes after its activity is in its group's report.
     Goodbye,
-    /// The program takes its connection back, to close or to keep: it is in the kernel afterwards, and forgotten.
+    /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent forgets it.
     Forget {
         /// The connection.
         connection: u32,
     },
-    /// What is known of one of this session's connections on the NIC.
+    /// The state of one of this session's connections on the NIC.
     Detail {
         /// The connection.
         connection: u32,
@@ -107,11 +108,11 @@ pub enum Ask {
     Statistics,
     /// The NIC's offloads.
     Offloads,
-    /// Other offloads from now on (the agent's user or root).
+    /// Sets the NIC's offloads (the agent's user or root).
     SetOffloads(Box<Offloads>),
 }
 
-/// When a connection that was given back may move again.
+/// When a connection that was restored may be offloaded again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Until {
     /// At once.
@@ -122,28 +123,28 @@ pub enum Until {
     Never,
 }
 
-/// How a session is opened.
+/// Settings of a session that is opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
     /// Must be [`VERSION`].
     pub version: u32,
-    /// The group that it belongs to, as [`Reply::Grouped`] named it; 0 for none.
+    /// The group that it belongs to, from [`Reply::Grouped`]; 0 for none.
     pub group: u64,
-    /// The program's name, for lists; of an attacher, what it is attached to.
+    /// The program's name, for lists; for an attacher, what it is attached to.
     pub program: String,
-    /// The session is that of an attacher, whose connections are other processes': the agent has their descriptors only during a move.
+    /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only during a move.
     pub attacher: bool,
 }
 
 impl Opening {
-    /// Of a program that belongs to no group.
+    /// For a program that belongs to no group.
     pub fn alone() -> Opening {
         let program = std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         Opening { version: VERSION, group: 0, program, attacher: false }
     }
 }
 
-/// Connections that move to and fro for as long as they live, at random intervals.
+/// Random moves: each connection moves there and back at random intervals for as long as it lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Flip {
     /// Shortest interval, microseconds.
@@ -159,7 +160,7 @@ impl Flip {
     pub const LONGEST: u64 = 1_000_000_000_000;
 
     /// # Errors
-    /// With what is wrong, if these are no intervals that anything can move at.
+    /// With the reason, if these intervals cannot be used.
     pub fn check(&self) -> Result<(), String> {
         let Flip { min, max, .. } = *self;
         if min >= 1 && min <= max && max <= Flip::LONGEST {
@@ -167,12 +168,12 @@ impl Flip {
         }
         let longest = Flip::LONGEST;
         Err(format!(
-            "moves at intervals of {min} to {max} us: the shortest is at least 1 and not the longer, the longest at most {longest}"
+            "moves at intervals of {min} to {max} us: the shortest must be at least 1 and at most the longest, and the longest at most {longest}"
         ))
     }
 }
 
-/// What became of the connections of a group.
+/// What happened to the connections of a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// Connections that were registered.
@@ -181,11 +182,12 @@ pub struct Report {
     pub moves: u64,
     /// Connections by the number of moves that they made.
     pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
-    /// Of connections that never moved the longest life in milliseconds, by why they stayed; no word for those that never came to it.
+    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed. The reason is empty if no
+    /// move was due.
     pub unmoved: std::collections::BTreeMap<String, u64>,
-    /// Moves back that the program brought about, by cause.
+    /// Restores that the program caused, by cause.
     pub given_back: std::collections::BTreeMap<String, u64>,
-    /// Moves that did not take place, by cause.
+    /// Moves that did not take place, by reason.
     pub stayed: std::collections::BTreeMap<String, u64>,
     /// Connections that were lost in a move.
     pub resets: u64,
@@ -198,11 +200,11 @@ pub struct Report {
 pub struct Answer {
     /// The request's tag.
     pub tag: u32,
-    /// What is answered.
+    /// The answer itself.
     pub body: Reply,
 }
 
-/// What can be answered.
+/// Answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
     /// The session is open; descriptors come along.
@@ -212,7 +214,7 @@ pub enum Reply {
     },
     /// The group is made.
     Grouped {
-        /// Its name: hard to guess, for whoever knows it may join.
+        /// Its id: hard to guess, since any process that knows it may join.
         group: u64,
     },
     /// The connection is registered.
@@ -220,45 +222,46 @@ pub enum Reply {
         /// Its number.
         connection: u32,
     },
-    /// It is where it was asked to be.
+    /// The request was carried out.
     Done,
-    /// It stays where it was.
+    /// The connection stays where it was.
     Stayed {
         /// Why.
         reason: String,
         /// Trying again later may work.
         transient: bool,
     },
-    /// The request made no sense.
+    /// The request was rejected.
     Failed {
         /// Why.
         reason: String,
     },
-    /// Sent unasked by an agent that has taken over from one that died: what was asked before is to be asked again.
+    /// Sent without a request by an agent that has taken over from one that died: unanswered requests must be repeated.
     Restarted {
         /// How often that has happened to this session.
         starts: u32,
     },
-    /// Sent unasked to an attacher: this connection should be moved.
+    /// Sent without a request to an attacher: this connection should be moved.
     Wanted {
         /// The connection.
         connection: u32,
         /// Where to.
         to: Place,
     },
-    /// Sent unasked to an attacher: its programs are to stand still until [`Reply::Returned`] or [`Reply::Restarted`] comes, and these
-    /// connections' descriptors are needed ([`Ask::Lend`], [`Ask::Closed`]). They will be in the kernel then.
+    /// Sent without a request to an attacher: its programs must stand still until [`Reply::Returned`] or [`Reply::Restarted`]
+    /// comes, and the descriptors of these connections are needed ([`Ask::Lend`], [`Ask::Closed`]). The connections are in the
+    /// kernel afterwards.
     Fetch {
         /// The connections.
         connections: Vec<u32>,
     },
-    /// Sent unasked to an attacher: what it has lent is in the kernel.
+    /// Sent without a request to an attacher: the connections whose descriptors it has lent are in the kernel.
     Returned,
-    /// Attachers: process number, and what each is attached to.
+    /// Attachers: process id, and what each is attached to.
     Attachers(Vec<(u32, String)>),
     /// A connection on the NIC.
     Detail(Detail),
-    /// Connections; none when there are no more.
+    /// Connections; empty at the end of the list.
     Connections(Vec<ConnectionInfo>),
     /// Statistics.
     Statistics(Box<Statistics>),
@@ -266,14 +269,14 @@ pub enum Reply {
     Offloads(Box<Offloads>),
 }
 
-/// One connection, as a list shows it.
+/// One connection in a list.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ConnectionInfo {
     /// Its session.
     pub session: u32,
     /// Its number in the session.
     pub connection: u32,
-    /// The program's process number.
+    /// The program's process id.
     pub process: u32,
     /// The program's name.
     pub program: String,
@@ -283,17 +286,17 @@ pub struct ConnectionInfo {
     pub peer: String,
     /// Where it is.
     pub place: Place,
-    /// How often it moved.
+    /// Number of its moves.
     pub moves: u32,
-    /// For how long it has been where it is, microseconds.
+    /// Microseconds since its last move.
     pub for_us: u64,
-    /// What is known of its path and queues.
+    /// State of its path and queues.
     pub detail: Detail,
-    /// Why it stayed or went back last.
+    /// The reason why it stayed, or was last restored.
     pub reason: String,
 }
 
-/// A connection, as its recovery record on the NIC describes it, or the kernel.
+/// State of a connection, from its recovery record on the NIC, or from the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Detail {
     /// State, numbered as Linux does.
@@ -310,14 +313,14 @@ pub struct Detail {
     pub unread: u32,
     /// The peer's window, bytes.
     pub send_window: u32,
-    /// Segments retransmitted, ever, as far as it is known.
+    /// Segments retransmitted, ever, as far as known.
     pub retransmitted: u32,
     /// Largest segment, bytes.
     pub mss: u32,
 }
 
 impl Detail {
-    /// Writes what is known into a `struct tcp_info` (Linux, include/uapi/linux/tcp.h), as far as that is long enough.
+    /// Writes these fields into a `struct tcp_info` (Linux, include/uapi/linux/tcp.h), as far as it is long enough.
     pub fn overlay(&self, info: &mut [u8]) {
         let mut put = |at: usize, bytes: &[u8]| {
             if let Some(place) = info.get_mut(at..at + bytes.len()) {
@@ -340,29 +343,29 @@ impl Detail {
     }
 }
 
-/// What agent and NIC have counted.
+/// Counters of agent and NIC.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
     /// Process number of the NIC.
     pub nic_process: u32,
     /// Process number of the agent.
     pub agent_process: u32,
-    /// How often the NIC was started.
+    /// Number of times that the NIC was started.
     pub nic_starts: u32,
-    /// Control connections, this one among them.
+    /// Control connections, this one included.
     pub sessions: u32,
     /// Moves done.
     pub moves: u64,
     /// Moves that failed and lost the connection: must stay 0.
     pub failed_moves: u64,
-    /// Moves called off for a transient reason.
+    /// Moves given up for a transient reason.
     pub deferred: u64,
-    /// Connections brought back after the NIC died.
+    /// Connections restored after the NIC's death.
     pub recovered: u64,
-    /// Connections lost when the NIC died: must stay 0.
+    /// Connections lost at the NIC's death: must stay 0.
     pub lost: u64,
     /// The NIC's counters, in the order of the layout.
     pub counters: Vec<u64>,
-    /// The same of each worker.
+    /// The same counters of each worker.
     pub workers: Vec<Vec<u64>>,
 }

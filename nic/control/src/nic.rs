@@ -109,7 +109,7 @@ pub fn run() -> Result<()> {
     let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
     let agent_bell = Doorbell::from_fd(take(Descriptor::AgentBell)?);
     // Whoever asks for the end asks the agent, with which this process ends.
-    process::hear_signals(&process::ENDING)?;
+    process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
     // Read now: files are out of reach soon.
     let nodes: Vec<Option<usize>> =

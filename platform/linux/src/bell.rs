@@ -1,16 +1,17 @@
-//! The doorbells between a program and the NIC. Each has an end of its own of a pair of sockets, since what two processes share of an
-//! eventfd either can make block the other: its flags, and a count that is full. Here whoever rings or looks says itself, call by call,
-//! that it does not wait. They are sockets for datagrams: of those nobody hears that the other end is closed, which both sides learn
-//! elsewhere.
+//! The doorbells between a program and the NIC: a pair of datagram sockets, one end each.
+//!
+//! An eventfd would be one object for both processes, and either could make the other block, by its flags or by filling its
+//! count. Here each call says by itself that it must not block. Datagram sockets do not report that the other end is closed;
+//! both sides learn that elsewhere.
 
 use crate::socket::{check, set};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Rings that may wait at an end, with its small buffer, and more.
+/// Rings that an end can queue with its small buffer, and a few more.
 const MOST: usize = 16;
 
-/// One end: what is rung here is heard at the other, and the other way round.
+/// One end. Ringing it makes the other end readable, and the other way round.
 #[derive(Debug)]
 pub struct SessionBell(OwnedFd);
 
@@ -18,7 +19,7 @@ impl SessionBell {
     /// Both ends.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn pair() -> io::Result<(SessionBell, SessionBell)> {
         let mut raw = [0; 2];
         // SAFETY: room for two descriptors.
@@ -26,7 +27,7 @@ impl SessionBell {
         // SAFETY: both descriptors are new and ours.
         let ends = raw.map(|fd| SessionBell(unsafe { OwnedFd::from_raw_fd(fd) }));
         for end in &ends {
-            // A few rings that nobody has heard are as good as many.
+            // Few rings fit: one unread ring is as good as many.
             set(end.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1)?;
         }
         Ok(ends.into())
@@ -37,27 +38,27 @@ impl SessionBell {
         SessionBell(fd)
     }
 
-    /// Another handle of this end.
+    /// A duplicate of this end's descriptor.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn try_clone(&self) -> io::Result<SessionBell> {
         self.0.try_clone().map(SessionBell)
     }
 
-    /// Rings at the other end. One that has not been heard yet goes on ringing.
+    /// Rings the other end, which stays readable until it is cleared.
     pub fn ring(&self) {
-        // SAFETY: one live byte. It can fail because the other end rings already, or is gone.
+        // SAFETY: one live byte. It may fail because the other end rings already, or is closed.
         unsafe { libc::send(self.0.as_raw_fd(), [1u8].as_ptr().cast(), 1, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
     }
 
-    /// Silences this end.
+    /// Clears this end.
     pub fn clear(&self) {
         let mut ring = [0u8; 1];
         for _ in 0..MOST {
             // SAFETY: room for one byte.
-            let heard = unsafe { libc::recv(self.0.as_raw_fd(), ring.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) };
-            if heard < 0 {
+            let got = unsafe { libc::recv(self.0.as_raw_fd(), ring.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) };
+            if got < 0 {
                 return;
             }
         }
@@ -101,7 +102,7 @@ mod tests {
         assert!(!rings(&there) && !rings(&here));
     }
 
-    /// Neither flags nor a full buffer make anybody wait: this test would never end.
+    /// Neither flags nor a full buffer make either side block: this test would never end.
     #[test]
     fn nobody_waits_for_the_other_end() {
         let (here, there) = SessionBell::pair().unwrap();
@@ -110,7 +111,7 @@ mod tests {
             here.ring();
         }
         there.clear();
-        assert!(!rings(&there), "all of it is heard at once");
+        assert!(!rings(&there), "one clear takes all rings");
         drop(there);
         here.ring();
         here.clear();

@@ -1,5 +1,6 @@
-//! Connection tracking: an offloaded connection's segments bypass the host's tracker, whose window check would drop what follows
-//! after a restore as invalid. One entry is told to be liberal about windows; the system-wide setting is not ours to change.
+//! Connection tracking. An offloaded connection's segments bypass the host's tracker, whose window check would then drop the
+//! segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the system-wide setting is
+//! not changed.
 
 use crate::netlink::{ACK, NETFILTER, Netlink, Request, attributes};
 use baton_wire::Flow;
@@ -12,20 +13,20 @@ const HEADER: usize = 4;
 /// IP_CT_TCP_FLAG_BE_LIBERAL.
 const BE_LIBERAL: u8 = 0x08;
 
-/// Makes the tracker's entry of a connection liberal in both directions. Whether there was an entry.
+/// Makes the tracker's entry of a connection liberal in both directions. Returns whether there was an entry.
 ///
 /// # Errors
-/// The system's; no tracker, or no entry, is none.
+/// The failed system call's. A missing tracker or entry is no error.
 pub fn be_liberal(flow: &Flow) -> io::Result<bool> {
     let Ok(netlink) = Netlink::open(NETFILTER) else { return Ok(false) };
-    // The entry is named by its original direction, and we do not know who opened the connection.
+    // The entry's key is its original direction, and it is not known who opened the connection.
     Ok(update(&netlink, flow)? || update(&netlink, &flow.reversed())?)
 }
 
-/// Whether this host translates the connection's addresses: what is on the wire is not what its socket knows.
+/// Whether this host translates the connection's addresses (NAT): then the wire's addresses are not the socket's.
 ///
 /// # Errors
-/// The system's; no tracker, or no entry, is none.
+/// The failed system call's. A missing tracker or entry is no error.
 pub fn is_translated(flow: &Flow) -> io::Result<bool> {
     /// IPS_SRC_NAT and IPS_DST_NAT.
     const TRANSLATED: u32 = 1 << 4 | 1 << 5;
@@ -33,7 +34,7 @@ pub fn is_translated(flow: &Flow) -> io::Result<bool> {
     let Ok(netlink) = Netlink::open(NETFILTER) else { return Ok(false) };
     let mut translated = false;
     // An entry is found by either of its directions, and one of them is the socket's.
-    let found = netlink.ask(named(IPCTNL_MSG_CT_GET, 0, flow), |body| {
+    let found = netlink.ask(request_of(IPCTNL_MSG_CT_GET, 0, flow), |body| {
         let status = attributes(body, HEADER).find(|(kind, value)| *kind == CTA_STATUS && value.len() == 4);
         translated =
             status.is_some_and(|(_, value)| u32::from_be_bytes([value[0], value[1], value[2], value[3]]) & TRANSLATED != 0);
@@ -49,8 +50,8 @@ fn is_absence(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EOPNOTSUPP | libc::EINVAL))
 }
 
-/// A request about the entry of a connection, which is named by one of its directions.
-fn named(kind: u16, flags: u16, original: &Flow) -> Request {
+/// A request about the entry of a connection, by one of its directions.
+fn request_of(kind: u16, flags: u16, original: &Flow) -> Request {
     let v4 = original.is_v4();
     let family = if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8;
     let address = |request: Request, kind: u16, endpoint: &baton_wire::Endpoint| {
@@ -68,7 +69,7 @@ fn named(kind: u16, flags: u16, original: &Flow) -> Request {
 
 fn update(netlink: &Netlink, original: &Flow) -> io::Result<bool> {
     let flags = [BE_LIBERAL, BE_LIBERAL];
-    let request = named(IPCTNL_MSG_CT_NEW, ACK, original)
+    let request = request_of(IPCTNL_MSG_CT_NEW, ACK, original)
         .nested(4, |info| info.nested(1, |tcp| tcp.attribute(4, &flags).attribute(5, &flags)));
     match netlink.ask(request, |_| {}) {
         Ok(()) => Ok(true),

@@ -1,5 +1,5 @@
-//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep them apart. They run in
-//! programs that have signals of their own: whatever one interrupts goes on.
+//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep message
+//! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
 use crate::socket::{check, check_size, uninterrupted};
 use serde::Serialize;
@@ -11,12 +11,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of a message at most.
+/// Most bytes of a message.
 const MAX_MESSAGE: usize = 65536;
-/// Descriptors that a message carries at most.
+/// Most descriptors of a message.
 const MAX_DESCRIPTORS: usize = 32;
 
-/// A limit for waiting: none.
+/// A time limit of zero.
 const NOW: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// One end of a control connection.
@@ -47,10 +47,10 @@ fn unix_address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)>
 }
 
 impl Channel {
-    /// Two connected ends.
+    /// Makes two connected ends.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn pair() -> io::Result<(Channel, Channel)> {
         let mut raw = [0; 2];
         // SAFETY: room for two descriptors.
@@ -63,7 +63,7 @@ impl Channel {
     /// Connects to a listener.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn connect(path: &Path) -> io::Result<Channel> {
         let fd = unix_socket()?;
         let (address, length) = unix_address(path)?;
@@ -80,7 +80,7 @@ impl Channel {
     /// Sends a message and descriptors.
     ///
     /// # Errors
-    /// The system's; `InvalidInput` for a message that is too long.
+    /// The failed system call's; `InvalidInput` for a message that is too long.
     pub fn send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.send_with(message, descriptors, 0)
     }
@@ -161,28 +161,28 @@ impl Channel {
         Ok((message, descriptors))
     }
 
-    /// Whether nobody has the other end any more. What was sent before may still wait here.
+    /// Whether the other end is closed. Messages that were sent before may still wait here.
     pub fn is_hung_up(&self) -> bool {
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: 0, revents: 0 };
         // SAFETY: one live pollfd.
-        let said = unsafe { libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &NOW, std::ptr::null::<u8>(), 8) };
-        said == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+        let ready = unsafe { libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &NOW, std::ptr::null::<u8>(), 8) };
+        ready == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
     }
 
-    /// The user of the other end, as the kernel knows it.
+    /// User id of the process at the other end, from the kernel.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn peer_user(&self) -> io::Result<u32> {
         let mut raw = [0u8; 12];
         crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
         Ok(u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]))
     }
 
-    /// The process at the other end, as the kernel knows it.
+    /// Process id at the other end, from the kernel.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn peer_process(&self) -> io::Result<u32> {
         let mut raw = [0u8; 12];
         crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
@@ -190,7 +190,7 @@ impl Channel {
     }
 }
 
-/// Takes every descriptor of a received header, so that none leaks whatever the message says.
+/// Takes every descriptor of a received message, so that none leaks whatever the message contains.
 fn received_descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
     let mut descriptors = Vec::new();
     // SAFETY: the header was filled by recvmsg, whose control messages CMSG_FIRSTHDR and CMSG_NXTHDR walk within bounds; a
@@ -223,25 +223,25 @@ impl From<Channel> for OwnedFd {
     }
 }
 
-/// A place where control connections come in. Its path is removed with it.
+/// A listener for control connections. Dropping it removes its path.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
     path: std::path::PathBuf,
-    /// Given up for a moment when this process has no other descriptor left, to turn a client away.
+    /// Closed for a moment when this process has no other descriptor left, to turn a client away.
     spare: Mutex<Option<OwnedFd>>,
 }
 
-/// A descriptor for nothing.
+/// A descriptor that is kept in reserve.
 fn spare() -> Option<OwnedFd> {
     std::fs::File::open("/dev/null").ok().map(Into::into)
 }
 
 impl Listener {
-    /// Listens at a path that must not exist, or be a socket that nobody listens at any more.
+    /// Listens at a path that must not exist, or be a socket without a listener.
     ///
     /// # Errors
-    /// `AddrInUse` if somebody listens there, else the system's.
+    /// `AddrInUse` if another process listens there, else the system's.
     pub fn bind(path: &Path) -> io::Result<Listener> {
         if path.exists() {
             if Channel::connect(path).is_ok() {
@@ -253,18 +253,19 @@ impl Listener {
         let (address, length) = unix_address(path)?;
         // SAFETY: the pointer and length describe `address`.
         check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
-        // Whoever can reach the path may connect: a program that gives up its user keeps its connections. What each may do is
-        // decided by what it brings.
+        // Any process that can reach the path may connect: a program that gives up its user keeps its connections. What each may
+        // do is decided by what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         // SAFETY: a call on our own descriptor.
         check(unsafe { libc::listen(fd.as_raw_fd(), 64) })?;
         Ok(Listener { fd, path: path.to_owned(), spare: Mutex::new(spare()) })
     }
 
-    /// Takes the next connection, waiting for one. If this process has no descriptor left for it, it is closed, and does not wait any more.
+    /// Waits for the next connection and accepts it. If this process has no descriptor left, the connection is closed instead,
+    /// and an error returned.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn accept(&self) -> io::Result<Channel> {
         let accepted = self.accept_one();
         if accepted.as_ref().is_err_and(|error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))) {

@@ -1,4 +1,4 @@
-//! Socket diagnosis: what the kernel tells about a connection to nobody but an administrator.
+//! Socket diagnosis (sock_diag): what the kernel reports about a connection to administrators only.
 
 use crate::netlink::{ACK, Netlink, Request, attributes};
 use crate::route::Routing;
@@ -13,45 +13,45 @@ const ANY_COOKIE: [u8; 8] = [0xff; 8];
 /// Bytes of `struct inet_diag_msg`.
 const ANSWER: usize = 72;
 const INET_DIAG_MD5SIG: u16 = 18;
-/// The keys come only with the answer's TCP_INFO.
+/// The kernel sends the keys only together with TCP_INFO.
 const INET_DIAG_INFO_BIT: u8 = 1 << 1;
 const INET_DIAG_TOS: u16 = 5;
 const INET_DIAG_TCLASS: u16 = 6;
 const INET_DIAG_SKMEMINFO: u16 = 7;
-/// Bits for those three.
+/// Extension bits for these three.
 const INET_DIAG_FURTHER_BITS: u8 = 1 << 4 | 1 << 5 | 1 << 6;
 
-/// Whether a key of TCP MD5 (RFC 2385) is set on a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// Whether a TCP MD5 key (RFC 2385) is set on a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The system's; `ENOENT` if there is no such connection here.
+/// The failed system call's; `ENOENT` if there is no such connection here.
 pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     let mut found = false;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE)), |body| {
         found = attributes(body, ANSWER).any(|(kind, value)| kind == INET_DIAG_MD5SIG && !value.is_empty());
     })?;
     Ok(found)
 }
 
-/// What the kernel knows of a connection, and its state. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// TCP_INFO of a connection. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The system's; `ENOENT` if there is no such connection here.
+/// The failed system call's; `ENOENT` if there is no such connection here.
 pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
     find(netlink, flow).map(|(info, _)| info)
 }
 
-/// What the kernel knows of a connection, and whether any process has its socket still. `netlink` is of family
+/// The state of a connection, and whether any process still has its socket. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The system's; `ENOENT` if there is no such connection here.
+/// The failed system call's; `ENOENT` if there is no such connection here.
 pub fn state_and_holder(netlink: &Netlink, flow: &Flow) -> io::Result<(u8, bool)> {
-    /// Of `struct inet_diag_msg`; 0 once the last descriptor is closed.
+    /// The inode in `struct inet_diag_msg`; 0 once the last descriptor is closed.
     const INODE: usize = 68;
     const STATE: usize = 1;
     let mut found = None;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE)), |body| {
         if let (Some(state), Some(inode)) = (body.get(STATE), body.get(INODE..INODE + 4)) {
             found = Some((*state, inode != [0; 4]));
         }
@@ -60,12 +60,12 @@ pub fn state_and_holder(netlink: &Netlink, flow: &Flow) -> io::Result<(u8, bool)
     found.filter(|(state, _)| *state != LISTEN).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// A connection's TCP_INFO, and its socket's cookie.
+/// TCP_INFO of a connection, and its socket's cookie.
 fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     const INET_DIAG_INFO: u16 = 2;
     const COOKIE: usize = 4 + 40;
     let mut found = None;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE)), |body| {
         let raw = attributes(body, ANSWER).find(|(kind, _)| *kind == INET_DIAG_INFO);
         let cookie = body.get(COOKIE..COOKIE + 8).and_then(|bytes| bytes.try_into().ok());
         found = raw.map(|(_, value)| TcpInfo::parse(value)).zip(cookie);
@@ -75,16 +75,16 @@ fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// What its socket adds to a connection's addresses when its packets are routed; SO_DONTROUTE and a flow label are not told. `netlink` is of
-/// family [`crate::netlink::SOCK_DIAG`].
+/// The [`Routing`] of a connection's socket, without SO_DONTROUTE and flow label, which are not reported. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The system's; `ENOENT` if there is no such connection here.
+/// The failed system call's; `ENOENT` if there is no such connection here.
 pub fn routing(netlink: &Netlink, flow: &Flow) -> io::Result<Routing> {
     routing_and_drops(netlink, flow).map(|(routing, _)| routing)
 }
 
-/// As [`routing`], and how many segments the socket has not taken.
+/// As [`routing`], and how many segments the socket has dropped.
 ///
 /// # Errors
 /// See [`routing`].
@@ -95,7 +95,7 @@ pub fn routing_and_drops(netlink: &Netlink, flow: &Flow) -> io::Result<(Routing,
     const INET_DIAG_MARK: u16 = 15;
     let class = if flow.is_v4() { INET_DIAG_TOS } else { INET_DIAG_TCLASS };
     let mut found = None;
-    let request = Request::new(SOCK_DIAG_BY_FAMILY, 0, &which(flow, ANY_COOKIE));
+    let request = Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE));
     netlink.ask(request, |body| {
         let native = |at: usize| body.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_ne_bytes);
         let attribute = |wanted| attributes(body, ANSWER).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
@@ -109,18 +109,18 @@ pub fn routing_and_drops(netlink: &Netlink, flow: &Flow) -> io::Result<(Routing,
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Ends a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`. `netlink` is of family
+/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The system's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
+/// The failed system call's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
 pub fn destroy(netlink: &Netlink, flow: &Flow) -> io::Result<()> {
     let (_, cookie) = find(netlink, flow)?;
-    netlink.ask(Request::new(SOCK_DESTROY, ACK, &which(flow, cookie)), |_| {})
+    netlink.ask(Request::new(SOCK_DESTROY, ACK, &request_header(flow, cookie)), |_| {})
 }
 
 /// A request's header (`struct inet_diag_req_v2`) for one connection.
-fn which(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
+fn request_header(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
     let v4 = flow.is_v4();
     let mut header =
         vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT | INET_DIAG_FURTHER_BITS, 0];

@@ -1,4 +1,4 @@
-//! Waiting: eventfds as doorbells, epoll, futexes in shared memory, the monotonic clock.
+//! Ways to wait: eventfds as doorbells, epoll, futexes in shared memory, the monotonic clock.
 
 use crate::socket::check;
 use std::io;
@@ -6,15 +6,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// A doorbell.
+/// A doorbell: an eventfd.
 #[derive(Debug)]
 pub struct Doorbell(OwnedFd);
 
 impl Doorbell {
-    /// A new one.
+    /// Makes one.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn new() -> io::Result<Doorbell> {
         // SAFETY: no pointers are involved.
         let raw = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
@@ -27,25 +27,25 @@ impl Doorbell {
         Doorbell(fd)
     }
 
-    /// Another handle of it.
+    /// A duplicate of its descriptor.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn try_clone(&self) -> io::Result<Doorbell> {
         self.0.try_clone().map(Doorbell)
     }
 
-    /// Rings. A doorbell that rings already goes on ringing.
+    /// Makes it readable, if it is not already.
     pub fn ring(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: eight live bytes. It can only fail because it rings already.
+        // SAFETY: eight live bytes. The write can only fail if it is readable already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), 8) };
     }
 
-    /// Silences it.
+    /// Makes it unreadable.
     pub fn clear(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: eight live bytes. It can only fail because it does not ring.
+        // SAFETY: eight live bytes. The read can only fail if it is unreadable already.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), 8) };
     }
 }
@@ -62,14 +62,14 @@ impl From<Doorbell> for OwnedFd {
     }
 }
 
-/// What is waited for.
+/// When a descriptor is reported.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trigger {
     /// As long as it is readable.
     Readable,
     /// Each time it becomes readable or writable.
     Edge,
-    /// As long as the other end is gone.
+    /// As long as the other end is closed.
     HangUp,
 }
 
@@ -78,10 +78,10 @@ pub enum Trigger {
 pub struct Poller(OwnedFd);
 
 impl Poller {
-    /// A new one.
+    /// Makes one.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn new() -> io::Result<Poller> {
         // SAFETY: no pointers are involved.
         let raw = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -89,14 +89,14 @@ impl Poller {
         Ok(Poller(unsafe { OwnedFd::from_raw_fd(raw) }))
     }
 
-    /// Watches a descriptor; events on it are reported as `token`.
+    /// Watches a descriptor; its events are reported as `token`.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn add(&self, fd: BorrowedFd<'_>, token: u64, trigger: Trigger) -> io::Result<()> {
         let events = match trigger {
             Trigger::Readable => libc::EPOLLIN,
-            // The kernel reports EPOLLHUP unasked.
+            // The kernel reports EPOLLHUP without being asked.
             Trigger::HangUp => 0,
             Trigger::Edge => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET,
         };
@@ -105,20 +105,20 @@ impl Poller {
         check(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd.as_raw_fd(), &mut event) }).map(|_| ())
     }
 
-    /// Watches it no more.
+    /// Stops watching a descriptor.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn remove(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        // SAFETY: DEL takes no event.
+        // SAFETY: EPOLL_CTL_DEL does not read the event.
         check(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) })
             .map(|_| ())
     }
 
-    /// Waits up to `timeout` and appends the tokens of what happened. An interruption counts as nothing.
+    /// Waits up to `timeout` and appends the tokens of ready descriptors. An interruption by a signal counts as none ready.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn wait(&self, timeout: Option<Duration>, tokens: &mut Vec<u64>) -> io::Result<()> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
         let spec = timeout
@@ -146,11 +146,11 @@ impl AsFd for Poller {
 /// Sleeps while a word in shared memory has the value `expected`, at most `limit`.
 pub fn wait_while(word: &AtomicU32, expected: u32, limit: Duration) {
     let spec = libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: i64::from(limit.subsec_nanos()) };
-    // SAFETY: a live word and timespec; a spurious return is allowed by the contract.
+    // SAFETY: a live word and timespec; the function may return early.
     unsafe { libc::syscall(libc::SYS_futex, std::ptr::from_ref(word), libc::FUTEX_WAIT, expected, &spec) };
 }
 
-/// Wakes everybody who sleeps on a word in shared memory.
+/// Wakes every thread that sleeps on a word in shared memory.
 pub fn wake_all(word: &AtomicU32) {
     // SAFETY: a live word.
     unsafe { libc::syscall(libc::SYS_futex, std::ptr::from_ref(word), libc::FUTEX_WAKE, i32::MAX) };
@@ -169,7 +169,7 @@ fn nanos(clock: libc::clockid_t) -> u64 {
     spec.tv_sec as u64 * 1_000_000_000 + spec.tv_nsec as u64
 }
 
-/// Nanoseconds of CPU that the calling thread has used.
+/// Nanoseconds of CPU time that the calling thread has used.
 pub fn thread_nanos() -> u64 {
     nanos(libc::CLOCK_THREAD_CPUTIME_ID)
 }

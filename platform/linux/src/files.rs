@@ -1,21 +1,21 @@
-//! Files that others have opened.
+//! Checks of files that other processes have opened.
 
 use crate::socket::check;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Of file systems whose reads and writes a program answers (FUSE), statfs(2)'s type.
+/// statfs(2)'s type of file systems whose reads and writes a program answers (FUSE).
 const FUSE: libc::c_long = 0x6573_5546;
 
-/// Whether a descriptor is of a file on a disk or in memory: to write to anything else (a pipe, a terminal, a file that some program makes
-/// up) may take as long as somebody likes.
+/// Whether a descriptor's file is on a disk or in memory. Writing to anything else (a pipe, a terminal, a FUSE file) can block
+/// for as long as another process likes.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // SAFETY: both are plain data, for which zero is a value.
+    // SAFETY: both structures are plain data, for which zero is a value.
     let (mut stat, mut system) = unsafe { (std::mem::zeroed::<libc::stat>(), std::mem::zeroed::<libc::statfs>()) };
-    // SAFETY: the descriptor is open, the buffers have the right types.
+    // SAFETY: the descriptor is open, and the buffers have the types that the calls write.
     unsafe {
         check(libc::fstat(fd.as_raw_fd(), &mut stat))?;
         check(libc::fstatfs(fd.as_raw_fd(), &mut system))?;

@@ -1,8 +1,9 @@
-//! The firewall's rules (nftables, and iptables on top of it), as far as a packet of an established connection may meet one whose verdict
-//! changes from packet to packet, or that another program gives. Nothing tells of those changes, so such a connection stays in the kernel.
+//! The firewall's rules (nftables, and iptables on top of it). They are searched for rules that a packet of an established
+//! connection may reach and whose verdict changes from packet to packet, or comes from another program. Such changes are not
+//! notified, so the connection stays in the kernel.
 //!
-//! The rules are walked as the kernel would, for a packet that goes out and one that comes in, with what is known of such packets:
-//! addresses, ports, protocol, and that the connection is established. Whatever else a rule asks for may match or not.
+//! The rules are walked as the kernel would, once for a packet that goes out and once for one that comes in, with what is known
+//! of such packets: addresses, ports, protocol, and that the connection is established. Any other condition may match or not.
 
 mod parse;
 
@@ -11,15 +12,15 @@ use baton_wire::Flow;
 use std::collections::HashMap;
 use std::io;
 
-/// Rules that are looked at for one packet at most. Where there are more on its way the connection stays.
+/// Most rules that are walked for one packet. Where there are more on its way the connection stays in the kernel.
 const MOST_RULES: u32 = 20_000;
-/// Chains within chains, as the kernel allows.
+/// Greatest nesting of chains, as in the kernel.
 const MOST_DEPTH: u32 = 16;
 
-/// An operation of a rule.
+/// One expression of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Step {
-    /// Loads what is known of a packet, or not.
+    /// Loads a property of the packet into a register; its value may be unknown.
     Load {
         to: u32,
         what: Load,
@@ -35,29 +36,30 @@ enum Step {
         mask: Vec<u8>,
         xor: Vec<u8>,
     },
-    /// A look-up in a set, and whether it is one of verdicts.
-    Look {
+    /// Looks a key up in a set, and whether the set is a verdict map.
+    Lookup {
         from: u32,
         set: String,
         inverted: bool,
         verdicts: bool,
     },
     Verdict(Verdict),
-    /// iptables' own look at ports: lowest and highest source and destination, which of the two are inverted, and whether that is all.
+    /// iptables' match of ports: lowest and highest source and destination, which of the two are inverted, and whether the match
+    /// has no other conditions.
     Ports {
         ports: [u16; 4],
         inverted: u8,
         alone: bool,
     },
-    /// It matches or not.
+    /// Matches or not: unknown.
     Perhaps,
-    /// It matches unless the connection is established.
+    /// Matches only if the connection is not established.
     Never,
-    /// It matches or not, and changes without a word.
+    /// Matches or not, and can change from packet to packet or without a notification.
     Changing(&'static str),
-    /// It changes the packet's mark (or what else its route depends on).
+    /// Changes the packet's mark, or another property that its route depends on.
     Marks,
-    /// It always matches, and does nothing that counts here.
+    /// Always matches, and does nothing that counts here.
     Nothing,
 }
 
@@ -79,13 +81,13 @@ enum Verdict {
     Jump(String),
     Goto(String),
     Return,
-    /// Another program's.
+    /// The verdict is another program's (NFQUEUE).
     Queue,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Chain {
-    /// Hook and type; None for one that others jump to.
+    /// Hook and type of a base chain; None for a chain that others jump to.
     base: Option<(u32, String)>,
     rules: Vec<Vec<Step>>,
 }
@@ -106,11 +108,11 @@ type Table = (u8, String);
 pub struct Firewall {
     chains: HashMap<(Table, String), Chain>,
     sets: HashMap<(Table, String), Set>,
-    /// There is a rule that is worth walking for.
-    worth: bool,
+    /// Whether any rule can make a connection stay, so that the walk is needed at all.
+    matters: bool,
 }
 
-/// A packet of an established connection.
+/// Known properties of a packet of an established connection.
 struct Packet {
     v4: bool,
     network: Vec<u8>,
@@ -163,30 +165,30 @@ enum Match {
 /// How a chain ends for a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// With a verdict, for certain.
+    /// With a verdict, in any case.
     Decided,
-    /// The caller goes on, perhaps.
+    /// The calling chain goes on, perhaps.
     GoesOn,
 }
 
-/// A rule in words.
+/// The rule in words, for the user.
 type Reason = String;
 
 impl Firewall {
     /// Reads all rules. `netlink` is of family [`crate::netlink::NETFILTER`].
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn read(netlink: &Netlink) -> io::Result<Firewall> {
         parse::read(netlink)
     }
 
-    /// Why packets of a connection have to meet the rules one by one, if they have.
+    /// The reason why the kernel must judge a connection's packets one by one, if there is one.
     pub fn judge(&self, flow: &Flow) -> Option<Reason> {
-        if !self.worth {
+        if !self.matters {
             return None;
         }
-        // Hooks of IP: prerouting and input, output and postrouting; of devices: ingress, egress.
+        // Hooks of the IP families: prerouting and input, output and postrouting; of devices: ingress, egress.
         let ways = [(flow.reversed(), [0, 1], 0), (*flow, [3, 4], 1)];
         ways.iter().find_map(|(packet, hooks, of_device)| {
             let packet = Packet::of(packet);
@@ -197,7 +199,7 @@ impl Firewall {
                 const NETDEV: u8 = 5;
                 const IPV6: u8 = 10;
                 let (hook, kind) = chain.base.as_ref()?;
-                // Translation is settled by a connection's first packet.
+                // A connection's first packet decides on translation.
                 let met = kind != "nat"
                     && match table.0 {
                         INET => hooks.contains(hook) || *hook == 5 && *of_device == 0,
@@ -227,7 +229,7 @@ impl Firewall {
     ) -> Result<End, &'static str> {
         let Some(chain) = self.chains.get(&(table.clone(), name.to_owned())) else { return Ok(End::GoesOn) };
         if depth > MOST_DEPTH {
-            return Err("chains nested too deep to follow");
+            return Err("chains nested too deeply to follow");
         }
         for rule in &chain.rules {
             *budget = budget.checked_sub(1).ok_or("more rules than can be followed")?;
@@ -259,11 +261,11 @@ impl Firewall {
         Ok(End::GoesOn)
     }
 
-    /// Every chain of a table that others jump to.
+    /// Walks every chain of a table that others jump to.
     fn walk_all(&self, table: &Table, packet: &Packet, reroutes: bool) -> Result<(), &'static str> {
         let others = self.chains.iter().filter(|((of, _), chain)| of == table && chain.base.is_none());
         for rule in others.flat_map(|(_, chain)| &chain.rules) {
-            // What it jumps to is among the others.
+            // The chains that it jumps to are among the others.
             self.run(table, rule, packet, reroutes)?;
         }
         Ok(())
@@ -320,7 +322,7 @@ impl Firewall {
                         _ => matches = Match::Perhaps,
                     }
                 }
-                Step::Look { from, set, inverted, verdicts } => {
+                Step::Lookup { from, set, inverted, verdicts } => {
                     let set = self.sets.get(&(table.clone(), set.clone()));
                     if set.is_some_and(|set| set.changes) {
                         changing = changing.or(Some("a set that packets or time change"));
@@ -328,7 +330,7 @@ impl Firewall {
                     changing = changing.or(changing_registers.get(from).copied());
                     let elements = set.and_then(|set| set.elements.as_ref());
                     let key = registers.get(from).cloned().flatten();
-                    // Of several fields together only the first is known here.
+                    // Of several concatenated fields only the first is known here.
                     let comparable = |of: &(&HashMap<Vec<u8>, _>, Vec<u8>)| of.0.keys().all(|other| other.len() == of.1.len());
                     match elements.zip(key).filter(comparable) {
                         Some((elements, key)) => match (elements.get(&key), *verdicts) {
@@ -339,7 +341,7 @@ impl Firewall {
                         },
                         None if *verdicts => {
                             matches = Match::Perhaps;
-                            // Any of its chains.
+                            // It may jump to any of its chains.
                             for other in elements.into_iter().flat_map(HashMap::values).flatten() {
                                 if let Verdict::Jump(to) | Verdict::Goto(to) = other {
                                     self.walk(table, to, packet, reroutes, 1, &mut MOST_RULES.clone())?;

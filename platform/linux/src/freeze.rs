@@ -1,40 +1,42 @@
-//! Stopping every thread of a process for a moment, between two system calls, without its parent or itself seeing a signal; and taking
-//! a descriptor out of a process.
+//! Stops every thread of a process for a moment, between two system calls, without the process or its parent seeing a signal;
+//! and takes a descriptor out of a process.
 //!
-//! ptrace's SEIZE and INTERRUPT do this. If the process that stopped another dies, the kernel lets that go on.
+//! ptrace's SEIZE and INTERRUPT do this. If the process that stopped another dies, the kernel resumes the other.
 //!
-//! A call that a thread was waiting in ends when it is stopped, and most begin anew when it goes on. Those that would not are made to:
-//! a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and epoll_wait EINTR.
+//! A call in which a thread was waiting is interrupted by the stop, and the kernel restarts most such calls. Those that it would
+//! not restart are made to restart: a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and
+//! epoll_wait EINTR.
 
 use crate::socket::check;
 use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// A thread that does not stop within so many microseconds is not waited for: it may be inside vfork.
+/// Microseconds after which a thread that has not stopped is not waited for: it may be inside vfork.
 const PATIENCE: u64 = 50_000;
 
-/// So often the processor is given up before a thread that is to stop is waited for asleep, and for how long then.
+/// How often the processor is yielded before the wait for a thread sleeps, and how long each sleep is.
 const YIELDS: u32 = 100;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
 thread_local! {
-    /// Threads that were told to stop and had not when they were let go: they will stop yet, and have to be let go then.
+    /// Threads that were asked to stop and had not when their process was resumed: they will still stop, and have to be resumed
+    /// then.
     static LATE: RefCell<Vec<i32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Whether threads that were told to stop have not been let go yet.
+/// Whether threads that were asked to stop have not been resumed yet.
 pub fn any_late() -> bool {
     LATE.with_borrow(|late| !late.is_empty())
 }
 
-/// Lets threads go on that have stopped too late for whoever wanted them to. Whether there are others that have not stopped yet: this is
-/// to be called again soon then, by the thread that froze them.
+/// Resumes threads that stopped too late. Returns whether others have not stopped yet: then the thread that froze them must call
+/// this again soon.
 pub fn release_late() -> bool {
     LATE.with_borrow_mut(|late| {
         late.retain(|number| {
             let mut thread = Thread { number: *number, stopped: false, signal: 0 };
-            match thread.look() {
+            match thread.has_stopped() {
                 Ok(false) => return true,
                 Ok(true) if thread.stopped => thread.release(),
                 _ => {}
@@ -45,7 +47,7 @@ pub fn release_late() -> bool {
     })
 }
 
-/// Processes whose every thread stands still, until this is dropped. It belongs to the thread that made it.
+/// Processes all of whose threads are stopped until this is dropped. It belongs to the thread that made it.
 #[derive(Debug, Default)]
 pub struct Frozen {
     threads: Vec<Thread>,
@@ -56,7 +58,7 @@ pub struct Frozen {
 struct Thread {
     number: i32,
     stopped: bool,
-    /// A signal that was on its way to the thread.
+    /// A signal that was being delivered to the thread.
     signal: i32,
 }
 
@@ -75,8 +77,8 @@ impl Frozen {
     /// Stops these processes.
     ///
     /// # Errors
-    /// `EPERM` if one is not ours to stop, or somebody else (a debugger) traces it already; `TimedOut` if a thread does not stop.
-    /// Everything goes on then.
+    /// `EPERM` if one may not be stopped, or is traced already (by a debugger); `TimedOut` if a thread does not stop.
+    /// All of them are resumed then.
     pub fn freeze(processes: &[u32]) -> io::Result<Frozen> {
         let mut frozen = Frozen::default();
         for process in processes {
@@ -85,12 +87,12 @@ impl Frozen {
         Ok(frozen)
     }
 
-    /// Stops one more process. One that has ended stands still.
+    /// Stops one more process. One that has ended counts as stopped.
     ///
     /// # Errors
-    /// As [`Frozen::freeze`]; what is frozen already stays so.
+    /// As [`Frozen::freeze`]; what is stopped already stays so.
     pub fn add(&mut self, process: u32) -> io::Result<()> {
-        // Threads that were made meanwhile are found in the next round.
+        // Threads that were created meanwhile are found in the next round.
         loop {
             let Ok(threads) = threads_of(process) else { return Ok(()) };
             let new: Vec<i32> =
@@ -104,9 +106,9 @@ impl Frozen {
                     Ok(()) => {}
                     // It has just ended.
                     Err(error) if error.raw_os_error() == Some(libc::ESRCH) => continue,
-                    // It did not stop the last time: it was told to already.
+                    // It did not stop the last time: the request is still pending.
                     Err(error) if error.raw_os_error() == Some(libc::EPERM) && take_late(number) => {}
-                    // Or ended, and nobody has waited for it yet.
+                    // It has ended, and has not been waited for yet.
                     Err(error) if error.raw_os_error() == Some(libc::EPERM) && is_dead(number) => continue,
                     Err(error) => return Err(error),
                 }
@@ -123,12 +125,12 @@ impl Frozen {
     }
 }
 
-/// Takes a thread off the list of those that were late.
+/// Removes a thread from the list of late ones, if it is there.
 fn take_late(number: i32) -> bool {
     LATE.with_borrow_mut(|late| late.extract_if(.., |other| *other == number).count() > 0)
 }
 
-/// Whether a thread has ended and only waits to be waited for.
+/// Whether a thread has ended and has not been waited for yet.
 fn is_dead(number: i32) -> bool {
     let Ok(status) = std::fs::read_to_string(format!("/proc/{number}/status")) else { return true };
     let state = status.lines().find_map(|line| line.strip_prefix("State:")).map(str::trim);
@@ -139,20 +141,23 @@ impl Thread {
     fn wait(&mut self) -> io::Result<()> {
         let deadline = crate::events::monotonic_micros() + PATIENCE;
         for look in 0u32.. {
-            if self.look()? {
+            if self.has_stopped()? {
                 break;
             }
             if crate::events::monotonic_micros() > deadline {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("thread {} does not stop", self.number)));
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("thread {} does not stop: it may be inside vfork", self.number),
+                ));
             }
-            // It stops when it comes to run; nothing tells two kinds of waiting apart that both are short.
+            // It stops as soon as it runs. Both kinds of waiting are short, and nothing shows which one it is in.
             if look < YIELDS { std::thread::yield_now() } else { std::thread::sleep(NAP) }
         }
         Ok(())
     }
 
     /// Whether it has stopped, or ended.
-    fn look(&mut self) -> io::Result<bool> {
+    fn has_stopped(&mut self) -> io::Result<bool> {
         let mut status = 0;
         // SAFETY: room for the status.
         match unsafe { libc::waitpid(self.number, &mut status, libc::__WALL | libc::WNOHANG) } {
@@ -161,30 +166,30 @@ impl Thread {
             -1 => Ok(true),
             _ if libc::WIFSTOPPED(status) => {
                 self.stopped = true;
-                // Not the stop that was asked for: the signal is delivered when the thread goes on.
+                // Not the stop that was asked for: its signal is delivered when the thread is resumed.
                 if status >> 16 == 0 {
                     self.signal = libc::WSTOPSIG(status);
                 }
-                begin_anew(self.number).map(|()| true)
+                restart_call(self.number).map(|()| true)
             }
             _ => Ok(true),
         }
     }
 
-    /// Lets it go on.
+    /// Resumes it.
     fn release(&self) {
         if ptrace(libc::PTRACE_DETACH, self.number, self.signal as usize).is_err() {
-            // It was killed: its end is told to whoever traces it before its parent.
-            // SAFETY: no status is asked for.
+            // It was killed: the kernel reports its end to its tracer before its parent.
+            // SAFETY: a null status pointer is allowed.
             unsafe { libc::waitpid(self.number, std::ptr::null_mut(), libc::__WALL | libc::WNOHANG) };
         }
     }
 }
 
-/// Makes the call that a stopped thread was waiting in begin anew, where the kernel would not by itself. What the kernel takes for that
-/// is a result that programs never see; if a signal's handler comes in between, it is decided as ever whether the call ends.
+/// Makes the kernel restart the call in which a stopped thread was waiting, if it would not by itself. The value that makes it
+/// do so is one that programs never see. If a signal handler runs in between, its flags decide as usual whether the call ends.
 #[cfg(target_arch = "x86_64")]
-fn begin_anew(thread: i32) -> io::Result<()> {
+fn restart_call(thread: i32) -> io::Result<()> {
     const ERESTARTSYS: u64 = -512i64 as u64;
     const ERESTARTNOHAND: u64 = -514i64 as u64;
     const UNLIMITED: u64 = u32::MAX as u64;
@@ -205,21 +210,21 @@ fn begin_anew(thread: i32) -> io::Result<()> {
         _ => return Ok(()),
     };
     registers.rax = result;
-    // SAFETY: the registers that were just read, but for the result.
+    // SAFETY: the registers that were just read, except for the result.
     check(unsafe { libc::ptrace(libc::PTRACE_SETREGS, thread, 0usize, &raw const registers) } as i32).map(|_| ())
 }
 
-/// Where this has not been written yet, nothing can be frozen that waits.
+/// Not implemented on this architecture: processes that wait in a call cannot be frozen.
 #[cfg(not(target_arch = "x86_64"))]
-fn begin_anew(_thread: i32) -> io::Result<()> {
+fn restart_call(_thread: i32) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
         for thread in &mut self.threads {
-            // Only a thread that stands still can be let go. One that has ended is no more.
-            match if thread.stopped { Ok(true) } else { thread.look() } {
+            // Only a stopped thread can be resumed. One that has ended needs nothing.
+            match if thread.stopped { Ok(true) } else { thread.has_stopped() } {
                 _ if thread.stopped => thread.release(),
                 Ok(false) => LATE.with_borrow_mut(|late| late.push(thread.number)),
                 _ => {}
@@ -228,10 +233,10 @@ impl Drop for Frozen {
     }
 }
 
-/// A copy of a process' descriptor (pidfd_getfd). `process` is a pidfd.
+/// Duplicates a process's descriptor (pidfd_getfd). `process` is a pidfd.
 ///
 /// # Errors
-/// `EPERM` if the process is not ours to look into, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.
+/// `EPERM` if the process may not be inspected, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.
 pub fn take_descriptor(process: BorrowedFd<'_>, number: i32) -> io::Result<OwnedFd> {
     // SAFETY: no pointers are involved.
     let raw = check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) } as i32)?;
@@ -245,7 +250,7 @@ mod tests {
     use std::io::Read;
     use std::process::{Command, Stdio};
 
-    /// A child of several threads counts; frozen, it does not, and its parent is told nothing.
+    /// A child of several threads counts; frozen, it does not, and its parent is not notified.
     #[test]
     fn a_frozen_process_stands_still_and_goes_on() {
         let script = "

@@ -1,12 +1,12 @@
-//! Messages that a packet was too big (RFC 1191, RFC 8201), as they reach this host. They change routes of the kernel's without a word on
-//! netlink: what they have changed is to be looked up then.
+//! ICMP messages that a packet was too big (RFC 1191, RFC 8201), as they reach this host. They change the kernel's route
+//! exceptions without a netlink notification, so the routes must be looked up again after one.
 
 use crate::socket::{check, set_bytes};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Raw sockets that receive nothing but those messages.
+/// A raw socket that receives nothing but these messages.
 #[derive(Debug)]
 pub struct TooBig {
     fd: OwnedFd,
@@ -14,12 +14,12 @@ pub struct TooBig {
 }
 
 impl TooBig {
-    /// Listens in the calling thread's network namespace.
+    /// Opens one in the calling thread's network namespace.
     ///
     /// # Errors
-    /// The system's; `EPERM` without CAP_NET_RAW.
+    /// The failed system call's; `EPERM` without CAP_NET_RAW.
     pub fn listen(v6: bool) -> io::Result<TooBig> {
-        /// SOL_RAW's ICMP_FILTER, and IPPROTO_ICMPV6's ICMP6_FILTER: a set bit keeps a type away.
+        /// SOL_RAW's ICMP_FILTER, and IPPROTO_ICMPV6's ICMP6_FILTER: a set bit filters a type out.
         const FILTER: i32 = 1;
         const SOL_RAW: i32 = 255;
         const UNREACHABLE: u32 = 3;
@@ -39,7 +39,8 @@ impl TooBig {
         Ok(TooBig { fd, v6 })
     }
 
-    /// Takes in what has come, at most a queue's worth, and hands each destination that packets were too big for to `each`.
+    /// Reads the waiting messages, at most a queue's worth, and passes each destination for which a packet was too big to
+    /// `each`.
     pub fn receive(&self, mut each: impl FnMut(IpAddr)) {
         const MOST: usize = 1024;
         let mut buffer = [0u8; 256];
@@ -56,7 +57,7 @@ impl TooBig {
     }
 }
 
-/// An IPv4 socket shows the IP header in front of the message.
+/// The destination of an IPv4 message. The socket returns the IP header as well.
 fn destination_v4(packet: &[u8]) -> Option<IpAddr> {
     const FRAGMENTATION_NEEDED: u8 = 4;
     let header = usize::from(packet.first()? & 15) * 4;

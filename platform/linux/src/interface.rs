@@ -21,11 +21,11 @@ const TUN_F_TSO_ECN: libc::c_ulong = 8;
 /// How a TAP is made.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TapOptions {
-    /// The kernel may hand over frames of up to 64 KB.
+    /// The kernel may hand over frames of up to 64 KB (large sends).
     pub segmentation: bool,
     /// Frames written are received in a NAPI context, which can run in a thread of its own.
     pub napi: bool,
-    /// The interface can have more queues; further calls with its name open them.
+    /// The interface can have several queues; further calls with its name open them.
     pub multi_queue: bool,
 }
 
@@ -41,10 +41,10 @@ fn interface_request(name: &str) -> io::Result<libc::ifreq> {
     Ok(request)
 }
 
-/// Makes a TAP in the calling thread's network namespace, or opens a further queue of it. It vanishes with its last descriptor.
+/// Makes a TAP in the calling thread's network namespace, or opens another queue of it. It vanishes with its last descriptor.
 ///
 /// # Errors
-/// With what to do about it, if there is no /dev/net/tun or no right to use it; else the system's.
+/// The failed system call's; if /dev/net/tun is missing or may not be used, the message says what to do.
 pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     let explain = |error: io::Error| match error.raw_os_error() {
         Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => io::Error::new(
@@ -78,10 +78,10 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Says whether the kernel may hand over frames of up to 64 KB at a TAP.
+/// Sets whether the kernel may hand over frames of up to 64 KB at a TAP.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_large_sends(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     let large = if on { TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN } else { 0 };
     // SAFETY: TUNSETOFFLOAD takes its argument by value.
@@ -91,7 +91,7 @@ pub fn set_large_sends(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
 /// Lets a BPF program (a socket filter) choose the queue of every frame that the kernel sends through a TAP.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_steering(tap: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
     const TUNSETSTEERINGEBPF: libc::c_ulong = 0x8004_54e0;
     let raw = program.as_raw_fd();
@@ -99,10 +99,10 @@ pub fn set_steering(tap: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<
     check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETSTEERINGEBPF as _, &raw) }).map(|_| ())
 }
 
-/// The name of the interface that a TAP's descriptor stands for.
+/// The name of a TAP descriptor's interface.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
     const TUNGETIFF: libc::c_ulong = 0x8004_54d2;
     let mut request = interface_request("")?;
@@ -114,7 +114,7 @@ pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
 /// Switches an interface's generic receive offload (`ethtool -K NAME gro`).
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_gro(name: &str, on: bool) -> io::Result<()> {
     const SIOCETHTOOL: libc::c_ulong = 0x8946;
     const ETHTOOL_SGRO: u32 = 0x2c;
@@ -122,40 +122,42 @@ pub fn set_gro(name: &str, on: bool) -> io::Result<()> {
     let mut request = interface_request(name)?;
     request.ifr_ifru.ifru_data = (&raw const value).cast_mut().cast();
     let socket = socket::stream(false, 0)?;
-    // SAFETY: the request points at an ethtool_value, which lives through the call.
+    // SAFETY: the request points to an ethtool_value that lives through the call.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &mut request) }).map(|_| ())
 }
 
-/// Sets how many frames wait at an interface for its driver, at most (`ip link set NAME txqueuelen`). For a TAP that is what waits to be read.
+/// Sets the greatest number of frames that wait at an interface for its driver (`ip link set NAME txqueuelen`); at a TAP: that
+/// wait to be read.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_queue_length(name: &str, frames: u16) -> io::Result<()> {
     let mut request = interface_request(name)?;
     request.ifr_ifru.ifru_metric = frames.into();
     let socket = socket::stream(false, 0)?;
-    // SAFETY: SIOCSIFTXQLEN reads one ifreq, in which the length lies where a metric would.
+    // SAFETY: SIOCSIFTXQLEN reads one ifreq, whose length is in the field of the metric.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFTXQLEN as _, &mut request) }).map(|_| ())
 }
 
-/// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's namespace
-/// if /sys is mounted for it). Whether it worked.
+/// Makes an interface's NAPI run in a kernel thread of its own (`/sys/class/net/NAME/threaded`, in the calling thread's
+/// namespace if /sys is mounted for it). Returns whether it worked.
 pub fn set_threaded_napi(name: &str) -> bool {
     std::fs::write(format!("/sys/class/net/{name}/threaded"), "1").is_ok()
 }
 
-/// A packet socket on an interface, with virtio headers (PACKET_VNET_HDR), for all protocols.
+/// Opens a packet socket on an interface, with virtio headers (PACKET_VNET_HDR), for all protocols.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn open_packet_socket(interface: u32) -> io::Result<OwnedFd> {
     open_filtered_packet_socket(interface, true, |_| Ok(()))
 }
 
-/// The same, on all interfaces if the index is 0, with a filter that `attach` puts on it before it hears anything.
+/// As [`open_packet_socket`], on all interfaces if the index is 0, with a filter that `attach` sets before the socket receives
+/// anything.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn open_filtered_packet_socket(
     interface: u32,
     ignore_outgoing: bool,
@@ -163,7 +165,7 @@ pub fn open_filtered_packet_socket(
 ) -> io::Result<OwnedFd> {
     const PACKET_VNET_HDR: i32 = 15;
     const PACKET_IGNORE_OUTGOING: i32 = 23;
-    // Protocol 0: deaf until it is bound.
+    // With protocol 0 it receives nothing until it is bound.
     // SAFETY: no pointers are involved.
     let raw = check(unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) })?;
     // SAFETY: the descriptor is new and ours.

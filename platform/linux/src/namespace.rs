@@ -1,4 +1,4 @@
-//! Network namespaces without names: they live as long as somebody holds their descriptor or runs in them, so that nothing is left
+//! Network namespaces without names: they live as long as a process holds their descriptor or runs in them, so nothing is left
 //! behind however a process ends.
 
 use crate::socket::check;
@@ -23,7 +23,7 @@ impl Namespace {
     /// The calling thread's namespace.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn current() -> io::Result<Namespace> {
         Ok(Namespace { file: File::open("/proc/thread-self/ns/net")? })
     }
@@ -31,15 +31,15 @@ impl Namespace {
     /// A process's namespace.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn of_process(process: u32) -> io::Result<Namespace> {
         Ok(Namespace { file: File::open(format!("/proc/{process}/ns/net"))? })
     }
 
-    /// A new namespace with its loopback up. The calling thread stays where it is.
+    /// Makes a namespace with its loopback up. The calling thread stays in its own.
     ///
     /// # Errors
-    /// Without the right to make one, with what to do about it.
+    /// If there is no right to make one; the message says what to do.
     pub fn new() -> io::Result<Namespace> {
         std::thread::scope(|scope| {
             let made = scope.spawn(|| {
@@ -62,13 +62,13 @@ impl Namespace {
     /// Moves the calling thread into this namespace.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn enter(&self) -> io::Result<()> {
         // SAFETY: no pointers are involved; it changes the calling thread alone.
         check(unsafe { libc::setns(self.file.as_raw_fd(), libc::CLONE_NEWNET) }).map(|_| ())
     }
 
-    /// Runs `work` in this namespace, on a thread of its own, and gives back what it returns.
+    /// Runs `work` in this namespace, on a thread of its own, and returns its result.
     ///
     /// # Panics
     /// If `work` does.
@@ -94,9 +94,9 @@ impl Namespace {
     /// If the namespace cannot be entered, or the program does not start.
     pub fn spawn(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let file = self.file.as_raw_fd();
-        // SAFETY: as in `enter`; the descriptor is open until the command has been started.
+        // SAFETY: no pointers are involved; the descriptor is open until the command has been started.
         let enter = move || check(unsafe { libc::setns(file, libc::CLONE_NEWNET) }).map(|_| ());
-        // SAFETY: the closure makes a system call only: no allocation, no locks.
+        // SAFETY: between fork and exec the closure only makes a system call: no allocation, no locks.
         unsafe { command.pre_exec(enter) };
         command.spawn()
     }
@@ -108,11 +108,11 @@ impl AsFd for Namespace {
     }
 }
 
-/// Makes the process root of a new user namespace, if it is not root already, so that an ordinary user can make network
-/// namespaces. Must be called before the process has threads.
+/// Makes an ordinary user's process root of a new user namespace, so that it can make network namespaces. Does nothing for root.
+/// Must be called before the process has threads.
 ///
 /// # Errors
-/// With what to do about it, where user namespaces are switched off.
+/// If user namespaces are switched off; the message says what to do.
 pub fn become_root_if_needed() -> io::Result<()> {
     // SAFETY: no pointers are involved.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -130,10 +130,11 @@ pub fn become_root_if_needed() -> io::Result<()> {
     std::fs::write("/proc/self/gid_map", format!("0 {group} 1"))
 }
 
-/// Mounts a /sys that shows the calling thread's network namespace, in a mount namespace of its own; for settings that only /sys has.
+/// Mounts a /sys that shows the calling thread's network namespace, in a mount namespace of its own, for settings that only /sys
+/// has.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn mount_own_sysfs() -> io::Result<()> {
     unshare(libc::CLONE_NEWNS)?;
     let mount = |source: &std::ffi::CStr, target: &std::ffi::CStr, kind: &std::ffi::CStr, flags| {

@@ -1,5 +1,5 @@
-//! Netlink requests and their answers. Three families are spoken here (routes, connection tracking, socket diagnosis), a message or
-//! two of each; this builder serves all three.
+//! Netlink requests and their answers, for routes, connection tracking, nftables, IPsec and socket diagnosis: a message or two
+//! of each.
 
 use crate::socket::{check, check_size};
 use std::io;
@@ -55,13 +55,13 @@ impl Request {
         self
     }
 
-    /// Appends an attribute that holds others.
+    /// Appends an attribute that contains others.
     #[must_use]
     pub fn nested(self, kind: u16, fill: impl FnOnce(Request) -> Request) -> Self {
         self.nested_behind(kind, &[], fill)
     }
 
-    /// Appends an attribute that holds a fixed header and others behind it.
+    /// Appends an attribute that contains a fixed header, followed by others.
     #[must_use]
     pub fn nested_behind(mut self, kind: u16, header: &[u8], fill: impl FnOnce(Request) -> Request) -> Self {
         let start = self.bytes.len();
@@ -75,7 +75,7 @@ impl Request {
     }
 }
 
-/// A netlink socket in the network namespace in which it was opened.
+/// A netlink socket, in the network namespace in which it was opened.
 pub struct Netlink {
     fd: OwnedFd,
 }
@@ -84,7 +84,7 @@ impl Netlink {
     /// Opens a socket of one family.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn open(family: i32) -> io::Result<Netlink> {
         // SAFETY: no pointers are involved.
         let raw = check(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, family) })?;
@@ -92,7 +92,7 @@ impl Netlink {
         Ok(Netlink { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
     }
 
-    /// Sends a request and hands every answering message's body to `each`, until the kernel is done.
+    /// Sends a request and passes the body of every answer to `each`, until the kernel is done.
     ///
     /// # Errors
     /// The kernel's answer if it is an error, or the system's.
@@ -133,25 +133,26 @@ impl Netlink {
     }
 }
 
-/// Route groups that tell of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of settings of links (rp_filter).
+/// Route groups that report changes of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of links' settings
+/// (rp_filter).
 pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18 | 1 << 23;
-/// The route group that tells of queueing disciplines and filters (tc).
+/// The route group that reports changes of queueing disciplines and filters (tc).
 pub const TRAFFIC_CONTROL_CHANGES: u32 = 0x8;
-/// The groups that tell of IPsec's policies, and of those that expire.
+/// The groups that report changes of IPsec policies, and policies that expire.
 pub const POLICY_CHANGES: u32 = 0x8 | 0x2;
-/// The netfilter group that tells of nftables' rules.
+/// The netfilter group that reports changes of nftables rules.
 pub const RULE_CHANGES: u32 = 1 << 6;
 
-/// A netlink socket that hears of changes.
+/// A netlink socket that receives notifications of changes.
 pub struct Changes {
     fd: OwnedFd,
 }
 
 impl Changes {
-    /// Listens to groups of a family, in the calling thread's network namespace.
+    /// Subscribes to groups of a family, in the calling thread's network namespace.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn listen(family: i32, groups: u32) -> io::Result<Changes> {
         let Netlink { fd } = Netlink::open(family)?;
         // SAFETY: sockaddr_nl is plain data, for which zero is a value.
@@ -164,18 +165,20 @@ impl Changes {
         Ok(Changes { fd })
     }
 
-    /// Takes in what was told. Whether there was anything; what has been lost counts.
+    /// Reads all waiting notifications. Returns whether there were any; lost ones count.
     pub fn any(&self) -> bool {
         let mut any = false;
         self.each(|_, _| any = true);
         any
     }
 
-    /// Takes in what was told: each message's type and body. Of messages that were lost there is one of type 0, without a body.
+    /// Reads all waiting notifications, and passes each one's type and body. For lost ones it passes type 0 and an empty body
+    /// once.
     pub fn each(&self, mut each: impl FnMut(u16, &[u8])) {
         let mut buffer = [0u8; 16384];
         loop {
-            // SAFETY: the pointer and length describe the buffer; MSG_TRUNC makes the call tell a longer message's length.
+            // SAFETY: the pointer and length describe the buffer; with MSG_TRUNC the call returns a longer message's full
+            // length, but writes no more.
             let got = unsafe {
                 libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT | libc::MSG_TRUNC)
             };
@@ -210,7 +213,7 @@ impl std::os::fd::AsFd for Changes {
     }
 }
 
-/// The attributes behind a message's fixed header of `skip` bytes.
+/// The attributes after a message's fixed header of `skip` bytes.
 pub fn attributes(body: &[u8], skip: usize) -> impl Iterator<Item = (u16, &[u8])> {
     let mut rest = body.get(skip..).unwrap_or_default();
     std::iter::from_fn(move || {

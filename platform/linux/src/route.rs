@@ -1,5 +1,5 @@
-//! Route look-ups with everything that the kernel itself uses for a socket's packets: mark, bound device, user, class, flow label,
-//! protocol and ports (rules may ask for each of them, and ports decide between equal paths).
+//! Route look-ups with all that the kernel uses for a socket's packets: mark, bound device, user, class, flow label, protocol
+//! and ports. (Rules can match each of them, and ports select between equal paths.)
 
 use crate::netlink::{Netlink, Request, attributes};
 use crate::rtnetlink::{bytes, family, parse, word};
@@ -9,9 +9,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
 const RTM_GETROUTE: u16 = 26;
-/// The answer is the table's entry, with all its paths, instead of the one that was chosen.
+/// The answer is the table's entry with all its paths, not the path that was chosen.
 const RTM_F_FIB_MATCH: u32 = 0x2000;
-/// Room in front of an answer's attributes.
+/// Bytes before an answer's attributes.
 const HEADER: usize = 12;
 
 const RTA_DST: u16 = 1;
@@ -33,20 +33,20 @@ const RTAX_MTU: u16 = 2;
 
 const IPPROTO_TCP: u8 = 6;
 
-/// What a socket adds to its addresses when its packets are routed.
+/// Properties of a socket that count when its packets are routed, besides the addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Routing {
     /// SO_MARK.
     pub mark: u32,
     /// The device that it is bound to (SO_BINDTODEVICE), 0 for none.
     pub device: u32,
-    /// The user it belongs to.
+    /// User id that it belongs to.
     pub user: u32,
     /// Type of service or traffic class.
     pub class: u8,
-    /// IPv6 flow label, with the class bits in front, in network order as a number.
+    /// IPv6 flow label, with the class bits in front, as a number in network order.
     pub flow_label: u32,
-    /// SO_DONTROUTE: only peers on the link are reached.
+    /// SO_DONTROUTE: only peers on the link can be reached.
     pub on_link: bool,
 }
 
@@ -54,7 +54,7 @@ impl Routing {
     /// Reads a socket's.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn of(fd: BorrowedFd<'_>, v4: bool, peer: SocketAddr) -> io::Result<Routing> {
         const SO_MARK: i32 = 36;
         const SO_BINDTOIFINDEX: i32 = 62;
@@ -79,18 +79,18 @@ impl Routing {
     }
 }
 
-/// A connection's way to its peer, as the kernel would choose it.
+/// The route to a connection's peer, as the kernel would choose it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
     /// Index of the outgoing device.
     pub interface: u32,
     /// The next hop, if it is not the destination itself. It may be an IPv6 router of an IPv4 destination.
     pub gateway: Option<IpAddr>,
-    /// The source address it prefers.
+    /// The source address that it prefers.
     pub source: Option<IpAddr>,
-    /// Path MTU in bytes of IP packet, where the route or one of its exceptions has one; else the device's counts.
+    /// Path MTU in bytes of IP packet, if the route or one of its exceptions has one; otherwise the device's counts.
     pub mtu: Option<u32>,
-    /// Packets get a further header on this route (MPLS, segment routing, …).
+    /// Packets get another header on this route (MPLS, segment routing, …).
     pub encapsulated: bool,
     /// The destination is this host.
     pub local: bool,
@@ -100,7 +100,7 @@ fn request(local: Option<SocketAddr>, peer: SocketAddr, routing: &Routing, flags
     let destination = peer.ip().to_canonical();
     let length = if destination.is_ipv4() { 32 } else { 128 };
     let source = local.map(|local| local.ip().to_canonical());
-    // The two lowest bits are ECN's and route nothing.
+    // The two lowest bits are ECN's and do not affect routing.
     let class = routing.class & 0xfc;
     let mut header = [family(&destination), length, if source.is_some() { length } else { 0 }, class, 0, 0, 0, 0, 0, 0, 0, 0];
     header[8..].copy_from_slice(&flags.to_ne_bytes());
@@ -122,7 +122,7 @@ fn request(local: Option<SocketAddr>, peer: SocketAddr, routing: &Routing, flags
     request
 }
 
-/// Asks which way a connection's packets go.
+/// Looks up the route of a connection's packets.
 ///
 /// # Errors
 /// `ENETUNREACH` or `EHOSTUNREACH` without a route, `EINVAL` if the source is not this host's.
@@ -151,7 +151,7 @@ fn ask(netlink: &Netlink, request: Request) -> io::Result<Route> {
             }
         }
     })?;
-    // RTN_UNICAST and RTN_LOCAL lead somewhere.
+    // Only RTN_UNICAST and RTN_LOCAL lead to a destination.
     route.local = kind == 2;
     if kind == 1 || kind == 2 { Ok(route) } else { Err(io::Error::from_raw_os_error(libc::ENETUNREACH)) }
 }
@@ -159,7 +159,7 @@ fn ask(netlink: &Netlink, request: Request) -> io::Result<Route> {
 /// Whether an address is one of this host's.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn is_local(netlink: &Netlink, address: IpAddr) -> io::Result<bool> {
     match ask(netlink, request(None, SocketAddr::new(address, 0), &Routing::default(), 0)) {
         Ok(route) => Ok(route.local),
@@ -172,11 +172,11 @@ pub fn is_local(netlink: &Netlink, address: IpAddr) -> io::Result<bool> {
     }
 }
 
-/// Devices of all the paths of a connection's route, where there are several: those that a strict reverse path filter lets its peer's
-/// packets in by.
+/// Devices of all paths of a connection's route, if there are several: a strict reverse path filter accepts the peer's packets
+/// at each of them.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn paths(netlink: &Netlink, local: SocketAddr, peer: SocketAddr, routing: &Routing) -> io::Result<Vec<u32>> {
     /// Bytes of `struct rtnexthop`, whose last word is the device.
     const NEXT_HOP: usize = 8;

@@ -1,4 +1,4 @@
-//! Routes, neighbours, links and addresses.
+//! Routes, neighbours, links and addresses over rtnetlink.
 
 use crate::netlink::{ACK, CREATE_EXCLUSIVE, CREATE_REPLACE, DUMP, Netlink, ROUTE, Request, attributes};
 use std::collections::HashSet;
@@ -32,10 +32,10 @@ pub(crate) fn word(value: &[u8]) -> Option<u32> {
     Some(u32::from_ne_bytes(value.try_into().ok()?))
 }
 
-/// The link address of a neighbour, if the kernel knows one that it would use.
+/// The link address of a neighbour; None unless the kernel has one that it would use.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn neighbour(netlink: &Netlink, interface: u32, address: IpAddr) -> io::Result<Option<[u8; 6]>> {
     let mut header = [0u8; 12];
     header[0] = family(&address);
@@ -49,7 +49,7 @@ pub fn neighbour(netlink: &Netlink, interface: u32, address: IpAddr) -> io::Resu
     }
 }
 
-/// What a message about a neighbour says: device, address, and the link address if the kernel would use one.
+/// Parses a message about a neighbour: device, address, and the link address if the kernel would use one.
 pub fn parse_neighbour(body: &[u8]) -> Option<(u32, IpAddr, Option<[u8; 6]>)> {
     let device = word(body.get(4..8)?)?;
     let state = u16::from_ne_bytes(body.get(8..10)?.try_into().ok()?);
@@ -72,31 +72,31 @@ pub struct LinkInfo {
     pub mtu6: u32,
     /// Kind of link layer: [`ETHERNET`], [`LOOPBACK`] or another.
     pub kind: u16,
-    /// It is up.
+    /// Whether it is up.
     pub up: bool,
-    /// What stands over it.
+    /// The device above it (its master).
     pub master: Master,
-    /// It is a VRF device (or another that stands for a routing table of its own).
+    /// It is a VRF device (or another that has a routing table of its own).
     pub vrf: bool,
 }
 
-/// What stands over a link.
+/// The device above a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Master {
-    /// Nothing: packets that it receives are the host's.
+    /// None: packets that it receives are the host's.
     None,
-    /// A VRF: packets that it receives are the host's, with a routing table of their own.
+    /// A VRF: packets that it receives are the host's, with the VRF's routing table.
     Vrf,
-    /// A bridge, a bond, …: what it receives counts as received by that.
+    /// A bridge, a bond, …: packets that it receives count as received by the master.
     Other,
 }
 
-/// A link with Ethernet headers.
+/// Link type with Ethernet headers.
 pub const ETHERNET: u16 = 1;
-/// The loopback device, whose Ethernet headers hold zeros.
+/// Link type of the loopback device, whose Ethernet headers contain zeros.
 pub const LOOPBACK: u16 = 772;
 
-/// Looks a link up by name.
+/// Looks up a link by name.
 ///
 /// # Errors
 /// `ENODEV` if there is none of this name.
@@ -106,7 +106,7 @@ pub fn link(netlink: &Netlink, name: &str) -> io::Result<LinkInfo> {
     ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &[0; 16]).attribute(3, &terminated))
 }
 
-/// Looks a link up by index.
+/// Looks up a link by index.
 ///
 /// # Errors
 /// `ENODEV` if there is none.
@@ -119,7 +119,7 @@ pub fn link_at(netlink: &Netlink, index: u32) -> io::Result<LinkInfo> {
 /// All links of the namespace.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn links(netlink: &Netlink) -> io::Result<Vec<LinkInfo>> {
     let mut all = Vec::new();
     netlink.ask(Request::new(RTM_GETLINK, DUMP, &[0; 16]), |body| all.extend(parse_link(body)))?;
@@ -176,13 +176,13 @@ fn ipv6_mtu(families: &[u8]) -> Option<u32> {
     word(settings.get(4 * MTU..4 * MTU + 4)?)
 }
 
-/// Whether a filter of traffic control's judges what comes in at a link. Those of this library's own (tcx) are not counted.
+/// Whether a traffic control filter judges what comes in at a link. Programs attached by Baton (tcx) do not count.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn has_ingress_filter(netlink: &Netlink, index: u32) -> io::Result<bool> {
     const RTM_GETTFILTER: u16 = 46;
-    /// The parents of filters at the ingress: of clsact, and of the older ingress discipline.
+    /// The parents of ingress filters: of clsact, and of the older ingress discipline.
     const PARENTS: [u32; 2] = [0xffff_fff2, 0xffff_0000];
     let mut found = false;
     for parent in PARENTS {
@@ -190,7 +190,7 @@ pub fn has_ingress_filter(netlink: &Netlink, index: u32) -> io::Result<bool> {
         header[4..8].copy_from_slice(&index.to_ne_bytes());
         header[12..16].copy_from_slice(&parent.to_ne_bytes());
         match netlink.ask(Request::new(RTM_GETTFILTER, DUMP, &header), |_| found = true) {
-            // No such discipline, or no traffic control in this kernel.
+            // There is no such discipline, or no traffic control in this kernel.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT | libc::EOPNOTSUPP)) => {}
             other => other?,
         }
@@ -201,7 +201,7 @@ pub fn has_ingress_filter(netlink: &Netlink, index: u32) -> io::Result<bool> {
 /// Links that have an IPv4 address.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
     const RTM_GETADDR: u16 = 22;
     let mut found = HashSet::new();
@@ -210,15 +210,15 @@ pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
     Ok(found)
 }
 
-/// How a link filters by reverse path (`rp_filter`): 0 not at all, 1 strictly, 2 loosely. The list has all links that have IPv4.
+/// The reverse path filter (`rp_filter`) of each link that has IPv4: 0 none, 1 strict, 2 loose.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn reverse_path_filters(netlink: &Netlink) -> io::Result<Vec<(u32, u32)>> {
     const RTM_GETNETCONF: u16 = 82;
     const INDEX: u16 = 1;
     const FILTER: u16 = 3;
-    /// The number that stands for all links, whose setting counts where it is larger.
+    /// The index that stands for all links, whose setting counts where it is larger.
     const ALL: u32 = -1i32 as u32;
     let mut filters = Vec::new();
     netlink.ask(Request::new(RTM_GETNETCONF, DUMP, &[libc::AF_INET as u8, 0, 0, 0]), |body| {
@@ -234,7 +234,7 @@ pub fn reverse_path_filters(netlink: &Netlink) -> io::Result<Vec<(u32, u32)>> {
 /// Sets a link's MAC address and MTU and brings it up.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_up(netlink: &Netlink, index: u32, address: Option<[u8; 6]>, mtu: Option<u32>) -> io::Result<()> {
     let mut header = [0u8; 16];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
@@ -251,7 +251,7 @@ pub fn set_up(netlink: &Netlink, index: u32, address: Option<[u8; 6]>, mtu: Opti
 }
 
 fn address_request(kind: u16, flags: u16, index: u32, address: IpAddr, prefix: u8) -> Request {
-    // IFA_F_NODAD: the test hosts' addresses are usable at once.
+    // IFA_F_NODAD: the test hosts' addresses can be used at once.
     let mut header = [family(&address), prefix, 2, 0, 0, 0, 0, 0];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
     Request::new(kind, flags, &header).attribute(2, &bytes(&address)).attribute(1, &bytes(&address))
@@ -260,7 +260,7 @@ fn address_request(kind: u16, flags: u16, index: u32, address: IpAddr, prefix: u
 /// Makes a veth pair: `name` here, its peer `peer` in another namespace.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn add_veth(netlink: &Netlink, name: &str, peer: &str, peer_namespace: BorrowedFd<'_>) -> io::Result<()> {
     let terminated = |name: &str| [name.as_bytes(), &[0]].concat();
     let namespace = peer_namespace.as_raw_fd().to_ne_bytes();
@@ -277,23 +277,23 @@ pub fn add_veth(netlink: &Netlink, name: &str, peer: &str, peer_namespace: Borro
 /// Adds an address to a link.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
     netlink.ask(address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, prefix), |_| {})
 }
 
-/// Takes an address off a link.
+/// Removes an address from a link.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn delete_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
     netlink.ask(address_request(RTM_DELADDR, ACK, index, address, prefix), |_| {})
 }
 
-/// Says which link address a neighbour has, for good.
+/// Sets the link address of a neighbour permanently.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_address: [u8; 6]) -> io::Result<()> {
     let mut header = [0u8; 12];
     header[0] = family(&address);
@@ -304,10 +304,10 @@ pub fn set_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_addres
     netlink.ask(request, |_| {})
 }
 
-/// A route socket in the calling thread's network namespace.
+/// Opens a route socket in the calling thread's network namespace.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn open() -> io::Result<Netlink> {
     Netlink::open(ROUTE)
 }

@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Turns a system call's -1 into the error it left.
+/// Turns a system call's result of -1 into errno's error.
 pub fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -20,7 +20,7 @@ pub fn check_size(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Makes a call again as long as signals interrupt it.
+/// Repeats a call while signals interrupt it.
 pub fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match call() {
@@ -33,7 +33,7 @@ pub fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T
 /// Sets an option from raw bytes.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set_bytes(fd: BorrowedFd<'_>, level: i32, option: i32, value: &[u8]) -> io::Result<()> {
     // SAFETY: the pointer and length describe `value`, which outlives the call.
     let done = unsafe { libc::setsockopt(fd.as_raw_fd(), level, option, value.as_ptr().cast(), value.len() as libc::socklen_t) };
@@ -43,15 +43,15 @@ pub fn set_bytes(fd: BorrowedFd<'_>, level: i32, option: i32, value: &[u8]) -> i
 /// Sets an integer option.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn set(fd: BorrowedFd<'_>, level: i32, option: i32, value: i32) -> io::Result<()> {
     set_bytes(fd, level, option, &value.to_ne_bytes())
 }
 
-/// Reads an option into `out` and returns how many bytes it has.
+/// Reads an option into `out` and returns its length in bytes.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn get_bytes(fd: BorrowedFd<'_>, level: i32, option: i32, out: &mut [u8]) -> io::Result<usize> {
     let mut length = out.len() as libc::socklen_t;
     // SAFETY: the pointer and length describe `out`.
@@ -62,17 +62,17 @@ pub fn get_bytes(fd: BorrowedFd<'_>, level: i32, option: i32, out: &mut [u8]) ->
 /// Reads an integer option.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn get(fd: BorrowedFd<'_>, level: i32, option: i32) -> io::Result<i32> {
     let mut value = [0u8; 4];
     get_bytes(fd, level, option, &mut value)?;
     Ok(i32::from_ne_bytes(value))
 }
 
-/// An ioctl that answers with a number of bytes (SIOCINQ, SIOCOUTQ, SIOCOUTQNSD).
+/// An ioctl that returns a number of bytes (SIOCINQ, SIOCOUTQ, SIOCOUTQNSD).
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn queue_bytes(fd: BorrowedFd<'_>, request: libc::c_ulong) -> io::Result<u32> {
     let mut value: libc::c_int = 0;
     // SAFETY: these requests write one int.
@@ -80,14 +80,14 @@ pub fn queue_bytes(fd: BorrowedFd<'_>, request: libc::c_ulong) -> io::Result<u32
     Ok(value.max(0) as u32)
 }
 
-/// Bytes unread.
+/// Request for the number of unread bytes.
 pub const SIOCINQ: libc::c_ulong = 0x541b;
-/// Bytes unacknowledged or unsent.
+/// Request for the number of unacknowledged and unsent bytes.
 pub const SIOCOUTQ: libc::c_ulong = 0x5411;
-/// Bytes unsent.
+/// Request for the number of unsent bytes.
 pub const SIOCOUTQNSD: libc::c_ulong = 0x894b;
 
-/// A socket address as the kernel wants it.
+/// A socket address in the kernel's format.
 pub struct RawAddress {
     storage: libc::sockaddr_storage,
     length: libc::socklen_t,
@@ -134,7 +134,7 @@ impl RawAddress {
     fn parse(storage: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
         match i32::from(storage.ss_family) {
             libc::AF_INET => {
-                // SAFETY: the family says which address this is.
+                // SAFETY: the family says that the storage contains this type.
                 let raw = unsafe { &*(&raw const *storage).cast::<libc::sockaddr_in>() };
                 let ip = Ipv4Addr::from(raw.sin_addr.s_addr.to_ne_bytes());
                 Ok(SocketAddrV4::new(ip, u16::from_be(raw.sin_port)).into())
@@ -153,9 +153,9 @@ impl RawAddress {
 /// The socket's own address.
 ///
 /// # Errors
-/// The system's, or `Unsupported` for a socket that is not IP.
+/// The failed system call's, or `Unsupported` for a socket that is not IP.
 pub fn local_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
-    name(fd, libc::getsockname)
+    address_from(fd, libc::getsockname)
 }
 
 /// The peer's address.
@@ -163,12 +163,12 @@ pub fn local_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
 /// # Errors
 /// As [`local_address`].
 pub fn peer_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
-    name(fd, libc::getpeername)
+    address_from(fd, libc::getpeername)
 }
 
-type NameCall = unsafe extern "C" fn(libc::c_int, *mut libc::sockaddr, *mut libc::socklen_t) -> libc::c_int;
+type AddressCall = unsafe extern "C" fn(libc::c_int, *mut libc::sockaddr, *mut libc::socklen_t) -> libc::c_int;
 
-fn name(fd: BorrowedFd<'_>, call: NameCall) -> io::Result<SocketAddr> {
+fn address_from(fd: BorrowedFd<'_>, call: AddressCall) -> io::Result<SocketAddr> {
     let mut storage = MaybeUninit::<libc::sockaddr_storage>::zeroed();
     let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
     // SAFETY: the buffer is as long as it says.
@@ -180,7 +180,7 @@ fn name(fd: BorrowedFd<'_>, call: NameCall) -> io::Result<SocketAddr> {
 /// Binds to an address.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn bind(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     let raw = RawAddress::new(address);
     let (pointer, length) = raw.as_parts();
@@ -188,10 +188,10 @@ pub fn bind(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     check(unsafe { libc::bind(fd.as_raw_fd(), pointer, length) }).map(|_| ())
 }
 
-/// Connects, or in repair mode says who the peer is.
+/// Connects; in repair mode, only sets the peer.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn connect(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     let raw = RawAddress::new(address);
     let (pointer, length) = raw.as_parts();
@@ -199,10 +199,10 @@ pub fn connect(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     check(unsafe { libc::connect(fd.as_raw_fd(), pointer, length) }).map(|_| ())
 }
 
-/// Dissolves the association of a socket (connect to AF_UNSPEC), and clears the error that this leaves.
+/// Dissolves the association of a socket (connect to AF_UNSPEC), and clears the error that this sets.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
     let raw = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
     // SAFETY: a live sockaddr of the given length.
@@ -211,22 +211,22 @@ pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends a connection as if its peer had reset it, and resets the peer: the next call fails with ECONNRESET, later ones find the end of the
-/// stream.
+/// Resets a connection and its peer. The next call fails with ECONNRESET, as after a reset by the peer; later ones return the
+/// end of the stream.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn reset(fd: BorrowedFd<'_>) -> io::Result<()> {
     let raw = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
     // SAFETY: a live sockaddr of the given length.
     check(unsafe { libc::connect(fd.as_raw_fd(), &raw, size_of::<libc::sockaddr>() as libc::socklen_t) })?;
-    // It has no peer any more, says the kernel, but shuts both sides all the same.
-    // SAFETY: a call on a live descriptor.
+    // The kernel says that it has no peer any more, but shuts both directions down nevertheless.
+    // SAFETY: no pointers are involved.
     unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_RDWR) };
     Ok(())
 }
 
-/// Bytes of a circular area of shared memory, as the one or two pieces that system calls want.
+/// A range of a circular area of shared memory, as the one or two pieces that system calls need.
 #[derive(Clone, Copy, Debug)]
 pub struct Pieces<'a> {
     pieces: [(*mut u8, usize); 2],
@@ -234,8 +234,8 @@ pub struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// `length` bytes of the area (offset, size) from the byte that belongs to sequence number `seq` on. The size is a power of two,
-    /// and a byte lies at its sequence number modulo the size. None if the area lies outside the region or is too small.
+    /// `length` bytes of an area (offset, size) from the byte of sequence number `seq` on. The size is a power of two, and a
+    /// byte lies at its sequence number modulo the size. None if the area lies outside the region or is too small.
     pub fn of(region: &'a Region, area: (u32, u32), seq: u32, length: u32) -> Option<Pieces<'a>> {
         let (base, size) = (area.0 as usize, area.1);
         if !size.is_power_of_two() || length > size {
@@ -248,12 +248,12 @@ impl<'a> Pieces<'a> {
         Some(Pieces { pieces, _region: PhantomData })
     }
 
-    /// Bytes in both.
+    /// Bytes of both pieces.
     pub fn length(&self) -> usize {
         self.pieces[0].1 + self.pieces[1].1
     }
 
-    /// What remains behind the first `count` bytes.
+    /// What remains after the first `count` bytes.
     pub fn skip(&self, count: usize) -> Pieces<'a> {
         let mut left = count;
         let pieces = self.pieces.map(|(start, length)| {
@@ -275,7 +275,7 @@ impl<'a> Pieces<'a> {
         Pieces { pieces, ..*self }
     }
 
-    /// Writes bytes into the pieces, as many as both hold.
+    /// Copies bytes into the pieces, as many as fit.
     pub fn write(&self, bytes: &[u8]) {
         let (first, second) = bytes.split_at(bytes.len().min(self.pieces[0].1));
         for ((start, room), bytes) in self.pieces.into_iter().zip([first, second]) {
@@ -289,7 +289,7 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// A message over the pieces.
+/// A message header for the pieces.
 fn message(vectors: &mut [libc::iovec; 2]) -> libc::msghdr {
     // SAFETY: msghdr is plain data, for which zero is a value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -301,7 +301,7 @@ fn message(vectors: &mut [libc::iovec; 2]) -> libc::msghdr {
 /// Sends the pieces without SIGPIPE.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn send_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::Result<usize> {
     let mut vectors = pieces.vectors();
     // SAFETY: the pieces lie in a mapped region, which their lifetime keeps mapped; the vectors live through the call.
@@ -311,7 +311,7 @@ pub fn send_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::R
 /// Receives into the pieces.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::Result<usize> {
     let mut vectors = pieces.vectors();
     // SAFETY: as above; nobody holds references into shared memory, only atomics and copies.
@@ -321,7 +321,7 @@ pub fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io
 /// Sends without waiting and without SIGPIPE.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     // SAFETY: the pointer and length describe `bytes`.
     check_size(unsafe { libc::send(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
@@ -330,7 +330,7 @@ pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
 /// Receives without waiting.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn receive(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the pointer and length describe `out`.
     check_size(unsafe { libc::recv(fd.as_raw_fd(), out.as_mut_ptr().cast(), out.len(), libc::MSG_DONTWAIT) })
@@ -339,24 +339,24 @@ pub fn receive(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<usize> {
 /// Shuts the sending side down.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // SAFETY: a call on a borrowed descriptor.
+    // SAFETY: no pointers are involved.
     check(unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) }).map(|_| ())
 }
 
-/// Makes a socket use CUBIC, the congestion control that comparisons are made with, whatever the host's default is.
+/// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
 }
 
-/// A new stream socket of a protocol (0 for TCP, 262 for Multipath TCP), neither bound nor connected.
+/// Makes a stream socket of a protocol (0 for TCP, 262 for Multipath TCP), neither bound nor connected.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn stream(v6: bool, protocol: i32) -> io::Result<OwnedFd> {
     let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
     // SAFETY: no pointers are involved.
@@ -373,18 +373,18 @@ fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
     Ok(unsafe { status.assume_init() })
 }
 
-/// The inode of a descriptor's file, by which /proc names sockets.
+/// The inode of a descriptor's file, which identifies sockets in /proc.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(status(fd)?.st_ino)
 }
 
-/// The user that a socket belongs to, whom routing rules may ask for.
+/// The user id of a socket's owner, which routing rules can match.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(status(fd)?.st_uid)
 }
@@ -392,16 +392,16 @@ pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
 /// Sends one byte as urgent data.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     // SAFETY: one live byte.
     check_size(unsafe { libc::send(fd.as_raw_fd(), (&raw const byte).cast(), 1, libc::MSG_OOB | libc::MSG_NOSIGNAL) }).map(|_| ())
 }
 
-/// The number that the kernel gives to this socket and to no other, ever.
+/// The socket's cookie: a number that the kernel gives to no other socket.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
     const SO_COOKIE: i32 = 57;
     let mut raw = [0u8; 8];
@@ -409,19 +409,19 @@ pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::from_ne_bytes(raw))
 }
 
-/// Whether a socket is of the calling thread's network namespace.
+/// Whether a socket is in the calling thread's network namespace.
 ///
 /// # Errors
-/// The system's; `ENOPROTOOPT` before Linux 5.14.
+/// The failed system call's; `ENOPROTOOPT` before Linux 5.14.
 pub fn is_of_this_namespace(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(namespace(fd)? == namespace(stream(false, 0)?.as_fd())?)
 }
 
-/// The network namespace of a socket, as a number that no other has as long as the machine runs; of a Unix socket that was accepted, that
-/// of its peer.
+/// The cookie of a socket's network namespace, which no other gets while the machine runs. For an accepted Unix socket it is the
+/// peer's namespace.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn namespace(fd: BorrowedFd<'_>) -> io::Result<u64> {
     const SO_NETNS_COOKIE: i32 = 71;
     let mut raw = [0u8; 8];
@@ -429,19 +429,19 @@ pub fn namespace(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::from_ne_bytes(raw))
 }
 
-/// Makes close(2) reset the connection instead of ending it in order.
+/// Makes close(2) reset the connection instead of closing it in order (SO_LINGER of 0).
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn reset_on_close(fd: BorrowedFd<'_>) -> io::Result<()> {
     let on_for_no_time = [1i32.to_ne_bytes(), 0i32.to_ne_bytes()].concat();
     set_bytes(fd, libc::SOL_SOCKET, libc::SO_LINGER, &on_for_no_time)
 }
 
-/// Queues bytes that the program has sent already, even beyond what the socket's buffer would take.
+/// Queues bytes that the program has sent already, even more than the socket's buffer would take.
 ///
 /// # Errors
-/// The system's.
+/// The failed system call's.
 pub fn send_beyond_limit(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
     const SO_BUF_LOCK: i32 = 72;
     if bytes.is_empty() {

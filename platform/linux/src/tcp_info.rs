@@ -1,27 +1,27 @@
-//! TCP_INFO (Linux, `include/uapi/linux/tcp.h`), as far as moves need it.
+//! TCP_INFO (Linux, `include/uapi/linux/tcp.h`), the part that moves need.
 
 use crate::socket;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// What the kernel says of a connection. Times in microseconds.
+/// The kernel's state of a connection. Times in microseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TcpInfo {
     /// Linux's state number.
     pub state: u8,
     /// Negotiated options: 1 timestamps, 2 SACK, 4 window scaling, 8 ECN, 64 timestamps in microseconds.
     pub options: u8,
-    /// Shift of the peer's windows.
+    /// Window shift of the peer's windows.
     pub snd_wscale: u8,
-    /// Shift of our windows.
+    /// Window shift of our windows.
     pub rcv_wscale: u8,
     /// Payload bytes of a full segment.
     pub snd_mss: u32,
-    /// Path MTU.
+    /// Path MTU in bytes of IP packet.
     pub pmtu: u32,
     /// Smoothed round-trip time.
     pub rtt: u32,
-    /// Its variation.
+    /// Its mean deviation.
     pub rttvar: u32,
     /// Slow start threshold in segments.
     pub snd_ssthresh: u32,
@@ -35,9 +35,9 @@ pub struct TcpInfo {
     pub retransmits: u8,
     /// Bytes that the peer has acknowledged since the socket was connected.
     pub bytes_acked: u64,
-    /// Bytes that have come since the socket was connected.
+    /// Bytes that have arrived since the socket was connected.
     pub bytes_received: u64,
-    /// Smallest round-trip time.
+    /// Smallest round-trip time measured.
     pub min_rtt: u32,
     /// Duplicates that the peer reported: segments that we retransmitted needlessly (RFC 2883).
     pub dsack_dups: u32,
@@ -57,10 +57,10 @@ pub const OPTION_ECN: u8 = 8;
 pub const OPTION_MICROSECONDS: u8 = 64;
 
 impl TcpInfo {
-    /// Asks the kernel.
+    /// Reads it from the kernel.
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn read(fd: BorrowedFd<'_>) -> io::Result<TcpInfo> {
         let mut raw = [0u8; 320];
         let length = socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut raw)?;
@@ -70,7 +70,7 @@ impl TcpInfo {
         Ok(TcpInfo::parse(&raw))
     }
 
-    /// Reads a `struct tcp_info`; what is not there is 0.
+    /// Parses a `struct tcp_info`; fields that the kernel does not have are 0.
     pub fn parse(given: &[u8]) -> TcpInfo {
         let mut raw = [0u8; 228];
         let length = given.len().min(raw.len());

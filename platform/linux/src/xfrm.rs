@@ -1,4 +1,4 @@
-//! IPsec's policies: whether a connection's packets are to be blocked or transformed, which only the kernel can do.
+//! IPsec policies: whether a connection's packets are blocked or transformed, which only the kernel can do.
 
 use crate::netlink::{DUMP, Netlink, Request, attributes};
 use baton_wire::{Endpoint, Flow};
@@ -35,11 +35,11 @@ struct Policy {
     action: Action,
     /// Value and mask of the packet's mark.
     mark: (u32, u32),
-    /// Of an IPsec interface, through which packets of the NIC's connections do not go; 0 for none.
+    /// Index of an IPsec interface, through which packets of the NIC's connections do not go; 0 for none.
     interface: u32,
 }
 
-/// What is done with packets that a policy covers.
+/// What happens to packets that a policy covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Action {
     Allow,
@@ -69,7 +69,7 @@ impl Selector {
 #[derive(Clone, Debug, Default)]
 pub struct Policies {
     policies: Vec<Policy>,
-    /// What no policy covers is blocked on the way in, and on the way out.
+    /// Whether packets that no policy covers are blocked, on the way in and on the way out.
     blocks: [bool; 2],
 }
 
@@ -77,7 +77,7 @@ impl Policies {
     /// Reads all policies. `netlink` is of family [`crate::netlink::XFRM`].
     ///
     /// # Errors
-    /// The system's.
+    /// The failed system call's.
     pub fn read(netlink: &Netlink) -> io::Result<Policies> {
         let mut all = Policies::default();
         netlink.ask(Request::new(XFRM_MSG_GETPOLICY, DUMP, &[]), |body| all.policies.extend(parse(body)))?;
@@ -90,8 +90,8 @@ impl Policies {
         Ok(all)
     }
 
-    /// What is done with a connection's packets, which leave by a device, with a mark. Where it is not clear which of several policies counts,
-    /// those that act do.
+    /// What happens to a connection's packets, which leave by `device` with `mark`. Where it is not clear which of several
+    /// policies counts, one that acts does.
     pub fn judge(&self, flow: &Flow, device: u32, mark: u32) -> Verdict {
         let [input, output] = [(IN, flow.reversed()), (OUT, *flow)].map(|(direction, packet)| {
             let matching = |policy: &&Policy| {
@@ -104,7 +104,7 @@ impl Policies {
                     && policy.destination.covers(&packet.remote, policy.v4)
             };
             let of = |wanted: u8| self.policies.iter().filter(move |policy| policy.direction == wanted).filter(matching);
-            // Whose socket it is is not told.
+            // The kernel does not report which socket's policy it is.
             let of_socket = of(direction + OF_SOCKET).map(|policy| policy.action);
             let first = of(direction).map(|policy| policy.priority).min();
             let default = if self.blocks[usize::from(direction)] { Action::Block } else { Action::Allow };
@@ -122,12 +122,12 @@ impl Policies {
     }
 }
 
-/// What policies say of a connection.
+/// What policies do to a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Its packets pass as they are.
+    /// Its packets pass unchanged.
     Clear,
-    /// They are transformed, or blocked on the way in: each has to pass the kernel.
+    /// They are transformed, or blocked on the way in: each must pass the kernel.
     Covered,
     /// They are blocked on the way out: the kernel would refuse to connect.
     BlockedOut,

@@ -1,28 +1,29 @@
-//! `baton bench`: one part of Baton measured against its bars.
+//! `baton bench`: one part of Baton measured against its bounds.
 
 use anyhow::{Context, Result};
 use clap::Subcommand;
 
 #[derive(Subcommand)]
 pub enum Bench {
-    /// What a received segment costs on the memory wire: packets/s, cycles, instructions by layer.
+    /// Cost of a received segment on a wire in memory: packets/s, cycles, instructions by layer.
     Datapath {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// What a send and a receive cost a program whose connection is on the NIC: instructions.
+    /// Instructions of a send and a receive in a program whose connection is on the NIC.
     Bypass {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six minutes.
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
+    /// minutes.
     Lro {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// Only so many connections, in each cell.
+        /// Numbers of connections to measure.
         #[arg(long, value_delimiter = ',')]
         connections: Vec<usize>,
         /// Rounds; the median counts.
@@ -31,11 +32,11 @@ pub enum Bench {
         /// Write the plot here (SVG).
         #[arg(long, value_name = "FILE")]
         plot: Option<std::path::PathBuf>,
-        /// Receive so many GB instead, with reordering, and compare every byte.
+        /// Instead, receive this many GB with reordering, and compare every byte.
         #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
         verify: Option<f64>,
     },
-    /// Interrupt moderation, and that of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
+    /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
     Moderation {
         /// Print one JSON object.
         #[arg(long)]
@@ -44,22 +45,22 @@ pub enum Bench {
         #[arg(long, default_value_t = 3)]
         rounds: usize,
     },
-    /// Receive-side scaling: a thousand connections by Zipf's law over four workers, whose weights change hands, with the static table and
-    /// the balanced one in turn.
+    /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table and the
+    /// balanced one in turn. The weights move to other connections from time to time.
     Rss {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// The NIC's workers.
+        /// Number of the NIC's workers.
         #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=16))]
         workers: u8,
-        /// Connections.
+        /// Number of connections.
         #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..=4000))]
         flows: u16,
         /// Zipf's exponent.
         #[arg(long, default_value_t = 1.0)]
         exponent: f64,
-        /// How often the weights change hands, for each table.
+        /// How often the weights move to other connections, for each table.
         #[arg(long, default_value_t = 3)]
         shifts: usize,
     },
@@ -75,26 +76,26 @@ pub enum Bench {
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
-    /// How long requests wait at worst, and what short connections cost: a web server in the kernel and under Baton, in turn. Takes about
-    /// three minutes.
+    /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn. Takes
+    /// about three minutes.
     Tail {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// Only so many connections.
+        /// Numbers of connections to measure.
         #[arg(long, value_delimiter = ',')]
         connections: Vec<usize>,
-        /// Pairs of rounds; medians count.
+        /// Pairs of rounds; the medians count.
         #[arg(long, default_value_t = 5)]
         rounds: usize,
         /// Seconds of a round.
         #[arg(long, default_value_t = 3.0)]
         seconds: f64,
-        /// A few seconds in which only errors count.
+        /// Run for a few seconds, and only look for errors.
         #[arg(long, conflicts_with_all = ["connections", "rounds", "seconds"])]
         smoke: bool,
     },
-    /// Goodput over lossy links, the NIC's TCP as sender beside the kernel's. Takes about a quarter of an hour.
+    /// Goodput over lossy links with the NIC's TCP as sender, and with the kernel's. Takes about a quarter of an hour.
     Recovery {
         /// Print one JSON object.
         #[arg(long)]
@@ -105,7 +106,7 @@ pub enum Bench {
     },
 }
 
-/// `baton bench`. False if a bar is missed.
+/// `baton bench`. Returns whether all bounds are met.
 pub fn run(what: &Bench) -> Result<bool> {
     match what {
         Bench::Recovery { json, scale } => {
@@ -122,19 +123,19 @@ pub fn run(what: &Bench) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             let settings = baton_lab::wan::WanSettings { seconds: *seconds, rounds: *rounds };
             let report = baton_lab::wan::run(&settings, |one| eprintln!("{}", baton_lab::wan::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Moderation { json, rounds } => {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Rss { json, workers, flows, exponent, shifts } => {
             baton_linux::namespace::become_root_if_needed()?;
             let (workers, flows) = (usize::from(*workers), usize::from(*flows));
             let settings = baton_lab::rss::RssSettings { workers, flows, exponent: *exponent, shifts: *shifts };
             let report = baton_lab::rss::run(&settings, |one| eprintln!("{}", baton_lab::rss::line(one)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Tail { json, connections, rounds, seconds, smoke } => {
             baton_linux::namespace::become_root_if_needed()?;
@@ -145,7 +146,7 @@ pub fn run(what: &Bench) -> Result<bool> {
                 settings.connections.clone_from(connections);
             }
             let report = baton_lab::tail::run(&settings, |row| eprintln!("{}", baton_lab::tail::line(row)))?;
-            tell_bars(&report.bars, &report, *json)
+            print_bars(&report.bars, &report, *json)
         }
         Bench::Lro { json, connections, rounds, plot, verify } => {
             baton_linux::namespace::become_root_if_needed()?;
@@ -199,11 +200,11 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
     if let Some(path) = plot {
         std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
     }
-    tell_bars(&report.bars, &report, json)
+    print_bars(&report.bars, &report, json)
 }
 
-/// Prints a bench's report, or its bars. Whether they all hold.
-fn tell_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
+/// Prints a bench's report, or its bounds. Returns whether all are met.
+fn print_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
     if json {
         println!("{}", serde_json::to_string(report)?);
     } else {
@@ -248,7 +249,7 @@ pub enum Workload {
     },
 }
 
-/// Runs one.
+/// Runs one of them.
 pub fn workload(what: &Workload) -> Result<bool> {
     match *what {
         Workload::BenchWorkload { connections, size, burst, segments } => {

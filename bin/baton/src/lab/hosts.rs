@@ -15,7 +15,7 @@ use std::process::Command;
 
 #[derive(Args)]
 pub struct HostsArguments {
-    /// A shell command to run on the second host meanwhile; it is ended when the first is done.
+    /// A shell command to run on the second host. It is killed when the program on the first host has ended.
     #[arg(long, value_name = "COMMAND")]
     peer: Option<String>,
     /// MTU of both hosts.
@@ -23,13 +23,13 @@ pub struct HostsArguments {
     mtu: u32,
     #[command(flatten)]
     workers: WorkerArguments,
-    /// A setting of the NIC's, as `baton nic set` takes it; several times if need be.
+    /// A setting of the NIC's, as for `baton nic set`. Can be given several times.
     #[arg(long = "nic", value_name = "KEY=VALUE")]
     settings: Vec<String>,
-    /// A file with such settings in a table `[nic]`; those of the command line come after.
+    /// A file with such settings in a table `[nic]`. Those of the command line are applied after it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// The program to run on the first host, with BATON_SOCKET in its environment; a shell if there is none.
+    /// The program to run on the first host, with BATON_SOCKET in its environment. Default: a shell.
     #[arg(last = true)]
     command: Vec<std::ffi::OsString>,
 }
@@ -41,7 +41,7 @@ struct Config {
     nic: BTreeMap<String, toml::Value>,
 }
 
-/// What the NIC does for the kernel's own connections: of the file, then of the command line.
+/// The NIC's offloads from the configuration file, then from the command line.
 fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     let mut offloads = Offloads::default();
     if let Some(path) = &arguments.config {
@@ -62,7 +62,7 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     Ok(offloads)
 }
 
-/// Runs the program; its exit status.
+/// Runs the program. Returns its exit status.
 pub fn run(arguments: &HostsArguments) -> Result<u8> {
     let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
     arguments.workers.apply(&mut settings);
@@ -101,8 +101,8 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
     program.args(&command[1..]);
     environment(&mut program);
     let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
-    // Ctrl-C is the program's: what ends here is ended after it.
-    let _signals = process::hear_signals(&[libc::SIGINT, libc::SIGQUIT])?;
+    // Ctrl-C is for the program; what was started here is ended after it.
+    let _signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;
     if let Some(mut peer) = peer {
         let _ = process::signal_group(peer.id(), libc::SIGKILL);

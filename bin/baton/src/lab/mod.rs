@@ -21,7 +21,7 @@ pub const NTTTCP_EXAMPLES: &str = "Examples:
 pub enum Ntttcp {
     /// Waits for a sender, and receives.
     Receive {
-        /// Where to listen; everywhere if not said.
+        /// Address to listen at. Default: all.
         #[arg(long)]
         listen: Option<IpAddr>,
         #[command(flatten)]
@@ -29,7 +29,7 @@ pub enum Ntttcp {
     },
     /// Sends to a receiver.
     Send {
-        /// Where that is.
+        /// The receiver's address.
         address: IpAddr,
         #[command(flatten)]
         how: How,
@@ -44,10 +44,10 @@ pub struct How {
     /// Bytes of each send and receive.
     #[arg(short, long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
     length: u32,
-    /// Seconds that count.
+    /// Seconds that are measured.
     #[arg(short = 't', long, default_value_t = 10.0)]
     seconds: f64,
-    /// Seconds before them.
+    /// Seconds before the measurement.
     #[arg(short, long, default_value_t = 1.0)]
     warming: f64,
     #[arg(long, default_value_t = 5001)]
@@ -55,7 +55,7 @@ pub struct How {
     /// Count the interrupts of the Baton whose agent listens at BATON_SOCKET.
     #[arg(long)]
     nic: bool,
-    /// Where that agent listens.
+    /// Path of that agent's socket.
     #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
     socket: PathBuf,
     /// Print one JSON object.
@@ -66,7 +66,7 @@ pub struct How {
 pub fn ntttcp(command: &Ntttcp) -> Result<bool> {
     let (Ntttcp::Receive { how, .. } | Ntttcp::Send { how, .. }) = command;
     if !(how.seconds > 0.0 && how.seconds < 1e6 && how.warming >= 0.0 && how.warming < 1e6) {
-        bail!("seconds have to be more than nothing");
+        bail!("--seconds must be more than 0");
     }
     let settings = NtttcpSettings {
         connections: how.connections.into(),
@@ -92,7 +92,7 @@ pub fn ntttcp(command: &Ntttcp) -> Result<bool> {
 
 #[derive(Subcommand)]
 pub enum Lab {
-    /// What interrupts a card needs and what they cost: the three equations of "Mainstream NUMA and the TCP/IP stack", with the paper's
+    /// Number and cost of a card's interrupts: the three equations of "Mainstream NUMA and the TCP/IP stack", with the paper's
     /// numbers, this machine's, and yours.
     #[command(
         after_help = "Examples:\n  baton lab equations\n  baton lab equations --paper-only --packet 1500 --per-interrupt 16 --path 20000"
@@ -110,10 +110,10 @@ pub enum Lab {
         /// Packets for each interrupt.
         #[arg(long, default_value_t = 1.0)]
         per_interrupt: f64,
-        /// Cycles of an interrupt, all halves together: calculates your own load.
+        /// Cycles of an interrupt, both halves together. With this, your own load is calculated.
         #[arg(long)]
         path: Option<f64>,
-        /// Measure nothing here.
+        /// Do not measure this machine.
         #[arg(long)]
         paper_only: bool,
         /// Print one JSON array.
@@ -125,7 +125,7 @@ pub enum Lab {
 pub fn run(command: &Lab) -> Result<bool> {
     let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command;
     if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
-        bail!("throughput, packet, share and packets per interrupt have to be more than nothing");
+        bail!("--throughput, --packet, --received and --per-interrupt must be more than 0");
     }
     let mut loads = equations::of_the_paper().to_vec();
     if let Some(path) = path {

@@ -13,7 +13,7 @@ pub struct SoakArguments {
     connections: u32,
     #[command(flatten)]
     workers: super::workers::WorkerArguments,
-    /// Moves to make, out and back counted each.
+    /// Moves to make; an offload and a restore count as two.
     #[arg(long, default_value_t = 1000)]
     moves: u64,
     /// Seed of every random choice.
@@ -25,10 +25,10 @@ pub struct SoakArguments {
     /// Frames held back each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     reorder: f64,
-    /// Frames doubled each way, in percent.
+    /// Frames duplicated each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     duplicate: f64,
-    /// Frames damaged each way, in percent.
+    /// Frames corrupted each way, in percent.
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     corrupt: f64,
     /// One-way delay in milliseconds.
@@ -40,19 +40,19 @@ pub struct SoakArguments {
     /// Kill the NIC this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_nic: u32,
-    /// Kill the agent, and with it the NIC, so many times.
+    /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
-    /// Frames that come during a move are dropped instead of kept for the connection's next owner.
+    /// Drop frames that come during a move, instead of holding them for the connection's next owner.
     #[arg(long)]
     drop_during_moves: bool,
-    /// The NIC is beside the kernel, on host A's own interface, instead of between the two; the link is then always clean.
+    /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
-    /// Host A's firewall drops what its connection tracker finds invalid.
+    /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
     /// Print one JSON object.
@@ -63,7 +63,7 @@ pub struct SoakArguments {
 fn percent(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if (0.0..=100.0).contains(&value) => Ok(value),
-        _ => Err("a percentage from 0 to 100 is wanted".into()),
+        _ => Err("write a percentage from 0 to 100".into()),
     }
 }
 
@@ -71,13 +71,13 @@ fn ppm(percent: f64) -> u32 {
     (percent * 10_000.0).round() as u32
 }
 
-/// Rules that drop what the connection tracker finds invalid, as many hosts have them.
+/// Firewall rules that drop what the connection tracker finds invalid, as many hosts have them.
 const STATEFUL_RULES: &str =
     "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
   chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }
 }\n";
 
-/// `baton soak`. False if a byte was wrong or a connection broke.
+/// `baton soak`. Returns whether every byte was right and no connection broke.
 pub fn run(arguments: &SoakArguments) -> Result<bool> {
     let delay = (arguments.delay * 1000.0) as u64;
     let link = LinkSettings {

@@ -31,7 +31,7 @@ fn options_survive_moves_both_ways() {
     let mut wrong = Vec::new();
     let mut taken = 0;
     for ipv6 in [false, true] {
-        for option in OPTIONS.iter().filter(|option| matches!(option.fate, Fate::Kept | Fate::Carried | Fate::Told)) {
+        for option in OPTIONS.iter().filter(|option| matches!(option.fate, Fate::Kept | Fate::Carried | Fate::ReadOnly)) {
             if option.level == 41 && !ipv6 {
                 continue;
             }

@@ -32,7 +32,7 @@ fn connections_are_listed_and_moved() {
     scene.exchange(10_000, Place::Kernel);
     let nobody = baton(&[&["move", "nic", ":1"][..], &socket].concat());
     assert_eq!(nobody.status.code(), Some(2));
-    assert!(text(&nobody.stderr).contains("none of the 1 connections is meant"), "{}", text(&nobody.stderr));
+    assert!(text(&nobody.stderr).contains("none of the 1 connections matches"), "{}", text(&nobody.stderr));
 }
 
 /// Without a path `ls` finds every Baton, and says of each connection where its agent listens.
@@ -54,7 +54,7 @@ fn every_baton_is_found() {
 fn what_is_wrong_is_said() {
     let absent = baton(&["ls", "--socket", "/nowhere/agent.sock"]);
     assert_eq!(absent.status.code(), Some(2));
-    assert!(text(&absent.stderr).contains("no agent at /nowhere/agent.sock; is Baton running"), "{}", text(&absent.stderr));
+    assert!(text(&absent.stderr).contains("no agent at /nowhere/agent.sock: start Baton (baton up)"), "{}", text(&absent.stderr));
     let filter = baton(&["move", "nic", "nginx"]);
     assert_eq!(filter.status.code(), Some(2));
     assert!(text(&filter.stderr).contains("a local port as `:80`"), "{}", text(&filter.stderr));

@@ -1,13 +1,13 @@
 /* libbaton: a program's side of Baton, for C.
  *
  * A session belongs to one thread. It adopts TCP connections that the program
- * accepted or connected; from then on they are used through these calls, which
- * work the same wherever a connection is: in the kernel or on the NIC. The
- * program needs no privilege.
+ * has accepted or connected. From then on they are used through these calls,
+ * which work the same wherever a connection is: in the kernel or on the NIC.
+ * The program needs no privilege.
  *
- * Calls that fail return -1 (or NULL) and set errno; baton_error() then says
- * in words what happened and what to do. EAGAIN means: not now, wait with
- * baton_poll() and try again, as with a socket that does not block.
+ * Calls that fail return -1 (or NULL) and set errno; baton_error() then returns
+ * a message that says what happened and what to do. EAGAIN means: not now, wait
+ * with baton_poll() and try again, as with a non-blocking socket.
  *
  *     baton_session *s = baton_open(NULL);
  *     int c = baton_adopt(s, accept4(listener, NULL, NULL, SOCK_NONBLOCK));
@@ -29,26 +29,26 @@ extern "C" {
 
 typedef struct baton_session baton_session;
 
-/* Where a connection is, or shall go. */
+/* Where a connection is, or is to go. */
 enum baton_place { BATON_KERNEL = 0, BATON_NIC = 1, BATON_MOVING = 2 };
 
-/* Opens a session with the agent that listens at PATH; NULL for what the
- * environment's BATON_SOCKET says, or else /run/baton/agent.sock. Returns NULL if
- * nobody listens there. */
+/* Opens a session with the agent that listens at PATH. NULL stands for the path
+ * in the environment variable BATON_SOCKET, or else for /run/baton/agent.sock.
+ * Returns NULL if no agent listens there. */
 baton_session *baton_open(const char *path);
 
 /* Ends a session: its connections return to the kernel, their descriptors are
  * closed. */
 void baton_end(baton_session *session);
 
-/* Takes charge of a connected, non-blocking TCP socket, which stays in the
- * kernel until it is moved. Returns the connection's number. The descriptor is
- * Baton's from here on, and is closed if this fails: EOPNOTSUPP says that this
- * connection could never be moved (not TCP, MPTCP, signed, ...). */
+/* Adopts a connected, non-blocking TCP socket, which stays in the kernel until it
+ * is moved. Returns the connection's number. The descriptor is Baton's from here
+ * on, and is closed if this fails. EOPNOTSUPP: this connection can never be moved
+ * (not TCP, MPTCP, signed, ...). */
 int baton_adopt(baton_session *session, int fd);
 
-/* Moves a connection and waits until it is there. EAGAIN: trying again may
- * help. EOPNOTSUPP: it will not. The connection stays where it was. */
+/* Moves a connection and waits until the move is done. On an error the connection
+ * stays where it was. EAGAIN: trying again may help. EOPNOTSUPP: it will not. */
 int baton_move(baton_session *session, int connection, enum baton_place to);
 
 /* Where a connection is: a value of enum baton_place. */
@@ -60,18 +60,18 @@ ssize_t baton_send(baton_session *session, int connection, const void *bytes, si
 ssize_t baton_receive(baton_session *session, int connection, void *bytes, size_t length);
 
 /* Receiving without a copy by the program: buffers in memory that the NIC can
- * reach. The bytes received next go into the posted buffers, in order; while the
- * connection is on the NIC it puts them there itself, else they are copied. Until
- * a buffer is taken back it must not be touched or freed, and baton_receive()
- * fails with EINVAL.
+ * write. The bytes received next go into the posted buffers, in order. While the
+ * connection is on the NIC, the NIC puts them there itself; otherwise they are
+ * copied. Until a posted buffer is taken back it must not be used or freed, and
+ * baton_receive() fails with EINVAL.
  *
- * baton_buffer_new() returns NULL with ENOMEM if the session has no room left:
- * baton_receive() needs none. baton_post() takes the buffer over, whether it
- * fails or not. baton_take_posted() gives back the first posted buffer once it is
- * full (NULL with EAGAIN until then); *LENGTH is how many bytes came into it, less
- * than it has only at the end of the stream, *PLACED (unless PLACED is NULL) how
- * many of them the NIC has put there itself. Buffers are freed before their
- * session ends. */
+ * baton_buffer_new() returns NULL with ENOMEM if the session has no room left for
+ * buffers; baton_receive() needs none. baton_post() takes the buffer over, whether
+ * it fails or not. baton_take_posted() returns the first posted buffer once it is
+ * full (NULL with EAGAIN until then). *LENGTH is the number of bytes received into
+ * it, less than its length only at the end of the stream; *PLACED (unless PLACED
+ * is NULL) is how many of them the NIC has put there itself. Free all buffers
+ * before their session ends. */
 typedef struct baton_buffer baton_buffer;
 baton_buffer *baton_buffer_new(baton_session *session, size_t length);
 const void *baton_buffer_bytes(const baton_buffer *buffer);
@@ -86,9 +86,9 @@ int baton_shutdown(baton_session *session, int connection);
 int baton_set_option(baton_session *session, int connection, int level, int option, int value);
 int baton_get_option(baton_session *session, int connection, int level, int option, int *value);
 
-/* The NUMA node of the processor on which the connection's frames are processed,
- * the kernel's or the NIC's (the processor itself: SO_INCOMING_CPU). A thread
- * that runs there has them near. ENODATA if it is not known. */
+/* The NUMA node of the processor that processes the connection's frames, in the
+ * kernel or on the NIC (the processor itself: SO_INCOMING_CPU). A thread that runs
+ * on that node has the data near. ENODATA if the node is unknown. */
 int baton_node(baton_session *session, int connection);
 
 /* baton_poll() also ends when this descriptor, such as a listener, becomes
@@ -97,17 +97,17 @@ int baton_watch(baton_session *session, int fd);
 
 /* Waits up to TIMEOUT milliseconds (-1: for ever) for connections that may have
  * become readable or writable, and writes up to COUNT of their numbers. Returns
- * how many. Use each until it gives EAGAIN, as with edge-triggered epoll. */
+ * how many. Use each until it returns EAGAIN, as with edge-triggered epoll. */
 int baton_poll(baton_session *session, int timeout, uint32_t *ready, size_t count);
 
-/* Gives the descriptor back to the program: the connection is in the kernel and
- * no longer Baton's. */
+/* Returns the descriptor to the program: the connection is in the kernel and no
+ * longer Baton's. */
 int baton_release(baton_session *session, int connection);
 
 /* Closes a connection as close(2) would. */
 int baton_close(baton_session *session, int connection);
 
-/* What the last call on this thread that failed has to say. Never NULL; valid
+/* The message of the last call on this thread that failed. Never NULL; valid
  * until the next failing call on this thread. */
 const char *baton_error(void);
 

@@ -1,8 +1,8 @@
-//! libbaton: the client library for C. `include/baton.h` is its documentation; here is only what turns C's pointers and errno into
-//! the calls of [`baton_client::Session`].
+//! libbaton: the client library for C. `include/baton.h` documents it. This file translates C's pointers and errno into calls of
+//! [`baton_client::Session`].
 //!
-//! Every function must be given what the header promises: a session from `baton_open` that has not ended and is used by one thread
-//! at a time, and buffers of the lengths named.
+//! Every function must be called as the header says: with a session from `baton_open` that has not ended and is used by one
+//! thread at a time, and with buffers of the given lengths.
 
 use baton_client::{Buffer, Session, agent_socket};
 use baton_protocol::program::Place;
@@ -35,7 +35,7 @@ fn fail(error: &io::Error) -> c_int {
         _ => libc::EOPNOTSUPP,
     });
     LAST_ERROR.with(|last| *last.borrow_mut() = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default());
-    // SAFETY: the C library's own variable of this thread.
+    // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
     unsafe { *libc::__errno_location() = number };
     -1
 }
@@ -57,9 +57,9 @@ fn count(result: io::Result<usize>) -> isize {
 /// The session behind a pointer.
 ///
 /// # Safety
-/// It must be null, or from [`baton_open`] and not ended, and nobody else may use it meanwhile.
+/// It must be null, or from [`baton_open`] and not ended, and no other thread may use it meanwhile.
 unsafe fn session<'a>(pointer: *mut CSession) -> io::Result<&'a mut CSession> {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's `# Safety`.
     unsafe { pointer.as_mut() }.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the session is NULL"))
 }
 
@@ -72,7 +72,7 @@ pub unsafe extern "C" fn baton_open(path: *const c_char) -> *mut CSession {
     let path = if path.is_null() {
         agent_socket()
     } else {
-        // SAFETY: the caller's promise.
+        // SAFETY: a non-null `path` is a C string (`# Safety`).
         PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()))
     };
     match Session::connect(&path) {
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn baton_open(path: *const c_char) -> *mut CSession {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_end(pointer: *mut CSession) {
     if !pointer.is_null() {
-        // SAFETY: it came from `baton_open`, and the caller gives it up.
+        // SAFETY: it came from `baton_open`, and is not used afterwards (`# Safety`).
         drop(unsafe { Box::from_raw(pointer) });
     }
 }
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn baton_adopt(pointer: *mut CSession, fd: c_int) -> c_int
     if fd < 0 {
         return fail(&io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: the caller's promises.
+    // SAFETY: the session is valid and the descriptor is given up (`# Safety`).
     let (session, fd) = unsafe { (session(pointer), OwnedFd::from_raw_fd(fd)) };
     answer(session.and_then(|s| s.session.adopt(fd)), |id| id as c_int)
 }
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn baton_move(pointer: *mut CSession, connection: c_int, t
         1 => Place::Nic,
         _ => return fail(&io::Error::new(io::ErrorKind::InvalidInput, "a connection moves to BATON_KERNEL or to BATON_NIC")),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.and_then(|s| s.session.move_to(connection as u32, to)), |()| 0)
 }
 
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn baton_move(pointer: *mut CSession, connection: c_int, t
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_place(pointer: *mut CSession, connection: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.map(|s| s.session.place(connection as u32)), |place| match place {
         Some(Place::Kernel) => 0,
         Some(Place::Nic) => 1,
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn baton_send(pointer: *mut CSession, connection: c_int, b
     if bytes.is_null() && length > 0 {
         return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize;
     }
-    // SAFETY: the caller's promises; a null pointer goes with no bytes and is not looked at.
+    // SAFETY: the session is valid and `bytes` has `length` bytes (`# Safety`); with no bytes the pointer is not used.
     let (session, bytes) = unsafe {
         let bytes: &[u8] = if length == 0 { &[] } else { std::slice::from_raw_parts(bytes.cast(), length) };
         (session(pointer), bytes)
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn baton_receive(pointer: *mut CSession, connection: c_int
     if bytes.is_null() && length > 0 {
         return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize;
     }
-    // SAFETY: the caller's promises; whatever the room holds are valid bytes.
+    // SAFETY: the session is valid and `bytes` has room for `length` bytes (`# Safety`), for which every value is valid.
     let (session, bytes) = unsafe {
         let bytes: &mut [u8] = if length == 0 { &mut [] } else { std::slice::from_raw_parts_mut(bytes.cast(), length) };
         (session(pointer), bytes)
@@ -189,7 +189,7 @@ fn boxed<T>(result: io::Result<T>) -> *mut T {
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_buffer_new(pointer: *mut CSession, length: usize) -> *mut Buffer {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     boxed(unsafe { session(pointer) }.and_then(|s| s.session.buffer(length)))
 }
 
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn baton_buffer_new(pointer: *mut CSession, length: usize)
 /// `buffer` must be null or a buffer of the caller's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_buffer_bytes(buffer: *const Buffer) -> *const c_void {
-    // SAFETY: the caller's promise.
+    // SAFETY: `buffer` is null or valid (`# Safety`).
     unsafe { buffer.as_ref() }.map_or(std::ptr::null(), |buffer| buffer.bytes().as_ptr().cast())
 }
 
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn baton_buffer_bytes(buffer: *const Buffer) -> *const c_v
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_buffer_free(buffer: *mut Buffer) {
     if !buffer.is_null() {
-        // SAFETY: it came from `boxed`, and the caller gives it up.
+        // SAFETY: it came from `boxed`, and is not used afterwards (`# Safety`).
         drop(unsafe { Box::from_raw(buffer) });
     }
 }
@@ -224,7 +224,7 @@ pub unsafe extern "C" fn baton_post(pointer: *mut CSession, connection: c_int, b
     if buffer.is_null() {
         return fail(&io::Error::from_raw_os_error(libc::EFAULT));
     }
-    // SAFETY: the caller's promises; the buffer came from `boxed`.
+    // SAFETY: the session is valid (`# Safety`); the buffer came from `boxed`, and is given up.
     let (session, buffer) = unsafe { (session(pointer), Box::from_raw(buffer)) };
     answer(session.and_then(|s| s.session.post(connection as u32, *buffer)), |()| 0)
 }
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn baton_take_posted(
     length: *mut usize,
     placed: *mut usize,
 ) -> *mut Buffer {
-    // SAFETY: the caller's promises.
+    // SAFETY: the session is valid, and both pointers are valid or null (`# Safety`).
     let (session, length, placed) = unsafe { (session(pointer), length.as_mut(), placed.as_mut()) };
     let Some(length) = length else {
         fail(&io::Error::from_raw_os_error(libc::EFAULT));
@@ -261,7 +261,7 @@ pub unsafe extern "C" fn baton_take_posted(
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_shutdown(pointer: *mut CSession, connection: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.and_then(|s| s.session.shutdown(connection as u32)), |()| 0)
 }
 
@@ -277,7 +277,7 @@ pub unsafe extern "C" fn baton_set_option(
     option: c_int,
     value: c_int,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.and_then(|s| s.session.set_option(connection as u32, level, option, value)), |()| 0)
 }
 
@@ -293,7 +293,7 @@ pub unsafe extern "C" fn baton_get_option(
     option: c_int,
     value: *mut c_int,
 ) -> c_int {
-    // SAFETY: the caller's promises.
+    // SAFETY: the session and `value` are valid (`# Safety`).
     let (session, value) = unsafe { (session(pointer), value.as_mut()) };
     let Some(value) = value else { return fail(&io::Error::from_raw_os_error(libc::EFAULT)) };
     answer(session.and_then(|s| s.session.option(connection as u32, level, option)), |found| {
@@ -308,7 +308,7 @@ pub unsafe extern "C" fn baton_get_option(
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_node(pointer: *mut CSession, connection: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     let node = unsafe { session(pointer) }.and_then(|s| s.session.node(connection as u32));
     let node = node.and_then(|node| node.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODATA)));
     answer(node, |node| node as c_int)
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn baton_watch(pointer: *mut CSession, fd: c_int) -> c_int
     if fd < 0 {
         return fail(&io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: the caller's promises.
+    // SAFETY: the session is valid, and `fd` stays open (`# Safety`).
     let (session, fd) = unsafe { (session(pointer), BorrowedFd::borrow_raw(fd)) };
     answer(session.and_then(|s| s.session.watch(fd)), |()| 0)
 }
@@ -337,11 +337,11 @@ pub unsafe extern "C" fn baton_poll(pointer: *mut CSession, timeout: c_int, read
     if ready.is_null() || count == 0 {
         return fail(&io::Error::from_raw_os_error(libc::EINVAL));
     }
-    // SAFETY: the caller's promises; numbers have no invalid values.
+    // SAFETY: the session is valid and `ready` has room for `count` numbers (`# Safety`), for which every value is valid.
     let (session, out) = unsafe { (session(pointer), std::slice::from_raw_parts_mut(ready, count)) };
     let waited = session.and_then(|s| {
         let timeout = u64::try_from(timeout).ok().map(Duration::from_millis);
-        // Some are left over from last time: only look what has come since.
+        // Some are left over from the last call: only poll for more, without waiting.
         let timeout = if s.ready.is_empty() { timeout } else { Some(Duration::ZERO) };
         s.session.poll(timeout, &mut s.ready)?;
         let taken = s.ready.len().min(out.len());
@@ -359,7 +359,7 @@ pub unsafe extern "C" fn baton_poll(pointer: *mut CSession, timeout: c_int, read
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_release(pointer: *mut CSession, connection: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.and_then(|s| s.session.release(connection as u32)), IntoRawFd::into_raw_fd)
 }
 
@@ -369,7 +369,7 @@ pub unsafe extern "C" fn baton_release(pointer: *mut CSession, connection: c_int
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_close(pointer: *mut CSession, connection: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the session is valid (`# Safety`).
     answer(unsafe { session(pointer) }.and_then(|s| s.session.close(connection as u32)), |()| 0)
 }
 

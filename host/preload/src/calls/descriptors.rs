@@ -1,4 +1,4 @@
-//! Making, naming, copying and closing descriptors; options.
+//! Functions that make, name, duplicate and close descriptors, and those for options.
 
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
@@ -14,13 +14,13 @@ fn note_new(fd: c_int) -> Option<&'static Tcp> {
     Some(tcp)
 }
 
-/// See the C library.
+/// Intercepts the C library's `socket`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let fd = unsafe { real::socket(domain, kind, protocol) };
     let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
     if fd >= 0 {
@@ -35,7 +35,7 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     fd
 }
 
-/// A number that the kernel gives out again was closed where nobody here saw it.
+/// Stops tracking a number that the kernel gives out again: it was closed without this library's knowledge.
 fn forget_stale(fd: c_int) {
     if table::get(fd).is_some() {
         table::put(fd, None);
@@ -50,7 +50,7 @@ fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
             && let Some(tcp) = note_new(fd)
         {
             tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
-            // An accepted socket has its listener's.
+            // An accepted socket inherits its listener's SO_RCVLOWAT.
             tcp.set_lowat(listener.map_or(1, Tcp::lowat));
             tcp.worth.begin(worth::of_listener(listener));
             tcp.established(fd, Some(Origin::Accepted));
@@ -59,46 +59,46 @@ fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
     fd
 }
 
-/// See the C library.
+/// Intercepts the C library's `accept`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     accepted(fd, unsafe { real::accept(fd, address, length) }, 0)
 }
 
-/// See the C library.
+/// Intercepts the C library's `accept4`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     accepted(fd, unsafe { real::accept4(fd, address, length, flags) }, flags)
 }
 
-/// See the C library.
+/// Intercepts the C library's `connect`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::connect(fd, address, length) };
     };
-    // A connected socket that is connected anew, or disconnected.
+    // A connected socket may be connected anew, or disconnected.
     tcp.give_back("connect", Until::Again);
     let inside = tcp.enter_kernel();
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::connect(fd, address, length) };
     drop(inside);
     if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
-        // The kernel has read as many bytes of it.
+        // The kernel has read this many bytes of it.
         let shown = (length as usize).min(size_of::<libc::sockaddr_in6>());
-        // SAFETY: as above; nothing keeps the slice.
+        // SAFETY: connect(2) has just read `length` bytes there, and the slice is not kept.
         tcp.worth.begin(worth::of_peer(unsafe { std::slice::from_raw_parts(address.cast(), shown) }));
     }
     if done == 0 {
@@ -109,10 +109,10 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     done
 }
 
-/// See the C library: what listens is no connection, and never will be.
+/// Intercepts the C library's `listen`: a listening socket is no connection, and never will be.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
     // SAFETY: no pointers are involved.
@@ -125,10 +125,10 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
     done
 }
 
-/// A descriptor is about to be closed.
+/// Handles the closing of a descriptor, before it is closed.
 fn leave(fd: c_int) {
     match table::get(fd) {
-        // A child of vfork closes its own copies.
+        // A child of vfork closes its own copies only.
         Some(_) if !process::is_mine() => {}
         Some(File::Tcp(tcp)) => tcp.remove_fd(fd),
         Some(File::Set(set)) => set.remove_fd(fd),
@@ -136,10 +136,10 @@ fn leave(fd: c_int) {
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `close`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn close(fd: c_int) -> c_int {
     if table::get(fd).is_some() {
@@ -147,11 +147,14 @@ pub unsafe extern "C" fn close(fd: c_int) -> c_int {
     } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
         return fail(libc::EBADF) as c_int;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::close(fd) }
 }
 
-/// Closes a range, but what is this library's.
+/// Closes a range of descriptors, except this library's own.
+///
+/// # Safety
+/// As closefrom(3): what the range refers to is not used any more.
 unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
     if flags & CLOSE_RANGE_CLOEXEC == 0 {
@@ -160,54 +163,54 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         }
     }
     if process::session().is_none() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::close_range(first, last, flags) };
     }
     let mut from = first;
     let mine = process::is_mine();
     for ours in (first..=last.min(1 << 20)).filter(|fd| mine && process::is_ours(*fd as c_int)) {
         if ours > from {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::close_range(from, ours - 1, flags) };
         }
         from = ours + 1;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     if from <= last { unsafe { real::close_range(from, last, flags) } } else { 0 }
 }
 
-/// See the C library.
+/// Intercepts the C library's `close_range`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     if first > last {
-        // SAFETY: the caller's promise; the kernel says what is wrong.
+        // SAFETY: the program's own arguments; the kernel rejects the range.
         return unsafe { real::close_range(first, last, flags) };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { close_all(first, last, flags) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `closefrom`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn closefrom(first: c_int) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { close_all(first.max(0) as c_uint, c_uint::MAX, 0) };
 }
 
-/// Another descriptor for the same file.
+/// Tracks another descriptor of the same file.
 fn copied(fd: c_int, copy: c_int) -> c_int {
     if copy < 0 || copy == fd {
         return copy;
     }
     let foreign = !process::is_mine();
     match table::get(fd) {
-        // A child of vfork passes it on.
+        // A child of vfork duplicates it for the program that it executes.
         Some(File::Tcp(tcp)) if foreign => tcp.give_back("exec", Until::Alone),
         Some(File::Tcp(tcp)) => {
             tcp.add_fd(copy);
@@ -222,47 +225,51 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
     copy
 }
 
-/// See the C library.
+/// Intercepts the C library's `dup`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup(fd: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     copied(fd, unsafe { real::dup(fd) })
 }
 
-/// See the C library.
+/// Intercepts the C library's `dup2`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
     if fd != to && is_open(fd) {
         leave(to);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     copied(fd, unsafe { real::dup2(fd, to) })
 }
 
-/// See the C library.
+/// Intercepts the C library's `dup3`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
     if fd != to && is_open(fd) && flags & !libc::O_CLOEXEC == 0 {
         leave(to);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     copied(fd, unsafe { real::dup3(fd, to, flags) })
 }
 
 fn is_open(fd: c_int) -> bool {
-    // SAFETY: a query.
+    // SAFETY: F_GETFD takes no pointer.
     unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 }
 }
 
+/// fcntl(2).
+///
+/// # Safety
+/// As for the C library's function.
 unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     if command == libc::F_SETFL
         && argument as c_int & libc::O_ASYNC != 0
@@ -270,7 +277,7 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     {
         tcp.give_back("O_ASYNC", Until::Never);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let result = unsafe { real::fcntl(fd, command, argument) };
     if command == libc::F_SETFL
         && let Some(tcp) = table::tcp(fd)
@@ -280,62 +287,63 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     if matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) { copied(fd, result) } else { result }
 }
 
-/// See the C library. In the calling conventions that this library is built for, a variable argument arrives where a named one would.
+/// Intercepts the C library's `fcntl`. In the calling conventions that this library is built for, a variadic argument is passed
+/// like a named one.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { control(fd, command, argument) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `fcntl64`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { control(fd, command, argument) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `ioctl`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
     };
     if request == libc::FIONBIO {
         tcp.note_nonblocking(false);
     }
     match tcp.enter_kernel() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         Some(_inside) => unsafe { real::ioctl(fd, request, argument) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         None => unsafe { options::ioctl(tcp, fd, request, argument) },
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `setsockopt`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::setsockopt(fd, level, option, value, length) };
     };
     let Some(inside) = tcp.enter_kernel() else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { options::set(tcp, fd, level, option, value, length) };
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::setsockopt(fd, level, option, value, length) };
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
         options::note_lowat(tcp, fd);
@@ -344,56 +352,56 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
     done
 }
 
-/// See the C library.
+/// Intercepts the C library's `getsockopt`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::getsockopt(fd, level, option, value, length) };
     };
     let Some(inside) = tcp.enter_kernel() else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { options::get(tcp, fd, level, option, value, length) };
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::getsockopt(fd, level, option, value, length) };
     drop(inside);
-    // SAFETY: the kernel has just written an int there.
+    // SAFETY: only called when getsockopt has just written SO_ERROR, an int.
     let zero = || unsafe { value.cast::<c_int>().read_unaligned() } == 0;
-    // How a program asks whether a connect that went on has come to its end.
+    // Programs ask this after a non-blocking connect, to learn whether it has succeeded.
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_ERROR) && zero() {
         tcp.established(fd, None);
     }
     done
 }
 
-/// See the C library: a connection that is over has no peer.
+/// Intercepts the C library's `getpeername`: a connection that has ended has no peer.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     if let Some(tcp) = table::tcp(fd) {
         tcp.leave_if_over();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     undisturbed(fd, || unsafe { real::getpeername(fd, address, length) })
 }
 
-/// See the C library.
+/// Intercepts the C library's `getsockname`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getsockname(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     undisturbed(fd, || unsafe { real::getsockname(fd, address, length) })
 }
 
-/// A call that does not wait, and not in the middle of a move, when the socket has no address for a moment.
+/// Makes a call that does not wait at a time when no move is under way: during a move the socket has no address for a moment.
 fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
     match table::tcp(fd) {
         None => call(),
@@ -401,10 +409,10 @@ fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `shutdown`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     // SAFETY: no pointers are involved.
@@ -417,17 +425,17 @@ pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     options::shutdown(tcp, fd, how)
 }
 
-/// See the C library: stdio reads and writes past this library, so the connection stays in the kernel.
+/// Intercepts the C library's `fdopen`: stdio reads and writes without this library, so the connection stays in the kernel.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
     if let Some(tcp) = table::tcp(fd) {
         tcp.give_back("stdio", Until::Never);
-        // fclose closes past this library, too.
+        // fclose, too, is not intercepted.
         tcp.forget_connection();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::fdopen(fd, mode) }
 }

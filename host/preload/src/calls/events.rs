@@ -1,24 +1,27 @@
-//! Waiting for events.
+//! Functions that wait for events.
 
 use crate::thread::fail;
 use crate::{epoll, poll as polling, real, table};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
-/// The program's descriptors to poll.
+/// The program's array for poll as a slice.
 ///
 /// # Safety
-/// There must be so many.
+/// `fds` must point to `count` entries, or `count` be 0.
 unsafe fn entries<'a>(fds: *mut pollfd, count: nfds_t) -> &'a mut [pollfd] {
     if count == 0 {
         return &mut [];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { std::slice::from_raw_parts_mut(fds, count as usize) }
 }
 
-/// Whether a poll needs a look here.
+/// Whether a poll contains a descriptor that this library tracks.
+///
+/// # Safety
+/// `fds` must be null, or point to `count` entries.
 unsafe fn concerns(fds: *mut pollfd, count: nfds_t) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     !fds.is_null() && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some())
 }
 
@@ -27,13 +30,13 @@ fn micros(limit: &timespec) -> Option<u64> {
     valid.then(|| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add((limit.tv_nsec as u64).div_ceil(1000)))
 }
 
-/// See the C library.
+/// Intercepts the C library's `poll`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         if !concerns(fds, count) {
             return real::poll(fds, count, limit);
@@ -43,23 +46,23 @@ pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> 
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `__poll_chk`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_int, _room: size_t) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { poll(fds, count, limit) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `ppoll`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         if !concerns(fds, count) {
             return real::ppoll(fds, count, limit, mask);
@@ -71,10 +74,10 @@ pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const ti
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `__ppoll_chk`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __ppoll_chk(
     fds: *mut pollfd,
@@ -83,14 +86,14 @@ pub unsafe extern "C" fn __ppoll_chk(
     mask: *const sigset_t,
     _room: size_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { ppoll(fds, count, limit, mask) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `select`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn select(
     count: c_int,
@@ -99,7 +102,7 @@ pub unsafe extern "C" fn select(
     except: *mut fd_set,
     limit: *mut timeval,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         let micros = match limit.as_ref() {
             None => None,
@@ -110,7 +113,7 @@ pub unsafe extern "C" fn select(
         let Some(result) = polling::select(count, [read, write, except], micros, std::ptr::null()) else {
             return real::select(count, read, write, except, limit);
         };
-        // Linux tells what is left of the time.
+        // Linux writes back the time that is left.
         if let (Some(limit), Some(micros)) = (limit.as_mut(), micros) {
             let left = micros.saturating_sub(crate::wait::now() - started);
             limit.tv_sec = (left / 1_000_000) as i64;
@@ -120,10 +123,10 @@ pub unsafe extern "C" fn select(
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `pselect`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pselect(
     count: c_int,
@@ -133,7 +136,7 @@ pub unsafe extern "C" fn pselect(
     limit: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         let micros = match limit.as_ref().map(micros) {
             Some(None) => return fail(libc::EINVAL) as c_int,
@@ -144,36 +147,40 @@ pub unsafe extern "C" fn pselect(
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_create`.
 #[unsafe(no_mangle)]
 pub extern "C" fn epoll_create(size: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     epoll::created(unsafe { real::epoll_create(size) })
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_create1`.
 #[unsafe(no_mangle)]
 pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     epoll::created(unsafe { real::epoll_create1(flags) })
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_ctl`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { epoll::control(set, operation, fd, event) }
 }
 
+/// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds.
+///
+/// # Safety
+/// `events` must be null, or have room for `most` events.
 unsafe fn wait(set: c_int, events: *mut epoll_event, most: c_int, limit: Option<u64>, mask: *const sigset_t) -> Option<c_int> {
     let known = table::set_of(set)?;
     if most <= 0 || events.is_null() {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let events = unsafe { std::slice::from_raw_parts_mut(events, most as usize) };
     Some(known.wait(set, events, limit, mask))
 }
@@ -182,22 +189,22 @@ fn millis(limit: c_int) -> Option<u64> {
     (limit >= 0).then_some(limit as u64 * 1000)
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_wait`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: c_int, limit: c_int) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         wait(set, events, most, millis(limit), std::ptr::null()).unwrap_or_else(|| real::epoll_wait(set, events, most, limit))
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_pwait`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_pwait(
     set: c_int,
@@ -206,14 +213,14 @@ pub unsafe extern "C" fn epoll_pwait(
     limit: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { wait(set, events, most, millis(limit), mask).unwrap_or_else(|| real::epoll_pwait(set, events, most, limit, mask)) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `epoll_pwait2`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_pwait2(
     set: c_int,
@@ -222,7 +229,7 @@ pub unsafe extern "C" fn epoll_pwait2(
     limit: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         let time = match limit.as_ref().map(micros) {
             Some(None) => return fail(libc::EINVAL) as c_int,

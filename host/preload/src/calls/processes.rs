@@ -1,18 +1,18 @@
-//! Starting programs, and locking oneself in: the connections go back first.
+//! Functions that start programs or enter seccomp: the connections are restored first.
 
 use crate::table::{self, File};
 use crate::{process, real};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
-/// Connections that another program would find are given back: those whose descriptors stay open.
+/// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
 fn give_back_what_stays_open(reason: &str) {
     if process::session().is_none() {
         return;
     }
     for (fd, file) in table::known(0, u32::MAX) {
         if let File::Tcp(tcp) = file
-            // SAFETY: a query.
+            // SAFETY: F_GETFD takes no pointer.
             && unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0
         {
             tcp.give_back(reason, Until::Alone);
@@ -26,14 +26,14 @@ extern "C" fn before_exec() {
 
 macro_rules! executes {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
-        /// See the C library.
+        /// Intercepts the C library's function of this name.
         ///
         /// # Safety
-        /// As there.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
             before_exec();
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::$name($($argument),*) }
         }
     )*};
@@ -49,7 +49,7 @@ executes! {
     fexecve(fd: c_int, arguments: Strings, environment: Strings);
 }
 
-/// What a new process may find: with actions, any descriptor can be among it.
+/// Restores connections that a new process may inherit: with file actions, any descriptor can be among them.
 fn before_spawn(actions: *const c_void) {
     if actions.is_null() {
         give_back_what_stays_open("spawn");
@@ -58,10 +58,10 @@ fn before_spawn(actions: *const c_void) {
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `posix_spawn`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_spawn(
     process: *mut pid_t,
@@ -72,14 +72,14 @@ pub unsafe extern "C" fn posix_spawn(
     environment: *const *mut c_char,
 ) -> c_int {
     before_spawn(actions);
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::posix_spawn(process, path, actions, attributes, arguments, environment) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `posix_spawnp`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_spawnp(
     process: *mut pid_t,
@@ -90,56 +90,57 @@ pub unsafe extern "C" fn posix_spawnp(
     environment: *const *mut c_char,
 ) -> c_int {
     before_spawn(actions);
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::posix_spawnp(process, file, actions, attributes, arguments, environment) }
 }
 
-/// See the C library, which spawns past this one here.
+/// Intercepts the C library's `system`, whose own spawn is not intercepted.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn system(command: *const c_char) -> c_int {
     if !command.is_null() {
         before_spawn(std::ptr::null());
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::system(command) }
 }
 
-/// See the C library, which spawns past this one here.
+/// Intercepts the C library's `popen`, whose own spawn is not intercepted.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
     before_spawn(std::ptr::null());
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::popen(command, mode) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `prctl`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
     if operation == libc::PR_SET_SECCOMP {
         process::close_for_good("seccomp");
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::prctl(operation, a, b, c, d) }
 }
 
-/// System calls whose first argument is a descriptor that they only look at or that this library itself passes on.
+/// Whether a system call's first argument is no descriptor, or one that the call only reads or that this library itself passes
+/// on.
 fn is_harmless(number: c_long) -> bool {
     matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
 }
 
-/// See the C library: a system call on a socket past all functions.
+/// Intercepts the C library's `syscall`: a system call on a socket without the function for it.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
     match number {
@@ -147,15 +148,15 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
         libc::SYS_seccomp => process::close_for_good("seccomp"),
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => process::close_for_good("raw fork"),
         libc::SYS_execve | libc::SYS_execveat => before_exec(),
-        // libuv closes so, to have no cancellation point.
-        // SAFETY: the caller's promise.
+        // libuv closes this way, to have no cancellation point.
+        // SAFETY: the program's own arguments (`# Safety`).
         libc::SYS_close => return unsafe { super::descriptors::close(a as c_int) }.into(),
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         libc::SYS_epoll_ctl => return unsafe { super::events::epoll_ctl(a as _, b as _, c as _, d as _) }.into(),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         libc::SYS_epoll_wait => return unsafe { super::events::epoll_wait(a as _, b as _, c as _, d as _) }.into(),
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         libc::SYS_epoll_pwait => return unsafe { super::events::epoll_pwait(a as _, b as _, c as _, d as _, e as _) }.into(),
         _ if is_harmless(number) => {}
         _ => {
@@ -166,23 +167,23 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
             }
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::syscall(number, a, b, c, d, e, f) }
 }
 
 macro_rules! uses_io_uring {
     ($($name:ident = $symbol:literal($($argument:ident),*);)*) => {$(
-        /// See liburing, whose system calls are its own: from here on everything stays in the kernel.
+        /// Intercepts liburing, whose system calls are not: from here on everything stays in the kernel.
         ///
         /// # Safety
-        /// As there.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
             process::close_for_good("io_uring");
             type Function = unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int;
             // SAFETY: the symbol is liburing's function of this type.
             let function = unsafe { std::mem::transmute::<usize, Function>(real::address($symbol)) };
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { function($($argument),*) }
         }
     )*};
@@ -196,8 +197,8 @@ uses_io_uring! {
 
 #[cfg(target_arch = "x86_64")]
 mod jumps {
-    //! Functions that cannot be called on: they return twice, or take a list of arguments without end. After the connections have gone
-    //! back control jumps to the C library's, with stack and registers as they were.
+    //! Functions that cannot be called from here: they return twice, or take a variable number of arguments. After the
+    //! connections are restored, control jumps to the C library's function, with stack and registers unchanged.
 
     use super::before_exec;
     use crate::real;
@@ -212,11 +213,12 @@ mod jumps {
                 $at.store(real::address($symbol), std::sync::atomic::Ordering::Relaxed);
             }
 
-            /// See the C library.
+            /// Intercepts the C library's function of this name.
             #[unsafe(no_mangle)]
             #[unsafe(naked)]
             pub extern "C" fn $name() {
-                // Six argument registers, and al, which says how many vector registers are used; then the stack is as it was.
+                // Saves six argument registers, and al, which says how many vector registers are used; then the stack is as it
+                // was.
                 std::arch::naked_asm!(
                     "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
                     "call {prepare}",

@@ -1,52 +1,58 @@
-//! Receiving and sending.
+//! Functions that receive and send.
 
 use crate::{io, real, table, thread};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
-/// What is not as plain as can be; without flags it is read(2).
+/// Slow path of read and recv. `flags: None` means read(2).
+///
+/// # Safety
+/// As recv(2).
 #[inline(never)]
 unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
     match (table::tcp(fd), flags) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), Some(flags)) => unsafe { io::receive(tcp, fd, buffer, length, flags) },
-        // Reading nothing tells nothing.
+        // read(2) of nothing returns 0, without waiting.
         (Some(_), None) if length == 0 => 0,
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), None) => unsafe { io::receive(tcp, fd, buffer, length, 0) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::recv(fd, buffer, length, flags) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (None, None) => unsafe { real::read(fd, buffer, length) },
     }
 }
 
-/// What is not as plain as can be; without flags it is write(2).
+/// Slow path of write and send. `flags: None` means write(2).
+///
+/// # Safety
+/// As send(2).
 #[inline(never)]
 unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
     match (table::tcp(fd), flags) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), flags) => unsafe { io::send(tcp, fd, buffer, length, flags.unwrap_or(0)) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::send(fd, buffer, length, flags) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (None, None) => unsafe { real::write(fd, buffer, length) },
     }
 }
 
 macro_rules! receives {
     ($name:ident, $fd:ident, $buffer:ident, $length:ident, ($($extra:ident: $type:ty),*), $flags:ident) => {
-        /// See the C library.
+        /// Intercepts the C library's function of this name.
         ///
         /// # Safety
-        /// As there.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             if let Some(received) = unsafe { io::receive_at_once($fd, $buffer, $length, $flags) } {
                 return received;
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { receive($fd, $buffer, $length, Some($flags)) }
         }
     };
@@ -55,34 +61,34 @@ macro_rules! receives {
 receives!(recv, fd, buffer, length, (flags: c_int), flags);
 receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags);
 
-/// See the C library.
+/// Intercepts the C library's `read`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     if let Some(received) = unsafe { io::receive_at_once(fd, buffer, length, 0) } {
         return received;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { receive(fd, buffer, length, None) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `__read_chk`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __read_chk(fd: c_int, buffer: *mut c_void, length: size_t, _room: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { read(fd, buffer, length) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `recvfrom`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvfrom(
     fd: c_int,
@@ -93,25 +99,25 @@ pub unsafe extern "C" fn recvfrom(
     size: *mut socklen_t,
 ) -> ssize_t {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let received = at_once.unwrap_or_else(|| unsafe { io::receive(tcp, fd, buffer, length, flags) });
     if received >= 0 && !address.is_null() && !size.is_null() {
-        // A connected stream names no sender.
-        // SAFETY: the caller's promise.
+        // A connected stream has no sender's address.
+        // SAFETY: the program's own arguments (`# Safety`).
         unsafe { *size = 0 };
     }
     received
 }
 
-/// See the C library.
+/// Intercepts the C library's `__recvfrom_chk`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __recvfrom_chk(
     fd: c_int,
@@ -122,7 +128,7 @@ pub unsafe extern "C" fn __recvfrom_chk(
     address: *mut sockaddr,
     size: *mut socklen_t,
 ) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { recvfrom(fd, buffer, length, flags, address, size) }
 }
 
@@ -133,86 +139,86 @@ fn message_of(vectors: *const iovec, count: usize) -> msghdr {
     message
 }
 
-/// See the C library.
+/// Intercepts the C library's `readv`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { io::receive_message(tcp, fd, &mut message_of(vectors, count as usize), 0) }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::readv(fd, vectors, count) },
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `preadv2`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn preadv2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
     if let Some(tcp) = table::tcp(fd) {
         tcp.give_back("preadv2", Until::Never);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::preadv2(fd, vectors, count, offset, flags) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `pwritev2`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
     if let Some(tcp) = table::tcp(fd) {
         tcp.give_back("pwritev2", Until::Never);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::pwritev2(fd, vectors, count, offset, flags) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `recvmsg`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
     match (table::tcp(fd), message.is_null()) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), false) => unsafe { io::receive_message(tcp, fd, &mut *message, flags) },
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::recvmsg(fd, message, flags) },
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `recvmmsg`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, limit: *mut timespec) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     };
     let started = crate::wait::now();
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     let limit = unsafe { limit.as_ref() };
     let limit = limit.map(|limit| limit.tv_sec as u64 * 1_000_000 + limit.tv_nsec as u64 / 1000);
     for at in 0..count {
-        // The limit is looked at between one message and the next (Linux, do_recvmmsg).
+        // The limit is checked between messages (Linux, do_recvmmsg).
         if at > 0 && limit.is_some_and(|limit| crate::wait::now() - started >= limit) {
             return at as c_int;
         }
         let only_first = flags & libc::MSG_WAITFORONE != 0 && at > 0;
         let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         let entry = unsafe { &mut *messages.add(at as usize) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         let received = unsafe { io::receive_message(tcp, fd, &mut entry.msg_hdr, flags) };
         if received < 0 {
             return if at > 0 { at as c_int } else { -1 };
@@ -222,38 +228,38 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
     count as c_int
 }
 
-/// See the C library.
+/// Intercepts the C library's `write`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, 0) } {
         return length as ssize_t;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { transmit(fd, buffer, length, None) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `send`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { transmit(fd, buffer, length, Some(flags)) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `sendto`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendto(
     fd: c_int,
@@ -263,48 +269,51 @@ pub unsafe extern "C" fn sendto(
     address: *const sockaddr,
     size: socklen_t,
 ) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
     }
     match table::tcp(fd) {
-        // SAFETY: the caller's promise. A connected stream does not look at the address.
+        // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores the address.
         Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
         Some(tcp) => {
             let inside = tcp.enter_kernel();
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             let sent = unsafe { real::sendto(fd, buffer, length, flags, address, size) };
             drop(inside);
             tcp.count(fd, sent, true);
             sent
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         None => unsafe { real::sendto(fd, buffer, length, flags, address, size) },
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `writev`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { io::send_message(tcp, fd, &message_of(vectors, count as usize), 0) }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::writev(fd, vectors, count) },
     }
 }
 
-/// Descriptors that a message passes to another process: their connections stay in the kernel from now on.
+/// Restores connections whose descriptors a message passes to another process, for good.
+///
+/// # Safety
+/// As sendmsg(2).
 unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
     if message.is_null() || crate::process::is_ours(fd) {
         return;
     }
-    // SAFETY: the caller's promise; the macros walk within the control buffer.
+    // SAFETY: a non-null message is valid (`# Safety`), and the CMSG macros stay inside its control buffer.
     unsafe {
         if (*message).msg_controllen == 0 {
             return;
@@ -325,42 +334,42 @@ unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `sendmsg`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
     match (table::tcp(fd), message.is_null()) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), false) => unsafe { io::send_message(tcp, fd, &*message, flags) },
         _ => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { give_back_passed(fd, message) };
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::sendmsg(fd, message, flags) }
         }
     }
 }
 
-/// See the C library.
+/// Intercepts the C library's `sendmmsg`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         for at in 0..count as usize {
-            // SAFETY: the caller's promise.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { give_back_passed(fd, &raw const (*messages.add(at)).msg_hdr) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendmmsg(fd, messages, count, flags) };
     };
     for at in 0..count {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         let entry = unsafe { &mut *messages.add(at as usize) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         let sent = unsafe { io::send_message(tcp, fd, &entry.msg_hdr, flags) };
         if sent < 0 {
             return if at > 0 { at as c_int } else { -1 };
@@ -370,17 +379,20 @@ pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
     count as c_int
 }
 
-/// sendfile(2): through a buffer, while the NIC may have the connection.
+/// sendfile(2), through a buffer while the NIC may have the connection.
+///
+/// # Safety
+/// As sendfile(2).
 unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
     if let Some(from) = table::tcp(from) {
         from.give_back("sendfile from a socket", Until::Never);
     }
     let Some(tcp) = table::tcp(out) else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendfile(out, from, offset, count) };
     };
     if let Some(inside) = tcp.enter_kernel() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the program's own arguments (`# Safety`).
         let sent = unsafe { real::sendfile(out, from, offset, count) };
         drop(inside);
         tcp.count(out, sent, true);
@@ -390,30 +402,30 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
     let mut done = 0usize;
     while done < count {
         let most = buffer.len().min(count - done);
-        // SAFETY: a buffer of that length; the program's offset, if there is one.
+        // SAFETY: `offset` is null or the program's valid offset (`# Safety`).
         let at = if offset.is_null() { unsafe { libc::lseek64(from, 0, libc::SEEK_CUR) } } else { unsafe { *offset } };
         if at < 0 {
             return -1;
         }
-        // SAFETY: as above.
+        // SAFETY: `most` is at most the buffer's length.
         let got = unsafe { libc::pread64(from, buffer.as_mut_ptr().cast(), most, at) };
         if got <= 0 {
             return if done > 0 || got == 0 { done as ssize_t } else { -1 };
         }
-        // SAFETY: so many bytes are in the buffer.
+        // SAFETY: pread has just written `got` bytes to the buffer.
         let sent = unsafe { io::send(tcp, out, buffer.as_ptr().cast(), got as usize, libc::MSG_NOSIGNAL) };
         if sent < 0 {
             if done > 0 {
                 return done as ssize_t;
             }
             if thread::errno() == libc::EPIPE {
-                // SAFETY: what the kernel does to a thread that writes to nobody.
+                // SAFETY: the calling thread exists. The kernel raises SIGPIPE likewise.
                 unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGPIPE) };
             }
             return -1;
         }
         done += sent as usize;
-        // SAFETY: the program's offset, or the file's own.
+        // SAFETY: `offset` is null or the program's valid offset (`# Safety`).
         unsafe {
             if offset.is_null() {
                 libc::lseek64(from, at + sent as off64_t, libc::SEEK_SET);
@@ -428,30 +440,30 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
     done as ssize_t
 }
 
-/// See the C library.
+/// Intercepts the C library's `sendfile`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { send_file(out, from, offset, count) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `sendfile64`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendfile64(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { send_file(out, from, offset, count) }
 }
 
-/// See the C library.
+/// Intercepts the C library's `splice`.
 ///
 /// # Safety
-/// As there.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn splice(
     from: c_int,
@@ -466,6 +478,6 @@ pub unsafe extern "C" fn splice(
             tcp.give_back("splice", Until::Never);
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::splice(from, from_at, to, to_at, length, flags) }
 }

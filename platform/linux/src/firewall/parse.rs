@@ -1,4 +1,4 @@
-//! The rules off netlink.
+//! Reads the rules over netlink.
 
 use super::{Chain, Firewall, Load, Set, Step, Table, Verdict};
 use crate::netlink::{DUMP, Netlink, Request, attributes};
@@ -10,10 +10,10 @@ const GETCHAIN: u16 = NFTABLES | 4;
 const GETRULE: u16 = NFTABLES | 7;
 const GETSET: u16 = NFTABLES | 10;
 const GETSETELEM: u16 = NFTABLES | 13;
-/// Bytes of `struct nfgenmsg`, whose first is the family.
+/// Bytes of `struct nfgenmsg`, whose first byte is the family.
 const HEADER: usize = 4;
 
-/// Sets of which elements are read.
+/// Number of sets whose elements are read.
 const MOST_SETS: usize = 256;
 
 fn text(value: &[u8]) -> String {
@@ -65,17 +65,17 @@ pub(super) fn read(netlink: &Netlink) -> io::Result<Firewall> {
     let sets = &all.sets;
     let changes = |table: &Table, step: &Step| match step {
         Step::Changing(_) | Step::Marks | Step::Verdict(Verdict::Queue) | Step::Load { what: Load::Changing(_), .. } => true,
-        Step::Look { set, .. } => sets.get(&(table.clone(), set.clone())).is_some_and(|set| set.changes),
+        Step::Lookup { set, .. } => sets.get(&(table.clone(), set.clone())).is_some_and(|set| set.changes),
         _ => false,
     };
-    all.worth = all.chains.iter().any(|((table, _), chain)| chain.rules.iter().flatten().any(|step| changes(table, step)));
-    if all.worth {
+    all.matters = all.chains.iter().any(|((table, _), chain)| chain.rules.iter().flatten().any(|step| changes(table, step)));
+    if all.matters {
         read_elements(netlink, &mut all)?;
     }
     Ok(all)
 }
 
-/// Elements of sets that rules hold within themselves.
+/// Reads the elements of sets that are part of a rule (anonymous sets).
 fn read_elements(netlink: &Netlink, all: &mut Firewall) -> io::Result<()> {
     let known = all.sets.iter_mut().filter(|(_, set)| set.elements.is_some());
     for (at, ((table, set_name), set)) in known.enumerate() {
@@ -128,7 +128,7 @@ fn steps(expressions: &[u8]) -> Vec<Step> {
 fn step(name: &str, data: &[u8]) -> Step {
     let register = |at| number_of(data, at).unwrap_or(0);
     let bytes = |at| of(data, at).and_then(|data| of(data, 1)).unwrap_or_default().to_vec();
-    // Of one register into another, which then holds nothing that could be compared.
+    // A conversion from one register into another, whose result cannot be compared.
     let converted = || Step::Mask { from: register(1), to: register(2), mask: Vec::new(), xor: Vec::new() };
     match name {
         "meta" => {
@@ -170,7 +170,7 @@ fn step(name: &str, data: &[u8]) -> Step {
             _ => converted(),
         },
         "byteorder" => converted(),
-        "lookup" => Step::Look {
+        "lookup" => Step::Lookup {
             from: register(2),
             set: of(data, 1).map(text).unwrap_or_default(),
             inverted: register(5) & 1 != 0,
@@ -205,7 +205,8 @@ fn of_xtables(name: &str, info: &[u8]) -> Step {
         "conntrack" | "state" => {
             const ESTABLISHED: u16 = 2;
             let half = |at: usize| info.get(at..at + 2).map_or(0, |half| u16::from_ne_bytes([half[0], half[1]]));
-            // struct xt_conntrack_mtinfo3: what is asked for, what is inverted, the states; struct xt_state_info: the states alone.
+            // struct xt_conntrack_mtinfo3: which conditions are set, which are inverted, the states; struct xt_state_info: the
+            // states only.
             let (asked, inverted, states) = if name == "state" { (1, 0, half(0)) } else { (half(146), half(148), half(150)) };
             let excluded = asked & 1 != 0 && (states & ESTABLISHED != 0) == (inverted & 1 != 0);
             match (excluded, asked) {
@@ -215,7 +216,7 @@ fn of_xtables(name: &str, info: &[u8]) -> Step {
             }
         }
         "tcp" if info.len() >= 12 => {
-            // struct xt_tcp: ports, an option, flags and their mask, what is inverted.
+            // struct xt_tcp: ports, an option, flags and their mask, which conditions are inverted.
             let ports = std::array::from_fn(|at| u16::from_ne_bytes([info[2 * at], info[2 * at + 1]]));
             Step::Ports { ports, inverted: info[11], alone: info[8] == 0 && info[9] == 0 }
         }
@@ -225,7 +226,7 @@ fn of_xtables(name: &str, info: &[u8]) -> Step {
         "connbytes" | "quota" => Step::Changing("a count of bytes (-m connbytes, -m quota)"),
         "statistic" => Step::Changing("chance (-m statistic)"),
         "time" => Step::Changing("the time of day (-m time)"),
-        "set" => Step::Changing("an ipset (-m set), of whose changes nothing tells"),
+        "set" => Step::Changing("an ipset (-m set), whose changes cannot be observed"),
         "comment" => Step::Nothing,
         _ => Step::Perhaps,
     }
