@@ -91,7 +91,7 @@ const FIGURES: [(Counter, &str); 14] = [
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
-    (Counter::WentBefore, "set-ups that the copy engine let go first"),
+    (Counter::SynPrioritized, "set-ups that the copy engine let go first"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

@@ -4,8 +4,8 @@
 use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::ending::{Ending, ended};
 use crate::protocol::{Answer, Ask, Detail, Opening, Place, Reply, Request, Until};
-use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
+use baton_abi::layout::{Owner, block};
 use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
 use baton_kernel::bell::SessionBell;
 use baton_kernel::control::Channel;
@@ -673,7 +673,7 @@ impl Shared {
         commands.push(message.to_words()).map_err(|_| would_block())?;
         // Not before there was room for the command, and before the NIC can act on it: after its death the flag alone tells.
         connection.set_shut(true);
-        connection.set_flag(2, true);
+        connection.set_flag(block::FLAG_SHUT_DOWN, true);
         commands.publish();
         drop(commands);
         self.ring_nic();
@@ -713,7 +713,7 @@ impl Shared {
             (6, 18) => self.control(connection, token, Control::UserTimeout, value as u32, 0),
             (1, 9) | (6, 4..=6) => {
                 if (level, option) == (1, 9) {
-                    connection.set_flag(4, value != 0);
+                    connection.set_flag(block::FLAG_KEEPALIVE, value != 0);
                 }
                 let on = connection.keepalive();
                 let (idle, interval, count) = (get(4)?, get(5)?, get(6)?);
@@ -930,7 +930,6 @@ fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_abi::layout::block;
 
     /// A connection may have moved before its program knows the number under which it was registered.
     #[test]

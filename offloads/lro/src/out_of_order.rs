@@ -1,85 +1,87 @@
-//! What is held behind gaps: islands of segments that follow each other, made one as they come, so that nothing has to be copied once more when
-//! a gap is filled. An ordered tree: finding a segment's place costs the logarithm of the islands, whatever an attacker sends.
+//! The segments of a connection that are held behind gaps, as islands: segments that follow each other are merged when they
+//! arrive, so that nothing has to be copied again when a gap is filled. The islands are in an ordered tree: the place of a
+//! segment is found in time logarithmic in the number of islands, whatever an attacker sends.
 
 use crate::aggregate::Aggregate;
 use crate::counters::Reason;
 use alloc::collections::BTreeMap;
 
-/// Segments that follow each other.
+/// Merged segments that follow each other.
 pub(crate) struct Island {
     pub aggregate: Aggregate,
-    /// Why nothing more may be appended.
+    /// Why no segment may be appended any more; None if one may.
     pub sealed: Option<Reason>,
 }
 
 impl Island {
-    /// Payload bytes.
+    /// Bytes of payload.
     pub fn length(&self) -> u64 {
         self.aggregate.payload().len() as u64
     }
 
-    /// All of its frame.
+    /// Bytes of its frame.
     pub fn bytes(&self) -> usize {
         self.aggregate.frame.bytes().len()
     }
 }
 
-/// The islands of one connection, by the sequence number of their first byte.
+/// The islands of one connection, by the (unwrapped) sequence number of their first byte.
 #[derive(Default)]
-pub(crate) struct Held {
+pub(crate) struct OutOfOrder {
     islands: BTreeMap<u64, Island>,
+    /// Segments in all islands.
     segments: usize,
 }
 
-/// Where a segment belongs.
-pub(crate) enum Place<'a> {
-    /// Some of its bytes are here already.
+/// How a segment relates to the islands.
+pub(crate) enum Relation<'a> {
+    /// Some of its bytes are held already.
     Overlaps,
-    /// It follows this island.
+    /// It directly follows this island.
     Follows(&'a mut Island),
-    /// It is the first of a new one.
+    /// It begins a new island.
     Apart,
 }
 
-impl Held {
+impl OutOfOrder {
     pub fn is_empty(&self) -> bool {
         self.islands.is_empty()
     }
 
-    /// Segments in all of them.
+    /// Number of segments in all islands.
     pub fn segments(&self) -> usize {
         self.segments
     }
 
-    /// Where bytes from `seq` to `end` belong.
-    pub fn place(&mut self, seq: u64, end: u64) -> Place<'_> {
+    /// How the bytes `seq..end` relate to the islands.
+    pub fn place(&mut self, seq: u64, end: u64) -> Relation<'_> {
         if self.islands.range(seq..end).next().is_some() {
-            return Place::Overlaps;
+            return Relation::Overlaps;
         }
         match self.islands.range_mut(..seq).next_back() {
-            Some((start, island)) if seq < start + island.length() => Place::Overlaps,
-            Some((start, island)) if seq == start + island.length() => Place::Follows(island),
-            _ => Place::Apart,
+            Some((start, island)) if seq < start + island.length() => Relation::Overlaps,
+            Some((start, island)) if seq == start + island.length() => Relation::Follows(island),
+            _ => Relation::Apart,
         }
     }
 
-    /// A segment has been appended to an island.
+    /// Counts a segment that the caller has appended to an island.
     pub fn count(&mut self) {
         self.segments += 1;
     }
 
-    /// A new island, of one segment.
+    /// Inserts a new island of one segment.
     pub fn insert(&mut self, seq: u64, island: Island) {
         self.islands.insert(seq, island);
         self.segments += 1;
     }
 
-    /// Where the first one begins.
+    /// Sequence number at which the first island begins.
     pub fn first(&self) -> Option<u64> {
         self.islands.first_key_value().map(|(seq, _)| *seq)
     }
 
-    /// Takes out the first one, if it begins at `next` or before.
+    /// Removes the first island if it begins at `next` or before.
     pub fn pop(&mut self, next: u64) -> Option<(u64, Island)> {
         let first = self.islands.first_entry().filter(|first| *first.key() <= next)?;
         let (seq, island) = first.remove_entry();
