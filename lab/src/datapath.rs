@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Settings, Worker};
+use baton_datapath::{Worker, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
 use baton_linux::events::monotonic_nanos;
@@ -103,8 +103,14 @@ impl Bench {
         let heap = session::HEAP + slots * 2 * BUFFER as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);
-        let settings =
-            Settings { slots, hash_key: [1, 2, 3, 4], batch: 32, frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
+        let settings = WorkerSettings {
+            slots,
+            hash_key: [1, 2, 3, 4],
+            batch: 32,
+            frame_bytes: FRAME,
+            quick_ack: true,
+            ..WorkerSettings::default()
+        };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         worker.attach(0, memory.clone());

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow};
 use baton_abi::layout::Counter;
 use baton_linux::events::{Poller, Trigger, monotonic_micros, thread_nanos};
 use baton_linux::{process, socket};
-use baton_lro::{Mode, Push, Settings};
+use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;
 use baton_protocol::nic::LinkSettings;
 use baton_sim::stream;
@@ -61,13 +61,13 @@ impl Way {
         }
     }
 
-    fn settings(self) -> Settings {
+    fn settings(self) -> baton_lro::LroSettings {
         let (mode, push) = match self {
             Way::Plain | Way::Gro => (Mode::Off, Push::Flush),
             Way::InOrder => (Mode::InOrder, Push::Bulk),
             Way::Reorder => (Mode::Reorder, Push::Bulk),
         };
-        Settings { mode, push, ..Settings::default() }
+        baton_lro::LroSettings { mode, push, ..baton_lro::LroSettings::default() }
     }
 }
 

@@ -179,7 +179,7 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn set(&self, indirection: Indirection) -> Result<()> {
-        let rss = baton_rss::Settings { indirection, ..baton_rss::Settings::default() };
+        let rss = baton_rss::RssSettings { indirection, ..baton_rss::RssSettings::default() };
         match self.bed.tool()?.ask(Ask::SetOffloads(Box::new(Offloads { rss, ..Offloads::default() })))? {
             Reply::Done => Ok(()),
             other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
@@ -204,7 +204,7 @@ impl Bench<'_> {
         let mean = frames.iter().sum::<u64>() as f64 / frames.len() as f64;
         let imbalance = frames.iter().max().copied().unwrap_or(0) as f64 / mean.max(1.0);
         let sum = |counter| grown(&first, counter).iter().sum();
-        let (moved, passed) = (sum(Counter::Buckets), sum(Counter::Passed));
+        let (moved, passed) = (sum(Counter::Buckets), sum(Counter::Redirected));
         Ok(Measured { table: indirection.to_string(), shift, frames, imbalance, moved, passed })
     }
 

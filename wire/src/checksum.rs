@@ -10,7 +10,7 @@ impl Sum {
         Sum(0)
     }
 
-    /// Adds bytes; an odd length is padded with one zero byte, so only the last piece of a message may be odd.
+    /// Adds bytes. An odd length is padded with one zero byte, so only the last part of a message may have an odd length.
     #[must_use]
     pub fn bytes(mut self, data: &[u8]) -> Self {
         let mut words = data.chunks_exact(4);
@@ -31,7 +31,7 @@ impl Sum {
         self
     }
 
-    /// The sum folded to 16 bits, not complemented: what a device that finishes a partial checksum wants to find.
+    /// The sum folded to 16 bits, not complemented: the value that the checksum field of a partial checksum holds.
     pub fn folded(self) -> u16 {
         let mut sum = self.0;
         while sum >> 16 != 0 {
@@ -40,13 +40,14 @@ impl Sum {
         sum as u16
     }
 
-    /// The checksum as it stands in a header: folded and complemented.
+    /// The checksum as the header carries it: folded and complemented.
     pub fn finish(self) -> u16 {
         !self.folded()
     }
 }
 
-/// The sum over the TCP pseudo-header (RFC 9293 section 3.1) of a segment of `length` bytes, header included.
+/// The sum over the pseudo-header (RFC 9293 section 3.1, RFC 8200 section 8.1) of a packet of `protocol` with `length` bytes, its
+/// transport header included.
 pub fn pseudo_header(source: &[u8], destination: &[u8], protocol: u8, length: usize) -> Sum {
     Sum::new().bytes(source).bytes(destination).word(u16::from(protocol)).word((length >> 16) as u16).word(length as u16)
 }

@@ -1,9 +1,9 @@
-//! A connection's name on the wire: its 4-tuple.
+//! The 4-tuple of a connection, and the form of it that lookups hash and compare.
 
 use core::fmt;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// One end of a connection. An IPv4 address is held IPv4-mapped (RFC 4291 section 2.5.5.2).
+/// One end of a connection. IPv4 addresses are stored IPv4-mapped (RFC 4291 section 2.5.5.2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Endpoint {
     /// Address in network order.
@@ -97,7 +97,7 @@ impl Flow {
         self.remote.is_v4()
     }
 
-    /// As it lies in shared memory: both addresses, then both ports, little-endian.
+    /// Encodes the 4-tuple as shared memory holds it: local and remote address, then local and remote port, little-endian.
     pub fn to_bytes(&self) -> [u8; 36] {
         let mut bytes = [0; 36];
         bytes[..16].copy_from_slice(&self.local.address);
@@ -107,7 +107,7 @@ impl Flow {
         bytes
     }
 
-    /// From shared memory; whatever the bytes are, they name some flow.
+    /// Decodes a 4-tuple from shared memory. Any bytes are a valid 4-tuple.
     pub fn from_bytes(bytes: &[u8; 36]) -> Flow {
         let address = |at: usize| core::array::from_fn(|n| bytes[at + n]);
         let port = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
@@ -115,9 +115,9 @@ impl Flow {
     }
 }
 
-/// A flow in the form in which it is hashed and compared.
+/// A 4-tuple as the key of a lookup: in words that are hashed and compared with few instructions.
 #[derive(Clone, Copy, Eq, Debug)]
-pub struct Name {
+pub struct FlowKey {
     /// IPv4: both addresses; IPv6: the first half of the local one.
     first: u64,
     /// Both ports; bit 63 is set for IPv6.
@@ -126,20 +126,22 @@ pub struct Name {
     rest: [u64; 3],
 }
 
+/// Set in [`FlowKey::ports`] of IPv6.
 const V6: u64 = 1 << 63;
 
-impl Name {
-    /// From the fields of an IPv4 packet: both addresses as one little-endian word, the source's first, and the word with source
-    /// and destination port.
+impl FlowKey {
+    /// Makes the key from the fields of a received IPv4 packet: both addresses as one little-endian word, the source (the remote
+    /// end) first, and the word of source and destination port.
     #[inline(always)]
-    pub fn v4(remote_local: u64, source_destination: u32) -> Name {
-        Name { first: remote_local, ports: u64::from(source_destination), rest: [0; 3] }
+    pub fn v4(remote_local: u64, source_destination: u32) -> FlowKey {
+        FlowKey { first: remote_local, ports: u64::from(source_destination), rest: [0; 3] }
     }
 
-    /// From the fields of an IPv6 packet, addresses as little-endian words.
+    /// Makes the key from the fields of a received IPv6 packet: each address as two little-endian words, and the word of source
+    /// and destination port.
     #[inline(always)]
-    pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32) -> Name {
-        Name { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]] }
+    pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32) -> FlowKey {
+        FlowKey { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]] }
     }
 
     /// Whether the flow's packets are IPv4.
@@ -148,37 +150,37 @@ impl Name {
         self.ports & V6 == 0
     }
 
-    /// The words that tell flows apart: two for IPv4, two and four more (the last zero) for IPv6.
+    /// The words to be hashed: two for IPv4; for IPv6 four more, of which the last is zero.
     #[inline(always)]
     pub fn words(&self) -> ([u64; 2], Option<[u64; 4]>) {
         let rest = [self.rest[0], self.rest[1], self.rest[2], 0];
         ([self.first, self.ports], (!self.is_v4()).then_some(rest))
     }
 
-    /// All bytes of both addresses, in an order that sums do not mind.
+    /// All bytes of both addresses, in an order that does not matter to a checksum.
     pub(crate) fn address_words(&self) -> [u64; 4] {
         [self.first, self.rest[0], self.rest[1], self.rest[2]]
     }
 }
 
-impl PartialEq for Name {
-    /// Without the call that comparing arrays would be, and short for IPv4.
+impl PartialEq for FlowKey {
+    /// Compares word by word: comparing arrays would be a call to memcmp. For IPv4 two words decide.
     #[inline(always)]
-    fn eq(&self, other: &Name) -> bool {
+    fn eq(&self, other: &FlowKey) -> bool {
         let rest = || (0..3).fold(0, |sum, at| sum | (self.rest[at] ^ other.rest[at])) == 0;
         self.first == other.first && self.ports == other.ports && (self.is_v4() || rest())
     }
 }
 
-impl From<&Flow> for Name {
+impl From<&Flow> for FlowKey {
     #[inline]
-    fn from(flow: &Flow) -> Name {
+    fn from(flow: &Flow) -> FlowKey {
         let (local, remote) = (&flow.local, &flow.remote);
         let ports = u32::from(remote.port) << 16 | u32::from(local.port);
         if flow.is_v4() {
             let [a, b, c, d] = remote.v4_bytes();
             let [e, f, g, h] = local.v4_bytes();
-            return Name::v4(u64::from_le_bytes([a, b, c, d, e, f, g, h]), ports);
+            return FlowKey::v4(u64::from_le_bytes([a, b, c, d, e, f, g, h]), ports);
         }
         let half = |address: &[u8; 16], at: usize| {
             let mut bytes = [0; 8];
@@ -186,7 +188,7 @@ impl From<&Flow> for Name {
             u64::from_le_bytes(bytes)
         };
         let words = |address: &[u8; 16]| [half(address, 0), half(address, 8)];
-        Name::v6(words(&local.address), words(&remote.address), ports)
+        FlowKey::v6(words(&local.address), words(&remote.address), ports)
     }
 }
 

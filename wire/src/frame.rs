@@ -1,4 +1,4 @@
-//! Ethernet frames that carry TCP: reading them, and writing them from a template.
+//! Ethernet frames that carry TCP: a parser, and a template that writes a connection's headers.
 
 use crate::checksum::{self, Sum};
 use crate::flow::{Endpoint, Flow};
@@ -15,17 +15,37 @@ pub const IPV6: usize = 40;
 pub const TCP: usize = 20;
 /// The longest header that [`Template::emit`] writes: Ethernet, IPv6, TCP with 40 bytes of options.
 pub const MAX_HEADER: usize = ETHERNET + IPV6 + TCP + 40;
+/// Offset of the checksum field in a TCP header.
+pub const TCP_CHECKSUM: usize = 16;
+/// EtherType of IPv4.
+pub const ETHERTYPE_IPV4: u16 = 0x0800;
+/// EtherType of IPv6.
+pub const ETHERTYPE_IPV6: u16 = 0x86dd;
+/// IP protocol number of ICMP.
+pub const PROTOCOL_ICMP: u8 = 1;
 /// IP protocol number of TCP.
 pub const PROTOCOL_TCP: u8 = 6;
+/// Next-header number of the IPv6 Fragment header (RFC 8200 section 4.5).
+pub const PROTOCOL_IPV6_FRAGMENT: u8 = 44;
+/// IP protocol number of ICMPv6.
+pub const PROTOCOL_ICMPV6: u8 = 58;
+/// Bits of the IPv4 fragment field that are set in fragments only: "more fragments" and the offset.
+pub const IPV4_FRAGMENT: u16 = 0x3fff;
+/// The "don't fragment" bit in the first byte of the IPv4 fragment field.
+pub const IPV4_DONT_FRAGMENT: u8 = 0x40;
+/// The two ECN bits of an IPv4 type of service or an IPv6 traffic class.
+pub const ECN_MASK: u8 = 3;
+/// ECN field "congestion experienced" (RFC 3168 section 5).
+pub const ECN_CE: u8 = 3;
 
-/// Why a frame is not a TCP segment for the lookup layer. None of these is an error of the NIC's: such frames go to the kernel.
+/// Why a frame is no TCP segment that the lookup can assign to a connection. Such frames are not errors: they go to the kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FrameError {
-    /// Not IPv4 or IPv6 right behind the Ethernet header (ARP, VLAN, …).
+    /// No IPv4 or IPv6 header follows the Ethernet header (ARP, VLAN tag, …).
     NotIp,
-    /// IP, but not TCP directly behind it (UDP, IPv6 extension headers, …).
+    /// No TCP header follows the IP header (UDP, IPv6 extension headers, …).
     NotTcp,
-    /// A fragment.
+    /// An IPv4 fragment.
     Fragment,
     /// A length field or offset points outside the frame.
     Malformed,
@@ -36,7 +56,7 @@ pub enum FrameError {
 /// A TCP segment in an Ethernet frame, its fields in host order.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpFrame {
-    /// The 4-tuple seen by the receiver: `local` is the destination.
+    /// The 4-tuple as the receiver sees it: `local` is the destination.
     pub flow: Flow,
     /// Sequence number.
     pub seq: u32,
@@ -69,18 +89,18 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
 }
 
 impl TcpFrame {
-    /// Reads a frame.
+    /// Reads an Ethernet frame. The TCP checksum is not verified: see [`TcpFrame::checksum_holds`].
     ///
     /// # Errors
-    /// Why the frame is not a TCP segment that the lookup layer may look at.
+    /// The first reason why the frame is no TCP segment.
     #[inline]
     pub fn parse(frame: &[u8]) -> Result<TcpFrame, FrameError> {
         if frame.len() < ETHERNET + IPV4 + TCP {
             return Err(if frame.len() < ETHERNET { FrameError::Malformed } else { FrameError::NotIp });
         }
         match be16(frame, 12) {
-            0x0800 => Self::parse_v4(frame),
-            0x86dd => Self::parse_v6(frame),
+            ETHERTYPE_IPV4 => Self::parse_v4(frame),
+            ETHERTYPE_IPV6 => Self::parse_v6(frame),
             _ => Err(FrameError::NotIp),
         }
     }
@@ -96,10 +116,10 @@ impl TcpFrame {
         if ip[9] != PROTOCOL_TCP {
             return Err(FrameError::NotTcp);
         }
-        if be16(ip, 6) & 0x3fff != 0 {
+        if be16(ip, 6) & IPV4_FRAGMENT != 0 {
             return Err(FrameError::Fragment);
         }
-        // A device with large receive may leave the length field zero above 64 KB; the frame's own length then counts.
+        // A device with large receive may leave the length field zero above 64 KB; then the length of the frame is used.
         let total = if total == 0 { ip.len() } else { total };
         if total > ip.len() || total < header + TCP {
             return Err(FrameError::Malformed);
@@ -111,7 +131,7 @@ impl TcpFrame {
         let local = [ip[16], ip[17], ip[18], ip[19]];
         let tcp = ETHERNET + header;
         let flow = Flow { local: Endpoint::v4(local, be16(frame, tcp + 2)), remote: Endpoint::v4(remote, be16(frame, tcp)) };
-        Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[1] & 3)
+        Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[1] & ECN_MASK)
     }
 
     fn parse_v6(frame: &[u8]) -> Result<TcpFrame, FrameError> {
@@ -135,11 +155,12 @@ impl TcpFrame {
         let tcp = ETHERNET + IPV6;
         let flow =
             Flow { local: Endpoint::v6(address(24), be16(frame, tcp + 2)), remote: Endpoint::v6(address(8), be16(frame, tcp)) };
-        // An IPv4-mapped address has no business on the wire: it would pass for an IPv4 connection.
+        // An IPv4-mapped address may not appear in a packet (RFC 4291 section 2.5.5.2), and would be taken for an IPv4
+        // connection's.
         if flow.local.is_v4() || flow.remote.is_v4() {
             return Err(FrameError::NotTcp);
         }
-        Self::parse_tcp(frame, flow, tcp, tcp + length, ip[1] >> 4 & 3)
+        Self::parse_tcp(frame, flow, tcp, tcp + length, ip[1] >> 4 & ECN_MASK)
     }
 
     #[inline]
@@ -163,13 +184,13 @@ impl TcpFrame {
         })
     }
 
-    /// The payload's bytes within `frame`, the frame that this was parsed from.
+    /// The payload, as a part of `frame`, which must be the frame that this was parsed from.
     #[inline]
     pub fn payload<'a>(&self, frame: &'a [u8]) -> &'a [u8] {
         &frame[self.payload_offset..self.payload_offset + self.payload_length]
     }
 
-    /// Whether the TCP checksum holds; needed only where no device has vouched for it.
+    /// Whether the TCP checksum is right. To be asked only where no device has verified it.
     pub fn checksum_holds(&self, frame: &[u8]) -> bool {
         let end = self.payload_offset + self.payload_length;
         let segment = &frame[self.tcp_offset..end];
@@ -185,24 +206,24 @@ fn pseudo(source: &Endpoint, destination: &Endpoint, length: usize) -> Sum {
     }
 }
 
-/// What a frame's link and network headers say, as far as a connection fixes it.
+/// The fields of a frame's Ethernet and IP headers that are the same for all frames of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Link {
     /// Source MAC address.
     pub source: [u8; 6],
     /// Destination MAC address.
     pub destination: [u8; 6],
-    /// Time to live, or hop limit.
+    /// Time to live (IPv4) or hop limit (IPv6).
     pub ttl: u8,
-    /// Type of service, or traffic class; the two ECN bits are set per packet.
+    /// Type of service (IPv4) or traffic class (IPv6). Its two ECN bits are set per packet.
     pub tos: u8,
     /// IPv6 flow label, 20 bits.
     pub flow_label: u32,
-    /// Index of the host's interface, where the NIC's wire is several of them; else 0.
+    /// Index of the host's network interface, if the NIC's wire covers several; else 0.
     pub interface: u32,
 }
 
-/// The varying fields of one segment to be written.
+/// The fields of a segment's headers that differ from segment to segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Header<'a> {
     /// Sequence number.
@@ -221,45 +242,46 @@ pub struct Header<'a> {
     pub ident: u16,
 }
 
-/// Bytes of a prepared acknowledgement: the longest one, rounded up so that it is copied with few instructions.
+/// Bytes of the prepared acknowledgement: the longest one, rounded up so that it is copied with few instructions.
 const PREPARED: usize = (ETHERNET + IPV6 + TCP + TIMESTAMPS).next_multiple_of(16);
 
-/// A connection's frame header with all that does not change from segment to segment filled in.
+/// The headers of a connection's outgoing frames, with all fields that do not change from segment to segment filled in.
 #[derive(Clone, Copy, Debug)]
 pub struct Template {
     bytes: [u8; ETHERNET + IPV6 + TCP],
-    /// An acknowledgement with all but its numbers.
+    /// A pure acknowledgement with everything but its sequence numbers, window and timestamps filled in.
     acknowledgement: [u8; PREPARED],
     acknowledgement_length: u8,
     /// Offset of the TCP header: 34 for IPv4, 54 for IPv6.
     tcp: u8,
-    /// Folded sum of the pseudo-header without its length.
+    /// Folded checksum of the pseudo-header with a length of 0.
     pseudo: u16,
     /// Folded sum of the fixed IPv4 header fields.
     ip_sum: u32,
 }
 
 impl Template {
-    /// Makes the template of a connection's outgoing frames; `timestamps` says whether its acknowledgements have that option.
+    /// Makes the template for a connection's outgoing frames. `timestamps` says whether its acknowledgements carry the timestamps
+    /// option.
     pub fn new(flow: &Flow, link: &Link, timestamps: bool) -> Self {
         let mut bytes = [0u8; ETHERNET + IPV6 + TCP];
         bytes[..6].copy_from_slice(&link.destination);
         bytes[6..12].copy_from_slice(&link.source);
         let tcp = if flow.is_v4() {
-            bytes[12..14].copy_from_slice(&0x0800u16.to_be_bytes());
+            bytes[12..14].copy_from_slice(&ETHERTYPE_IPV4.to_be_bytes());
             let ip = &mut bytes[ETHERNET..];
             ip[0] = 0x45;
-            ip[1] = link.tos & !3;
-            ip[6] = 0x40; // don't fragment: path MTU discovery is on
+            ip[1] = link.tos & !ECN_MASK;
+            ip[6] = IPV4_DONT_FRAGMENT; // path MTU discovery is on
             ip[8] = link.ttl;
             ip[9] = PROTOCOL_TCP;
             ip[12..16].copy_from_slice(&flow.local.v4_bytes());
             ip[16..20].copy_from_slice(&flow.remote.v4_bytes());
             ETHERNET + IPV4
         } else {
-            bytes[12..14].copy_from_slice(&0x86ddu16.to_be_bytes());
+            bytes[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
             let ip = &mut bytes[ETHERNET..];
-            let word = 6 << 28 | u32::from(link.tos & !3) << 20 | (link.flow_label & 0xf_ffff);
+            let word = 6 << 28 | u32::from(link.tos & !ECN_MASK) << 20 | (link.flow_label & 0xf_ffff);
             ip[..4].copy_from_slice(&word.to_be_bytes());
             ip[6] = PROTOCOL_TCP;
             ip[7] = link.ttl;
@@ -290,14 +312,14 @@ impl Template {
         self.acknowledgement.copy_from_slice(&out[..PREPARED]);
     }
 
-    /// Offset of the TCP header in frames of this template.
+    /// Offset of the TCP header in the frames that this template writes.
     #[inline]
     pub fn tcp_offset(&self) -> usize {
         usize::from(self.tcp)
     }
 
-    /// Writes a segment's header in front of `payload` bytes that the caller puts behind it, and returns the header's length.
-    /// The TCP checksum field holds the pseudo-header's sum, for a device (or [`finish_checksum`]) to complete.
+    /// Writes the headers of a segment with `payload` bytes of payload, which the caller appends, and returns their length. The
+    /// TCP checksum field gets the sum of the pseudo-header, for a device (or [`finish_checksum`]) to complete.
     ///
     /// # Panics
     /// If `out` is shorter than [`MAX_HEADER`].
@@ -321,13 +343,13 @@ impl Template {
         t[13] = header.flags.0;
         t[14..16].copy_from_slice(&header.window.to_be_bytes());
         let sum = Sum::new().word(self.pseudo).word((segment >> 16) as u16).word(segment as u16);
-        t[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+        t[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.folded().to_be_bytes());
         t[18..20].copy_from_slice(&[0, 0]);
         tcp + TCP + options
     }
 
-    /// Writes an acknowledgement without payload, and returns its length. It is what [`Template::emit`] would write, with an IPv4
-    /// identification of 0, which RFC 6864 section 4.1 allows where nothing can be fragmented.
+    /// Writes a pure acknowledgement and returns its length. The result is that of [`Template::emit`] with an IPv4 identification
+    /// of 0, which RFC 6864 section 4.1 allows in packets that cannot be fragmented.
     #[inline(always)]
     pub fn acknowledge(&self, ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) -> usize {
         out[..PREPARED].copy_from_slice(&self.acknowledgement);
@@ -364,8 +386,9 @@ impl Template {
     }
 }
 
-/// Writes what follows from a TCP segment's length into the headers of a frame: the IP packet's length and IPv4's checksum, and a partial TCP
-/// checksum (the pseudo-header's sum) for whoever completes it. `tcp` is the TCP header's offset; there are no IPv6 extension headers.
+/// Writes the header fields that depend on the length of a frame with a TCP segment: the IP packet's length, the IPv4 header
+/// checksum, and a partial TCP checksum (the sum of the pseudo-header) for a device to complete. `tcp` is the offset of the TCP
+/// header; there must be no IPv6 extension headers.
 ///
 /// # Panics
 /// If the headers lie outside the frame.
@@ -383,11 +406,11 @@ pub fn set_lengths(frame: &mut [u8], tcp: usize) {
         ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
         checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
     };
-    segment[16..18].copy_from_slice(&sum.folded().to_be_bytes());
+    segment[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.folded().to_be_bytes());
 }
 
-/// Completes a partial checksum in software, as a device would: sums from `start` to the frame's end and stores at `start + offset`.
-/// Returns false, and changes nothing, if the positions lie outside the frame.
+/// Completes a partial checksum in software as a device does: sums the bytes from `start` to the end of the frame and stores the
+/// result at `start + offset`. Returns false, and changes nothing, if the position lies outside the frame.
 pub fn finish_checksum(frame: &mut [u8], start: usize, offset: usize) -> bool {
     if start + offset + 2 > frame.len() {
         return false;
@@ -420,7 +443,7 @@ mod tests {
             let length = template.emit(&header, 5, &mut frame);
             frame[length..length + 5].copy_from_slice(b"hello");
             let frame = &mut frame[..length + 5];
-            assert!(finish_checksum(frame, template.tcp_offset(), 16));
+            assert!(finish_checksum(frame, template.tcp_offset(), TCP_CHECKSUM));
             let parsed = TcpFrame::parse(frame).unwrap();
             assert_eq!(parsed.flow, flow.reversed());
             assert_eq!((parsed.seq, parsed.ack, parsed.window, parsed.ecn), (5, 6, 7, 2));
@@ -432,7 +455,7 @@ mod tests {
         }
     }
 
-    /// Every truncation of a good frame, and every single-byte change, is read or refused without a panic.
+    /// Every truncation of a good frame and every change of a single byte is read or refused without a panic.
     #[test]
     fn lying_headers_are_refused() {
         for flow in flows() {

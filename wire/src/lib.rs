@@ -1,6 +1,6 @@
 //! Frame formats: Ethernet, IPv4, IPv6, TCP, and the Internet checksum.
 //!
-//! Nothing here allocates, blocks or trusts a length that came from the wire.
+//! Nothing here allocates or blocks, and every length that came from the wire is checked before it is used.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -10,7 +10,7 @@ pub mod frame;
 pub mod plain;
 pub mod tcp;
 
-pub use flow::{Endpoint, Flow, Name};
+pub use flow::{Endpoint, Flow, FlowKey};
 pub use frame::{FrameError, TcpFrame};
 pub use plain::{Acknowledgement, Plain};
 pub use tcp::{Flags, SackBlocks, TcpOptions};

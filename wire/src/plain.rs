@@ -1,16 +1,29 @@
-//! The shape that nearly every segment of an open connection has, read and written with few instructions: no IP options, no flags
-//! but ACK and PSH, no TCP options but timestamps, no ECN mark. Whatever else comes is [`crate::TcpFrame`]'s.
+//! Plain segments, read and written with few instructions: no IP options, no flags but ACK and PSH, no TCP options but
+//! timestamps, no congestion mark (CE). Nearly every segment of an open connection is plain; [`crate::TcpFrame`] reads all
+//! others.
 
 use crate::checksum::Sum;
-use crate::flow::Name;
-use crate::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP};
+use crate::flow::FlowKey;
+use crate::frame::{ECN_CE, ECN_MASK, ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP};
+use crate::tcp::Flags;
 
 /// The timestamps option (RFC 7323 appendix A) as one word: NOP, NOP, kind 8, length 10.
 const TIMESTAMPS_WORD: u32 = 0x0101_080a;
 /// Bytes of the timestamps option with its padding.
 pub(crate) const TIMESTAMPS: usize = 12;
 
-/// A plain segment's fields in host order.
+/// The 32-bit word from the EtherType on, its last byte cleared: IPv4, version 4, header length 5 (no options).
+const IPV4_NO_OPTIONS: u32 = 0x0800_4500;
+/// The 32-bit word from the EtherType on, its last 12 bits cleared: IPv6, version 6.
+const IPV6_WORD: u32 = 0x86dd_6000;
+/// Bits of the 32-bit word at the IPv4 fragment field: "more fragments" and the offset, then (behind the TTL) the protocol.
+const FRAGMENT_AND_PROTOCOL: u32 = 0x3fff_00ff;
+/// Bytes 12 and 13 of a TCP header of 32 bytes (timestamps, no other option) with ACK as its only flag.
+const ACK_WITH_TIMESTAMPS: u16 = 0x8010;
+/// Bytes 12 and 13 of a TCP header of 20 bytes with ACK as its only flag.
+const ACK_WITHOUT_OPTIONS: u16 = 0x5010;
+
+/// The fields of a plain segment, in host order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plain {
     /// Sequence number.
@@ -25,7 +38,7 @@ pub struct Plain {
     pub length: u32,
 }
 
-/// `N` bytes at `at`, loaded at once: put together byte by byte, the compiler loads them one by one where only some are looked at.
+/// The `N` bytes at `at`, as one load: assembled byte by byte, the compiler loads them one by one where only some are used.
 #[inline(always)]
 fn load<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     *bytes[at..].first_chunk().expect("the caller has checked the length")
@@ -47,60 +60,61 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Plain {
-    /// Reads a frame: the flow, the destination's end as local, the segment, and its payload. None if it is anything but plain, or
-    /// damaged. `verified` says that a device has checked the headers' sums.
+    /// Reads a frame. Returns the 4-tuple (the destination is the local end), the segment, and its payload; None if the segment
+    /// is not plain or the frame is damaged. `verified` says that a device has checked the checksums: then the IPv4 header's is
+    /// not computed.
     #[inline(always)]
-    pub fn parse(frame: &[u8], verified: bool) -> Option<(Name, Plain, &[u8])> {
+    pub fn parse(frame: &[u8], verified: bool) -> Option<(FlowKey, Plain, &[u8])> {
         let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;
-        // Type of the frame, and the version and header length of IP behind it.
+        // EtherType, then version and header length of IP.
         match be32(link, 12) & 0xffff_ff00 {
-            0x0800_4500 => Self::parse_v4(frame, link, verified),
-            kind if kind & 0xffff_f000 == 0x86dd_6000 => Self::parse_v6(frame),
+            IPV4_NO_OPTIONS => Self::parse_v4(frame, link, verified),
+            word if word & 0xffff_f000 == IPV6_WORD => Self::parse_v6(frame),
             _ => None,
         }
     }
 
     #[inline(always)]
-    fn parse_v4<'a>(frame: &'a [u8], head: &[u8; ETHERNET + IPV4 + TCP], verified: bool) -> Option<(Name, Plain, &'a [u8])> {
-        // Neither a fragment nor anything but TCP; a CE mark is for the whole TCP to see.
-        let ordinary = be32(head, 20) & 0x3fff_00ff == u32::from(PROTOCOL_TCP) && head[15] & 3 != 3;
+    fn parse_v4<'a>(frame: &'a [u8], head: &[u8; ETHERNET + IPV4 + TCP], verified: bool) -> Option<(FlowKey, Plain, &'a [u8])> {
+        // TCP, and not a fragment. Packets with a congestion mark (CE) are left to the full parser.
+        let ordinary = be32(head, 20) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP) && head[15] & ECN_MASK != ECN_CE;
         let end = ETHERNET + usize::from(be16(head, 16));
         if !ordinary || !verified && Sum::new().bytes(&head[ETHERNET..ETHERNET + IPV4]).finish() != 0 {
             return None;
         }
-        let name = Name::v4(le64(head, 26), be32(head, 34));
+        let key = FlowKey::v4(le64(head, 26), be32(head, 34));
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV4)?;
-        Some((name, plain, payload))
+        Some((key, plain, payload))
     }
 
     #[inline(always)]
-    fn parse_v6(frame: &[u8]) -> Option<(Name, Plain, &[u8])> {
+    fn parse_v6(frame: &[u8]) -> Option<(FlowKey, Plain, &[u8])> {
         let head: &[u8; ETHERNET + IPV6 + TCP] = frame.first_chunk()?;
-        if head[20] != PROTOCOL_TCP || head[15] >> 4 & 3 == 3 {
+        if head[20] != PROTOCOL_TCP || head[15] >> 4 & ECN_MASK == ECN_CE {
             return None;
         }
         let end = ETHERNET + IPV6 + usize::from(be16(head, 18));
         let local = [le64(head, 38), le64(head, 46)];
         let remote = [le64(head, 22), le64(head, 30)];
-        let name = Name::v6(local, remote, be32(head, 54));
+        let key = FlowKey::v6(local, remote, be32(head, 54));
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV6)?;
-        Some((name, plain, payload))
+        Some((key, plain, payload))
     }
 
-    /// `frame` ends where IP says that the packet ends.
+    /// Reads the TCP header at `tcp`. `frame` ends where the IP packet ends.
     #[inline(always)]
     fn parse_tcp(frame: &[u8], tcp: usize) -> Option<(Plain, &[u8])> {
         let head = frame.get(tcp..tcp + TCP)?;
-        // Data offset, then the flags without PSH.
-        let (headers, timestamps) = match be16(head, 12) & 0xfff7 {
-            0x8010 => {
+        // Data offset and reserved bits, then the flags; PSH may be set or not.
+        let (headers, timestamps) = match be16(head, 12) & !u16::from(Flags::PSH.0) {
+            ACK_WITH_TIMESTAMPS => {
                 let options = frame.get(tcp + TCP..tcp + TCP + TIMESTAMPS)?;
                 if be32(options, 0) != TIMESTAMPS_WORD {
                     return None;
                 }
                 (TCP + TIMESTAMPS, Some((be32(options, 4), be32(options, 8))))
             }
-            0x5010 => (TCP, None),
+            ACK_WITHOUT_OPTIONS => (TCP, None),
             _ => return None,
         };
         let payload = &frame[tcp + headers..];
@@ -108,17 +122,17 @@ impl Plain {
         Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32 }, payload))
     }
 
-    /// Whether the TCP checksum holds; needed only where no device has vouched for it.
+    /// Whether the TCP checksum is right. To be asked only where no device has verified it.
     #[cold]
-    pub fn checksum_holds(self, name: Name, frame: &[u8]) -> bool {
-        let tcp = if name.is_v4() { ETHERNET + IPV4 } else { ETHERNET + IPV6 };
+    pub fn checksum_holds(self, key: FlowKey, frame: &[u8]) -> bool {
+        let tcp = if key.is_v4() { ETHERNET + IPV4 } else { ETHERNET + IPV6 };
         let headers = if self.timestamps.is_some() { TCP + TIMESTAMPS } else { TCP };
         let segment = &frame[tcp..tcp + headers + self.length as usize];
-        name.pseudo_header(segment.len()).bytes(segment).finish() == 0
+        key.pseudo_header(segment.len()).bytes(segment).finish() == 0
     }
 }
 
-/// An acknowledgement and nothing else: what [`crate::frame::Template::acknowledge`] writes.
+/// A pure acknowledgement: the fields that [`crate::frame::Template::acknowledge`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acknowledgement {
     /// Sequence number.
@@ -131,8 +145,8 @@ pub struct Acknowledgement {
     pub timestamps: Option<(u32, u32)>,
 }
 
-impl Name {
-    /// The sum over the pseudo-header of a segment of `length` bytes. It is the same whichever end's address comes first.
+impl FlowKey {
+    /// The sum over the pseudo-header of a segment of `length` bytes. It does not depend on which end is the source.
     fn pseudo_header(&self, length: usize) -> Sum {
         let sum = Sum::new().word(u16::from(PROTOCOL_TCP)).word((length >> 16) as u16).word(length as u16);
         self.address_words().iter().fold(sum, |sum, word| sum.bytes(&word.to_le_bytes()))
@@ -143,7 +157,7 @@ impl Name {
 mod tests {
     use super::*;
     use crate::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
-    use crate::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+    use crate::{Endpoint, Flow, TcpFrame, TcpOptions};
 
     fn flows() -> [Flow; 2] {
         [
@@ -162,7 +176,7 @@ mod tests {
         length + 5
     }
 
-    /// What is plain reads as the whole parser reads it, whatever its checksum happens to be.
+    /// Plain segments read the same in both parsers, also those whose checksum is wrong.
     #[test]
     fn plain_segments_read_alike_in_both_parsers() {
         for flow in flows() {
@@ -172,14 +186,14 @@ mod tests {
                 let length = segment(&flow, Flags::ACK | Flags::PSH, timestamps, 2, ident, &mut frame);
                 let frame = &mut frame[..length];
                 let whole = TcpFrame::parse(frame).unwrap();
-                let (name, plain, payload) = Plain::parse(frame, false).unwrap();
-                assert_eq!(name, Name::from(&whole.flow));
+                let (key, plain, payload) = Plain::parse(frame, false).unwrap();
+                assert_eq!(key, FlowKey::from(&whole.flow));
                 assert_eq!((plain.seq, plain.ack, plain.window), (whole.seq, whole.ack, whole.window));
                 assert_eq!(plain.timestamps, whole.options.timestamps);
                 assert_eq!(payload, b"hello");
-                assert!(plain.checksum_holds(name, frame));
+                assert!(plain.checksum_holds(key, frame));
                 frame[length - 1] ^= 4;
-                assert!(!plain.checksum_holds(name, frame));
+                assert!(!plain.checksum_holds(key, frame));
             }
         }
     }
@@ -198,14 +212,14 @@ mod tests {
             for cut in 0..length {
                 assert!(Plain::parse(&frame[..cut], true).is_none(), "cut at {cut}");
             }
-            // Every single-byte change is read as the whole parser reads it, or left to it.
+            // With any single byte changed, both parsers read the same, or this one refuses.
             for at in 0..length {
                 for value in 0..=255u8 {
                     let mut bad = frame;
                     bad[at] = value;
-                    if let Some((name, plain, payload)) = Plain::parse(&bad[..length], false) {
+                    if let Some((key, plain, payload)) = Plain::parse(&bad[..length], false) {
                         let whole = TcpFrame::parse(&bad[..length]).unwrap();
-                        assert_eq!((name, plain.seq), (Name::from(&whole.flow), whole.seq), "byte {at} = {value}");
+                        assert_eq!((key, plain.seq), (FlowKey::from(&whole.flow), whole.seq), "byte {at} = {value}");
                         assert_eq!(payload, whole.payload(&bad[..length]));
                     }
                 }

@@ -22,10 +22,16 @@ impl Flags {
     /// Congestion window reduced (RFC 3168).
     pub const CWR: Flags = Flags(0x80);
 
-    /// Whether every flag of `other` is set.
+    /// Whether all flags of `other` are set.
     #[inline]
     pub const fn contains(self, other: Flags) -> bool {
         self.0 & other.0 == other.0
+    }
+
+    /// The flags of both.
+    #[inline]
+    pub const fn union(self, other: Flags) -> Flags {
+        Flags(self.0 | other.0)
     }
 
     /// Whether any flag of `other` is set.
@@ -54,7 +60,8 @@ impl core::fmt::Debug for Flags {
     }
 }
 
-/// Up to four SACK blocks (RFC 2018 section 3), as (left edge, right edge).
+/// Up to four SACK blocks (RFC 2018 section 3), as (left edge, right edge): the sequence number of the first byte and of the byte
+/// behind the last one.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct SackBlocks {
     blocks: [(u32, u32); 4],
@@ -62,7 +69,7 @@ pub struct SackBlocks {
 }
 
 impl SackBlocks {
-    /// Appends a block; a fifth is ignored, since a header has no room for it.
+    /// Appends a block. A fifth one is ignored: 40 bytes of options hold no more than four.
     pub fn push(&mut self, left: u32, right: u32) {
         if usize::from(self.count) < self.blocks.len() {
             self.blocks[usize::from(self.count)] = (left, right);
@@ -76,7 +83,7 @@ impl SackBlocks {
         &self.blocks[..usize::from(self.count)]
     }
 
-    /// Whether there is none.
+    /// Whether there is no block.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.count == 0
@@ -103,6 +110,7 @@ pub struct TcpOptions {
     pub sack: SackBlocks,
 }
 
+// Option kinds (RFC 9293 section 3.2, RFC 7323, RFC 2018).
 const END: u8 = 0;
 const NOP: u8 = 1;
 const MSS: u8 = 2;
@@ -110,13 +118,18 @@ const WINDOW_SCALE: u8 = 3;
 const SACK_PERMITTED: u8 = 4;
 const SACK: u8 = 5;
 const TIMESTAMPS: u8 = 8;
+/// Length field of the timestamps option in bytes.
+const TIMESTAMPS_LENGTH: u8 = 10;
+/// Largest shift of a window; a larger one in a SYN is taken for this (RFC 7323 section 2.3).
+const MAX_WINDOW_SCALE: u8 = 14;
 
 impl TcpOptions {
-    /// Reads the options area. A malformed option ends the reading: what came before it counts (RFC 9293 section 3.2, MUST-7).
+    /// Reads the options area of a TCP header. A malformed option ends the reading, the options before it stay valid (RFC 9293
+    /// section 3.2, MUST-7).
     #[inline]
     pub fn parse(area: &[u8]) -> Self {
-        // The layout nearly every segment of a connection with timestamps has: NOP, NOP, timestamps.
-        if let [NOP, NOP, TIMESTAMPS, 10, v0, v1, v2, v3, e0, e1, e2, e3] = *area {
+        // The layout of nearly every segment of a connection with timestamps (RFC 7323 appendix A): NOP, NOP, timestamps.
+        if let [NOP, NOP, TIMESTAMPS, TIMESTAMPS_LENGTH, v0, v1, v2, v3, e0, e1, e2, e3] = *area {
             let timestamps = Some((u32::from_be_bytes([v0, v1, v2, v3]), u32::from_be_bytes([e0, e1, e2, e3])));
             return TcpOptions { timestamps, ..TcpOptions::default() };
         }
@@ -146,7 +159,7 @@ impl TcpOptions {
     fn read(&mut self, kind: u8, value: &[u8]) {
         match (kind, value) {
             (MSS, [a, b]) => self.mss = Some(u16::from_be_bytes([*a, *b])),
-            (WINDOW_SCALE, [shift]) => self.window_scale = Some((*shift).min(14)),
+            (WINDOW_SCALE, [shift]) => self.window_scale = Some((*shift).min(MAX_WINDOW_SCALE)),
             (SACK_PERMITTED, []) => self.sack_permitted = true,
             (TIMESTAMPS, v) if v.len() == 8 => self.timestamps = Some((be32(&v[..4]), be32(&v[4..]))),
             (SACK, v) if v.len() % 8 == 0 => {
@@ -158,7 +171,7 @@ impl TcpOptions {
         }
     }
 
-    /// Bytes that [`TcpOptions::emit`] writes: a multiple of four, at most 40.
+    /// Number of bytes that [`TcpOptions::emit`] writes: a multiple of four, at most 40.
     #[inline]
     pub fn length(&self) -> usize {
         let mut length = 0;
@@ -180,7 +193,8 @@ impl TcpOptions {
         length
     }
 
-    /// Writes the options, padded with NOPs in front so that values are aligned, and says how many bytes they took.
+    /// Writes the options, each padded with NOPs in front so that its values are aligned, and returns the number of bytes
+    /// written.
     ///
     /// # Panics
     /// If `out` is shorter than [`TcpOptions::length`].
@@ -188,7 +202,7 @@ impl TcpOptions {
     pub fn emit(&self, out: &mut [u8]) -> usize {
         let mut at = 0;
         if let Some((value, echo)) = self.timestamps {
-            out[..4].copy_from_slice(&[NOP, NOP, TIMESTAMPS, 10]);
+            out[..4].copy_from_slice(&[NOP, NOP, TIMESTAMPS, TIMESTAMPS_LENGTH]);
             out[4..8].copy_from_slice(&value.to_be_bytes());
             out[8..12].copy_from_slice(&echo.to_be_bytes());
             at = 12;
@@ -252,7 +266,7 @@ mod tests {
         assert_eq!(TcpOptions::parse(&out[..length]), syn);
     }
 
-    /// Lengths of zero, one and past the end must neither loop nor read outside the area.
+    /// Option lengths of zero, of one and beyond the end neither loop nor read outside the area.
     #[test]
     fn malformed_options_end_the_reading() {
         for area in [&[8u8, 0][..], &[8, 1, 1], &[5, 10, 0, 0], &[2], &[1, 1, 8, 10, 0, 0], &[5, 40, 1]] {

@@ -92,7 +92,7 @@ const FIGURES: [(Counter, &str); 14] = [
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
-    (Counter::WentBefore, "connection set-ups that the copy engine sent first"),
+    (Counter::SynPrioritized, "connection set-ups that the copy engine sent first"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

@@ -119,8 +119,8 @@ pub(crate) fn say_last_words(
     let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
     nic_memory.words(base + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
     let (Ok(mut kernel), Some(receive)) = (shape.kernel(host), receive) else { return };
-    let words = Replay { image, ranges: &ranges, fin_behind_hole: None };
-    words.say(&mut kernel, |seq, out| receive.read(seq, out));
+    let replay = Replay { image, ranges: &ranges, fin_behind_hole: None };
+    replay.send(&mut kernel, |seq, out| receive.read(seq, out));
 }
 
 /// The last two steps of a restore: the NIC lets go and says what the peer said last, the kernel speaks. Where our FIN has been

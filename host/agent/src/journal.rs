@@ -158,7 +158,7 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
 
 /// The name that the next tenant of a slot gets, kept so that no agent uses a name that another has used.
 pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
-    let word = nic_memory.word32(nic::slot(at) + slot::NEXT_NAME).load(Ordering::Acquire);
+    let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
     if word == 0 { Cid::new(at, 1) } else { Cid(word) }
 }
 
@@ -174,5 +174,5 @@ pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
 
 /// Notes the name of a slot's next tenant.
 pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
-    nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_NAME).store(name.0, Ordering::Release);
+    nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_CID).store(name.0, Ordering::Release);
 }

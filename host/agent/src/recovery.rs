@@ -268,7 +268,7 @@ fn import(
     let receive = session.memory.circle(on_nic.memory.receive.0, on_nic.memory.receive.1).ok_or_else(damaged)?;
     let release = || {
         shape.unsteer(&connection.flow);
-        Replay { image, ranges, fin_behind_hole: None }.say(kernel, |seq, out| receive.read(seq, out));
+        Replay { image, ranges, fin_behind_hole: None }.send(kernel, |seq, out| receive.read(seq, out));
         // What was held since goes to the kernel, and nothing is held any more.
         let _ = nic.control(Control::Cancel, on_nic.cid, 0);
     };

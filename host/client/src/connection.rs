@@ -398,7 +398,7 @@ impl Connection {
 
     /// SO_KEEPALIVE as the program set it, while the NIC has the connection.
     pub fn keepalive(&self) -> bool {
-        self.load(block::FLAGS) & 4 != 0
+        self.load(block::FLAGS) & block::FLAG_KEEPALIVE != 0
     }
 
     /// The processor that processes its frames, while the NIC has it; None until the NIC has reported it.

@@ -3,8 +3,8 @@
 
 use crate::connection::{Connection, Entered, Inside, Readiness};
 use crate::ending::{Ending, ended};
-use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
+use baton_abi::layout::{Owner, block};
 use baton_abi::{Cid, Control, MORE, Message, Operation, add_length, counts_bytes};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
@@ -683,7 +683,7 @@ impl Shared {
         // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the flag is
         // left.
         connection.set_shut(true);
-        connection.set_flag(2, true);
+        connection.set_flag(block::FLAG_SHUT_DOWN, true);
         commands.publish();
         drop(commands);
         self.ring_nic();
@@ -723,7 +723,7 @@ impl Shared {
             (6, 18) => self.control(connection, token, Control::UserTimeout, value as u32, 0),
             (1, 9) | (6, 4..=6) => {
                 if (level, option) == (1, 9) {
-                    connection.set_flag(4, value != 0);
+                    connection.set_flag(block::FLAG_KEEPALIVE, value != 0);
                 }
                 let on = connection.keepalive();
                 let (idle, interval, count) = (get(4)?, get(5)?, get(6)?);
@@ -941,7 +941,6 @@ fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_abi::layout::block;
 
     /// A connection may have moved before its program knows the number under which it was registered.
     #[test]

@@ -1,12 +1,13 @@
-//! Where things lie in shared memory. Two kinds of region exist.
+//! The layout of shared memory. There are two kinds of region.
 //!
-//! *NIC memory*, shared by agent and NIC, not by programs: a header, the two control rings, one slot per connection.
-//! *Session memory*, shared by one program, the agent and the NIC: a header, the two rings, one block per connection, the heap
-//! with the send and receive memory. The program can write all of its session memory, so the NIC believes none of it.
+//! *NIC memory* is shared by agent and NIC, not by programs: a header, the two control rings, one slot per connection. *Session
+//! memory* is shared by one program, the agent and the NIC: a header, the two rings, one block per connection, the heap with the
+//! send and receive memory. The program can write all of its session memory, so the NIC checks everything that it reads there.
 
 /// Messages that a ring holds.
 pub const RING_MESSAGES: usize = 4096;
-/// 8-byte words of a ring: head, tail and the consumer's sleep flag on a cache line each, then the messages.
+/// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then the
+/// messages.
 pub const RING_WORDS: usize = 24 + 2 * RING_MESSAGES;
 /// Bytes of a ring, rounded up to a page.
 pub const RING_BYTES: usize = (RING_WORDS * 8).next_multiple_of(4096);
@@ -15,44 +16,48 @@ pub const RING_BYTES: usize = (RING_WORDS * 8).next_multiple_of(4096);
 pub mod nic {
     use super::RING_BYTES;
 
-    /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
+    /// 4-byte word: nonzero while the NIC sleeps, so that whoever sends it a message must ring its doorbell.
     pub const SLEEPING: usize = 0;
-    /// 4-byte word that the agent counts up when something waits on the control connection.
+    /// 4-byte word: incremented by the agent when it has sent a message on the control connection (a socket), so that a NIC that
+    /// does not sleep looks there.
     pub const CHANNEL: usize = 32;
-    /// 8-byte word: the NIC's heartbeat, microseconds of its clock.
+    /// 8-byte word: time of the NIC's last round, in microseconds of its clock.
     pub const HEARTBEAT: usize = 64;
-    /// 4-byte word for tests: how often a step after which somebody is to die has been made.
+    /// 4-byte word for tests: how many times the step has been made after which the NIC or the agent is to be killed.
     pub const CHAOS: usize = 96;
-    /// 4-byte word of the agent's: so many slots, the first ones, have ever had a connection. The others' memory was never touched.
+    /// 4-byte word, written by the agent: the number of slots, counted from the first, that have ever had a connection. The
+    /// memory of the others was never touched.
     pub const SLOTS_USED: usize = 100;
-    /// 4-byte word of the agent's: the number, plus one, of the session that it is seeing to, or 0. The keeper looks at it when it has died.
+    /// 4-byte word, written by the agent: the number, plus one, of the session whose requests it is serving, or 0. The keeper
+    /// reads it after the agent has died, to find a session that makes agents die.
     pub const ATTENDED: usize = 104;
-    /// 8-byte words of counters, see [`crate::layout::Counter`]: a block for each worker.
+    /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
     pub const COUNTERS_BYTES: usize = 256;
-    /// Workers that there may be.
+    /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
-    /// Ring of commands from the agent.
+    /// Ring of commands from the agent to the NIC.
     pub const COMMANDS: usize = 8192;
-    /// Ring of messages to the agent.
+    /// Ring of messages from the NIC to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
-    /// The slots.
+    /// The slots, one per connection.
     pub const SLOTS: usize = EVENTS + RING_BYTES;
     /// Bytes of a slot.
     pub const SLOT_BYTES: usize = 4096;
 
-    /// Places for data that the NIC has acknowledged for the kernel, behind the slots.
+    /// Number of active-acknowledgement buffers, which lie behind the slots. Each holds the data of one kernel connection that
+    /// the NIC has acknowledged and the kernel has not.
     pub const ACKNOWLEDGED: usize = 256;
-    /// Bytes of such a place.
+    /// Bytes of such a buffer: 256 KiB of data behind a header of one page.
     pub const ACKNOWLEDGED_BYTES: usize = (256 << 10) + 4096;
 
-    /// Bytes of NIC memory with this many slots.
+    /// Bytes of NIC memory with `slots` slots.
     pub const fn bytes(slots: usize) -> usize {
         acknowledged(slots) + ACKNOWLEDGED * ACKNOWLEDGED_BYTES
     }
 
-    /// Offset of the places for acknowledged data.
+    /// Offset of the active-acknowledgement buffers.
     pub const fn acknowledged(slots: usize) -> usize {
         SLOTS + slots * SLOT_BYTES
     }
@@ -68,36 +73,38 @@ pub mod nic {
     }
 }
 
-/// A slot of NIC memory; offsets are from the slot's beginning.
+/// A slot of NIC memory. Offsets are in bytes from the slot's beginning.
 pub mod slot {
-    /// 8-byte word: which copy of the record counts, and how often it was published (parity selects the copy; 0 for none).
+    /// 8-byte word: number of times that the record was published; its parity selects the valid copy, and 0 means that there is
+    /// none.
     pub const PUBLISHED: usize = 0;
     /// The two copies of the record.
     pub const RECORDS: usize = 64;
-    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size,
-    /// number of the connection's block.
+    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of the
+    /// connection's block.
     pub const PARAMETERS: usize = 192;
-    /// 4-byte word that a mirroring NIC sets to 1 once its copy covers what the kernel holds out of order, else 0.
+    /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
     pub const COVERED: usize = PARAMETERS + 28;
-    /// 4-byte word of the agent's: the [`crate::Cid`] of the slot's next tenant, 0 for the first.
-    pub const NEXT_NAME: usize = PARAMETERS + 24;
-    /// Parameters of a handoff, continued: bytes of receive memory, then of send memory, that the connection may have at most; 0 for no more
-    /// than it is given.
+    /// 4-byte word, written by the agent: the [`crate::Cid`] of the slot's next occupant, 0 for the first one.
+    pub const NEXT_CID: usize = PARAMETERS + 24;
+    /// Parameters of a handoff, continued: the most bytes of receive memory, then of send memory, that the connection may grow
+    /// to; 0 if it may not grow.
     pub const LIMITS: usize = PARAMETERS + 32;
-    /// 4-byte word: how far the program has read when [`crate::Control::Resume`] is commanded.
+    /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
     pub const READ: usize = PARAMETERS + 40;
-    /// The agent's: memory that the connection has instead of what the journal says. A word that says which of two copies counts, 0 for
-    /// none; then the copies of [`GROWN_WORDS`] words.
+    /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
+    /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
     pub const GROWN: usize = 448;
-    /// Words of 4 bytes of such a copy: cid, receive base and size, send base and size.
+    /// 4-byte words of one such copy: cid, receive base and size, send base and size.
     pub const GROWN_WORDS: usize = 5;
-    /// The encoded flow: local address, remote address, local port, remote port (36 bytes, ports little-endian).
+    /// The encoded 4-tuple: local address, remote address, local port, remote port (36 bytes, ports little-endian).
     pub const FLOW: usize = 256;
-    /// The buffers that the program has posted, for whoever finds the NIC dead: 16 bytes each (sequence number, address, length, 0).
+    /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number, address,
+    /// length, 0).
     pub const POSTS: usize = 384;
     /// Bytes of that table.
     pub const POSTS_BYTES: usize = 16 * super::POSTS;
-    /// The image.
+    /// The encoded connection image.
     pub const IMAGE: usize = 512;
     /// The agent's journal of a move: phase, length, entry.
     pub const JOURNAL: usize = 2048;
@@ -105,16 +112,17 @@ pub mod slot {
     pub const JOURNAL_BYTES: usize = FORWARD - JOURNAL;
     /// A frame to be forwarded (`nic_forward`).
     pub const FORWARD: usize = 3072;
-    /// Two tables of out-of-order ranges, 64 × 8 bytes each.
+    /// Two tables of out-of-order ranges, each of 64 pairs of sequence numbers (8 bytes). [`crate::Record`] says which one is
+    /// valid.
     pub const RANGES: usize = 1024;
     /// Bytes of one table of ranges.
     pub const RANGES_BYTES: usize = 512;
 }
 
-/// (Address, length) pairs that a connection's send queue holds; a power of two.
+/// Number of (address, length) pairs that a connection's send queue holds; a power of two.
 pub const PAIRS: usize = 16;
 
-/// Buffers that a program may have posted on one connection at a time.
+/// Number of buffers that a program may have posted on one connection at a time.
 pub const POSTS: usize = 4;
 
 /// Session memory.
@@ -123,22 +131,23 @@ pub mod session {
 
     /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
     pub const NIC_SLEEPING: usize = 0;
-    /// 4-byte word: nonzero while the program sleeps and wants its doorbell rung.
+    /// 4-byte word: nonzero while the program sleeps, so that the NIC must ring its doorbell.
     pub const PROGRAM_SLEEPING: usize = 64;
-    /// 4-byte word: counts the moves that the agent has finished, so that the program looks at its connections again.
+    /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections' owners
+    /// again.
     pub const MOVES: usize = 128;
-    /// 4-byte words: numbers of the connections that moved last, each at the count of moves before its own, modulo [`MOVED_ENTRIES`].
-    /// [`ANY`] stands for all of them.
+    /// 4-byte words: numbers of the connections that moved last. That of move `n` (counted by [`MOVES`] from 0) is at `n` modulo
+    /// [`MOVED_ENTRIES`]; [`ANY`] stands for all connections.
     pub const MOVED: usize = 2048;
-    /// Words of that table; a power of two.
+    /// Number of words of that table; a power of two.
     pub const MOVED_ENTRIES: u32 = 256;
-    /// No connection's number.
+    /// Not the number of any connection.
     pub const ANY: u32 = u32::MAX;
-    /// 4-byte word: how often an agent has taken the session over from one that died.
+    /// 4-byte word: number of times that an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
-    /// Ring of commands from the program.
+    /// Ring of commands from the program to the NIC.
     pub const COMMANDS: usize = 4096;
-    /// Ring of messages to the program.
+    /// Ring of messages from the NIC to the program.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
     /// The connection blocks.
     pub const BLOCKS: usize = EVENTS + RING_BYTES;
@@ -146,10 +155,11 @@ pub mod session {
     pub const BLOCK_BYTES: usize = 128;
     /// Connection blocks of a session.
     pub const MAX_CONNECTIONS: usize = 16384;
-    /// The heap.
+    /// The heap: send and receive memory, and buffers of the program's own.
     pub const HEAP: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
 
-    /// Where the heap ends that connections have their memory in. The rest of session memory is for buffers of the program's own.
+    /// End of the part of the heap that holds the connections' send and receive memory. The rest of session memory is for buffers
+    /// of the program's own.
     pub const fn heap_end(bytes: usize) -> usize {
         (bytes - bytes / 4) & !4095
     }
@@ -160,54 +170,63 @@ pub mod session {
     }
 }
 
-/// A connection block of session memory; offsets of 4-byte words from the block's beginning.
+/// A connection block of session memory. Offsets are those of 4-byte words, in bytes from the block's beginning.
 pub mod block {
-    /// Who owns the connection, see [`super::Owner`]. Written by the agent.
+    /// The connection's owner, see [`super::Owner`]. Written by the agent.
     pub const OWNER: usize = 0;
-    /// Nonzero while the program is inside an operation on the connection. Written by the program.
+    /// Nonzero while a thread of the program is inside an operation on the connection. Written by the program.
     pub const BUSY: usize = 4;
-    /// Moves that this connection has made. Written by the agent, before the owner changes.
+    /// Number of moves that this connection has made. Written by the agent, before it changes the owner.
     pub const MOVES: usize = 8;
     /// The connection's [`crate::Cid`] while the NIC has it.
     pub const CID: usize = 12;
-    /// Base of the receive memory.
+    /// Offset of the receive memory in session memory.
     pub const RECEIVE_BASE: usize = 16;
-    /// Size of the receive memory, a power of two. A byte lies at its sequence number modulo this.
+    /// Size of the receive memory in bytes, a power of two. A byte lies at its sequence number modulo this.
     pub const RECEIVE_SIZE: usize = 20;
-    /// Base of the send memory.
+    /// Offset of the send memory in session memory.
     pub const SEND_BASE: usize = 24;
-    /// Size of the send memory, a power of two. A byte lies at its sequence number modulo this.
+    /// Size of the send memory in bytes, a power of two. A byte lies at its sequence number modulo this.
     pub const SEND_SIZE: usize = 28;
-    /// At a handoff: sequence number of the first unread byte. Then the program's: how far it has read.
+    /// Sequence number of the first byte that the program has not read. Written by the agent at a handoff, then by the program.
     pub const READ_SEQ: usize = 32;
-    /// At a handoff: next sequence number expected, a received FIN not counted.
+    /// Next sequence number expected at the handoff, a received FIN not counted.
     pub const RECEIVE_SEQ: usize = 36;
-    /// At a handoff: oldest unacknowledged sequence number.
+    /// Oldest unacknowledged sequence number at the handoff.
     pub const ACKED_SEQ: usize = 40;
-    /// At a handoff: sequence number behind the last byte queued. Then the program's: how far it has queued.
+    /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// At a handoff: bit 0 the peer's FIN has come. Then the program's: bit 1 it has shut its sending side, bit 2 SO_KEEPALIVE.
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`] and [`FLAG_KEEPALIVE`]. Written by the agent at a handoff, then by the
+    /// program.
     pub const FLAGS: usize = 48;
-    /// While the NIC has it: the processor that its worker runs on, plus one; 0 if that is not known. Written by the NIC.
+    /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
+    /// by the NIC.
     pub const PROCESSOR: usize = 52;
+
+    /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
+    pub const FLAG_FIN_RECEIVED: u32 = 1;
+    /// Bit of [`FLAGS`]: the program has shut down its sending side.
+    pub const FLAG_SHUT_DOWN: u32 = 1 << 1;
+    /// Bit of [`FLAGS`]: SO_KEEPALIVE is on.
+    pub const FLAG_KEEPALIVE: u32 = 1 << 2;
 }
 
-/// Owners of a connection, as [`block::OWNER`] holds them.
+/// The owner of a connection, as [`block::OWNER`] holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Owner {
     /// The block is free.
     Nobody = 0,
-    /// The kernel: the descriptor works as ever.
+    /// The kernel: operations go to the socket's descriptor.
     Kernel = 1,
-    /// The NIC: the rings are the way.
+    /// The NIC: operations go through the rings.
     Nic = 2,
-    /// In between: operations wait.
+    /// The connection is moving: operations wait.
     Moving = 3,
 }
 
 impl Owner {
-    /// The owner of this number; anything unknown is a free block.
+    /// The owner with this number; an unknown number means a free block.
     pub fn from_number(number: u32) -> Owner {
         match number {
             1 => Owner::Kernel,
@@ -218,84 +237,84 @@ impl Owner {
     }
 }
 
-/// Counters of the NIC, in the order in which they lie in NIC memory.
+/// The counters of a worker, in the order in which they lie in NIC memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum Counter {
-    /// Frames from the wire.
+    /// Frames received from the wire.
     WireReceived,
-    /// Frames to the wire.
+    /// Frames sent to the wire.
     WireSent,
-    /// Frames from the kernel.
+    /// Frames received from the kernel.
     HostReceived,
-    /// Frames to the kernel.
+    /// Frames sent to the kernel.
     HostSent,
-    /// Segments given to offloaded connections.
+    /// Segments received for offloaded connections.
     Segments,
-    /// Frames of the kernel's that were silenced because the NIC owns their connection.
+    /// Frames of the kernel's that were dropped because the NIC owns their connection.
     Silenced,
     /// Segments of offloaded connections dropped for a wrong checksum.
     BadChecksum,
-    /// Messages from programs that made no sense.
+    /// Messages from programs that were malformed or not allowed.
     BadMessages,
-    /// Frames that found a device or a holding queue full.
+    /// Frames that were dropped because a device or a queue was full.
     Dropped,
-    /// Segments retransmitted.
+    /// Segments of offloaded connections that were retransmitted.
     Retransmitted,
-    /// Connections on the NIC now.
+    /// Offloaded connections at present.
     Connections,
-    /// Nanoseconds of polls that found work.
+    /// Nanoseconds spent in rounds that found work.
     BusyNanoseconds,
     /// Frames that the emulated link lost.
     LinkLost,
-    /// Frames that overflowed the emulated link's buffer.
+    /// Frames that found the emulated link's buffer full.
     LinkOverflowed,
-    /// Large frames of the kernel's that were cut.
+    /// Large frames of the kernel's that were cut into segments.
     Cut,
-    /// Segments that they were cut into.
+    /// Segments that large frames were cut into.
     CutSegments,
-    /// Large frames that could not be cut.
+    /// Large frames of the kernel's that could not be cut and were dropped.
     Uncut,
-    /// Segments that became part of an aggregate for the kernel.
+    /// Segments merged into aggregates for the kernel.
     Merged,
-    /// Aggregates.
+    /// Aggregates sent to the kernel.
     Aggregates,
-    /// IP bytes of aggregates.
+    /// Bytes of the aggregates' IP packets.
     AggregateBytes,
-    /// Segments that were put in order for the kernel.
+    /// Segments that large receive has put in order for the kernel.
     Reordered,
-    /// Segments that are held out of order now.
+    /// Segments that large receive holds out of order at present.
     Held,
-    /// Bursts of frames to the kernel: what an interrupt is for a card.
+    /// Bursts of frames to the kernel: each stands for an interrupt of a network card.
     Interrupts,
-    /// Frames that came to one worker and were another's.
-    Passed,
-    /// Buckets of connections that this worker has given to another.
+    /// Frames that one worker received and another one owns: forwarded to that worker.
+    Redirected,
+    /// Buckets of the indirection table that this worker has handed over to another.
     Buckets,
-    /// Data segments of offloaded connections that came before others that were sent earlier.
+    /// Data segments of offloaded connections that arrived ahead of a gap.
     Disordered,
-    /// Acknowledgements of the NIC's own for the kernel's connections.
+    /// Acknowledgements that the NIC has sent for the kernel's connections (active acknowledgements).
     Acknowledged,
-    /// Segments that the kernel was given again, since it had not acknowledged what the NIC had.
-    GivenAgain,
-    /// Doorbells rung for programs that slept.
+    /// Segments sent to the kernel again because it had not acknowledged data that the NIC had acknowledged for it.
+    Redelivered,
+    /// Doorbells rung for sleeping programs.
     Doorbells,
-    /// Segments that set up connections, and went to the kernel before frames that had waited longer.
-    WentBefore,
-    /// Nanoseconds of writing frames to the kernel: the first half of an interrupt. The deferred half is the kernel's.
+    /// SYN segments that the copy engine sent to the kernel before frames that had waited longer.
+    SynPrioritized,
+    /// Nanoseconds spent writing frames to the kernel: the first half of an interrupt (the deferred half runs in the kernel).
     InterruptNanoseconds,
-    /// Nanoseconds of ringing programs' doorbells.
+    /// Nanoseconds spent ringing programs' doorbells.
     DoorbellNanoseconds,
 }
 
-/// How many counters there are.
+/// Number of counters.
 pub const COUNTERS: usize = 32;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
-    assert!(slot::NEXT_NAME + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
+    assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
     assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);

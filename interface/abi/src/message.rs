@@ -1,24 +1,24 @@
-//! The 16-byte messages.
+//! The messages of the rings, 16 bytes each.
 
-/// A connection's name on one NIC: slot and generation, so that a message for an earlier tenant of the slot is recognised.
-/// Generations begin at 1: the default names no connection.
+/// Connection identifier on one NIC: the slot's number and a generation, so that a message for an earlier occupant of the slot is
+/// recognised. Generations begin at 1; the default value identifies no connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Cid(pub u32);
 
 impl Cid {
     const SLOT_BITS: u32 = 18;
 
-    /// Makes a name from a slot and its generation (modulo 2¹⁴).
+    /// Makes the identifier of a slot and a generation (modulo 2¹⁴).
     pub const fn new(slot: u32, generation: u32) -> Cid {
         Cid((slot & ((1 << Self::SLOT_BITS) - 1)) | generation << Self::SLOT_BITS)
     }
 
-    /// The slot.
+    /// The slot's number.
     pub const fn slot(self) -> u32 {
         self.0 & ((1 << Self::SLOT_BITS) - 1)
     }
 
-    /// The name for the slot's next tenant.
+    /// The identifier of the slot's next occupant.
     pub const fn next_generation(self) -> Cid {
         // Modulo 2¹⁴, without 0.
         let next = ((self.0 >> Self::SLOT_BITS) + 1) & 0x3fff;
@@ -26,33 +26,33 @@ impl Cid {
     }
 }
 
-/// What a message asks or tells. The first seven are commands to the NIC (Figure 4), the others to the host (Figure 5).
+/// The operation of a message. The first seven are commands to the NIC (Figure 4), the others go to the host (Figure 5).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Operation {
     /// `nic_handoff(connection)`: the image and parameters lie in the connection's slot.
     NicHandoff = 1,
-    /// `nic_restore(cid)`: write the image, hold what arrives, end.
+    /// `nic_restore(cid)`: stop the connection, write its image, and hold the frames that arrive from then on.
     NicRestore = 2,
-    /// `nic_send(cid, address, length, flags)`: queue this memory for sending.
+    /// `nic_send(cid, address, length, flags)`: queue `length` bytes at `address` for sending.
     NicSend = 3,
-    /// `nic_recvd(cid, length)`: the program has read this many bytes.
+    /// `nic_recvd(cid, length)`: the program has read `length` bytes.
     NicRecvd = 4,
     /// `nic_ctrl(cid, command)`: see [`Control`].
     NicControl = 5,
-    /// `nic_forward(cid, address, length)`: process this frame as if the wire had brought it.
+    /// `nic_forward(cid, address, length)`: process a frame that reached the host as if it had come from the wire.
     NicForward = 6,
-    /// `nic_post(cid, address, length)`: memory to receive into.
+    /// `nic_post(cid, address, length)`: receive into this memory.
     NicPost = 7,
-    /// `os_recv(cid, address, length, flags)`: bytes became readable.
+    /// `os_recv(cid, address, length, flags)`: `length` bytes have become readable.
     OsRecv = 17,
-    /// `os_ack(cid, length)`: bytes of send memory are free.
+    /// `os_ack(cid, length)`: the peer has acknowledged `length` bytes; their send memory is free.
     OsAck = 18,
-    /// `os_ctrl(cid, command)`: the connection's state has changed, or a command is done.
+    /// `os_ctrl(cid, command)`: the connection's state has changed, or a command has completed.
     OsControl = 19,
     /// `os_resource(type, number)`: how many of a resource are free.
     OsResource = 20,
-    /// `os_restore(cid)`: the NIC wants to give the connection back.
+    /// `os_restore(cid)`: the NIC asks the host to take the connection back; see [`RestoreCause`].
     OsRestore = 21,
 }
 
@@ -69,20 +69,20 @@ impl Operation {
     }
 }
 
-/// What a control message is about.
+/// The command or event of a control message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Control {
-    /// Copy the connection's frames while the kernel still gets them.
+    /// Mirror: copy the connection's frames while the kernel still receives them.
     Mirror = 1,
-    /// From now on the connection's frames go to nobody but the NIC, and none of the kernel's leaves.
+    /// Steal: from now on only the NIC receives the connection's frames, and no segment of the kernel's leaves.
     Steal = 2,
-    /// The kernel owns the connection again: what was held goes to it.
+    /// The kernel owns the connection again: replay and held frames go to it.
     Release = 3,
-    /// Undo a mirror or a steal; what was held goes to the kernel. Nonzero in the address field: the kernel's copies are gone, so
-    /// those that were mirrored go to it, too.
+    /// Undo a mirror or a steal; the held frames go to the kernel. A nonzero address field says that the kernel has lost its
+    /// out-of-order queue: then the mirrored frames go to it, too.
     Cancel = 4,
-    /// The program has closed its sending side.
+    /// The program has shut down its sending side.
     Shutdown = 5,
     /// End the connection with a RST.
     Abort = 6,
@@ -90,36 +90,40 @@ pub enum Control {
     NoDelay = 7,
     /// TCP_CORK; the value is in the address field.
     Cork = 8,
-    /// Keep-alive: on in bit 31 of the address field, idle seconds below; interval in the length's low 16 bits, count above.
+    /// Keep-alive. Address field: bit 31 on or off, idle time in seconds below. Length field: interval in seconds in the low 16
+    /// bits, number of probes above.
     KeepAlive = 9,
     /// TCP_USER_TIMEOUT in milliseconds, in the address field.
     UserTimeout = 10,
-    /// The path MTU, in the address field.
+    /// The path MTU in bytes, in the address field.
     Mtu = 11,
-    /// A session ends: its memory is unmapped. To the host: the session in the address field is no longer read, since its program broke the
-    /// ring's rules; its connections are to be taken back.
+    /// To the NIC: the session in the address field ends, its memory is unmapped. To the host: the NIC has stopped reading the
+    /// session in the address field, since its program broke the ring's rules; the host has to take its connections back.
     Detach = 12,
-    /// The connection's frames leave through the interface in the address field from now on; 2³²-1: they leave nowhere.
+    /// The connection's frames leave through the interface with the index in the address field from now on; 2³²-1: they are
+    /// dropped.
     Interface = 13,
-    /// A connection that rests goes on, in the memory of its slot's parameters and under the name in the address field.
+    /// A connection stopped by `nic_restore` goes on, in the memory of its slot's parameters and with the [`Cid`] in the address
+    /// field.
     Resume = 14,
-    /// To the host: the command has been carried out.
+    /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
-    /// To the host: the command was refused; the reason is in the address field.
+    /// To the host: the command was refused; the reason's number is in the address field.
     Refused = 33,
-    /// To the host: the peer's FIN has come.
+    /// To the host: the peer's FIN has been received in order.
     Fin = 34,
     /// To the host: the connection has ended; the address field has the error number, 0 for none.
     Closed = 35,
-    /// A posted buffer was taken note of. Address field: the sequence number of the first byte that goes into it; those before it stay
-    /// in receive memory.
+    /// To the host: a posted buffer has been accepted. Address field: the sequence number of the first byte that goes into it;
+    /// bytes before that stay in receive memory.
     Posted = 36,
-    /// To the host: the connection could use more memory: address field, bytes of receive memory; length, bytes of send memory; 0 for none.
+    /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field: bytes of
+    /// send memory wanted; 0 for no change.
     Grow = 37,
 }
 
 impl Control {
-    /// The control command of this number.
+    /// The control command with this number.
     pub fn from_number(number: u16) -> Option<Control> {
         use Control::*;
         [
@@ -149,30 +153,31 @@ impl Control {
     }
 }
 
-/// Of `os_restore`: why the NIC wants to give a connection back, in the address field.
+/// The reason of an `os_restore`, in the address field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum RestoreCause {
-    /// Both sides have closed.
+    /// Both sides have closed the connection.
     Ended = 0,
-    /// The peer has reset it.
+    /// The peer has reset the connection.
     Reset = 1,
-    /// The peer sends urgent data.
+    /// The peer sends urgent data, which the NIC does not handle.
     Urgent = 2,
 }
 
-/// In a refusal: the same command may succeed a moment later.
+/// Reason of a refusal after which the same command may succeed a moment later.
 pub const NOT_YET: u32 = 8;
 
-/// Of `nic_send`: the rest of what the program sends at once follows in the next message, and nothing has to leave before.
+/// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
+/// MSG_MORE).
 pub const MORE: u16 = 1;
 
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message {
-    /// What it asks or tells.
+    /// The operation.
     pub operation: Operation,
-    /// For control messages the [`Control`] number, for `nic_send` 0 or [`MORE`], else 0.
+    /// The [`Control`] number of a control message; 0 or [`MORE`] in `nic_send`; else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,
@@ -185,17 +190,17 @@ pub struct Message {
 const _: () = assert!(size_of::<[u64; 2]>() == 16);
 
 impl Message {
-    /// A message without kind.
+    /// Makes a message whose kind is 0.
     pub const fn new(operation: Operation, cid: Cid, address: u32, length: u32) -> Message {
         Message { operation, kind: 0, cid, address, length }
     }
 
-    /// A control message.
+    /// Makes a control message.
     pub const fn control(operation: Operation, control: Control, cid: Cid, address: u32, length: u32) -> Message {
         Message { operation, kind: control as u16, cid, address, length }
     }
 
-    /// As it lies in a ring.
+    /// Encodes the message as a ring holds it.
     #[inline]
     pub const fn to_words(self) -> [u64; 2] {
         [
@@ -204,7 +209,7 @@ impl Message {
         ]
     }
 
-    /// Reads a message; None if it is none.
+    /// Decodes a message; None if its operation is unknown.
     #[inline]
     pub fn from_words(words: [u64; 2]) -> Option<Message> {
         Some(Message {
@@ -217,13 +222,14 @@ impl Message {
     }
 }
 
-/// Whether a message with this first word counts bytes: of several with the same one the lengths, modulo 2³², can be added.
+/// Whether the length field of a message with this first word is a number of bytes (`os_recv`, `os_ack`). Several such messages
+/// with the same first word can be merged by adding their lengths modulo 2³².
 #[inline(always)]
 pub const fn counts_bytes(first: u64) -> bool {
     first as u8 == Operation::OsRecv as u8 || first as u8 == Operation::OsAck as u8
 }
 
-/// Adds the length of a second word to another.
+/// Adds the length field of the second word `more` to that of `second`.
 #[inline(always)]
 pub const fn add_length(second: u64, more: u64) -> u64 {
     second.wrapping_add(more & !0xffff_ffff)
@@ -255,9 +261,9 @@ mod tests {
     }
 
     #[test]
-    fn a_generation_changes_the_name_and_keeps_the_slot() {
+    fn a_generation_changes_the_cid_and_keeps_the_slot() {
         let cid = Cid::new(5, 16383);
-        assert_eq!(cid.next_generation(), Cid::new(5, 1), "no connection is ever named 0");
+        assert_eq!(cid.next_generation(), Cid::new(5, 1), "no generation is 0");
         assert_ne!(cid, cid.next_generation());
         assert_eq!(cid.next_generation().slot(), 5);
     }

@@ -1,44 +1,44 @@
-//! The recovery record: what suffices to go on with a connection when the NIC has died.
+//! The recovery record: the state from which a connection goes on after the NIC has died.
 //!
-//! Payload needs no record: it lies in session memory at its sequence number, and how far the program has read and queued is in its
-//! connection block.
+//! Payload is not in the record: it lies in session memory at its sequence number. How far the program has read and queued is in
+//! its connection block.
 //!
-//! A record lies twice in a slot. The NIC writes the copy that is not published and then publishes it with one 8-byte store, so
-//! that a crash at any instant leaves a whole record. Nothing is sent that the published record does not cover.
+//! A slot holds two copies of the record. The NIC writes the copy that is not published and then publishes it with one 8-byte
+//! store, so that a crash at any instant leaves a whole record. Nothing is sent that the published record does not cover.
 
 /// Words of 8 bytes in one copy: a cache line.
 pub const WORDS: usize = 8;
 
-/// The state that recovery needs. Sequence numbers are modulo 2³².
+/// The state that a recovery needs. Sequence numbers are modulo 2³².
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Record {
     /// Oldest unacknowledged sequence number.
     pub snd_una: u32,
-    /// Next sequence number to send; everything up to it may have been sent.
+    /// Next sequence number to send; all bytes before it may have been sent.
     pub snd_nxt: u32,
-    /// Behind the last byte taken over from the program.
+    /// Sequence number behind the last byte that the NIC has accepted from the program.
     pub snd_end: u32,
     /// The peer's window in bytes.
     pub snd_wnd: u32,
-    /// Segment that last updated the window.
+    /// Sequence number of the segment that last updated the peer's window.
     pub snd_wl1: u32,
-    /// Largest window of the peer.
+    /// Largest window in bytes that the peer has advertised.
     pub max_window: u32,
     /// Next sequence number expected.
     pub rcv_nxt: u32,
     /// Right edge of the advertised window.
     pub rcv_adv: u32,
-    /// First byte that the program has not read, as far as the NIC was told.
+    /// Sequence number of the first byte that the program has not read, as of its last `nic_recvd`.
     pub rcv_read: u32,
-    /// The peer's timestamp to echo.
+    /// The peer's timestamp to echo (TS.Recent, RFC 7323 section 4.3).
     pub ts_recent: u32,
     /// Our timestamp clock when the record was written, milliseconds.
     pub ts_clock: u32,
     /// State, numbered as in the image.
     pub state: u8,
-    /// Which of the slot's two tables of out-of-order ranges counts.
+    /// Which of the slot's two tables of out-of-order ranges is valid: 0 or 1.
     pub ranges_table: u8,
-    /// How many ranges it has.
+    /// Number of ranges in that table.
     pub ranges: u8,
     /// Congestion window in segments.
     pub cwnd: u32,
@@ -51,7 +51,7 @@ const fn pair(low: u32, high: u32) -> u64 {
 }
 
 impl Record {
-    /// As it lies in memory.
+    /// Encodes the record as shared memory holds it.
     #[inline]
     pub fn to_words(&self) -> [u64; WORDS] {
         // No `..`: a new field breaks this line until it has a place.
@@ -85,7 +85,7 @@ impl Record {
         ]
     }
 
-    /// From memory.
+    /// Decodes a record from shared memory.
     pub fn from_words(words: [u64; WORDS]) -> Record {
         let low = |at: usize| words[at] as u32;
         let high = |at: usize| (words[at] >> 32) as u32;

@@ -1,38 +1,38 @@
-//! Encoding of image fields: little-endian, without padding.
+//! The encoding of image fields: little-endian, without padding; and the errors of decoding.
 
 use crate::State;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flow};
 
-/// Why bytes are not an image.
+/// Why an image could not be decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ImageError {
-    /// It does not begin with the magic bytes.
+    /// The magic bytes are missing.
     #[error("these bytes are not a connection image")]
     NotAnImage,
-    /// It was written by another version.
+    /// Another version of Baton wrote it.
     #[error("connection image of version {found}, this program knows version {known}")]
     Version {
-        /// Version in the image.
+        /// Version of the image.
         found: u16,
-        /// Version of this program.
+        /// Version that this program reads.
         known: u16,
     },
-    /// It ends too early.
+    /// It ends before its last field.
     #[error("the connection image is truncated")]
     Truncated,
-    /// Its length field disagrees with its fields.
+    /// Its length field does not match its fields.
     #[error("the connection image says it has {found} bytes, its fields have {expected}")]
     Length {
-        /// Length field.
+        /// Value of the length field, in bytes.
         found: usize,
-        /// Length of the fields.
+        /// Length of all fields, in bytes.
         expected: usize,
     },
-    /// Its digest disagrees with its bytes.
+    /// Its digest does not match its bytes.
     #[error("the connection image is damaged: its digest does not match")]
     Digest,
-    /// A field has a value outside its type.
+    /// A field has a value that its type does not allow.
     #[error("the connection image has an impossible value")]
     Value,
     /// Two fields contradict each other.
@@ -40,7 +40,8 @@ pub enum ImageError {
     Inconsistent(&'static str),
 }
 
-/// FNV-1a over the bytes: finds damage, not malice; that is what [`crate::Image::check`] and the memory's owner are for.
+/// The FNV-1a hash of the bytes. It finds damage; forged images are found by [`crate::Image::check`], and kept out by who may
+/// write the memory.
 pub(crate) fn digest(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }
@@ -67,7 +68,7 @@ impl<'a> Writer<'a> {
     }
 
     pub(crate) fn written(&self) -> &[u8] {
-        // The caller's borrow of `self` ends before it writes on; the digest covers what is there now.
+        // The digest covers what has been written so far.
         &self.out[..self.at]
     }
 
@@ -91,7 +92,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A value with a fixed encoding.
+/// A value whose encoding has a fixed length.
 pub(crate) trait Field: Sized {
     fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError>;
     fn read(input: &mut Reader<'_>) -> Result<Self, ImageError>;

@@ -1,10 +1,10 @@
-//! The connection image: what moves at handoff and at restore, and what a recovery builds.
+//! The connection image: the state of a connection that moves at handoff and at restore, and that a recovery builds.
 //!
-//! Every field belongs to one class, in the words of TCP Chimney: *constant* fields never change after the handoff, *cached* ones
-//! belong to the host, which may update them, *delegated* ones belong to whoever runs the connection and are returned.
-//! The payload of the queues is not here: it lies in the session's memory.
+//! Every field belongs to one class, with the terms of TCP Chimney: *constant* fields never change after the handoff; *cached*
+//! fields belong to the host, which may update them; *delegated* fields belong to whoever runs the connection, and are returned
+//! at restore. The payload of the queues is not in the image: it lies in the session's memory.
 //!
-//! Sequence numbers are modulo 2³², times are microseconds, sizes bytes, unless a field says otherwise.
+//! Sequence numbers are modulo 2³², times are in microseconds and sizes in bytes unless a field says otherwise.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -18,47 +18,56 @@ pub use codec::ImageError;
 
 /// Version of the encoding; an image of another version is refused.
 pub const VERSION: u16 = 1;
-/// First bytes of an encoded image.
+/// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
-/// Room that an encoded image needs at most, in bytes.
+/// Largest length of an encoded image, in bytes.
 pub const MAX_ENCODED: usize = 512;
 
-/// Who owns a field while the connection is offloaded.
+/// Most bytes that a queue or an advertised window may have: the largest window (RFC 7323 section 2.3), rounded up.
+const MAX_QUEUE: u32 = 1 << 30;
+/// Largest shift of a window (RFC 7323 section 2.3).
+const MAX_WINDOW_SCALE: u8 = 14;
+/// Smallest maximum segment size in bytes that is accepted, as Linux's TCP_MIN_SND_MSS.
+const MIN_MSS: u16 = 48;
+/// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
+const MIN_MTU: u32 = 68;
+
+/// The owner of a field while the connection is offloaded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Class {
     /// Fixed at handoff, never returned.
     Constant,
-    /// The host's: it may update it while the connection is offloaded.
+    /// The host's, which may update it while the connection is offloaded.
     Cached,
     /// The NIC's while offloaded; returned at restore.
     Delegated,
 }
 
-/// States in which a connection can be moved (RFC 9293 section 3.3.2).
+/// The states in which a connection can be moved (RFC 9293 section 3.3.2), with Linux's numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 pub enum State {
     /// Both directions open.
     #[default]
     Established = 1,
-    /// We sent a FIN; it is not acknowledged.
+    /// Our FIN is queued or sent; it is not acknowledged.
     FinWait1 = 4,
-    /// Our FIN is acknowledged; the peer's has not come.
+    /// Our FIN is acknowledged; the peer's has not been received.
     FinWait2 = 5,
-    /// The peer's FIN came; we have not closed.
+    /// The peer's FIN has been received; we have not closed.
     CloseWait = 8,
-    /// The peer's FIN came, then ours went out; it is not acknowledged.
+    /// The peer's FIN was received before we closed; our FIN is not acknowledged.
     LastAck = 9,
-    /// Both FINs crossed; ours is not acknowledged.
+    /// The two FINs crossed; ours is not acknowledged.
     Closing = 11,
-    /// Both FINs acknowledged; waiting out old segments.
+    /// Both FINs are acknowledged; old segments are being waited out.
     TimeWait = 6,
-    /// Gone.
+    /// The connection has ended.
     Closed = 7,
 }
 
 impl State {
-    /// The state with this number (Linux's), if it can be in an image.
+    /// The state with this number (Linux's), if an image can have it.
     pub fn from_number(number: u8) -> Option<State> {
         Some(match number {
             1 => State::Established,
@@ -91,7 +100,7 @@ impl State {
 
 macro_rules! image {
     ($($(#[doc = $doc:literal])* $class:ident $name:ident: $type:ty,)*) => {
-        /// A connection at rest.
+        /// A connection that nobody runs: between its export and its import.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub struct Image { $($(#[doc = $doc])* pub $name: $type,)* }
 
@@ -114,7 +123,7 @@ macro_rules! image {
 }
 
 image! {
-    /// The 4-tuple, local end first.
+    /// The 4-tuple.
     Constant flow: Flow,
     /// Shift of the windows that the peer advertises.
     Constant snd_wscale: u8,
@@ -128,9 +137,9 @@ image! {
     Constant ecn: bool,
     /// The peer's maximum segment size (its MSS option), options not subtracted.
     Constant mss: u16,
-    /// Addresses, TTL and class of the frames.
+    /// Link addresses, TTL and traffic class of outgoing frames.
     Cached link: Link,
-    /// Path MTU in bytes of IP packet.
+    /// Path MTU: bytes of an IP packet.
     Cached mtu: u32,
     /// Nagle's algorithm is off (TCP_NODELAY).
     Cached nodelay: bool,
@@ -138,19 +147,19 @@ image! {
     Cached cork: bool,
     /// Keep-alive is on (SO_KEEPALIVE).
     Cached keepalive: bool,
-    /// Seconds of silence before the first keep-alive probe.
+    /// Idle time in seconds before the first keep-alive probe.
     Cached keepalive_idle: u32,
     /// Seconds between keep-alive probes.
     Cached keepalive_interval: u32,
-    /// Keep-alive probes without an answer before the connection ends.
+    /// Number of unanswered keep-alive probes after which the connection ends.
     Cached keepalive_count: u32,
     /// TCP_USER_TIMEOUT in milliseconds, 0 for the default.
     Cached user_timeout: u32,
-    /// State at rest.
+    /// The connection's state.
     Delegated state: State,
     /// Oldest sequence number sent and not acknowledged.
     Delegated snd_una: u32,
-    /// Next sequence number to be sent for the first time; a FIN that was sent counts.
+    /// Next sequence number to be sent for the first time; a sent FIN counts.
     Delegated snd_nxt: u32,
     /// Sequence number behind the last byte that the program has written; a queued FIN does not count.
     Delegated snd_end: u32,
@@ -158,35 +167,35 @@ image! {
     Delegated snd_wnd: u32,
     /// Sequence number of the segment that last updated the window.
     Delegated snd_wl1: u32,
-    /// Largest window that the peer ever advertised.
+    /// Largest window in bytes that the peer has ever advertised.
     Delegated max_window: u32,
     /// Next sequence number expected; a received FIN counts.
     Delegated rcv_nxt: u32,
-    /// Right edge of the window that we advertised.
+    /// Right edge (sequence number) of the window that we have advertised.
     Delegated rcv_adv: u32,
-    /// Bytes that are acknowledged and not yet read by the program.
+    /// Number of bytes that are acknowledged and not yet read by the program.
     Delegated unread: u32,
-    /// The peer's timestamp to echo; 0 when unknown.
+    /// The peer's timestamp to echo (TS.Recent, RFC 7323 section 4.3); 0 if unknown.
     Delegated ts_recent: u32,
-    /// Our timestamp clock (milliseconds) at the moment of the image.
+    /// Our timestamp clock in milliseconds, at the moment of the image.
     Delegated ts_clock: u32,
     /// Congestion window in segments.
     Delegated cwnd: u32,
     /// Slow start threshold in segments.
     Delegated ssthresh: u32,
-    /// Smoothed round-trip time, 0 when none was measured.
+    /// Smoothed round-trip time; 0 if none was measured.
     Delegated srtt: u32,
     /// Round-trip time variation.
     Delegated rttvar: u32,
-    /// Smallest round-trip time seen, 0 when none was measured.
+    /// Smallest round-trip time seen; 0 if none was measured.
     Delegated min_rtt: u32,
-    /// The peer is known to reorder.
+    /// Reordering was seen on the path from the peer.
     Delegated reordering_seen: bool,
 }
 
 impl Image {
-    /// A connection that has just been opened, with the options that are usual and its numbers starting at 1: where tests and benches
-    /// begin.
+    /// A connection that has just been opened, with the usual options and sequence numbers that start at 1, for tests and
+    /// benches.
     pub fn open(flow: Flow) -> Image {
         Image {
             flow,
@@ -226,7 +235,7 @@ impl Image {
         }
     }
 
-    /// Encodes the image with its header, and returns its length.
+    /// Encodes the image with its header and digest into `out`, and returns its length in bytes.
     ///
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short.
@@ -243,10 +252,10 @@ impl Image {
         Ok(length)
     }
 
-    /// Decodes an image and checks that it can be a connection.
+    /// Decodes an image and checks it with [`Image::check`].
     ///
     /// # Errors
-    /// What is wrong with it; the connection then stays where it was.
+    /// What is wrong with the bytes; the caller leaves the connection where it was.
     pub fn decode(bytes: &[u8]) -> Result<Image, ImageError> {
         let mut reader = Reader::new(bytes);
         let magic: [u8; 4] = Field::read(&mut reader)?;
@@ -274,7 +283,7 @@ impl Image {
         Ok(image)
     }
 
-    /// Checks what must hold between the fields, so that no forged image can make the NIC run outside its buffers.
+    /// Checks the relations between the fields, so that no forged image can make the NIC run outside its buffers.
     ///
     /// # Errors
     /// The first relation that does not hold.
@@ -285,35 +294,36 @@ impl Image {
         let fin = u32::from(self.state.fin_queued());
         if self.state.fin_acknowledged() {
             if self.snd_una != self.snd_end.wrapping_add(1) || self.snd_nxt != self.snd_una {
-                return fail("FIN acknowledged, but the send queue is not empty");
+                return fail("the FIN is acknowledged, but the send queue is not empty");
             }
-        } else if queued > 1 << 30 || in_flight > queued + fin {
-            return fail("snd_nxt outside [snd_una, snd_end]");
+        } else if queued > MAX_QUEUE || in_flight > queued + fin {
+            return fail("snd_nxt is outside of [snd_una, snd_end]");
         }
-        if self.rcv_adv.wrapping_sub(self.rcv_nxt) > 1 << 30 {
-            return fail("advertised window ends before rcv_nxt");
+        if self.rcv_adv.wrapping_sub(self.rcv_nxt) > MAX_QUEUE {
+            return fail("the advertised window ends before rcv_nxt");
         }
-        if self.unread > 1 << 30 {
+        if self.unread > MAX_QUEUE {
             return fail("more unread bytes than a buffer can hold");
         }
-        if self.snd_wscale > 14 || self.rcv_wscale > 14 {
+        if self.snd_wscale > MAX_WINDOW_SCALE || self.rcv_wscale > MAX_WINDOW_SCALE {
             return fail("window scale above 14");
         }
-        if self.mss < 48 || self.mtu < 68 {
-            return fail("segment size below the minimum");
+        if self.mss < MIN_MSS || self.mtu < MIN_MTU {
+            return fail("the segment size or the MTU is below its minimum");
         }
         if self.flow.local.is_v4() != self.flow.remote.is_v4() {
-            return fail("ends of different address families");
+            return fail("the two ends have different address families");
         }
         Ok(())
     }
 
-    /// Bytes in the send queue, in flight and unsent.
+    /// Bytes in the send queue, sent and unsent.
     pub fn send_queue(&self) -> u32 {
         if self.state.fin_acknowledged() { 0 } else { self.snd_end.wrapping_sub(self.snd_una) }
     }
 
-    /// Sequence number of the first byte that the program has not read. A received FIN occupies the number behind the last byte.
+    /// Sequence number of the first byte that the program has not read. A received FIN occupies the number behind the last byte,
+    /// and is not counted.
     pub fn read_seq(&self) -> u32 {
         self.rcv_nxt.wrapping_sub(u32::from(self.state.fin_received())).wrapping_sub(self.unread)
     }

@@ -7,84 +7,86 @@ fn one() -> usize {
     1
 }
 
-/// The emulated link in front of the wire, the same both ways. Times in microseconds, probabilities in parts per million.
+/// The emulated link in front of the wire, the same in both directions. Times are in microseconds, probabilities in parts per
+/// million.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkSettings {
     /// Bits per second, 0 for no limit.
     pub rate: u64,
-    /// One-way delay.
+    /// Delay in each direction.
     pub delay: u64,
-    /// Bytes of buffer.
+    /// Bytes of buffer in each direction.
     pub buffer: u64,
-    /// Frames lost.
+    /// Probability that a frame is lost.
     pub loss: u32,
-    /// Frames held back by `hold`.
+    /// Probability that a frame is held back by `hold`, so that later ones overtake it.
     pub reorder: u32,
-    /// How long.
+    /// How long such a frame is held back.
     pub hold: u64,
-    /// Frames doubled.
+    /// Probability that a frame is duplicated.
     pub duplicate: u32,
-    /// Frames damaged.
+    /// Probability that a bit of a frame is changed.
     pub corrupt: u32,
-    /// Only what the NIC sends is lost, held back, doubled or damaged; what it receives is merely delayed.
+    /// Faults affect only what the NIC sends; what it receives is delayed and nothing else.
     pub one_way: bool,
-    /// Seed of the faults.
+    /// Seed of the random faults.
     pub seed: u64,
 }
 
-/// What a NIC process is told when it starts.
+/// The settings of a NIC process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NicSettings {
-    /// Connections that it can hold.
+    /// Largest number of offloaded connections.
     pub slots: usize,
-    /// Workers, each a thread with queues of its own. Beside the kernel there is one.
+    /// Number of workers, each a thread with queues of its own. Beside the kernel there is one.
     #[serde(default = "one")]
     pub workers: usize,
-    /// Cores that they are bound to; those for whom there is none are not.
+    /// Cores that the workers are bound to, in order; workers without one are not bound.
     #[serde(default)]
     pub cores: Vec<usize>,
-    /// The host's interface and the wire have a queue for each worker, and registers that say which frame goes to which. Without them the
-    /// first worker takes every frame, and gives those of the others to them.
+    /// The host's interface and the wire have a queue for each worker, and registers (an indirection table) that say which frame
+    /// goes to which queue. Without them the first worker receives all frames and forwards those of the others.
     #[serde(default)]
     pub card: bool,
-    /// One thread writes to the kernel what all workers have for it, each in turn; else each worker does so itself. Its core is the one behind
-    /// the workers', if there is one. Not beside the kernel, where there is one worker.
+    /// One thread, the copy engine, writes the frames of all workers to the kernel, in turn; else each worker writes its own. The
+    /// engine's core is the one after the workers' in `cores`, if there is one. Not used beside the kernel, where there is one
+    /// worker.
     #[serde(default)]
     pub copy_engine: bool,
-    /// Microseconds that it polls without work before it sleeps.
+    /// Microseconds for which a worker polls without work before it sleeps.
     pub spin: u64,
-    /// The wire takes frames of up to 64 KB.
+    /// The wire accepts frames of up to 64 KB.
     pub segmentation: bool,
-    /// What it does for the kernel's own connections; not beside the kernel, where their frames never come here.
+    /// The offloads for the kernel's own connections. Not used beside the kernel, where their frames do not pass through the NIC.
     #[serde(default)]
     pub offloads: Offloads,
-    /// Frames that come during a move are dropped, not kept for the connection's next owner.
+    /// Frames that arrive during a move are dropped instead of kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
-    /// The NIC hears and speaks on the kernel's own devices, instead of sitting between the kernel and the wire.
+    /// The NIC receives and sends on the kernel's own network devices, instead of standing between the kernel and the wire.
     #[serde(default)]
     pub beside: bool,
     /// The emulated link.
     pub link: LinkSettings,
-    /// Key of the lookup table.
+    /// Key of the hashes of lookup tables; random.
     pub hash_key: [u64; 4],
 }
 
 impl NicSettings {
-    /// Descriptors of a card with several queues: its registers, then, for each worker but the first, a queue of the host's interface and one
-    /// of the wire's.
+    /// Number of descriptors for a card with several queues: its registers, then, for each worker but the first, a queue of the
+    /// host's interface and one of the wire's.
     pub fn card_descriptors(&self) -> usize {
         if self.card { 1 + 2 * (self.workers - 1) } else { 0 }
     }
 }
 
-/// Descriptors that a NIC process inherits from its agent, and an agent from its keeper, in this order from 3 on.
+/// The descriptors that a NIC process inherits from its agent, and an agent from its keeper: in this order from 3 on.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub enum Descriptor {
-    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that hears what it sends.
+    /// Inline: the TAP that is the kernel's interface. Beside the kernel: the packet socket that receives what the kernel sends.
     Host = 3,
-    /// The wire; beside the kernel, the packet socket on all devices.
+    /// Inline: the wire. Beside the kernel: the packet socket on all devices.
     Wire = 4,
     /// NIC memory.
     Memory = 5,
@@ -92,38 +94,40 @@ pub enum Descriptor {
     NicBell = 6,
     /// The agent's doorbell.
     AgentBell = 7,
-    /// The control connection to whoever started the process.
+    /// The control connection to the process that started this one.
     Channel = 8,
-    /// Beside the kernel: the TAP through which it is given frames. Else the first of a card's, see [`NicSettings::card_descriptors`].
+    /// Beside the kernel: the TAP through which frames are injected into it. Else the first descriptor of a card, see
+    /// [`NicSettings::card_descriptors`].
     Injector = 9,
 }
 
-/// How the source address of a frame for the injector begins: the interface's index follows. As in baton_steering.
+/// The beginning of the source address of a frame for the injector; the interface's index follows. The same number is in
+/// baton_steering.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
-/// What the agent sends over the control connection.
+/// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
-    /// A session; its memory and the program's doorbell come along.
+    /// A new session. The descriptors of its memory and of the program's doorbell come with it.
     Attach {
-        /// Its number.
+        /// The session's number.
         session: u32,
     },
-    /// Frames may flow.
+    /// Begin to receive frames.
     Start,
-    /// Other offloads from now on.
+    /// Change the offloads.
     Offloads(Box<Offloads>),
 }
 
-/// What the NIC answers.
+/// Messages to the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// It is ready.
+    /// The NIC is ready.
     Ready,
     /// The session is attached.
     Attached,
-    /// The offloads are as they were asked for.
+    /// The offloads have been changed.
     Set,
-    /// It is not, because.
+    /// The request failed, for this reason.
     Failed(String),
 }

@@ -5,7 +5,7 @@ use baton_abi::layout::slot as at;
 use baton_shm::{Circle, Region};
 use core::sync::atomic::Ordering;
 
-/// A posted buffer, or the part of it that the NIC fills: the first sequence number, bytes, where they go in the session's memory.
+/// A posted buffer, or the part of it that the NIC fills.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Post {
     /// Sequence number of its first byte.
@@ -23,7 +23,8 @@ impl Post {
     }
 }
 
-/// Where the bytes `seq..seq + length` lie: `each` gets pieces of them, as offsets from `seq`, and the address of those in a buffer.
+/// Splits the bytes `seq..seq + length` by the memory that they belong to. `each` gets the parts as offsets from `seq`, with the
+/// address in a posted buffer, or None for the circular buffer.
 pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core::ops::Range<usize>, Option<u32>)) {
     let mut done = 0;
     while done < length {
@@ -34,7 +35,7 @@ pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core
                 let offset = here.wrapping_sub(post.seq);
                 (post.length - offset, Some(post.address + offset))
             }
-            // Up to the next buffer; those that lie behind are far away modulo 2³².
+            // Up to the next posted buffer; earlier ones are far away modulo 2³².
             None => (posts.iter().map(|post| post.seq.wrapping_sub(here)).min().unwrap_or(u32::MAX), None),
         };
         let next = done + (length - done).min(most as usize);
@@ -43,7 +44,7 @@ pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core
     }
 }
 
-/// The buffers that were posted for a slot's connection when its NIC died.
+/// The buffers that were posted on a slot's connection when its NIC died.
 pub fn posts_of(nic: &Region, slot_offset: usize) -> Vec<Post> {
     let words = nic.words(slot_offset + at::POSTS, at::POSTS_BYTES / 8);
     let entries = words.chunks_exact(2).map(|entry| (entry[0].load(Ordering::Acquire), entry[1].load(Ordering::Acquire)));
@@ -51,7 +52,7 @@ pub fn posts_of(nic: &Region, slot_offset: usize) -> Vec<Post> {
     posts.filter(|post| post.length > 0).collect()
 }
 
-/// Copies what lies in buffers, of the bytes that may have been received and not read, to its place in the circle.
+/// Copies the bytes in posted buffers, of those that may have been received and not read, to the circular buffer.
 pub fn gather(posts: &[Post], session: &Region, circle: &Circle, read: u32) {
     let mut bytes = [0; 4096];
     if posts.is_empty() {

@@ -1,56 +1,57 @@
-//! A lock that knows its holder: whoever asks for it again while holding it, from a signal handler, is told so instead of waiting for
-//! itself.
+//! A spin lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets None
+//! instead of a deadlock.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicU32, Ordering};
 
-/// Who asks: a number that no two threads share at a time. Not 0.
+/// Identifies a thread that takes the lock: a number that no two threads share at a time. Not 0.
 pub type Token = u32;
 
-/// A value behind a lock. It is meant to be held for a few instructions.
+/// A value behind a spin lock, which is meant to be held for a few instructions.
 #[derive(Debug)]
 pub struct Lock<T> {
     holder: AtomicU32,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through the lock alone, by one thread at a time.
+// SAFETY: the value is only reached through a `LockGuard`, and `holder` lets one exist at a time, so that threads hand the value
+// on (hence `T: Send`) but never share it.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
-/// The right to the value, until it is dropped.
-pub struct Held<'a, T> {
+/// Access to the value of a [`Lock`], which is released when this is dropped.
+pub struct LockGuard<'a, T> {
     lock: &'a Lock<T>,
 }
 
 impl<T> Lock<T> {
-    /// A free lock.
+    /// Makes a lock that nobody holds.
     pub const fn new(value: T) -> Self {
         Lock { holder: AtomicU32::new(0), value: UnsafeCell::new(value) }
     }
 
-    /// Waits for the lock. None if the asker has it already.
+    /// Waits for the lock. None if the thread of `token` holds it already.
     #[inline(always)]
-    pub fn lock(&self, token: Token) -> Option<Held<'_, T>> {
+    pub fn lock(&self, token: Token) -> Option<LockGuard<'_, T>> {
         match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
-            Ok(_) => Some(Held { lock: self }),
+            Ok(_) => Some(LockGuard { lock: self }),
             Err(holder) => self.wait(token, holder),
         }
     }
 
     #[cold]
-    fn wait(&self, token: Token, mut holder: u32) -> Option<Held<'_, T>> {
+    fn wait(&self, token: Token, mut holder: u32) -> Option<LockGuard<'_, T>> {
         let mut spins = 0u32;
         while holder != token {
             spins += 1;
-            // The holder may want this core.
+            // The holder may be waiting for this core.
             if spins.is_multiple_of(64) {
                 std::thread::yield_now();
             } else {
                 core::hint::spin_loop();
             }
             match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Some(Held { lock: self }),
+                Ok(_) => return Some(LockGuard { lock: self }),
                 Err(other) => holder = other,
             }
         }
@@ -58,24 +59,24 @@ impl<T> Lock<T> {
     }
 }
 
-impl<T> Deref for Held<'_, T> {
+impl<T> Deref for LockGuard<'_, T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the lock is held.
+        // SAFETY: a guard exists only while `holder` is its thread's, so that no other guard refers to the value.
         unsafe { &*self.lock.value.get() }
     }
 }
 
-impl<T> DerefMut for Held<'_, T> {
+impl<T> DerefMut for LockGuard<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the lock is held, and this guard is borrowed mutably.
+        // SAFETY: as in `deref`; and this guard is borrowed mutably, so that no reference made through it is alive.
         unsafe { &mut *self.lock.value.get() }
     }
 }
 
-impl<T> Drop for Held<'_, T> {
+impl<T> Drop for LockGuard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
         self.lock.holder.store(0, Ordering::Release);

@@ -1,7 +1,7 @@
-//! A ring of 16-byte messages between one producer and one consumer.
+//! A ring of 16-byte messages with one producer and one consumer.
 //!
-//! Words 0, 8 and 16 are the producer's index, the consumer's index and the consumer's sleep flag, each on a cache line of its
-//! own; messages begin at word 24. Indices count without wrapping at the ring's size.
+//! Words 0, 8 and 16 hold the producer's index, the consumer's index and the consumer's sleep flag, each on a cache line of its
+//! own; the messages begin at word 24. Indices count all messages ever passed; they do not wrap at the ring's size.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -9,11 +9,11 @@ const HEAD: usize = 0;
 const TAIL: usize = 8;
 const SLOTS: usize = 24;
 
-/// The ring has no room.
+/// The ring has no room for another message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Full;
 
-/// The ring's size in messages less one. Where the number of words is fixed, so is this.
+/// The ring's size in messages, less one. It is a constant where the number of words is.
 #[inline(always)]
 fn mask(words: &[AtomicU64]) -> u64 {
     ((words.len() - SLOTS) / 2 - 1) as u64
@@ -28,27 +28,27 @@ fn check_size(words: &[AtomicU64]) {
 pub struct Producer<W> {
     words: W,
     head: u64,
-    /// How far `head` may go before the consumer's index has to be looked at again.
+    /// Value of `head` at which the consumer's index has to be read again.
     limit: u64,
 }
 
 impl<W: AsRef<[AtomicU64]>> Producer<W> {
-    /// Takes the producing end; goes on where the last producer published.
+    /// Makes the producing end. It continues at the index that the last producer published.
     pub fn new(words: W) -> Self {
         check_size(words.as_ref());
         let [head, tail] = [HEAD, TAIL].map(|at| words.as_ref()[at].load(Ordering::Acquire));
         let mut producer = Producer { words, head, limit: head };
-        producer.see_room(tail);
+        producer.set_limit(tail);
         producer
     }
 
-    /// Writes a message; the consumer sees it after [`Producer::publish`].
+    /// Writes a message, which the consumer sees after [`Producer::publish`].
     ///
     /// # Errors
-    /// [`Full`] if the consumer has not made room.
+    /// [`Full`] if the consumer has not released enough messages.
     #[inline(always)]
     pub fn push(&mut self, message: [u64; 2]) -> Result<(), Full> {
-        if self.head == self.limit && !self.finds_room(1) {
+        if self.head == self.limit && !self.reload_room(1) {
             return Err(Full);
         }
         let words = self.words.as_ref();
@@ -59,33 +59,34 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
         Ok(())
     }
 
-    /// Whether `count` messages fit. Looks at the consumer's index only if what was last seen of it does not suffice.
+    /// Whether `count` messages fit. Reads the consumer's index only if its last known value does not suffice.
     #[inline(always)]
     pub fn has_room(&mut self, count: u64) -> bool {
-        self.limit.wrapping_sub(self.head) >= count || self.finds_room(count)
+        self.limit.wrapping_sub(self.head) >= count || self.reload_room(count)
     }
 
     #[cold]
-    fn finds_room(&mut self, count: u64) -> bool {
+    fn reload_room(&mut self, count: u64) -> bool {
         let tail = self.words.as_ref()[TAIL].load(Ordering::Acquire);
-        self.see_room(tail);
+        self.set_limit(tail);
         self.limit.wrapping_sub(self.head) >= count
     }
 
-    /// A lying consumer can make its own messages be overwritten, or get none any more.
-    fn see_room(&mut self, tail: u64) {
+    /// Sets `limit` from the consumer's index. A consumer that publishes a wrong index makes its own messages be overwritten, or
+    /// gets no more of them.
+    fn set_limit(&mut self, tail: u64) {
         let size = mask(self.words.as_ref()) + 1;
         let used = self.head.wrapping_sub(tail).min(size);
         self.limit = self.head.wrapping_add(size - used);
     }
 
-    /// Lets the consumer see what was pushed.
+    /// Makes the messages written so far visible to the consumer.
     #[inline]
     pub fn publish(&mut self) {
         self.words.as_ref()[HEAD].store(self.head, Ordering::Release);
     }
 
-    /// Index behind the last message pushed.
+    /// Index behind the last message written.
     pub fn position(&self) -> u64 {
         self.head
     }
@@ -96,22 +97,22 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
 pub struct Consumer<W> {
     words: W,
     tail: u64,
-    /// The producer's index as last seen.
+    /// The producer's index as last read.
     head: u64,
-    /// The producer's index was once further away than the ring is long.
-    lied: bool,
+    /// The producer's index was once further ahead than the ring is long.
+    corrupt: bool,
 }
 
 impl<W: AsRef<[AtomicU64]>> Consumer<W> {
-    /// Takes the consuming end; goes on where the last consumer released.
+    /// Makes the consuming end. It continues at the index that the last consumer released.
     pub fn new(words: W) -> Self {
         check_size(words.as_ref());
         let tail = words.as_ref()[TAIL].load(Ordering::Acquire);
-        Consumer { words, tail, head: tail, lied: false }
+        Consumer { words, tail, head: tail, corrupt: false }
     }
 
-    /// The next message, copied once. None for ever after the producer has claimed more messages than the ring holds: see
-    /// [`Consumer::has_lied`].
+    /// Takes the next message, copied once. Returns None for good once the producer has claimed more messages than the ring
+    /// holds: see [`Consumer::is_corrupt`].
     #[inline]
     pub fn pop(&mut self) -> Option<[u64; 2]> {
         let words = self.words.as_ref();
@@ -119,9 +120,9 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         if self.head == self.tail {
             self.head = self.words.as_ref()[HEAD].load(Ordering::Acquire);
             if self.head.wrapping_sub(self.tail) > mask + 1 {
-                self.lied = true;
+                self.corrupt = true;
             }
-            if self.lied {
+            if self.corrupt {
                 self.head = self.tail;
             }
             if self.head == self.tail {
@@ -134,21 +135,21 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         Some(message)
     }
 
-    /// Whether the producer has claimed more messages than the ring holds. No producer that follows the interface does: nothing that it
-    /// says later can be relied on.
-    pub fn has_lied(&self) -> bool {
-        self.lied
+    /// Whether the producer has ever claimed more messages than the ring holds. No producer that follows the interface does so;
+    /// nothing that follows in such a ring can be trusted.
+    pub fn is_corrupt(&self) -> bool {
+        self.corrupt
     }
 
-    /// Forgets every message that waits, however many the producer claims, and gives their room back.
+    /// Discards all waiting messages, however many the producer claims, and releases their room.
     pub fn skip_all(&mut self) {
         self.head = self.words.as_ref()[HEAD].load(Ordering::Acquire);
         self.tail = self.head;
         self.release();
     }
 
-    /// Takes the messages that follow with this first word, of those that were there when [`Consumer::pop`] last looked. `take` gets
-    /// their second words.
+    /// Takes the messages that follow and have `first` as their first word, of those that were there when [`Consumer::pop`] last
+    /// read the producer's index. `take` gets their second words.
     #[inline(always)]
     pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64)) {
         let words = self.words.as_ref();
@@ -164,13 +165,13 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         self.tail = tail;
     }
 
-    /// Gives the room of the messages popped back to the producer.
+    /// Releases the room of the messages taken so far to the producer.
     #[inline]
     pub fn release(&mut self) {
         self.words.as_ref()[TAIL].store(self.tail, Ordering::Release);
     }
 
-    /// Index of the next message.
+    /// Index of the next message to be taken.
     #[inline]
     pub fn position(&self) -> u64 {
         self.tail
@@ -179,34 +180,35 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {
-        // What was seen before and not taken is behind this, too; a producer that takes it back harms itself.
+        // Covers messages that were seen before and not taken, too. A producer that sets its index back harms only itself.
         self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
     }
 }
 
-/// The consumer is about to sleep. It must look for messages once more after this, and sleep only if there are none.
+/// Announces that the consumer is about to sleep. After this it must look for messages once more, and sleep only if there are
+/// none.
 pub fn go_to_sleep(flag: &AtomicU32) {
     flag.store(1, Ordering::Relaxed);
     fence(Ordering::SeqCst);
 }
 
-/// The consumer is awake.
+/// Announces that the consumer is awake.
 pub fn wake_up(flag: &AtomicU32) {
     flag.store(0, Ordering::Relaxed);
 }
 
-/// As [`go_to_sleep`], where several threads may sleep: each is counted.
+/// As [`go_to_sleep`] for a consumer of several threads: counts one more sleeping thread.
 pub fn count_sleeper(flag: &AtomicU32) {
     flag.fetch_add(1, Ordering::SeqCst);
     fence(Ordering::SeqCst);
 }
 
-/// A counted sleeper is awake.
+/// Undoes [`count_sleeper`].
 pub fn uncount_sleeper(flag: &AtomicU32) {
     flag.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// Asked by the producer after publishing: whether the consumer sleeps and its doorbell must be rung.
+/// Whether the consumer sleeps, so that its doorbell must be rung. To be asked by the producer after publishing.
 #[inline]
 pub fn needs_doorbell(flag: &AtomicU32) -> bool {
     fence(Ordering::SeqCst);
@@ -251,14 +253,14 @@ mod tests {
         producer.publish();
         let mut taken = Vec::new();
         consumer.pop_like(7, |second| taken.push(second));
-        assert!(taken.is_empty(), "nobody has looked yet");
+        assert!(taken.is_empty(), "the producer's index has not been read yet");
         assert_eq!(consumer.pop(), Some([7, 1]));
         consumer.pop_like(7, |second| taken.push(second));
         assert_eq!(taken, [2]);
         assert_eq!(consumer.pop(), Some([8, 3]));
     }
 
-    /// Room that the consumer has made is found even while the last seen index leaves some, but not enough.
+    /// Released room is found even while the last known index leaves some room, but not enough.
     #[test]
     fn room_for_several_is_found() {
         let words = ring(4);
@@ -274,24 +276,24 @@ mod tests {
     }
 
     #[test]
-    fn a_producer_that_lies_is_not_heard_again() {
-        for lie in [5, 1 << 40, u64::MAX] {
+    fn a_ring_with_an_impossible_index_is_not_read_again() {
+        for index in [5, 1 << 40, u64::MAX] {
             let words = ring(4);
             let mut producer = Producer::new(words.clone());
             producer.push([1, 1]).unwrap();
-            words[HEAD].store(lie, Ordering::Relaxed);
+            words[HEAD].store(index, Ordering::Relaxed);
             let mut consumer = Consumer::new(words.clone());
-            assert_eq!((consumer.pop(), consumer.has_lied()), (None, true), "{lie}");
+            assert_eq!((consumer.pop(), consumer.is_corrupt()), (None, true), "{index}");
             producer.publish();
-            assert_eq!(consumer.pop(), None, "it lied once");
+            assert_eq!(consumer.pop(), None, "it stays corrupt");
             consumer.skip_all();
             assert!(!consumer.has_message());
         }
         let words = ring(4);
         words[HEAD].store(4, Ordering::Relaxed);
         let mut consumer = Consumer::new(words);
-        assert_eq!(std::iter::from_fn(|| consumer.pop()).count(), 4, "a full ring is no lie");
-        assert!(!consumer.has_lied());
+        assert_eq!(std::iter::from_fn(|| consumer.pop()).count(), 4, "a full ring is not corrupt");
+        assert!(!consumer.is_corrupt());
     }
 
     #[test]
@@ -316,7 +318,7 @@ mod model {
     use loom::sync::Arc;
     use loom::thread;
 
-    /// `Arc<Vec>` as the slice that a ring wants.
+    /// An `Arc<Vec>` as the slice that a ring takes.
     #[derive(Clone)]
     struct Shared(Arc<Vec<AtomicU64>>);
 
@@ -360,7 +362,7 @@ mod model {
         });
     }
 
-    /// Either the consumer sees the message before it sleeps, or the producer sees that it sleeps: no lost wake-up.
+    /// Either the consumer sees the message before it sleeps, or the producer sees that the consumer sleeps: no wake-up is lost.
     #[test]
     fn no_wake_up_is_lost() {
         loom::model(|| {

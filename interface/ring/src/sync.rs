@@ -1,4 +1,4 @@
-//! The one place where the ring's atomics come from: core, or loom's model of them.
+//! The atomics of the rings: core's, or under `cfg(loom)` loom's model of them.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -1,11 +1,11 @@
-//! The copy engine at work: a thread that writes every worker's frames to the kernel, and a worker's end of it.
+//! The copy engine's thread, which writes the frames of all workers to the kernel, and the workers' ends of it.
 //!
-//! A card's engine is silicon that its workers share. Here every worker can write to the kernel by itself, and does so where it has a queue
-//! there; with one queue for all, or where it is wished, one thread does it for all, in the order of [`baton_copy`].
+//! On a card the engine is hardware that the workers share. Here every worker can write to the kernel by itself, and does so if
+//! it has a queue there. With one queue for all, or if configured, one thread writes for all, in the order of [`baton_copy`].
 
 use anyhow::{Context, Result};
 use baton_backends::{Kernel, VnetDevice};
-use baton_copy::{Engine, Kind, Settings};
+use baton_copy::{CopySettings, Engine, Kind};
 use baton_device::{Capabilities, Device, Frame, MAX_FRAME};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::process;
@@ -17,61 +17,64 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A worker's frames that the engine holds at most; beyond that the worker takes nothing from the wire.
+/// Largest number of a worker's frames that the engine holds. With more waiting the worker takes nothing from the wire.
 const CREDIT: usize = 128;
-/// Frames written before the engine looks at what has come meanwhile.
+/// Number of frames written before the engine takes new frames from the workers.
 const BATCH: usize = 4;
 
-/// What the engine tells a worker.
+/// What the engine has done for a worker.
 #[derive(Default)]
-struct Told {
-    /// Frames written, those of them that the kernel did not take, and set-ups that went before others' frames.
+struct Progress {
+    /// Frames written; those of them that the kernel did not accept; SYNs sent before other frames that had waited longer.
     done: AtomicU64,
     failed: AtomicU64,
-    went_before: AtomicU64,
-    /// Nanoseconds that writing them took.
+    syns_first: AtomicU64,
+    /// Nanoseconds spent writing them.
     nanos: AtomicU64,
 }
 
-/// What both sides see.
+/// The state that the engine and the workers share.
 struct Shared {
-    told: Vec<Told>,
+    progress: Vec<Progress>,
     sleeping: AtomicU32,
     bell: Doorbell,
 }
 
-/// A worker's end: the kernel to it.
-pub(crate) struct Through {
+/// A worker's end of the engine, which is the worker's device to the kernel.
+pub(crate) struct EngineClient {
     kernel: Kernel,
     me: usize,
     to: Producer<Frame>,
     back: Consumer<Frame>,
-    /// What the engine has no room for.
+    /// Frames that the engine has no room for yet.
     overflow: VecDeque<Frame>,
-    /// Buffers that may still be made.
-    unmade: usize,
+    /// Number of buffers that may still be allocated.
+    buffers_left: usize,
+    /// Frames accepted from the worker.
     sent: u64,
+    /// Value of `failed` when it was last read.
     failed_seen: u64,
     shared: Arc<Shared>,
 }
 
-impl Through {
+impl EngineClient {
+    /// A free buffer: one that the engine has returned, or a new one.
     fn spare(&mut self) -> Option<Frame> {
         while let Ok(frame) = self.back.pop() {
             if frame.capacity() >= MAX_FRAME {
                 return Some(frame);
             }
         }
-        self.unmade = self.unmade.checked_sub(1)?;
+        self.buffers_left = self.buffers_left.checked_sub(1)?;
         Some(Frame::with_capacity(MAX_FRAME))
     }
 
-    /// Frames that the engine has.
+    /// Number of frames that the engine holds.
     fn under_way(&self) -> u64 {
-        self.sent - self.overflow.len() as u64 - self.shared.told[self.me].done.load(Ordering::Acquire)
+        self.sent - self.overflow.len() as u64 - self.shared.progress[self.me].done.load(Ordering::Acquire)
     }
 
-    /// Hands over what there is room for.
+    /// Passes frames to the engine, as many as it has room for.
     fn push(&mut self) {
         while self.under_way() < CREDIT as u64
             && let Some(frame) = self.overflow.pop_front()
@@ -86,13 +89,14 @@ impl Through {
         }
     }
 
+    /// Frames that the kernel did not accept since the last call.
     fn failed(&mut self) -> u64 {
-        let failed = self.shared.told[self.me].failed.load(Ordering::Relaxed);
+        let failed = self.shared.progress[self.me].failed.load(Ordering::Relaxed);
         failed - std::mem::replace(&mut self.failed_seen, failed)
     }
 }
 
-impl Device for Through {
+impl Device for EngineClient {
     fn capabilities(&self) -> Capabilities {
         self.kernel.capabilities()
     }
@@ -124,47 +128,47 @@ impl Device for Through {
     }
 
     fn settle(&mut self) {
-        // The engine needs nothing of this thread, and has a bounded number of frames to write.
-        while self.shared.told[self.me].done.load(Ordering::Acquire) != self.sent {
+        // The engine does not depend on this thread, and has a bounded number of frames to write.
+        while self.shared.progress[self.me].done.load(Ordering::Acquire) != self.sent {
             self.push();
             std::thread::yield_now();
         }
     }
 }
 
-/// How a worker reaches the kernel.
+/// A worker's device to the kernel.
 pub(crate) enum Host {
-    /// By itself, in so many nanoseconds up to now.
-    Own(Kernel, u64),
-    /// Through the engine.
-    Through(Box<Through>),
+    /// The worker writes itself; with the nanoseconds spent writing so far.
+    Direct(Kernel, u64),
+    /// The copy engine writes.
+    Engine(Box<EngineClient>),
 }
 
 impl Host {
-    /// The descriptor, to wait on.
+    /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
-            Host::Own(kernel, _) => kernel.fd(),
-            Host::Through(through) => through.kernel.fd(),
+            Host::Direct(kernel, _) => kernel.fd(),
+            Host::Engine(engine) => engine.kernel.fd(),
         }
     }
 
-    /// Nanoseconds that writing to the kernel took, and set-ups that went before frames that had waited longer.
-    pub fn figures(&self) -> [u64; 2] {
+    /// Nanoseconds spent writing to the kernel, and SYNs sent before frames that had waited longer.
+    pub fn write_statistics(&self) -> [u64; 2] {
         match self {
-            Host::Own(_, nanos) => [*nanos, 0],
-            Host::Through(through) => {
-                let told = &through.shared.told[through.me];
-                [told.nanos.load(Ordering::Relaxed), told.went_before.load(Ordering::Relaxed)]
+            Host::Direct(_, nanos) => [*nanos, 0],
+            Host::Engine(engine) => {
+                let progress = &engine.shared.progress[engine.me];
+                [progress.nanos.load(Ordering::Relaxed), progress.syns_first.load(Ordering::Relaxed)]
             }
         }
     }
 
-    /// Frames that the kernel did not take after all, since this was asked last.
+    /// Frames that the kernel did not accept although [`Device::transmit`] had returned true, since the last call.
     pub fn failed(&mut self) -> u64 {
         match self {
-            Host::Own(..) => 0,
-            Host::Through(through) => through.failed(),
+            Host::Direct(..) => 0,
+            Host::Engine(engine) => engine.failed(),
         }
     }
 }
@@ -172,56 +176,56 @@ impl Host {
 impl Device for Host {
     fn capabilities(&self) -> Capabilities {
         match self {
-            Host::Own(kernel, _) => kernel.capabilities(),
-            Host::Through(through) => through.capabilities(),
+            Host::Direct(kernel, _) => kernel.capabilities(),
+            Host::Engine(engine) => engine.capabilities(),
         }
     }
 
     #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
         match self {
-            Host::Own(kernel, _) => kernel.receive(frame),
-            Host::Through(through) => through.receive(frame),
+            Host::Direct(kernel, _) => kernel.receive(frame),
+            Host::Engine(engine) => engine.receive(frame),
         }
     }
 
     #[inline]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         match self {
-            Host::Own(kernel, nanos) => {
+            Host::Direct(kernel, nanos) => {
                 let started = monotonic_nanos();
                 let sent = kernel.transmit(frame);
                 *nanos += monotonic_nanos() - started;
                 sent
             }
-            Host::Through(through) => through.transmit(frame),
+            Host::Engine(engine) => engine.transmit(frame),
         }
     }
 
     #[inline]
     fn is_ready(&mut self) -> bool {
         match self {
-            Host::Own(..) => true,
-            Host::Through(through) => through.is_ready(),
+            Host::Direct(..) => true,
+            Host::Engine(engine) => engine.is_ready(),
         }
     }
 
     fn settle(&mut self) {
         match self {
-            Host::Own(..) => {}
-            Host::Through(through) => through.settle(),
+            Host::Direct(..) => {}
+            Host::Engine(engine) => engine.settle(),
         }
     }
 }
 
-/// What the engine has of one worker.
+/// The engine's end of one worker.
 struct Lane {
     from: Consumer<Frame>,
     back: Producer<Frame>,
     kernel: VnetDevice,
 }
 
-/// The engine.
+/// The copy engine.
 pub(crate) struct CopyEngine {
     engine: Engine<Frame>,
     lanes: Vec<Lane>,
@@ -231,38 +235,39 @@ pub(crate) struct CopyEngine {
 }
 
 impl CopyEngine {
-    /// Puts an engine between workers and the kernel. It writes to descriptors of its own.
+    /// Puts an engine between workers and the kernel. It writes to duplicates of the workers' descriptors.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error, if it gives no descriptor.
     pub fn between(kernels: Vec<Kernel>, segmentation: bool, spin: u64) -> Result<(CopyEngine, Vec<Host>)> {
         let bell = Doorbell::new()?;
         let poller = Poller::new()?;
         poller.add(bell.as_fd(), 0, Trigger::Readable)?;
-        let told = kernels.iter().map(|_| Told::default()).collect();
-        let shared = Arc::new(Shared { told, sleeping: AtomicU32::new(0), bell });
+        let progress = kernels.iter().map(|_| Progress::default()).collect();
+        let shared = Arc::new(Shared { progress, sleeping: AtomicU32::new(0), bell });
         let (mut lanes, mut hosts) = (Vec::new(), Vec::new());
         for (me, kernel) in kernels.into_iter().enumerate() {
             let (to, from) = RingBuffer::new(CREDIT);
             let (back, returned) = RingBuffer::new(2 * CREDIT);
             let own = kernel.fd().try_clone_to_owned().context("a descriptor for the copy engine")?;
             lanes.push(Lane { from, back, kernel: VnetDevice::new(own, segmentation) });
-            hosts.push(Host::Through(Box::new(Through {
+            hosts.push(Host::Engine(Box::new(EngineClient {
                 kernel,
                 me,
                 to,
                 back: returned,
                 overflow: VecDeque::with_capacity(CREDIT),
-                unmade: CREDIT,
+                buffers_left: CREDIT,
                 sent: 0,
                 failed_seen: 0,
                 shared: shared.clone(),
             })));
         }
-        let engine = Engine::new(lanes.len(), Settings { room: CREDIT, ..Settings::default() });
+        let engine = Engine::new(lanes.len(), CopySettings { room: CREDIT, ..CopySettings::default() });
         Ok((CopyEngine { engine, lanes, shared, poller, spin }, hosts))
     }
 
+    /// Takes new frames from the workers.
     fn take_in(&mut self) {
         for (worker, lane) in self.lanes.iter_mut().enumerate() {
             while self.engine.has_room(worker)
@@ -274,29 +279,29 @@ impl CopyEngine {
         }
     }
 
-    /// A few frames, in turn. Whether there were any.
+    /// Writes a few frames, in turn. Returns whether there were any.
     fn round(&mut self) -> bool {
         self.take_in();
         for count in 0..BATCH {
             let Some((worker, mut frame)) = self.engine.pop() else { return count > 0 };
-            let (lane, told) = (&mut self.lanes[worker], &self.shared.told[worker]);
+            let (lane, progress) = (&mut self.lanes[worker], &self.shared.progress[worker]);
             let started = monotonic_nanos();
             if !lane.kernel.transmit(&mut frame) {
-                told.failed.fetch_add(1, Ordering::Relaxed);
+                progress.failed.fetch_add(1, Ordering::Relaxed);
             }
-            told.nanos.fetch_add(monotonic_nanos() - started, Ordering::Relaxed);
-            told.went_before.store(self.engine.counters(worker).went_before, Ordering::Relaxed);
-            // One that does not fit was made beyond the worker's share.
+            progress.nanos.fetch_add(monotonic_nanos() - started, Ordering::Relaxed);
+            progress.syns_first.store(self.engine.counters(worker).syns_first, Ordering::Relaxed);
+            // A buffer that does not fit was allocated beyond the worker's share, and is freed.
             let _ = lane.back.push(frame);
-            told.done.fetch_add(1, Ordering::Release);
+            progress.done.fetch_add(1, Ordering::Release);
         }
         true
     }
 
-    /// Works as long as the process lives.
+    /// Runs the engine as long as the process lives, on core `core` if one is given.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error, if waiting fails.
     pub fn run(&mut self, core: Option<usize>) -> Result<()> {
         if let Some(core) = core {
             process::pin(0, core);
@@ -329,7 +334,7 @@ mod tests {
     use super::*;
     use std::os::unix::net::UnixDatagram;
 
-    /// The kernel, as far as the engine sees it: somewhere to write frames to.
+    /// A kernel device for the engine to write to, and the end at which the frames arrive.
     fn lane() -> (Kernel, UnixDatagram) {
         let (ours, theirs) = UnixDatagram::pair().unwrap();
         ours.set_nonblocking(true).unwrap();

@@ -1,4 +1,4 @@
-//! The NIC process: workers on cores of their own, without capabilities, fed by the agent.
+//! The NIC process: workers on cores of their own, without capabilities, controlled by the agent.
 #![forbid(unsafe_code)]
 
 mod copy;

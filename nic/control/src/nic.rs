@@ -1,4 +1,4 @@
-//! The NIC process: its workers' threads, and what the first of them has to do with agent and programs.
+//! The NIC process: the threads of its workers, and the first worker's service of the agent and the programs.
 
 use crate::copy::{CopyEngine, Host};
 use crate::key;
@@ -7,7 +7,7 @@ use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{Peers, Registers, Settings, Worker, crossbar};
+use baton_datapath::{Peers, Registers, Worker, WorkerSettings, crossbar};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
@@ -23,38 +23,42 @@ use std::time::Duration;
 
 type NicWorker = Worker<Host, Line>;
 
-/// One worker, and the thread that it has.
+/// One worker and its thread's state.
 struct Runner {
     worker: NicWorker,
-    /// Which one it is, and whether there are others.
+    /// The worker's number, and whether there are others.
     me: usize,
     several: bool,
+    /// Microseconds without work before it sleeps.
     spin: u64,
     memory: Arc<Region>,
     poller: Poller,
-    /// Of all workers.
+    /// The doorbells of all workers.
     bells: Arc<Vec<Doorbell>>,
     busy_nanos: u64,
     doorbell_nanos: u64,
-    /// The first one's.
+    /// Present in the first worker.
     front: Option<Front>,
 }
 
-/// What the first worker has to do with agent and programs.
+/// The first worker's connections to the agent and the programs.
 struct Front {
     channel: Channel,
     agent_bell: Doorbell,
     program_bells: HashMap<u32, SessionBell>,
+    /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
     channel_seen: u32,
     random_key: baton_rss::Key,
 }
 
+/// Poller token of the control connection.
 const CHANNEL: u64 = 3;
-/// Doorbells of sessions have their numbers from here on.
+/// Poller token of session 0's doorbell; the others follow.
 const SESSIONS: u64 = 16;
 
 fn take_number(number: i32) -> Result<OwnedFd> {
-    process::inherited(number).with_context(|| format!("descriptor {number}; the agent starts this process, not a person"))
+    process::inherited(number)
+        .with_context(|| format!("descriptor {number} is missing: this process is started by the Baton agent, not by hand"))
 }
 
 fn take(descriptor: Descriptor) -> Result<OwnedFd> {
@@ -67,7 +71,7 @@ struct Devices {
     wire: Wire,
 }
 
-/// The devices of all workers, and the card's registers if it has any.
+/// Makes the devices of all workers, and the card's registers if it has any.
 fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> {
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     if settings.beside {
@@ -96,25 +100,25 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
     Ok(([first].into_iter().chain(others).collect(), registers))
 }
 
-/// Runs a NIC until the agent is gone.
+/// Runs the NIC process until the agent ends.
 ///
 /// # Errors
-/// If a descriptor is missing or the system refuses something that it needs.
+/// If a descriptor is missing or a system call fails.
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
-    // Not among the arguments, which everybody can read: the lookup's key is nobody else's business.
-    let settings = &baton_protocol::receive_settings::<NicSettings>(&channel).context("settings, which the agent sends")?;
+    // Not among the arguments, which every user can read: the lookup's key must stay secret.
+    let settings = &baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
     let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
     let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
     let agent_bell = Doorbell::from_fd(take(Descriptor::AgentBell)?);
-    // Whoever asks for the end asks the agent, with which this process ends.
+    // Signals that end processes are the agent's to handle; this process ends with it.
     process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
-    // Read now: files are out of reach soon.
+    // To be read now: the sandbox denies files.
     let nodes: Vec<Option<usize>> =
         (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
-    sandbox::give_up_rights()?;
+    sandbox::drop_rights()?;
 
     let other_bells = (1..devices.len()).map(|_| Doorbell::new()).collect::<std::io::Result<Vec<_>>>()?;
     let bells: Arc<Vec<Doorbell>> = Arc::new([first_bell].into_iter().chain(other_bells).collect());
@@ -132,10 +136,10 @@ pub fn run() -> Result<()> {
         start_thread("baton copy engine", move || engine.run(core))?;
         hosts
     } else {
-        kernels.into_iter().map(|kernel| Host::Own(kernel, 0)).collect()
+        kernels.into_iter().map(|kernel| Host::Direct(kernel, 0)).collect()
     };
     if let Some(node) = nodes[0] {
-        // What is near is faster; that it could not be had stops nobody.
+        // Memory of the near node is faster; a failure is harmless.
         let _ = memory.prefer_node(node);
     }
     let mut runners = Vec::new();
@@ -158,7 +162,7 @@ pub fn run() -> Result<()> {
     if let Some(core) = settings.cores.first() {
         process::pin(0, *core);
     }
-    sandbox::allow_only_what_is_needed()?;
+    sandbox::restrict_system_calls()?;
     first.worker.set_rss(&settings.offloads.rss, &random_key);
     if let Some(front) = &first.front {
         front.channel.send(&ToAgent::Ready, &[])?;
@@ -166,10 +170,10 @@ pub fn run() -> Result<()> {
     first.main_loop()
 }
 
-/// A thread whose end is the process's.
+/// Starts a thread whose end ends the process.
 fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
     let work = move || {
-        let _all = EndsAll;
+        let _exit = ExitOnDrop;
         if let Err(error) = work() {
             eprintln!("baton nic: {name}: {error:#}");
         }
@@ -178,10 +182,10 @@ fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + '
     Ok(())
 }
 
-/// A NIC that lacks a thread is no NIC: the agent starts another.
-struct EndsAll;
+/// Ends the process when it is dropped: a NIC without one of its threads cannot work, and the agent starts another.
+struct ExitOnDrop;
 
-impl Drop for EndsAll {
+impl Drop for ExitOnDrop {
     fn drop(&mut self) {
         std::process::exit(101);
     }
@@ -198,26 +202,27 @@ impl Runner {
         front: Option<Front>,
     ) -> Result<Runner> {
         let poller = Poller::new()?;
-        let hears = settings.card || me == 0;
+        let receives = settings.card || me == 0;
         let channel = front.as_ref().map(|front| front.channel.as_fd());
-        for (token, fd) in
-            [hears.then_some(host.fd()), hears.then_some(wire.fd()), Some(bells[me].as_fd()), channel].into_iter().enumerate()
+        for (token, fd) in [receives.then_some(host.fd()), receives.then_some(wire.fd()), Some(bells[me].as_fd()), channel]
+            .into_iter()
+            .enumerate()
         {
             if let Some(fd) = fd {
                 poller.add(fd, token as u64, Trigger::Readable)?;
             }
         }
         let wire = Line::new(wire, &settings.link, me);
-        let worker_settings = Settings {
+        let worker_settings = WorkerSettings {
             slots: settings.slots,
             hash_key: settings.hash_key,
             drop_during_moves: settings.drop_during_moves,
-            lro: baton_lro::Settings { hash_key: settings.hash_key, ..settings.offloads.lro },
+            lro: baton_lro::LroSettings { hash_key: settings.hash_key, ..settings.offloads.lro },
             moderation: settings.offloads.moderation,
             doorbells: settings.offloads.doorbells,
             active_ack: settings.offloads.active_ack,
             beside: settings.beside,
-            ..Settings::default()
+            ..WorkerSettings::default()
         };
         let now = Instant(monotonic_micros());
         let mut worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
@@ -229,6 +234,7 @@ impl Runner {
         Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, doorbell_nanos: 0, front })
     }
 
+    /// Polls the worker and sleeps while it has nothing to do.
     fn main_loop(&mut self) -> Result<()> {
         let mut tokens = Vec::new();
         let mut idle_since = monotonic_micros();
@@ -236,11 +242,11 @@ impl Runner {
             let started = monotonic_nanos();
             let now = Instant(started / 1000);
             self.worker.wire().tick(now.0);
-            let worked = if self.several { self.worker.poll_among(now) } else { self.worker.poll(now) };
+            let worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
             self.ring_doorbells(now);
             if self.front.is_some() {
                 self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
-                self.serve_channel_if_asked()?;
+                self.serve_new_messages()?;
             }
             if worked {
                 idle_since = now.0;
@@ -257,7 +263,7 @@ impl Runner {
                 for token in std::mem::take(&mut tokens) {
                     match token {
                         CHANNEL => self.serve_channel()?,
-                        SESSIONS.. => self.silence((token - SESSIONS) as u32),
+                        SESSIONS.. => self.clear_doorbell((token - SESSIONS) as u32),
                         _ => {}
                     }
                 }
@@ -266,6 +272,7 @@ impl Runner {
         }
     }
 
+    /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.
     fn ring_doorbells(&mut self, now: Instant) {
         if let Some(front) = &self.front {
             let (bells, nanos) = (&front.program_bells, &mut self.doorbell_nanos);
@@ -286,39 +293,41 @@ impl Runner {
         }
     }
 
-    /// A program has rung. What it has to say is in its ring.
-    fn silence(&mut self, session: u32) {
+    /// Clears a session's doorbell. The messages are in the session's ring.
+    fn clear_doorbell(&mut self, session: u32) {
         if let Some(bell) = self.front.as_ref().and_then(|front| front.program_bells.get(&session)) {
             bell.clear();
         }
     }
 
+    /// Copies the counters that are not the datapath's to NIC memory.
     fn publish_counters(&mut self) {
         let words = self.memory.words(nic::counters(self.me), baton_abi::layout::COUNTERS);
         words[Counter::BusyNanoseconds as usize].store(self.busy_nanos, Ordering::Relaxed);
         words[Counter::DoorbellNanoseconds as usize].store(self.doorbell_nanos, Ordering::Relaxed);
         let host = self.worker.host();
-        let ([nanos, went_before], failed) = (host.figures(), host.failed());
+        let ([nanos, syns_first], failed) = (host.write_statistics(), host.failed());
         words[Counter::InterruptNanoseconds as usize].store(nanos, Ordering::Relaxed);
-        words[Counter::WentBefore as usize].store(went_before, Ordering::Relaxed);
+        words[Counter::SynPrioritized as usize].store(syns_first, Ordering::Relaxed);
         self.worker.count_lost(failed);
         let [out, back] = self.worker.wire().counters();
         words[Counter::LinkLost as usize].store(out.lost + back.lost, Ordering::Relaxed);
         words[Counter::LinkOverflowed as usize].store(out.overflowed + back.overflowed, Ordering::Relaxed);
     }
 
-    fn serve_channel_if_asked(&mut self) -> Result<()> {
-        let asked = self.memory.word32(nic::CHANNEL).load(Ordering::Acquire);
+    /// Serves the control connection if the agent has sent a message.
+    fn serve_new_messages(&mut self) -> Result<()> {
+        let sent = self.memory.word32(nic::CHANNEL).load(Ordering::Acquire);
         match &mut self.front {
-            Some(front) if front.channel_seen != asked => {
-                front.channel_seen = asked;
+            Some(front) if front.channel_seen != sent => {
+                front.channel_seen = sent;
                 self.serve_channel()
             }
             _ => Ok(()),
         }
     }
 
-    /// Serves the control connection. When the agent is gone, so is this process's reason to be.
+    /// Serves all messages on the control connection. Ends the process when the agent has closed it.
     fn serve_channel(&mut self) -> Result<()> {
         let Some(front) = &mut self.front else { return Ok(()) };
         loop {
@@ -332,7 +341,7 @@ impl Runner {
                 }
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
-                    self.worker.set_offloads(&of_worker(&set), Instant(monotonic_micros()));
+                    self.worker.set_offloads(&worker_offloads(&set), Instant(monotonic_micros()));
                     self.worker.set_rss(&set.rss, &front.random_key);
                     front.channel.send(&ToAgent::Set, &[])?;
                 }
@@ -343,11 +352,17 @@ impl Runner {
     }
 }
 
-/// What of the offloads is each worker's.
-fn of_worker(set: &baton_offloads::Offloads) -> baton_datapath::Offloads {
-    baton_datapath::Offloads { lro: set.lro, moderation: set.moderation, doorbells: set.doorbells, active_ack: set.active_ack }
+/// The part of the offloads that each worker gets.
+fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffloads {
+    baton_datapath::WorkerOffloads {
+        lro: set.lro,
+        moderation: set.moderation,
+        doorbells: set.doorbells,
+        active_ack: set.active_ack,
+    }
 }
 
+/// Maps a session's memory, and adds its doorbell to the poller.
 fn attach(
     worker: &mut NicWorker,
     poller: &Poller,
@@ -355,8 +370,8 @@ fn attach(
     session: u32,
     descriptors: Vec<OwnedFd>,
 ) -> Result<()> {
-    let [memory, bell] =
-        <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| anyhow::anyhow!("two descriptors belong to a session"))?;
+    let [memory, bell] = <[OwnedFd; 2]>::try_from(descriptors)
+        .map_err(|_| anyhow::anyhow!("a session needs two descriptors: its memory and its doorbell"))?;
     worker.attach(session, Arc::new(Region::map(memory)?));
     let bell = SessionBell::from_fd(bell);
     poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;

@@ -1,8 +1,8 @@
-//! What a NIC process may do: nothing but to move frames between the descriptors that it has, and to map the memory that it is given.
+//! The sandbox of a NIC process: it may only move frames between the descriptors that it has, and map the memory that it gets.
 //!
-//! It parses what the network sends and what programs write, so a mistake in it must not become a way into the host. Before its first frame it
-//! is a user of its own, without capabilities; Landlock keeps it from every file, and from connections of its own; seccomp from every system
-//! call that it does not need.
+//! The process parses what the network sends and what programs write, so a bug in it must not open a way into the host. Before
+//! its first frame it becomes a user of its own without capabilities. Landlock denies it all files and new connections; seccomp
+//! denies all system calls that it does not need.
 
 use anyhow::{Context, Result};
 use baton_linux::process;
@@ -13,23 +13,23 @@ use seccompiler::{
 };
 use std::collections::BTreeMap;
 
-/// Gives up what can be given up before there are threads.
+/// Gives up user, capabilities and files. To be called before threads are started.
 ///
 /// # Errors
-/// If the system refuses what it never refuses.
-pub(crate) fn give_up_rights() -> Result<()> {
+/// If the system refuses one of the steps.
+pub(crate) fn drop_rights() -> Result<()> {
     process::drop_bounds().context("giving up capabilities")?;
     if let User::Same(user) = rights::give_up_user(true).context("giving up the user")?
         && rights::has_other_users()
     {
-        eprintln!("baton nic: it stays user {user}, since it may not become another (CAP_SETUID)");
+        eprintln!("baton nic: runs as user {user}: changing the user needs CAP_SETUID");
     }
     process::drop_capabilities().context("giving up capabilities")?;
     rights::hide_memory().context("hiding memory")?;
     forbid_files().context("Landlock")
 }
 
-/// No file can be opened, no connection made and no process signalled from here on, as far as this kernel knows Landlock.
+/// Denies opening files, connecting, and signalling processes, as far as this kernel's Landlock supports that.
 fn forbid_files() -> Result<()> {
     let all = ABI::V6;
     let rules = Ruleset::default().handle_access(AccessFs::from_all(all))?.handle_access(AccessNet::from_all(all))?;
@@ -37,9 +37,9 @@ fn forbid_files() -> Result<()> {
     Ok(())
 }
 
-/// System calls that are allowed whatever their arguments.
+/// System calls that are allowed with any arguments.
 const ALLOWED: &[libc::c_long] = &[
-    // Frames, doorbells, the agent's messages.
+    // Frames, doorbells, messages of the agent.
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
@@ -51,7 +51,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_pwait2,
-    // The memory of sessions.
+    // Mapping the memory of sessions.
     libc::SYS_fstat,
     libc::SYS_newfstatat,
     libc::SYS_statx,
@@ -82,29 +82,30 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_clock_gettime,
     libc::SYS_clock_nanosleep,
     libc::SYS_nanosleep,
-    // The end, also that of a worker that panics.
+    // Exit, also after a worker's panic.
     libc::SYS_exit,
     libc::SYS_exit_group,
 ];
 
+/// A rule that allows a call if one of its arguments passes a comparison.
 fn only_if(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<Vec<SeccompRule>> {
     let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?;
     Ok(vec![SeccompRule::new(vec![condition])?])
 }
 
-/// From here on any other system call fails with EPERM, in every thread that there is; and none can be started.
+/// Makes all other system calls fail with EPERM, in all threads. No thread can be started after this.
 ///
 /// # Errors
-/// If the kernel does not filter system calls.
-pub(crate) fn allow_only_what_is_needed() -> Result<()> {
+/// If the kernel cannot filter system calls.
+pub(crate) fn restrict_system_calls() -> Result<()> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED.iter().map(|call| (*call, Vec::new())).collect();
-    // Memory, but no code.
-    let data = SeccompCmpOp::MaskedEq(libc::PROT_EXEC as u64);
-    rules.insert(libc::SYS_mmap, only_if(2, data.clone(), 0)?);
-    rules.insert(libc::SYS_mprotect, only_if(2, data, 0)?);
-    // A thread's name.
+    // Memory may be mapped, but not as code.
+    let not_executable = SeccompCmpOp::MaskedEq(libc::PROT_EXEC as u64);
+    rules.insert(libc::SYS_mmap, only_if(2, not_executable.clone(), 0)?);
+    rules.insert(libc::SYS_mprotect, only_if(2, not_executable, 0)?);
+    // Setting a thread's name.
     rules.insert(libc::SYS_prctl, only_if(0, SeccompCmpOp::Eq, libc::PR_SET_NAME as u64)?);
-    // A panic's abort signals its own thread.
+    // The abort after a panic signals its own thread.
     rules.insert(libc::SYS_tgkill, only_if(0, SeccompCmpOp::Eq, u64::from(std::process::id()))?);
     let architecture: TargetArch = std::env::consts::ARCH.try_into().context("no filter for this processor")?;
     let refuse = SeccompAction::Errno(libc::EPERM as u32);

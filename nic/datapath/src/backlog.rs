@@ -1,11 +1,12 @@
-//! Messages to the agent that found its ring full: they wait here, in their order, and the NIC does not sleep until they are told.
+//! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are sent.
 
 use baton_abi::{Message, Operation};
 use baton_ring::Producer;
 use baton_shm::RingWords;
 use std::collections::VecDeque;
 
-/// What waits. It is bounded by the connections: each ends once and asks for its return once, and the agent gives one command at a time.
+/// The waiting messages. Their number is bounded by the number of connections: each ends once and asks to be restored once, and
+/// the agent has one command outstanding at a time.
 #[derive(Default)]
 pub(crate) struct Backlog(VecDeque<Message>);
 
@@ -15,8 +16,7 @@ impl Backlog {
         self.0.is_empty()
     }
 
-    /// Keeps a message. Of the room that there is only the last word counts, and a connection that is to return is to return, however often
-    /// that is said.
+    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection does.
     #[cold]
     pub fn add(&mut self, message: Message) {
         let same = |other: &&mut Message| other.operation == message.operation && other.cid == message.cid;
@@ -29,7 +29,7 @@ impl Backlog {
         }
     }
 
-    /// Puts into the ring what it has room for. Whether that was anything.
+    /// Moves messages to the ring while it has room. Returns whether any was moved.
     pub fn flush(&mut self, ring: &mut Producer<RingWords>) -> bool {
         let mut any = false;
         while let Some(message) = self.0.front() {

@@ -1,48 +1,52 @@
-//! When buckets change hands: as the settings say, and, if they are to be balanced, as the loads do.
+//! The decision which buckets move to which worker: as the settings say, and, if they are to be balanced, by load.
 
 use crate::peers::FRONT;
-use baton_rss::{BUCKETS, Indirection, Key, Move, Settings, Table, next_move};
+use baton_rss::{BUCKETS, Indirection, Key, Move, RssSettings, Table, next_move};
 
-/// Microseconds between two looks at the loads; and where hardly anything comes.
-const EVERY: u64 = 20_000;
-const IDLE: u64 = 200_000;
+/// Microseconds between two measurements of the loads, and between two where there is hardly any load.
+const INTERVAL: u64 = 20_000;
+const IDLE_INTERVAL: u64 = 200_000;
 
-/// Frames between two looks below which nothing is worth a move.
-const FEW: u64 = 200;
+/// Number of frames between two measurements below which no bucket moves.
+const MIN_FRAMES: u64 = 200;
 
-/// Buckets that change hands at once.
-const AT_ONCE: usize = 16;
+/// Largest number of buckets that move at once.
+const MAX_MOVES: usize = 16;
 
-/// What is to be done next.
+/// The next change of the indirection.
 pub(crate) enum Step {
-    /// These buckets change hands.
+    /// These buckets move.
     Moves(Vec<Move>),
-    /// The key is another one; every bucket is the front's.
+    /// The hash key changes; every bucket is worker 0's.
     Key(Key),
 }
 
+/// The state of the balance, in worker 0.
 pub(crate) struct Balance {
     workers: usize,
-    settings: Settings,
-    /// The key that is to become the hash's.
+    settings: RssSettings,
+    /// The hash key to change to.
     key: Option<Key>,
-    /// The table is to be as the settings say.
+    /// The table has to be brought to what the settings say.
     rearrange: bool,
-    under_way: usize,
+    /// Number of buckets that are moving.
+    moving: usize,
+    /// Time of the next decision, in microseconds.
     due: u64,
+    /// Frames of each bucket ever, at the last measurement.
     last: [u64; BUCKETS],
-    /// Frames between two looks, smoothed.
+    /// Frames of each bucket between two measurements, smoothed, in thousandths.
     loads: [u64; BUCKETS],
 }
 
 impl Balance {
     pub fn new(workers: usize, now: u64) -> Balance {
-        let settings = Settings::default();
-        Balance { workers, settings, key: None, rearrange: true, under_way: 0, due: now, last: [0; BUCKETS], loads: [0; BUCKETS] }
+        let settings = RssSettings::default();
+        Balance { workers, settings, key: None, rearrange: true, moving: 0, due: now, last: [0; BUCKETS], loads: [0; BUCKETS] }
     }
 
-    /// Other settings; `random` is the key where they name none.
-    pub fn set(&mut self, settings: &Settings, random: &Key) {
+    /// Changes the settings; `random` is the hash key if they have none.
+    pub fn set(&mut self, settings: &RssSettings, random: &Key) {
         if settings.key != self.settings.key {
             self.key = Some(settings.key.unwrap_or(*random));
         }
@@ -51,23 +55,24 @@ impl Balance {
         self.due = 0;
     }
 
-    /// A bucket has changed hands.
+    /// Notes that a bucket has moved.
     pub fn done(&mut self) {
-        self.under_way -= 1;
+        self.moving -= 1;
     }
 
-    /// When to ask again, in microseconds.
+    /// Time of the next decision in microseconds; `u64::MAX` while buckets are moving.
     pub fn due(&self) -> u64 {
-        if self.under_way > 0 { u64::MAX } else { self.due }
+        if self.moving > 0 { u64::MAX } else { self.due }
     }
 
+    /// Decides at `now` on the next change, if one is due. `loads` gives the frames of each bucket so far.
     pub fn next(&mut self, now: u64, table: &Table, loads: impl FnOnce() -> [u64; BUCKETS]) -> Option<Step> {
-        if self.under_way > 0 || now < self.due {
+        if self.moving > 0 || now < self.due {
             return None;
         }
-        self.due = now + EVERY;
+        self.due = now + INTERVAL;
         if let Some(key) = self.key {
-            return self.begin(differences(table, &[FRONT as u8; BUCKETS])).or_else(|| {
+            return self.start(differences(table, &[FRONT as u8; BUCKETS])).or_else(|| {
                 self.key = None;
                 self.rearrange = true;
                 self.due = now;
@@ -75,7 +80,7 @@ impl Balance {
             });
         }
         if std::mem::take(&mut self.rearrange) {
-            let moves = self.begin(differences(table, &self.settings.table(self.workers)));
+            let moves = self.start(differences(table, &self.settings.table(self.workers)));
             if moves.is_some() {
                 return moves;
             }
@@ -83,33 +88,35 @@ impl Balance {
         if self.settings.indirection != Indirection::Balanced || self.workers == 1 {
             return None;
         }
-        self.look(now, loads());
-        self.begin(self.moves(table))
+        self.measure(now, loads());
+        self.start(self.moves(table))
     }
 
-    fn begin(&mut self, moves: Vec<Move>) -> Option<Step> {
-        self.under_way = moves.len();
+    fn start(&mut self, moves: Vec<Move>) -> Option<Step> {
+        self.moving = moves.len();
         (!moves.is_empty()).then_some(Step::Moves(moves))
     }
 
-    fn look(&mut self, now: u64, total: [u64; BUCKETS]) {
+    /// Updates the loads.
+    fn measure(&mut self, now: u64, total: [u64; BUCKETS]) {
         let mut sum = 0;
         for ((load, last), total) in self.loads.iter_mut().zip(&mut self.last).zip(total) {
-            let came = total - std::mem::replace(last, total);
-            sum += came;
-            // By thousands, so that smoothing does not round it away.
-            *load = (*load + came * 1000) / 2;
+            let frames = total - std::mem::replace(last, total);
+            sum += frames;
+            // In thousandths, so that smoothing does not round small loads away.
+            *load = (*load + frames * 1000) / 2;
         }
-        if sum < FEW {
+        if sum < MIN_FRAMES {
             self.loads = [0; BUCKETS];
-            self.due = now + IDLE;
+            self.due = now + IDLE_INTERVAL;
         }
     }
 
+    /// The moves that the loads suggest.
     fn moves(&self, table: &Table) -> Vec<Move> {
         let mut table = *table;
         let mut moves: Vec<Move> = Vec::new();
-        while moves.len() < AT_ONCE
+        while moves.len() < MAX_MOVES
             && let Some(next) = next_move(&self.loads, &table, self.settings.active(self.workers))
             && moves.iter().all(|before| before.bucket != next.bucket)
         {
@@ -120,6 +127,7 @@ impl Balance {
     }
 }
 
+/// The moves that lead from one table to another.
 fn differences(now: &Table, wanted: &Table) -> Vec<Move> {
     let pairs = now.iter().zip(wanted).enumerate();
     let differ = pairs.filter(|(_, (now, wanted))| now != wanted);

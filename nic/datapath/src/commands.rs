@@ -1,10 +1,10 @@
-//! The agent's commands: the steps of a move, as the NIC sees them.
+//! The agent's commands: the steps of a move on the NIC.
 
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
-use crate::held::Held;
+use crate::held::HeldFrames;
 use crate::offloaded::{Memory, Offloaded};
-use crate::worker::{Worker, kernels_business};
+use crate::worker::{Worker, needs_kernel};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
@@ -12,13 +12,17 @@ use baton_image::{Image, MAX_ENCODED};
 use baton_recovery::Replay;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
-use baton_wire::{Flags, Flow, Name, TcpFrame};
+use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 use core::sync::atomic::Ordering;
 
-/// Batches of frames that are taken in before a connection is given up.
-const REST: usize = 256;
+/// Largest number of batches of frames that are received before a connection is given up.
+const MAX_DRAIN_BATCHES: usize = 256;
+
+/// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
+const MIN_MTU: u32 = 68;
 
 impl<H: Device, W: Device> Worker<H, W> {
+    /// Runs all commands in the agent's ring. Returns whether there was any.
     #[inline(never)]
     pub(crate) fn poll_commands(&mut self, now: Instant) -> bool {
         let mut worked = false;
@@ -29,7 +33,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
                 continue;
             };
-            match self.among {
+            match self.crossbar {
                 None => self.run_command(&message, now),
                 Some(_) => self.route_command(&message, now),
             }
@@ -37,33 +41,34 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Does what the agent wants, and says so.
+    /// Runs a command and answers it.
     pub(crate) fn run_command(&mut self, message: &Message, now: Instant) {
         let (control, value) = match self.on_command(message, now) {
             Ok(value) => (Control::Done, value),
             Err(refusal) => (Control::Refused, refusal as u32),
         };
         self.count_connections();
-        // What the kernel was to be given it has, before the agent goes on.
+        // The answer says that the kernel has received everything that the command sends it.
         self.host.settle();
-        self.tell_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
-        if self.among.as_ref().is_none_or(|among| among.peers.is_front()) {
+        self.send_to_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
+        if self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front()) {
             self.advertise();
         }
     }
 
+    /// Updates the counter of offloaded connections.
     pub(crate) fn count_connections(&mut self) {
         self.counters.set(Counter::Connections, self.connections);
-        if let Some(among) = &self.among {
-            among.peers.set_connections(self.connections);
+        if let Some(crossbar) = &self.crossbar {
+            crossbar.peers.set_connections(self.connections);
         }
     }
 
-    /// `os_resource`: how many connections there is room for.
+    /// `os_resource`: tells the agent how many connections there is room for.
     pub(crate) fn advertise(&mut self) {
-        let connections = self.among.as_ref().map_or(self.connections, |among| among.peers.connections());
+        let connections = self.crossbar.as_ref().map_or(self.connections, |crossbar| crossbar.peers.connections());
         let free = (self.slots.len() as u64).saturating_sub(connections);
-        self.tell_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
+        self.send_to_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
     }
 
     fn on_command(&mut self, message: &Message, now: Instant) -> Result<u32, Refusal> {
@@ -87,61 +92,66 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
+    /// The slot of a cid.
     pub(crate) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
         self.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
     }
 
+    /// Begins to copy a connection's frames.
     fn mirror(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         if self.slots[index as usize].is_some() {
             return Err(Refusal::WrongState);
         }
         let flow = self.read_flow(index);
-        let name = Name::from(&flow);
-        if self.find(&name).is_some() {
+        let key = FlowKey::from(&flow);
+        if self.find(&key).is_some() {
             return Err(Refusal::AlreadyHere);
         }
-        // What its peer was told that the kernel has, the kernel must have.
-        if !self.end_active_ack(&name) {
+        // Everything that the NIC has acknowledged for the kernel must be acknowledged by the kernel first.
+        if !self.end_active_ack(&key) {
             return Err(Refusal::NotYet);
         }
-        // From here on its frames are not aggregated for the kernel: what has been has to be there before them.
+        // From now on its frames go to the kernel without aggregation, so the aggregated ones must go first.
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.flush(&name, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        self.lro.flush(&key, now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
         delivery.flush(host, counters, now.0);
         let custody = Custody::Mirrored;
         self.slots[index as usize] =
-            Some(Slot { name, cid, flow, custody, held: Held::default(), scheduled: u64::MAX, dirty: false });
-        self.lookup.insert(&name, index);
+            Some(Slot { key, cid, flow, custody, held: HeldFrames::default(), scheduled: u64::MAX, dirty: false });
+        self.lookup.insert(&key, index);
         self.connections += 1;
         Ok(0)
     }
 
+    /// The 4-tuple in a slot.
     pub(crate) fn read_flow(&self, index: u32) -> Flow {
         let mut bytes = [0u8; 36];
-        // The layout lies inside the region: the worker was made with as many slots as it has.
+        // Cannot fail: the region was made with as many slots as the worker has.
         let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
         Flow::from_bytes(&bytes)
     }
 
+    /// Ends the mirroring: frames are held from now on. Returns 1 if mirrored frames were dropped, else 0.
     fn steal(&mut self, cid: Cid) -> Result<u32, Refusal> {
         let slot = self.occupant(cid)?;
         match slot.custody {
             Custody::Mirrored => {
                 slot.custody = Custody::Held;
-                slot.held.stolen();
+                slot.held.mark_stolen();
                 Ok(u32::from(slot.held.overflowed))
             }
             _ => Err(Refusal::WrongState),
         }
     }
 
+    /// The handoff parameters in a slot.
     pub(crate) fn parameters(&self, index: u32) -> [u32; 6] {
         let base = nic::slot(index) + at::PARAMETERS;
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
 
-    /// `nic_handoff`: from the image to a running connection.
+    /// `nic_handoff`: makes a running connection from the image in the slot.
     fn handoff(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         let [session, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);
@@ -171,13 +181,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             offloaded.tcp.limit_window(most[0]);
         }
         offloaded.publish(now);
-        offloaded.tell_processor(processor);
+        offloaded.publish_processor(processor);
         slot.custody = Custody::Active(Box::new(offloaded));
         self.run_held(index, now);
         Ok(0)
     }
 
-    /// Runs the frames that waited; what the kernel had taken before the steal is not reported as a duplicate.
+    /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a duplicate.
     pub(crate) fn run_held(&mut self, index: u32, now: Instant) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
@@ -185,7 +195,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         for frame in slot.held.take() {
             let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
             let mut segment = Segment::from(&parsed);
-            if let Some(found) = kernels_business(&segment, &offloaded.tcp) {
+            if let Some(found) = needs_kernel(&segment, &offloaded.tcp) {
                 slot.held.push(&parsed, &frame);
                 cause = cause.or(Some(found));
                 continue;
@@ -211,19 +221,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.output.send_all(offloaded, &self.counters, now);
         if let Some(cause) = cause {
             let cid = slot.cid;
-            self.tell_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
+            self.send_to_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
         }
-        self.after(index, events);
+        self.follow_up(index, events);
     }
 
-    /// `nic_restore`: all that the program has asked so far is done, then the connection rests in its image.
+    /// `nic_restore`: runs all commands that the program has queued so far, stops the connection, and writes its image to the
+    /// slot.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.occupant(cid)?.custody {
-            // A connection that has ended has no image; its end is told already.
+            // A connection that has ended has no image; the agent has been told of its end.
             Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };
-        self.hear_session_out(session, now);
+        self.drain_session(session, now);
         let index = cid.slot();
         let Some(slot) = self.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
@@ -242,41 +253,41 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// The kernel has the connection: what the image could not carry, and what came meanwhile, goes to it.
+    /// Releases a connection that the kernel has imported: sends the kernel the replay and the frames held since.
     fn release(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
-        self.hear_the_rest(now);
+        self.drain_wire(now);
         let slot = self.occupant(cid)?;
         let Custody::Leaving(_) = slot.custody else { return Err(Refusal::WrongState) };
-        let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
+        let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
         offloaded.unpublish();
         if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
-            let words =
+            let replay =
                 Replay { image: &image, ranges: offloaded.tcp.out_of_order(), fin_behind_hole: offloaded.tcp.fin_behind_hole() };
-            let (sent, dropped) = words.say(&mut self.host, |seq, out| offloaded.receive.read(seq, out));
+            let (sent, dropped) = replay.send(&mut self.host, |seq, out| offloaded.receive.read(seq, out));
             self.counters.add(Counter::HostSent, sent);
             self.counters.add(Counter::Dropped, dropped);
         }
         for mut frame in slot.held.take() {
-            // What was checked once need not be checked again, but the kernel believes only its own devices.
+            // The checksum was verified, but the kernel only trusts its own devices, so its state stays as it was received.
             let sent = self.host.transmit(&mut frame);
             self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
         }
         Ok(0)
     }
 
-    /// A move to the NIC is called off, or a dead connection is cleared away. `forgotten` says that the kernel no longer has what it
-    /// held out of order: then it gets the copies of that, too.
-    fn cancel(&mut self, cid: Cid, forgotten: bool, now: Instant) -> Result<u32, Refusal> {
-        self.hear_the_rest(now);
+    /// Cancels a move to the NIC, or removes a dead connection. `kernel_lost_queue` says that the kernel has lost its
+    /// out-of-order queue: then the mirrored frames go to it, too.
+    fn cancel(&mut self, cid: Cid, kernel_lost_queue: bool, now: Instant) -> Result<u32, Refusal> {
+        self.drain_wire(now);
         self.occupant(cid)?;
-        let Some(mut slot) = self.evict(cid) else { return Err(Refusal::NotYours) };
+        let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
             Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
             Custody::Mirrored => {}
             Custody::Held => {
-                if !forgotten {
-                    slot.held.forget_mirrored();
+                if !kernel_lost_queue {
+                    slot.held.drop_mirrored();
                 }
                 for mut frame in slot.held.take() {
                     self.host.transmit(&mut frame);
@@ -286,26 +297,28 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Beside the kernel: what this NIC alone has heard of a connection that it is about to give up may still wait at its socket.
-    fn hear_the_rest(&mut self, now: Instant) {
-        for _ in 0..REST {
+    /// Beside the kernel: receives the frames that still wait at this NIC's socket, since only the NIC gets those of a connection
+    /// that it is about to give up.
+    fn drain_wire(&mut self, now: Instant) {
+        for _ in 0..MAX_DRAIN_BATCHES {
             if !self.settings.beside || !self.poll_wire(now) {
                 return;
             }
         }
     }
 
-    pub(crate) fn evict(&mut self, cid: Cid) -> Option<Slot> {
+    /// Removes a connection from its slot.
+    pub(crate) fn remove_slot(&mut self, cid: Cid) -> Option<Slot> {
         let slot = self.slots[cid.slot() as usize].take()?;
         let slots = &self.slots;
-        let name_of = |other: u32| slots[other as usize].as_ref().map_or(slot.name, |found| found.name);
-        self.lookup.remove(&slot.name, cid.slot(), name_of);
+        let key_of = |other: u32| slots[other as usize].as_ref().map_or(slot.key, |found| found.key);
+        self.lookup.remove(&slot.key, cid.slot(), key_of);
         self.dirty.retain(|index| *index != cid.slot());
         self.connections -= 1;
         Some(slot)
     }
 
-    /// `nic_forward`: a frame that reached the host during the handoff; it lies in the connection's slot.
+    /// `nic_forward`: holds a frame that reached the host during the handoff, and lies in the connection's slot.
     fn forwarded(&mut self, cid: Cid, length: u32) -> Result<u32, Refusal> {
         let offset = nic::slot(cid.slot()) + at::FORWARD;
         if length as usize > nic::SLOT_BYTES - at::FORWARD || !matches!(self.occupant(cid)?.custody, Custody::Held) {
@@ -324,9 +337,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
+    /// Sets the path MTU of a connection.
     fn set_mtu(&mut self, cid: Cid, mtu: u32, now: Instant) -> Result<u32, Refusal> {
         let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
-        if mtu < 68 {
+        if mtu < MIN_MTU {
             return Err(Refusal::BadCommand);
         }
         offloaded.image.mtu = mtu;
@@ -336,20 +350,21 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Custody::Active(offloaded) = &mut slot.custody {
             self.output.send_all(offloaded, &self.counters, now);
         }
-        self.after(index, Events::empty());
+        self.follow_up(index, Events::empty());
         Ok(0)
     }
 
-    /// The connection's way out has changed, or there is none any more: its segments are lost then, as they would be in a kernel without a
-    /// route, and come again when their time is up.
+    /// Sets the interface that a connection's frames leave through. Without one its segments are lost, as in a kernel without a
+    /// route, and are retransmitted by time-out.
     fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
         let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
         offloaded.image.link.interface = interface;
         Ok(0)
     }
 
+    /// Removes a session.
     fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
-        let place = self.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
-        place.take().map(|_| 0).ok_or(Refusal::UnknownSession)
+        let entry = self.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
+        entry.take().map(|_| 0).ok_or(Refusal::UnknownSession)
     }
 }

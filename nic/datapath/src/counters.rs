@@ -1,11 +1,11 @@
-//! Counters in NIC memory, where agent and tools read them.
+//! The counters in NIC memory, where the agent and tools read them.
 
 use baton_abi::layout::{COUNTERS, Counter, nic};
 use baton_shm::{Region, WordArray};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
-/// The worker's counters: it is the only writer.
+/// A worker's counters, of which it is the only writer.
 pub(crate) struct Counters(WordArray<COUNTERS>);
 
 impl Counters {
@@ -13,7 +13,7 @@ impl Counters {
         Counters(memory.shared_array(nic::counters(0)))
     }
 
-    /// Counts for another worker.
+    /// Makes these the counters of worker `worker`.
     pub fn move_to(&mut self, memory: &Arc<Region>, worker: usize) {
         self.0 = memory.shared_array(nic::counters(worker));
     }

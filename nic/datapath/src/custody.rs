@@ -1,11 +1,11 @@
-//! Who has a connection's frames.
+//! The slots: who gets the frames of a connection.
 
-use crate::held::Held;
+use crate::held::HeldFrames;
 use crate::offloaded::{Offloaded, Pending};
 use baton_abi::Cid;
-use baton_wire::{Flow, Name};
+use baton_wire::{Flow, FlowKey};
 
-/// Why a command was refused. The number crosses the interface.
+/// The reason why a command was refused. Its number crosses the interface.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Refusal {
@@ -13,54 +13,55 @@ pub enum Refusal {
     WrongState = 1,
     /// The image does not decode, or contradicts itself or the slot.
     BadImage = 2,
-    /// Memory parameters lie outside the session's memory.
+    /// The memory in the parameters lies outside of the session's memory, or is too small for the image.
     BadMemory = 3,
-    /// The session is not known.
+    /// There is no such session.
     UnknownSession = 4,
-    /// The connection belongs to another session, or to nobody.
+    /// The slot is free, or holds a connection with another cid.
     NotYours = 5,
-    /// The 4-tuple is on this NIC already.
+    /// This NIC has a connection with the same 4-tuple.
     AlreadyHere = 6,
-    /// The command makes no sense.
+    /// The command is unknown, or one of its fields is invalid.
     BadCommand = 7,
-    /// The kernel lacks something that the NIC has acknowledged for it.
+    /// The kernel has not acknowledged all data that the NIC has acknowledged for it.
     NotYet = baton_abi::NOT_YET,
 }
 
-/// Who has the connection.
+/// The owner of a connection.
 pub(crate) enum Custody {
-    /// The kernel; the NIC copies what comes.
+    /// The kernel; the NIC copies the frames that arrive.
     Mirrored,
-    /// Nobody: frames wait.
+    /// Nobody, on the way to the NIC: frames are held.
     Held,
     /// The NIC.
     Active(Box<Offloaded>),
-    /// Nobody again: the NIC has ended and waits to replay to the kernel.
+    /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.
     Leaving(Box<Offloaded>),
 }
 
-/// A connection's place on the NIC.
+/// An occupied slot: a connection on the NIC.
 pub(crate) struct Slot {
-    pub name: Name,
+    pub key: FlowKey,
     pub cid: Cid,
     pub flow: Flow,
     pub custody: Custody,
-    pub held: Held,
-    /// Tick for which the wheel has it, `u64::MAX` if it has not.
+    /// Frames that wait for the end of a move.
+    pub held: HeldFrames,
+    /// Tick of its entry in the timing wheel; `u64::MAX` without one.
     pub scheduled: u64,
-    /// It is in the list of slots with something to tell their program.
+    /// It is in the worker's list of slots with events for their program.
     pub dirty: bool,
 }
 
 impl Slot {
-    /// What its program is to be told, and in which session.
-    pub fn take_news(&mut self) -> Option<(u32, Pending)> {
+    /// Takes the events for its program, and returns them with the session's number.
+    pub fn take_events(&mut self) -> Option<(u32, Pending)> {
         let Custody::Active(offloaded) = &mut self.custody else { return None };
         Some((offloaded.session, std::mem::take(&mut offloaded.pending)))
     }
 
-    /// Its program is to be told this first.
-    pub fn give_news(&mut self, mut earlier: Pending) {
+    /// Puts earlier events before those that wait for its program.
+    pub fn prepend_events(&mut self, mut earlier: Pending) {
         if let Custody::Active(offloaded) = &mut self.custody {
             earlier.add(&offloaded.pending);
             offloaded.pending = earlier;

@@ -1,39 +1,47 @@
-//! Reassembly of IP datagrams that carry TCP (RFC 791 section 3.2, RFC 8200 section 4.5): a router behind which the MTU is smaller cuts
-//! what is sent without DF, and only the first fragment has ports. Memory and time are bounded; what does not become whole is handed on as
-//! it came.
+//! Reassembly of IP datagrams that carry TCP (RFC 791 section 3.2, RFC 8200 section 4.5). A router in front of a smaller MTU cuts
+//! packets that are sent without DF, and only the first fragment has ports. Memory and time are bounded; fragments that do not
+//! become whole are passed on as they came.
 
 use crate::worker::Worker;
 use baton_device::{Checksum, Device, Frame};
 use baton_rss::From;
 use baton_tcp::Instant;
 use baton_wire::checksum::Sum;
-use baton_wire::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP};
+use baton_wire::frame::{
+    ECN_CE, ECN_MASK, ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_IPV6_FRAGMENT, PROTOCOL_TCP,
+};
 
-/// Datagrams that may be incomplete at a time, and fragments of each: as many as 64 KB have at an IPv6 MTU.
+/// Largest number of incomplete datagrams, and of fragments of each: as many as 64 KB have at the MTU of IPv6.
 const DATAGRAMS: usize = 32;
-const PIECES: usize = 64;
+const MAX_FRAGMENTS: usize = 64;
 /// Microseconds after which an incomplete datagram is given up (Linux's net.ipv4.ipfrag_time).
-const PATIENCE: u64 = 30_000_000;
-/// IPv6's extension header of a fragment, and its length.
-const FRAGMENT: u8 = 44;
+const TIMEOUT: u64 = 30_000_000;
+/// Bytes of the IPv6 Fragment header.
 const FRAGMENT_BYTES: usize = 8;
-/// Bytes that a datagram may have behind its IP header.
-const MOST: usize = 65_535 - IPV4;
+/// Largest number of bytes behind a datagram's IP header.
+const MAX_PAYLOAD: usize = 65_535 - IPV4;
 
-/// Which datagram a fragment belongs to: addresses, identification, IP version.
+/// Bits of the IPv4 fragment field: the offset in units of 8 bytes, and "more fragments".
+const IPV4_OFFSET: usize = 0x1fff;
+const IPV4_MORE_FRAGMENTS: usize = 0x2000;
+/// Bits of the IPv6 fragment field: the offset in bytes, and "more fragments".
+const IPV6_OFFSET: usize = 0xfff8;
+const IPV6_MORE_FRAGMENTS: usize = 1;
+
+/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Key([u8; 32], u32, u8);
 
-/// What a fragment's headers say.
+/// The headers of a fragment.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct Fragment {
     key: Key,
-    /// Bytes of the frame in front of the TCP bytes, and behind the last of them.
+    /// Offsets in the frame of its first byte of TCP and of the end.
     start: usize,
     end: usize,
-    /// Where they belong in the datagram.
+    /// Offset of these bytes in the datagram.
     offset: usize,
-    /// It is not the last.
+    /// The bit "more fragments": it is not the last one.
     more: bool,
 }
 
@@ -41,36 +49,42 @@ fn be16(bytes: &[u8], at: usize) -> Option<usize> {
     Some(usize::from(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?])))
 }
 
-impl Piece {
-    /// Reads a frame. None if it is no fragment of TCP, or a damaged one.
-    pub fn of(frame: &[u8]) -> Option<Piece> {
+impl Fragment {
+    /// Reads a frame. None if it is not a fragment that carries TCP, or is damaged.
+    pub fn parse(frame: &[u8]) -> Option<Fragment> {
         let ip = frame.get(ETHERNET..)?;
-        let piece = match be16(frame, 12)? {
-            0x0800 => {
+        let fragment = match be16(frame, 12)? as u16 {
+            ETHERTYPE_IPV4 => {
                 let (header, total, field) = (usize::from(ip.first()? & 15) * 4, be16(ip, 2)?, be16(ip, 6)?);
-                let whole = field & 0x3fff == 0 || *ip.get(9)? != PROTOCOL_TCP;
+                let whole = field & usize::from(IPV4_FRAGMENT) == 0 || *ip.get(9)? != PROTOCOL_TCP;
                 if whole || header < IPV4 || total < header || Sum::new().bytes(ip.get(..header)?).finish() != 0 {
                     return None;
                 }
                 let mut addresses = [0; 32];
                 addresses[..8].copy_from_slice(&ip[12..20]);
-                let (key, offset) = (Key(addresses, be16(ip, 4)? as u32, 4), (field & 0x1fff) * 8);
-                Piece { key, start: ETHERNET + header, end: ETHERNET + total, offset, more: field & 0x2000 != 0 }
+                let (key, offset) = (Key(addresses, be16(ip, 4)? as u32, 4), (field & IPV4_OFFSET) * 8);
+                Fragment { key, start: ETHERNET + header, end: ETHERNET + total, offset, more: field & IPV4_MORE_FRAGMENTS != 0 }
             }
-            0x86dd => {
+            ETHERTYPE_IPV6 => {
                 let (length, field) = (be16(ip, 4)?, be16(ip, IPV6 + 2)?);
-                if ip[6] != FRAGMENT || ip[IPV6] != PROTOCOL_TCP || length < FRAGMENT_BYTES {
+                if ip[6] != PROTOCOL_IPV6_FRAGMENT || ip[IPV6] != PROTOCOL_TCP || length < FRAGMENT_BYTES {
                     return None;
                 }
                 let ident = u32::from_be_bytes(*ip.get(IPV6 + 4..)?.first_chunk()?);
                 let (key, start) = (Key(*ip.get(8..)?.first_chunk()?, ident, 6), ETHERNET + IPV6 + FRAGMENT_BYTES);
-                Piece { key, start, end: ETHERNET + IPV6 + length, offset: field & !7, more: field & 1 != 0 }
+                Fragment {
+                    key,
+                    start,
+                    end: ETHERNET + IPV6 + length,
+                    offset: field & IPV6_OFFSET,
+                    more: field & IPV6_MORE_FRAGMENTS != 0,
+                }
             }
             _ => return None,
         };
-        let length = piece.end.checked_sub(piece.start)?;
-        let fits = piece.end <= frame.len() && length > 0 && piece.offset + length <= MOST;
-        (fits && !(piece.more && length % 8 != 0)).then_some(piece)
+        let length = fragment.end.checked_sub(fragment.start)?;
+        let fits = fragment.end <= frame.len() && length > 0 && fragment.offset + length <= MAX_PAYLOAD;
+        (fits && !(fragment.more && length % 8 != 0)).then_some(fragment)
     }
 
     fn length(&self) -> usize {
@@ -78,47 +92,47 @@ impl Piece {
     }
 }
 
-/// An incomplete datagram: its fragments in the order of their offsets.
+/// An incomplete datagram: its fragments in the order of their offsets, and when the first arrived.
 struct Datagram {
     key: Key,
     since: Instant,
-    pieces: Vec<(Piece, Frame)>,
+    fragments: Vec<(Fragment, Frame)>,
 }
 
-/// What became of a fragment.
+/// What has become of a fragment.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
     /// It waits for others, or was a duplicate.
     Waits,
-    /// It overlaps another: the datagram is gone (RFC 8200 section 4.5; RFC 5722).
+    /// It overlaps another one, or there are too many: the datagram is dropped (RFC 8200 section 4.5; RFC 5722).
     Dropped,
-    /// The frame now holds the whole datagram.
+    /// The datagram is complete, and is in the frame now.
     Whole,
 }
 
-/// The datagrams that are incomplete.
+/// The incomplete datagrams, the oldest first.
 #[derive(Default)]
 pub(crate) struct Fragments {
     datagrams: Vec<Datagram>,
 }
 
 impl Fragments {
-    /// Takes a fragment; `given_up` gets the frames of datagrams that have waited for too long, or had to make room.
-    pub fn take(&mut self, frame: &mut Frame, piece: Piece, now: Instant, mut given_up: impl FnMut(Frame)) -> Outcome {
-        let mut give_up = |datagram: Datagram| datagram.pieces.into_iter().for_each(|(_, frame)| given_up(frame));
-        // In order of age.
-        while self.datagrams.first().is_some_and(|oldest| now.since(oldest.since) > PATIENCE) {
+    /// Takes a fragment. `given_up` gets the frames of datagrams that have waited too long or must make room.
+    pub fn take(&mut self, frame: &mut Frame, fragment: Fragment, now: Instant, mut given_up: impl FnMut(Frame)) -> Outcome {
+        let mut give_up = |datagram: Datagram| datagram.fragments.into_iter().for_each(|(_, frame)| given_up(frame));
+        // The datagrams are in order of age.
+        while self.datagrams.first().is_some_and(|oldest| now.since(oldest.since) > TIMEOUT) {
             give_up(self.datagrams.remove(0));
         }
-        let at = self.datagrams.iter().position(|datagram| datagram.key == piece.key).unwrap_or_else(|| {
+        let at = self.datagrams.iter().position(|datagram| datagram.key == fragment.key).unwrap_or_else(|| {
             if self.datagrams.len() >= DATAGRAMS {
                 give_up(self.datagrams.remove(0));
             }
-            self.datagrams.push(Datagram { key: piece.key, since: now, pieces: Vec::new() });
+            self.datagrams.push(Datagram { key: fragment.key, since: now, fragments: Vec::new() });
             self.datagrams.len() - 1
         });
         let datagram = &mut self.datagrams[at];
-        match datagram.insert(piece, frame) {
+        match datagram.insert(fragment, frame) {
             Outcome::Waits if datagram.is_complete() => {
                 let datagram = self.datagrams.remove(at);
                 if datagram.write(frame) { Outcome::Whole } else { Outcome::Dropped }
@@ -133,35 +147,39 @@ impl Fragments {
 }
 
 impl Datagram {
-    fn insert(&mut self, piece: Piece, frame: &Frame) -> Outcome {
-        let at = self.pieces.partition_point(|(other, _)| other.offset < piece.offset);
-        if let Some((other, _)) = self.pieces.get(at)
-            && (other.offset, other.length(), other.more) == (piece.offset, piece.length(), piece.more)
+    /// Inserts a fragment, unless it overlaps others.
+    fn insert(&mut self, fragment: Fragment, frame: &Frame) -> Outcome {
+        let at = self.fragments.partition_point(|(other, _)| other.offset < fragment.offset);
+        if let Some((other, _)) = self.fragments.get(at)
+            && (other.offset, other.length(), other.more) == (fragment.offset, fragment.length(), fragment.more)
         {
             return Outcome::Waits;
         }
-        let end = piece.offset + piece.length();
+        let end = fragment.offset + fragment.length();
         let behind_last = at > 0 && {
-            let before = &self.pieces[at - 1].0;
-            before.offset + before.length() > piece.offset || !before.more
+            let before = &self.fragments[at - 1].0;
+            before.offset + before.length() > fragment.offset || !before.more
         };
-        let before_next = self.pieces.get(at).is_some_and(|(next, _)| end > next.offset || !piece.more);
-        if behind_last || before_next || self.pieces.len() >= PIECES {
+        let before_next = self.fragments.get(at).is_some_and(|(next, _)| end > next.offset || !fragment.more);
+        if behind_last || before_next || self.fragments.len() >= MAX_FRAGMENTS {
             return Outcome::Dropped;
         }
-        self.pieces.insert(at, (piece, frame.clone()));
+        self.fragments.insert(at, (fragment, frame.clone()));
         Outcome::Waits
     }
 
+    /// Whether the fragments cover the datagram.
     fn is_complete(&self) -> bool {
         let mut next = 0;
-        self.pieces.iter().all(|(piece, _)| std::mem::replace(&mut next, piece.offset + piece.length()) == piece.offset)
-            && self.pieces.last().is_some_and(|(last, _)| !last.more)
+        self.fragments
+            .iter()
+            .all(|(fragment, _)| std::mem::replace(&mut next, fragment.offset + fragment.length()) == fragment.offset)
+            && self.fragments.last().is_some_and(|(last, _)| !last.more)
     }
 
-    /// Writes the datagram as if it had never been cut. False if `out` has no room for it.
+    /// Writes the datagram as if it had never been fragmented. False if `out` has no room for it.
     fn write(&self, out: &mut Frame) -> bool {
-        let Some(((first, front), (last, back))) = self.pieces.first().zip(self.pieces.last()) else { return false };
+        let Some(((first, front), (last, back))) = self.fragments.first().zip(self.fragments.last()) else { return false };
         let v6 = first.key.2 == 6;
         let headers = if v6 { first.start - FRAGMENT_BYTES } else { first.start };
         let length = headers + last.offset + last.length();
@@ -171,26 +189,25 @@ impl Datagram {
         out.set_length(length);
         let bytes = out.bytes_mut();
         bytes[..headers].copy_from_slice(&front.bytes()[..headers]);
-        for (piece, frame) in &self.pieces {
-            bytes[headers + piece.offset..][..piece.length()].copy_from_slice(&frame.bytes()[piece.start..piece.end]);
+        for (fragment, frame) in &self.fragments {
+            bytes[headers + fragment.offset..][..fragment.length()].copy_from_slice(&frame.bytes()[fragment.start..fragment.end]);
         }
         let ip = &mut bytes[ETHERNET..headers];
         let behind = (length - ETHERNET) as u16;
-        // RFC 3168 section 5.3: congestion that one fragment met the datagram has met.
-        let class_at = if v6 { 1 } else { 0 };
+        // RFC 3168 section 5.3: a congestion mark on any fragment marks the datagram.
         let marked = |frame: &Frame| {
             let ip = &frame.bytes()[ETHERNET..];
-            if v6 { ip[class_at] >> 4 & 3 == 3 } else { ip[1] & 3 == 3 }
+            if v6 { ip[1] >> 4 & ECN_MASK == ECN_CE } else { ip[1] & ECN_MASK == ECN_CE }
         };
-        let congested = self.pieces.iter().any(|(_, frame)| marked(frame));
+        let congested = self.fragments.iter().any(|(_, frame)| marked(frame));
         if v6 {
             ip[4..6].copy_from_slice(&(behind - IPV6 as u16).to_be_bytes());
             ip[6] = PROTOCOL_TCP;
-            ip[1] |= if congested { 0x30 } else { 0 };
+            ip[1] |= if congested { ECN_CE << 4 } else { 0 };
         } else {
             ip[2..4].copy_from_slice(&behind.to_be_bytes());
             ip[6..8].fill(0);
-            ip[1] |= if congested { 3 } else { 0 };
+            ip[1] |= if congested { ECN_CE } else { 0 };
             ip[10..12].fill(0);
             let sum = Sum::new().bytes(ip).finish();
             ip[10..12].copy_from_slice(&sum.to_be_bytes());
@@ -203,29 +220,29 @@ impl Datagram {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Takes the frame if it is a fragment of a datagram that may be an offloaded connection's. The datagram goes the way of any frame once
-    /// it is whole, whoever's it is. False if the frame is none.
-    pub(crate) fn took_fragment(&mut self, now: Instant) -> bool {
-        let connections = self.among.as_ref().map_or(self.connections, |among| among.peers.connections());
+    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is processed
+    /// as any frame, whichever connection it belongs to. False if the frame is no fragment.
+    pub(crate) fn take_fragment(&mut self, now: Instant) -> bool {
+        let connections = self.crossbar.as_ref().map_or(self.connections, |crossbar| crossbar.peers.connections());
         if connections == 0 {
             return false;
         }
-        let Some(piece) = Piece::of(self.frame.bytes()) else { return false };
+        let Some(fragment) = Fragment::parse(self.frame.bytes()) else { return false };
         let mut given_up = Vec::new();
         let mut fragments = std::mem::take(&mut self.fragments);
-        let outcome = fragments.take(&mut self.frame, piece, now, |frame| given_up.push(frame));
+        let outcome = fragments.take(&mut self.frame, fragment, now, |frame| given_up.push(frame));
         self.fragments = fragments;
         if outcome == Outcome::Whole {
-            if self.among.is_some() {
-                self.sort_frame(From::Wire, now);
+            if self.crossbar.is_some() {
+                self.dispatch_frame(From::Wire, now);
             } else {
-                self.on_any_wire_frame(now);
+                self.on_wire_frame_slow(now);
             }
         }
         for frame in given_up {
-            // The kernel may still get what is missing.
+            // The kernel may still receive the missing fragments.
             self.frame.copy_from(&frame);
-            self.pass_from_wire(now);
+            self.deliver_to_kernel(now);
         }
         true
     }
@@ -265,7 +282,7 @@ mod tests {
         frame[24..26].copy_from_slice(&sum.to_be_bytes());
     }
 
-    /// The bytes `from..to` behind the IP header as a fragment.
+    /// Makes a fragment of the bytes `from..to` behind the IP header.
     fn cut(whole: &[u8], from: usize, to: usize, ident: u8) -> Frame {
         let v6 = whole[12] == 0x86;
         let ip = if v6 { ETHERNET + IPV6 } else { ETHERNET + IPV4 };
@@ -273,7 +290,7 @@ mod tests {
         let mut bytes = whole[..ip].to_vec();
         if v6 {
             bytes[18..20].copy_from_slice(&((to - from + 8) as u16).to_be_bytes());
-            bytes[20] = FRAGMENT;
+            bytes[20] = PROTOCOL_IPV6_FRAGMENT;
             bytes.extend([PROTOCOL_TCP, 0]);
             bytes.extend((from as u16 | u16::from(more)).to_be_bytes());
             bytes.extend([0, 0, 0, ident]);
@@ -301,8 +318,8 @@ mod tests {
         }
 
         fn take(&mut self, frame: &mut Frame) -> Outcome {
-            let piece = Piece::of(frame.bytes()).expect("a fragment");
-            self.fragments.take(frame, piece, self.now, |_| self.given_up += 1)
+            let fragment = Fragment::parse(frame.bytes()).expect("a fragment");
+            self.fragments.take(frame, fragment, self.now, |_| self.given_up += 1)
         }
     }
 
@@ -320,7 +337,7 @@ mod tests {
                     if at < 2 {
                         assert_eq!(bench.take(&mut frame.clone()), Outcome::Waits);
                     }
-                    // Another datagram's is another's.
+                    // The fragment of another datagram does not count.
                     assert_eq!(bench.take(&mut cut(&whole, edges[which], edges[which + 1], 10 + at as u8)), Outcome::Waits);
                     let outcome = bench.take(&mut frame);
                     assert_eq!(outcome, if at == 2 { Outcome::Whole } else { Outcome::Waits });
@@ -358,29 +375,29 @@ mod tests {
             bench.take(&mut cut(&whole, 0, 8, ident));
         }
         assert_eq!((bench.fragments.datagrams.len(), bench.given_up), (DATAGRAMS, 5));
-        bench.now = bench.now.after(PATIENCE + 1);
+        bench.now = bench.now.after(TIMEOUT + 1);
         bench.take(&mut cut(&whole, 8, 16, 7));
         assert_eq!((bench.fragments.datagrams.len(), bench.given_up), (1, 5 + DATAGRAMS));
         let mut take = |at: usize| bench.take(&mut cut(&whole, 8 * at, 8 * at + 8, 7));
-        assert!((2..=PIECES).all(|at| take(at) == Outcome::Waits));
-        assert_eq!(take(PIECES + 1), Outcome::Dropped);
+        assert!((2..=MAX_FRAGMENTS).all(|at| take(at) == Outcome::Waits));
+        assert_eq!(take(MAX_FRAGMENTS + 1), Outcome::Dropped);
     }
 
     /// Every truncation and every single-byte change is read or refused without a panic.
     #[test]
-    fn lying_headers_are_refused() {
+    fn wrong_headers_are_refused() {
         for v6 in [false, true] {
             let good = cut(&segment(v6), 8, 408, 1);
             let mut bench = Bench::new();
             for length in 0..good.bytes().len() {
-                assert!(Piece::of(&good.bytes()[..length]).is_none(), "cut at {length}");
+                assert!(Fragment::parse(&good.bytes()[..length]).is_none(), "cut at {length}");
             }
             for at in 0..80 {
                 for value in [0u8, 0x0f, 0x7f, 0xff] {
                     let mut bad = good.clone();
                     bad.bytes_mut()[at] = value;
-                    if let Some(piece) = Piece::of(bad.bytes()) {
-                        bench.fragments.take(&mut bad, piece, bench.now, |_| {});
+                    if let Some(fragment) = Fragment::parse(bad.bytes()) {
+                        bench.fragments.take(&mut bad, fragment, bench.now, |_| {});
                     }
                 }
             }

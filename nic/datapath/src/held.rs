@@ -1,43 +1,46 @@
-//! The frames that wait while their connection moves. Whatever is asked of them takes a time that grows with the logarithm of their number:
-//! the peer decides how many there are, and how small.
+//! The frames of a connection that are held while it moves. All operations take time logarithmic in the number of frames, since
+//! the peer decides how many there are, and how small they are.
 
 use baton_device::Frame;
 use baton_tcp::seq::before;
 use baton_wire::{Flags, TcpFrame};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Frames that are held for one connection at most, and their bytes; what comes beyond is dropped, as by any full queue.
+/// Largest number of frames held for one connection, and of their bytes; further frames are dropped, as by any full queue.
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
 
-/// A sequence number as a distance from the first one that was seen, so that it can be ordered.
-type Place = i32;
+/// A sequence number as an offset from the first one seen, so that it can be ordered.
+type SeqOffset = i32;
 
-/// Frames that wait for the end of a move, in the order in which they came.
+/// The frames held during a move, in order of arrival.
 #[derive(Default)]
-pub(crate) struct Held {
-    /// By number of arrival, with the end of what each covers.
-    frames: BTreeMap<u64, (Place, Frame)>,
-    /// The same, ordered by that end.
-    ends: BTreeSet<(Place, u64)>,
-    /// What the frames cover, as ranges that neither touch nor overlap: beginnings and ends.
-    covered: BTreeMap<Place, Place>,
-    /// The first sequence number that was seen.
+pub(crate) struct HeldFrames {
+    /// The frames by number of arrival, each with the end of the range that it covers.
+    frames: BTreeMap<u64, (SeqOffset, Frame)>,
+    /// The same frames, ordered by that end.
+    ends: BTreeSet<(SeqOffset, u64)>,
+    /// The ranges that the frames cover, as beginnings and ends; they neither touch nor overlap.
+    covered: BTreeMap<SeqOffset, SeqOffset>,
+    /// The first sequence number seen.
     base: Option<u32>,
+    /// Number of frames that have arrived.
     arrivals: u64,
+    /// Bytes of the frames held.
     bytes: usize,
-    /// Frames before this one the kernel has got, too.
+    /// Frames with a lower number of arrival were received by the kernel, too.
     mirrored: u64,
-    /// A frame was dropped: the copy has holes.
+    /// A frame was dropped, so that the frames do not cover everything that arrived.
     pub overflowed: bool,
 }
 
-impl Held {
-    fn place(&self, seq: u32) -> Place {
-        seq.wrapping_sub(self.base.unwrap_or(seq)) as Place
+impl HeldFrames {
+    /// The offset of a sequence number.
+    fn offset(&self, seq: u32) -> SeqOffset {
+        seq.wrapping_sub(self.base.unwrap_or(seq)) as SeqOffset
     }
 
-    /// Keeps a copy. False if there was no room.
+    /// Holds a copy of a frame. False, and the frame is to be dropped, if there is no room.
     pub fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
         let fin = u32::from(parsed.flags.contains(Flags::FIN));
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
@@ -46,7 +49,7 @@ impl Held {
             return false;
         }
         self.base.get_or_insert(parsed.seq);
-        let (first, end) = (self.place(parsed.seq), self.place(end));
+        let (first, end) = (self.offset(parsed.seq), self.offset(end));
         self.cover(first, end);
         self.bytes += frame.bytes().len();
         self.frames.insert(self.arrivals, (end, frame.clone()));
@@ -55,8 +58,8 @@ impl Held {
         true
     }
 
-    /// Adds a range to what is covered. Each range that it swallows was added once.
-    fn cover(&mut self, mut first: Place, mut end: Place) {
+    /// Adds a range to `covered`. Amortised over all calls each range is removed once.
+    fn cover(&mut self, mut first: SeqOffset, mut end: SeqOffset) {
         if first >= end {
             return;
         }
@@ -70,14 +73,14 @@ impl Held {
         self.covered.insert(first, end);
     }
 
-    /// Whether no frame waits.
+    /// Whether no frame is held.
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }
 
-    /// Drops what the kernel has acknowledged by `ack`.
+    /// Drops the frames that lie before the kernel's acknowledgement `ack`.
     pub fn acknowledged(&mut self, ack: u32) {
-        let ack = self.place(ack);
+        let ack = self.offset(ack);
         while let Some((_, arrival)) = self.ends.first().filter(|(end, _)| *end <= ack).copied() {
             self.ends.pop_first();
             if let Some((_, frame)) = self.frames.remove(&arrival) {
@@ -95,22 +98,22 @@ impl Held {
         }
     }
 
-    /// Whether the copies hold every byte of a range.
+    /// Whether the frames cover the sequence numbers `left..right`.
     pub fn covers(&self, left: u32, right: u32) -> bool {
         if !before(left, right) {
             return true;
         }
-        let (left, right) = (self.place(left), self.place(right));
+        let (left, right) = (self.offset(left), self.offset(right));
         self.covered.range(..=left).next_back().is_some_and(|(_, end)| left < right && right <= *end)
     }
 
-    /// From here on the kernel gets nothing.
-    pub fn stolen(&mut self) {
+    /// Notes the steal: frames that arrive from now on are not received by the kernel.
+    pub fn mark_stolen(&mut self) {
         self.mirrored = self.arrivals;
     }
 
-    /// Drops the frames that the kernel has got.
-    pub fn forget_mirrored(&mut self) {
+    /// Drops the frames that were mirrored: that the kernel has received.
+    pub fn drop_mirrored(&mut self) {
         self.frames = self.frames.split_off(&self.mirrored);
     }
 
@@ -140,18 +143,18 @@ mod tests {
         frame
     }
 
-    fn push(held: &mut Held, seq: u32, length: usize) {
+    fn push(held: &mut HeldFrames, seq: u32, length: usize) {
         let frame = frame(seq, length);
         let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
         held.push(&parsed, &frame);
     }
 
-    /// 9.8 ms for one acknowledgement with a SACK block, with these frames, is what this test is against: it would take a minute.
+    /// With a list of these frames one acknowledgement with a SACK block took 9.8 ms, and this test would take a minute.
     #[test]
     fn many_small_frames_cost_no_more_than_few() {
         let (done, finished) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
-            let mut held = Held::default();
+            let mut held = HeldFrames::default();
             for at in (0..HELD_FRAMES as u32).rev() {
                 push(&mut held, 1 + at, 1);
             }
@@ -166,26 +169,26 @@ mod tests {
     }
 
     #[test]
-    fn what_came_before_the_steal_can_be_forgotten() {
-        let mut held = Held::default();
+    fn mirrored_frames_can_be_dropped() {
+        let mut held = HeldFrames::default();
         push(&mut held, 10, 5);
         push(&mut held, 15, 5);
-        held.stolen();
+        held.mark_stolen();
         push(&mut held, 20, 7);
-        held.forget_mirrored();
+        held.drop_mirrored();
         assert_eq!(held.take().map(|frame| frame.bytes().len()).collect::<Vec<_>>(), [frame(20, 7).bytes().len()]);
-        assert!(!held.covers(10, 11), "nothing is left of what was there");
+        assert!(!held.covers(10, 11), "nothing is covered any more");
     }
 
     proptest! {
-        /// The index says what a look at every frame would.
+        /// The ranges agree with an examination of every byte.
         #[test]
         fn it_covers_what_its_frames_cover(
             base in any::<u32>(),
             steps in proptest::collection::vec((0u32..60, 0usize..12, 0u32..60, 0u32..20, any::<bool>()), 1..40),
         ) {
-            let (mut held, mut bytes, mut acked) = (Held::default(), BTreeSet::new(), 0);
-            // The first one fixes the distance from which others are counted.
+            let (mut held, mut bytes, mut acked) = (HeldFrames::default(), BTreeSet::new(), 0);
+            // The first frame fixes the sequence number from which offsets are counted.
             push(&mut held, base, 0);
             for (seq, length, left, size, acknowledges) in steps {
                 if acknowledges {

@@ -1,25 +1,32 @@
-//! ICMP messages that concern an offloaded connection's path MTU (RFC 1191, RFC 8201, RFC 4443). They still go to the kernel,
-//! which keeps the route's MTU.
+//! ICMP messages about an offloaded connection's path MTU (RFC 1191, RFC 8201, RFC 4443). They also go to the kernel, which keeps
+//! the MTU of the route.
 
 use baton_wire::checksum::{self, Sum};
+use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6, PROTOCOL_ICMP, PROTOCOL_ICMPV6, PROTOCOL_TCP};
 use baton_wire::{Endpoint, Flow};
+
+/// ICMP type "destination unreachable" and code "fragmentation needed and DF set" (RFC 792).
+const FRAGMENTATION_NEEDED: &[u8] = &[3, 4];
+/// ICMPv6 type "packet too big" (RFC 4443 section 3.2).
+const PACKET_TOO_BIG: u8 = 2;
 
 fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// The flow, seen from this host, sequence number and MTU that a "fragmentation needed" or "packet too big" is about.
+/// Reads a "fragmentation needed" or "packet too big" message: the 4-tuple of the connection seen from this host, the sequence
+/// number of the segment that was too big, and the MTU. None for any other frame.
 pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
     match be16(frame, 12)? {
-        0x0800 if *frame.get(23)? == 1 => {
-            let end = 14 + usize::from(be16(frame, 16)?);
-            let icmp = frame.get(14 + usize::from(frame[14] & 15) * 4..end)?;
-            if icmp.first()? != &3 || icmp.get(1)? != &4 || Sum::new().bytes(icmp).finish() != 0 {
+        ETHERTYPE_IPV4 if *frame.get(ETHERNET + 9)? == PROTOCOL_ICMP => {
+            let end = ETHERNET + usize::from(be16(frame, 16)?);
+            let icmp = frame.get(ETHERNET + usize::from(frame[ETHERNET] & 15) * 4..end)?;
+            if icmp.get(..2)? != FRAGMENTATION_NEEDED || Sum::new().bytes(icmp).finish() != 0 {
                 return None;
             }
             let inner = icmp.get(8..)?;
             let header = usize::from(inner.first()? & 15) * 4;
-            if inner.get(9)? != &6 {
+            if inner.get(9)? != &PROTOCOL_TCP {
                 return None;
             }
             let address = |at: usize| <[u8; 4]>::try_from(inner.get(at..at + 4)?).ok();
@@ -28,26 +35,29 @@ pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
                 Flow { local: Endpoint::v4(local, be16(inner, header)?), remote: Endpoint::v4(remote, be16(inner, header + 2)?) };
             Some((flow, sequence(inner, header)?, u32::from(be16(icmp, 6)?)))
         }
-        0x86dd if *frame.get(20)? == 58 => {
-            let icmp = frame.get(54..54 + usize::from(be16(frame, 18)?))?;
-            let pseudo = checksum::pseudo_header(frame.get(22..38)?, frame.get(38..54)?, 58, icmp.len());
-            if icmp.first()? != &2 || pseudo.bytes(icmp).finish() != 0 {
+        ETHERTYPE_IPV6 if *frame.get(ETHERNET + 6)? == PROTOCOL_ICMPV6 => {
+            let icmp = frame.get(ETHERNET + IPV6..ETHERNET + IPV6 + usize::from(be16(frame, 18)?))?;
+            let pseudo = checksum::pseudo_header(frame.get(22..38)?, frame.get(38..54)?, PROTOCOL_ICMPV6, icmp.len());
+            if icmp.first()? != &PACKET_TOO_BIG || pseudo.bytes(icmp).finish() != 0 {
                 return None;
             }
             let mtu = u32::from(be16(icmp, 4)?) << 16 | u32::from(be16(icmp, 6)?);
             let inner = icmp.get(8..)?;
-            if inner.get(6)? != &6 {
+            if inner.get(6)? != &PROTOCOL_TCP {
                 return None;
             }
             let address = |at: usize| <[u8; 16]>::try_from(inner.get(at..at + 16)?).ok();
-            let flow =
-                Flow { local: Endpoint::v6(address(8)?, be16(inner, 40)?), remote: Endpoint::v6(address(24)?, be16(inner, 42)?) };
-            Some((flow, sequence(inner, 40)?, mtu))
+            let flow = Flow {
+                local: Endpoint::v6(address(8)?, be16(inner, IPV6)?),
+                remote: Endpoint::v6(address(24)?, be16(inner, IPV6 + 2)?),
+            };
+            Some((flow, sequence(inner, IPV6)?, mtu))
         }
         _ => None,
     }
 }
 
+/// The sequence number in the first bytes of a TCP header at `header`.
 fn sequence(inner: &[u8], header: usize) -> Option<u32> {
     Some(u32::from(be16(inner, header + 4)?) << 16 | u32::from(be16(inner, header + 6)?))
 }

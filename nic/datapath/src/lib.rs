@@ -1,17 +1,17 @@
-//! Receive → lookup → TCP → transmit. One worker, run to completion, no locks, no type of the operating system's: the simulator
-//! runs this as it is.
+//! Receive → lookup → TCP → transmit: one worker, run to completion, without locks and without types of the operating system, so
+//! that the simulator runs it unchanged.
 //!
-//! A [`Worker`] stands between two devices, the *host* (the kernel's interface) and the *wire*. Frames of connections that it does
-//! not own cross it untouched. For those that it owns it is the TCP: it puts payload straight into the program's memory, takes
-//! payload from there, and talks to the program through rings.
+//! A [`Worker`] stands between two devices, the *host* (the kernel's interface) and the *wire*. Frames of connections that it
+//! does not own pass through it. For the connections that it owns it runs TCP: it writes received payload into the program's
+//! memory, reads payload to be sent from there, and exchanges messages with the program through rings.
 #![forbid(unsafe_code)]
 
-mod acknowledged;
-mod among;
+mod active_ack;
 mod backlog;
 mod balance;
 mod commands;
 mod counters;
+mod crossbar;
 mod custody;
 mod delivery;
 mod fragments;
@@ -27,4 +27,4 @@ mod worker;
 
 pub use custody::Refusal;
 pub use peers::{Peers, Registers, crossbar};
-pub use worker::{Offloads, Settings, Worker};
+pub use worker::{Worker, WorkerOffloads, WorkerSettings};

@@ -1,4 +1,4 @@
-//! A connection on the NIC: its TCP, its memory, its record.
+//! An offloaded connection: its TCP, its memory, its recovery record.
 
 use crate::growth::Growth;
 use crate::posted::Receive;
@@ -11,7 +11,7 @@ use baton_wire::frame::Template;
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
-/// A piece of the send queue: where bytes lie in the session's memory, and the sequence number of the first.
+/// A contiguous part of the send queue: where its bytes lie in the session's memory, and the sequence number of the first.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pair {
     pub address: u32,
@@ -19,25 +19,28 @@ pub(crate) struct Pair {
     pub seq: u32,
 }
 
-/// Where the first copy of the record lies, in words from the slot's beginning.
+/// Offset of the first copy of the record, in words from the slot's beginning.
 const RECORDS: usize = at::RECORDS / 8;
 
-/// What is to be told to the program.
+/// The events that have not been sent to the program.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pending {
+    /// Bytes received, and the offset in session memory of the first of them.
     pub received: u32,
     pub received_at: u32,
+    /// Bytes acknowledged by the peer.
     pub acked: u32,
     pub fin: bool,
     pub closed: bool,
+    /// Linux's error number, with `closed`.
     pub error: u32,
-    /// Answers to posts, in order.
+    /// The answers to posts, in order: the sequence numbers at which the buffers begin.
     pub posted: [u32; layout::POSTS],
     pub answers: u8,
 }
 
 impl Pending {
-    /// And then this.
+    /// Appends later events.
     pub fn add(&mut self, later: &Pending) {
         if self.received == 0 {
             self.received_at = later.received_at;
@@ -48,28 +51,32 @@ impl Pending {
         self.closed |= later.closed;
         self.error |= later.error;
         let room = layout::POSTS - usize::from(self.answers);
-        // A program that posts without hearing the answers loses some, and itself alone.
+        // A program that posts without reading the answers loses some of them, and harms only itself.
         let answers = usize::from(later.answers).min(room);
         self.posted[usize::from(self.answers)..][..answers].copy_from_slice(&later.posted[..answers]);
         self.answers += answers as u8;
     }
 
+    /// Whether there are events other than received and acknowledged bytes.
     #[inline(always)]
-    pub fn ended(&self) -> bool {
+    pub fn has_rare(&self) -> bool {
         self.fin | self.closed | (self.answers > 0)
     }
 
+    /// Whether there is any event.
     #[inline(always)]
     pub fn any(&self) -> bool {
-        (self.received | self.acked) > 0 || self.ended()
+        (self.received | self.acked) > 0 || self.has_rare()
     }
 }
 
+/// An offloaded connection. The fields that every segment uses come first.
 #[repr(C)]
 pub(crate) struct Offloaded {
     pub tcp: Connection,
-    /// The slot's words from the published one to the end of the records.
+    /// The words of the slot from the publication count to the end of the records.
     record: WordArray<{ at::PARAMETERS / 8 }>,
+    /// Number of times that the record was published.
     published: u64,
     pub template: Template,
     pub image: Image,
@@ -77,20 +84,23 @@ pub(crate) struct Offloaded {
     pub session_memory: Arc<Region>,
     pub receive: Receive,
     pub pending: Pending,
+    /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
+    /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
     pair_next: u8,
     nic_memory: Arc<Region>,
     slot_offset: usize,
-    /// Where its program is told the processor.
+    /// Offset in session memory of the word that tells the program the processor.
     processor_offset: usize,
+    /// The valid table of out-of-order ranges, and its length.
     ranges_table: u8,
     ranges: u8,
 }
 
-/// Where a connection's memory and its block lie; checked against the session's memory before it is used.
+/// The location of a connection's memory and block, to be checked against the session's memory before it is used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     pub receive_base: u32,
@@ -101,7 +111,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Whether both areas are powers of two inside the session's heap, and there is such a block.
+    /// Whether both areas have a power of two as size and lie inside the session's heap, and the block exists.
     pub fn fits(&self, session: &Region) -> bool {
         let inside = |base: u32, size: u32| {
             size.is_power_of_two() && base as usize >= layout::session::HEAP && base as usize + size as usize <= session.len()
@@ -110,7 +120,7 @@ impl Memory {
         inside(self.receive_base, self.receive_size) && inside(self.send_base, self.send_size) && has_block
     }
 
-    /// Whether there is room for the queues of an image, and for the window that was advertised.
+    /// Whether there is room for the queues of an image, and for the window that it has advertised.
     pub fn holds(&self, image: &Image) -> bool {
         let window_end = u64::from(image.unread) + u64::from(image.rcv_adv.wrapping_sub(image.rcv_nxt));
         window_end <= u64::from(self.receive_size) && image.send_queue() <= self.send_size
@@ -118,6 +128,7 @@ impl Memory {
 }
 
 impl Offloaded {
+    /// Makes a connection from an image. None if its memory does not lie in the session's.
     pub fn new(
         image: &Image,
         memory: Memory,
@@ -153,12 +164,13 @@ impl Offloaded {
         Some(offloaded)
     }
 
-    /// Tells its program the processor, plus one.
-    pub fn tell_processor(&self, processor: u32) {
+    /// Writes the processor's number plus one to the connection's block, for the program.
+    pub fn publish_processor(&self, processor: u32) {
         self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
     }
 
-    /// The queue that came with the image lies in send memory at its sequence numbers: one pair, or two around the end.
+    /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers: as one
+    /// pair, or two around the end.
     fn adopt_send_queue(&mut self, image: &Image, memory: Memory) {
         let mut seq = image.snd_una;
         let mut left = image.send_queue();
@@ -171,7 +183,7 @@ impl Offloaded {
         }
     }
 
-    /// The send queue lies elsewhere now.
+    /// Replaces the send queue by one in other memory.
     pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
         (self.pair_first, self.pair_next) = (0, 0);
         self.adopt_send_queue(image, memory);
@@ -185,7 +197,7 @@ impl Offloaded {
         self.slot_offset
     }
 
-    /// Appends a piece to the send queue; one that follows the last piece in memory extends it. False if the queue is full.
+    /// Appends bytes to the send queue. Bytes that directly follow the last pair in memory extend it. False if the queue is full.
     pub fn add_pair(&mut self, address: u32, length: u32, seq: u32) -> bool {
         let mask = layout::PAIRS as u8 - 1;
         if self.pair_next != self.pair_first {
@@ -205,7 +217,7 @@ impl Offloaded {
         true
     }
 
-    /// Drops the pieces that are acknowledged.
+    /// Removes the pairs whose bytes are all acknowledged.
     pub fn drop_acked_pairs(&mut self) {
         let una = self.tcp.snd_una();
         let mask = layout::PAIRS as u8 - 1;
@@ -218,8 +230,8 @@ impl Offloaded {
         }
     }
 
-    /// Copies `out.len()` bytes of the send queue from `seq` on: the NIC's DMA. False if they are not there, which only a
-    /// connection with a damaged queue can bring about.
+    /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does not have
+    /// them, which no program can bring about but by corrupting its own connection.
     pub fn fetch(&self, mut seq: u32, mut out: &mut [u8]) -> bool {
         let mask = layout::PAIRS as u8 - 1;
         let mut index = self.pair_first;
@@ -243,7 +255,8 @@ impl Offloaded {
         true
     }
 
-    /// `nic_post`: a buffer for the bytes that follow. False if more answers wait than buffers can be posted.
+    /// `nic_post`: a buffer for the bytes that follow those of earlier buffers. False if as many answers wait as buffers can be
+    /// posted.
     pub fn post(&mut self, address: u32, length: u32) -> bool {
         let waiting = usize::from(self.pending.answers);
         if waiting == layout::POSTS {
@@ -255,7 +268,7 @@ impl Offloaded {
         true
     }
 
-    /// Writes the recovery record. Nothing may leave that it does not cover.
+    /// Publishes the recovery record. No segment may leave that the published record does not cover.
     #[inline(always)]
     pub fn publish(&mut self, now: Instant) {
         if self.tcp.has_out_of_order() || self.ranges > 0 {
@@ -273,11 +286,12 @@ impl Offloaded {
         words[at::PUBLISHED / 8].store(self.published, Ordering::Release);
     }
 
-    /// Makes the slot say that there is no connection to recover.
+    /// Marks the slot as having no connection to recover.
     pub fn unpublish(&self) {
         self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
     }
 
+    /// Writes the out-of-order ranges to the table that is not valid, which becomes valid with the record.
     #[cold]
     fn store_ranges(&mut self) {
         self.ranges_table ^= 1;

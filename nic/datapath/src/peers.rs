@@ -1,5 +1,5 @@
-//! The workers of one NIC, as one of them sees the others: rings with a single producer and a single consumer between any two, whose
-//! bucket is whose, and what is under way from one to another. No locks.
+//! The workers of one NIC, as one of them sees the others: rings with one producer and one consumer between any two, the owner of
+//! each bucket, and the cross-worker calls. No locks.
 
 use crate::custody::Slot;
 use crate::offloaded::Pending;
@@ -13,73 +13,75 @@ use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The worker that serves the agent's ring and the programs', and decides who gets which bucket.
+/// The number of the front worker, which alone serves the rings of agent and programs and decides which worker owns which bucket.
 pub(crate) const FRONT: usize = 0;
 
-/// Parcels that a ring holds.
-const DEPTH: usize = 1024;
+/// Number of calls that a ring holds.
+const RING_CALLS: usize = 1024;
 
-/// Frames that wait for a bucket that is under way; what comes beyond is dropped, as by any full queue.
-const HELD: usize = 4096;
+/// Largest number of frames held for a bucket that is moving; further ones are dropped, as by any full queue.
+const MAX_HELD_FRAMES: usize = 4096;
 
-/// What one worker gives another.
-pub(crate) enum Parcel {
-    /// A frame of a bucket's, from the wire or from the kernel.
+/// A cross-worker call: work that one worker sends to another.
+pub(crate) enum Call {
+    /// Process a frame of this bucket, from the wire or from the kernel.
     Frame(u8, From, Frame),
-    /// The agent's command about a connection.
+    /// Run the agent's command for a connection in this bucket.
     Command(u8, Message),
-    /// A session's message about a connection.
-    Ask(u8, u32, Message),
-    /// To the front: news for a session's program.
-    Tell(u32, Cid, Pending),
-    /// To the front: a message for the agent.
+    /// Run the message of a session's program for a connection in this bucket.
+    ProgramMessage(u8, u32, Message),
+    /// To the front worker: events of a connection for its session's program.
+    Events(u32, Cid, Pending),
+    /// To the front worker: a message for the agent.
     Agent(Message),
-    /// A session has come, or gone.
+    /// A session has been added, or has ended.
     Attach(u32, Arc<Region>),
     Detach(u32),
-    /// Frames may flow.
+    /// Begin to receive frames.
     Start,
-    /// Other offloads.
-    Offloads(Box<crate::worker::Offloads>),
-    /// Another hash key; every bucket is the front's just now.
-    Key(Box<Key>),
-    /// A bucket is about to change hands: nothing of it is sent to the old owner any more.
+    /// Change the offloads.
+    Offloads(Box<crate::worker::WorkerOffloads>),
+    /// Change the hash key. Every bucket is the front worker's at this moment.
+    HashKey(Box<Key>),
+    /// A bucket is about to move: send nothing of it to the old owner from now on.
     Pause(Move),
-    /// To the old owner: nothing more comes from here.
+    /// To the old owner: this worker will send nothing more of the bucket.
     Paused(Move),
-    /// The bucket's connections, by way of the front, so that their news stays in order.
-    Adopt(Move, Box<Contents>),
-    /// The bucket has changed hands.
+    /// The bucket's connections. They go through the front worker, so that their events stay in order.
+    HandOver(Move, Box<BucketContents>),
+    /// The bucket has its new owner.
     Moved(Move),
 }
 
-/// What goes with a bucket.
-pub(crate) struct Contents {
-    /// Connections on the NIC.
+/// The connections of a bucket.
+pub(crate) struct BucketContents {
+    /// Offloaded connections.
     pub slots: Vec<Slot>,
-    /// The kernel's, for which the NIC acknowledges.
-    pub acknowledged: Vec<baton_active_ack::Entry>,
+    /// Connections of the kernel's with active acknowledgements.
+    pub acknowledged: Vec<baton_active_ack::AckEntry>,
 }
 
-/// Whose a bucket is.
+/// The owner of a bucket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
+pub(crate) enum BucketOwner {
+    /// This worker.
     Mine,
+    /// Another worker.
     Other(usize),
-    /// On its way; what is for it waits here.
-    UnderWay,
+    /// The bucket is moving; what is for it is held here.
+    Moving,
 }
 
-/// The registers of a card that distributes frames by itself: the indirection table, then the tables of its Toeplitz hash, words of
-/// 4 bytes.
+/// The registers of a network card that distributes frames by itself: the indirection table, then the tables of its Toeplitz
+/// hash, in words of 4 bytes.
 #[derive(Clone)]
 pub struct Registers(Arc<Region>);
 
 impl Registers {
-    /// Bytes that they have.
+    /// Bytes of the registers.
     pub const BYTES: usize = 4 * (BUCKETS + 16 * NIBBLES);
 
-    /// Over memory that has as many. None if it has not.
+    /// Makes the registers over memory. None if it is too short.
     pub fn new(memory: Arc<Region>) -> Option<Registers> {
         (memory.len() >= Self::BYTES).then_some(Registers(memory))
     }
@@ -95,50 +97,52 @@ impl Registers {
     }
 }
 
-/// What all workers see.
+/// The state that all workers share.
 struct Shared {
+    /// The sleep flag of each worker.
     sleeping: Vec<AtomicU32>,
-    /// Connections that each has.
+    /// Number of offloaded connections of each worker.
     connections: Vec<AtomicU64>,
-    /// Frames of each bucket that each worker has seen, ever.
+    /// Number of frames of each bucket that each worker has ever processed.
     loads: Vec<[AtomicU64; BUCKETS]>,
 }
 
-/// A ring to another worker, and what found it full.
+/// The ring to another worker, and the calls that found it full.
 struct Outbox {
-    ring: Producer<Parcel>,
-    overflow: VecDeque<Parcel>,
-    /// Something was put in that its doorbell has not been rung for.
-    told: bool,
+    ring: Producer<Call>,
+    overflow: VecDeque<Call>,
+    /// A call was sent since the worker's doorbell was last checked.
+    unsignalled: bool,
 }
 
 /// A bucket that is about to leave this worker.
 pub(crate) struct Leaving {
     pub which: Move,
-    /// Others that still may send something of it.
-    missing: usize,
-    /// Since when its frames come here no more, but for those that wait in this worker's queues.
+    /// Number of workers that may still send calls of this bucket.
+    awaiting: usize,
+    /// When the card was switched, in microseconds: from then on the bucket's frames no longer arrive here, except those in this
+    /// worker's queues.
     pub switched: Option<u64>,
-    /// Frames taken from either queue since, and whether it was empty.
+    /// For each queue (wire, host), since the switch: frames taken, and whether it was found empty.
     pub taken: [(usize, bool); 2],
 }
 
-/// A worker's view of the others.
+/// A worker's connections to the others.
 pub struct Peers {
     me: usize,
-    inboxes: Vec<Option<Consumer<Parcel>>>,
+    inboxes: Vec<Option<Consumer<Call>>>,
     outboxes: Vec<Option<Outbox>>,
     shared: Arc<Shared>,
     registers: Option<Registers>,
     hash: Toeplitz,
     table: Table,
-    under_way: Vec<Option<Vec<Parcel>>>,
+    moving: Vec<Option<Vec<Call>>>,
     pub(crate) leaving: Vec<Leaving>,
     next_inbox: usize,
 }
 
-/// Peers for so many workers, every bucket the first one's. With `registers` frames come to the worker that the table names, without them all
-/// to the first.
+/// Connects `workers` workers with each other. Every bucket is worker 0's at first. With `registers` the card delivers each frame
+/// to the worker that the table gives; without them all frames arrive at worker 0.
 pub fn crossbar(workers: usize, key: &Key, registers: Option<Registers>) -> Vec<Peers> {
     let workers = workers.clamp(1, baton_rss::MOST_WORKERS);
     let shared = Arc::new(Shared {
@@ -158,15 +162,15 @@ pub fn crossbar(workers: usize, key: &Key, registers: Option<Registers>) -> Vec<
         registers: registers.clone(),
         hash: Toeplitz::new(key),
         table: [FRONT as u8; BUCKETS],
-        under_way: (0..BUCKETS).map(|_| None).collect(),
+        moving: (0..BUCKETS).map(|_| None).collect(),
         leaving: Vec::new(),
         next_inbox: 0,
     });
     let mut peers: Vec<Peers> = peers.collect();
     for from in 0..workers {
         for to in (0..workers).filter(|to| *to != from) {
-            let (producer, consumer) = RingBuffer::new(DEPTH);
-            peers[from].outboxes[to] = Some(Outbox { ring: producer, overflow: VecDeque::new(), told: false });
+            let (producer, consumer) = RingBuffer::new(RING_CALLS);
+            peers[from].outboxes[to] = Some(Outbox { ring: producer, overflow: VecDeque::new(), unsignalled: false });
             peers[to].inboxes[from] = Some(consumer);
         }
     }
@@ -187,7 +191,7 @@ impl Peers {
         self.outboxes.len()
     }
 
-    /// All others.
+    /// The numbers of all other workers.
     pub(crate) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let me = self.me;
         (0..self.workers()).filter(move |other| *other != me)
@@ -201,68 +205,70 @@ impl Peers {
         &self.hash
     }
 
-    pub(crate) fn place(&self, bucket: u8) -> Place {
+    pub(crate) fn owner(&self, bucket: u8) -> BucketOwner {
         let at = usize::from(bucket) % BUCKETS;
-        if self.under_way[at].is_some() {
-            return Place::UnderWay;
+        if self.moving[at].is_some() {
+            return BucketOwner::Moving;
         }
         match usize::from(self.table[at]) {
-            owner if owner == self.me => Place::Mine,
-            owner => Place::Other(owner),
+            owner if owner == self.me => BucketOwner::Mine,
+            owner => BucketOwner::Other(owner),
         }
     }
 
-    /// Gives another worker something. It comes after all that it was given before.
-    pub(crate) fn send(&mut self, to: usize, parcel: Parcel) {
+    /// Sends a call to another worker, behind all earlier calls.
+    pub(crate) fn send(&mut self, to: usize, call: Call) {
         let Some(Some(outbox)) = self.outboxes.get_mut(to) else { return };
-        outbox.told = true;
-        outbox.overflow.push_back(parcel);
+        outbox.unsignalled = true;
+        outbox.overflow.push_back(call);
         outbox.flush();
     }
 
-    /// Whether there is room for what can be done without: frames, and news that can wait.
+    /// Whether droppable traffic (frames, coalescable events) may still be queued for worker `to`; commands always may.
     pub(crate) fn has_room(&self, to: usize) -> bool {
         self.outboxes[to].as_ref().is_some_and(|outbox| outbox.overflow.is_empty() && outbox.ring.slots() > 0)
     }
 
-    /// What another worker has given, each in its turn.
-    pub(crate) fn receive(&mut self) -> Option<Parcel> {
+    /// Takes the next call from the other workers, in turn.
+    pub(crate) fn receive(&mut self) -> Option<Call> {
         for _ in 0..self.inboxes.len() {
             let at = self.next_inbox;
             self.next_inbox = (at + 1) % self.inboxes.len();
             if let Some(inbox) = &mut self.inboxes[at]
-                && let Ok(parcel) = inbox.pop()
+                && let Ok(call) = inbox.pop()
             {
-                return Some(parcel);
+                return Some(call);
             }
         }
         None
     }
 
-    /// Puts into the rings what found them full. Whether something still does: then nothing more is begun.
-    pub(crate) fn is_clogged(&mut self) -> bool {
-        self.outboxes.iter_mut().flatten().fold(false, |clogged, outbox| {
+    /// Moves calls that found their ring full to the rings. Returns whether some remain: then the worker takes no new work from
+    /// the devices and rings.
+    pub(crate) fn flush_overflow(&mut self) -> bool {
+        self.outboxes.iter_mut().flatten().fold(false, |overflowing, outbox| {
             outbox.flush();
-            clogged | !outbox.overflow.is_empty()
+            overflowing | !outbox.overflow.is_empty()
         })
     }
 
-    /// Keeps something for a bucket that is under way. False if there is no room for another frame.
-    pub(crate) fn hold(&mut self, bucket: u8, parcel: Parcel) -> bool {
-        let Some(held) = &mut self.under_way[usize::from(bucket) % BUCKETS] else { return false };
-        if matches!(parcel, Parcel::Frame(..)) && held.len() >= HELD {
+    /// Holds a call for a bucket that is moving. False if the bucket does not move, or there is no room for another frame.
+    pub(crate) fn hold(&mut self, bucket: u8, call: Call) -> bool {
+        let Some(held) = &mut self.moving[usize::from(bucket) % BUCKETS] else { return false };
+        if matches!(call, Call::Frame(..)) && held.len() >= MAX_HELD_FRAMES {
             return false;
         }
-        held.push(parcel);
+        held.push(call);
         true
     }
 
+    /// Counts a frame of a bucket.
     pub(crate) fn count(&self, bucket: u8) {
         let word = &self.shared.loads[self.me][usize::from(bucket) % BUCKETS];
         word.store(word.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Frames of each bucket so far, of all workers.
+    /// Number of frames of each bucket so far, of all workers.
     pub(crate) fn loads(&self) -> [u64; BUCKETS] {
         let of = |bucket: usize| self.shared.loads.iter().map(|row| row[bucket].load(Ordering::Relaxed)).sum();
         core::array::from_fn(of)
@@ -272,39 +278,40 @@ impl Peers {
         self.shared.connections[self.me].store(count, Ordering::Release);
     }
 
-    /// Of all workers.
+    /// Number of offloaded connections of all workers.
     pub(crate) fn connections(&self) -> u64 {
         self.shared.connections.iter().map(|count| count.load(Ordering::Acquire)).sum()
     }
 
-    /// Nothing of this bucket is given to its owner from here on.
+    /// Holds calls of a bucket from now on, and tells its owner so.
     pub(crate) fn pause(&mut self, which: Move) {
         if usize::from(which.from) == self.me {
-            self.entry(which);
+            self.leaving_index(which);
             return;
         }
-        self.under_way[usize::from(which.bucket)] = Some(Vec::new());
-        self.send(usize::from(which.from), Parcel::Paused(which));
+        self.moving[usize::from(which.bucket)] = Some(Vec::new());
+        self.send(usize::from(which.from), Call::Paused(which));
     }
 
-    /// Another worker has paused.
+    /// Notes that another worker holds the calls of a bucket that leaves this one.
     pub(crate) fn paused(&mut self, which: Move) {
-        let at = self.entry(which);
-        self.leaving[at].missing -= 1;
+        let at = self.leaving_index(which);
+        self.leaving[at].awaiting -= 1;
     }
 
-    fn entry(&mut self, which: Move) -> usize {
+    /// Index in `leaving` of a bucket, which is added if it is new.
+    fn leaving_index(&mut self, which: Move) -> usize {
         if let Some(at) = self.leaving.iter().position(|leaving| leaving.which == which) {
             return at;
         }
-        let missing = self.workers() - 1;
-        self.leaving.push(Leaving { which, missing, switched: None, taken: [(0, false); 2] });
+        let awaiting = self.workers() - 1;
+        self.leaving.push(Leaving { which, awaiting, switched: None, taken: [(0, false); 2] });
         self.leaving.len() - 1
     }
 
-    /// The card sends the frames of buckets that everybody has paused elsewhere from now on.
+    /// Switches the card for the buckets that all workers have paused: their frames go to the new owner from now on.
     pub(crate) fn switch(&mut self, now: u64) {
-        for leaving in self.leaving.iter_mut().filter(|leaving| leaving.missing == 0 && leaving.switched.is_none()) {
+        for leaving in self.leaving.iter_mut().filter(|leaving| leaving.awaiting == 0 && leaving.switched.is_none()) {
             if let Some(registers) = &self.registers {
                 registers.set(leaving.which.bucket, leaving.which.to);
             }
@@ -312,14 +319,14 @@ impl Peers {
         }
     }
 
-    /// The bucket has its new owner; what waited for it comes back.
-    pub(crate) fn moved(&mut self, which: Move) -> Vec<Parcel> {
+    /// Sets the new owner of a bucket, and returns the calls that were held for it.
+    pub(crate) fn moved(&mut self, which: Move) -> Vec<Call> {
         let at = usize::from(which.bucket);
         self.table[at] = which.to;
-        self.under_way[at].take().unwrap_or_default()
+        self.moving[at].take().unwrap_or_default()
     }
 
-    /// Hashes with another key from now on.
+    /// Changes the hash key.
     pub(crate) fn set_key(&mut self, key: &Key) {
         self.hash = Toeplitz::new(key);
         if let Some(registers) = self.registers.as_ref().filter(|_| self.me == FRONT) {
@@ -327,16 +334,16 @@ impl Peers {
         }
     }
 
-    /// Whether the card distributes frames by itself.
+    /// Whether the card distributes the frames.
     pub(crate) fn has_registers(&self) -> bool {
         self.registers.is_some()
     }
 
-    /// Workers that were given something and sleep: the caller rings their doorbells.
+    /// Calls `ring` for each worker that sleeps and was sent calls.
     pub(crate) fn doorbells(&mut self, mut ring: impl FnMut(usize)) {
         for (to, outbox) in self.outboxes.iter_mut().enumerate() {
             if let Some(outbox) = outbox
-                && std::mem::take(&mut outbox.told)
+                && std::mem::take(&mut outbox.unsignalled)
                 && needs_doorbell(&self.shared.sleeping[to])
             {
                 ring(to);
@@ -344,7 +351,7 @@ impl Peers {
         }
     }
 
-    /// Announces that the worker is going to sleep. False if it must not.
+    /// Announces that the worker is going to sleep. False if it must not, since calls wait.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         go_to_sleep(&self.shared.sleeping[self.me]);
         let unsent = self.outboxes.iter().flatten().any(|outbox| !outbox.overflow.is_empty());
@@ -358,9 +365,9 @@ impl Peers {
 
 impl Outbox {
     fn flush(&mut self) {
-        while let Some(parcel) = self.overflow.pop_front() {
-            if let Err(rtrb::PushError::Full(parcel)) = self.ring.push(parcel) {
-                return self.overflow.push_front(parcel);
+        while let Some(call) = self.overflow.pop_front() {
+            if let Err(rtrb::PushError::Full(call)) = self.ring.push(call) {
+                return self.overflow.push_front(call);
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Receive memory: a circle in which every byte has its place, and buffers that the program has posted (`nic_post`, Figure 4), into which
-//! the bytes of certain sequence numbers go instead.
+//! Receive memory: a circular buffer, and buffers that the program has posted (`nic_post`, Figure 4), which take the bytes of
+//! certain sequence numbers instead.
 
 use baton_abi::layout::{self, slot as at};
 use baton_recovery::{Post, gather, pieces};
@@ -7,17 +7,18 @@ use baton_shm::{Circle, Region};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
-/// A connection's receive memory.
+/// The receive memory of a connection.
 #[derive(Debug)]
 pub(crate) struct Receive {
     circle: Circle,
+    /// The posted buffers, of which the first `count` are valid, in order.
     posts: [Post; layout::POSTS],
     count: usize,
-    /// Behind the last byte that was posted for, until the program has read up to there.
+    /// Sequence number behind the last byte of all posted buffers, until the program has read up to there.
     posted_to: Option<u32>,
     session: Arc<Region>,
     nic: Arc<Region>,
-    /// Of the slot's table of posts.
+    /// Offset of the slot's table of posts in NIC memory.
     table: usize,
 }
 
@@ -36,34 +37,36 @@ impl Receive {
         receive
     }
 
-    /// Where the byte of a sequence number lies in the circle.
+    /// Offset in session memory of the byte with this sequence number, in the circular buffer.
     #[inline(always)]
     pub fn offset_of(&self, seq: u32) -> u32 {
         self.circle.offset_of(seq)
     }
 
+    /// Writes received bytes from sequence number `seq` on.
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         if self.count == 0 { self.circle.write(seq, bytes) } else { self.scatter(seq, bytes) }
     }
 
+    /// Writes received bytes where buffers are posted.
     #[cold]
     fn scatter(&self, seq: u32, bytes: &[u8]) {
         pieces(&self.posts[..self.count], seq, bytes.len(), |piece, address| match address {
-            // The address was checked when it was posted.
+            // Cannot fail: the buffer was checked when it was posted.
             Some(address) => drop(self.session.write(address as usize, &bytes[piece])),
             None => self.circle.write(seq.wrapping_add(piece.start as u32), &bytes[piece]),
         });
     }
 
-    /// Reads bytes back that lie in the circle: see [`Receive::gather`].
+    /// Reads received bytes that lie in the circular buffer; see [`Receive::gather`] for the others.
     pub fn read(&self, seq: u32, out: &mut [u8]) {
         self.circle.read(seq, out);
     }
 
-    /// A buffer of `length` bytes is posted for the bytes that follow those posted for before, `read` being the first unread one. What has
-    /// come before `free` stays where it is; that is how far the buffer's first bytes lie in the circle, and what is returned. All of it
-    /// if there is no room for another buffer.
+    /// Posts a buffer of `length` bytes at `address` for the bytes that follow those of earlier buffers. `read` is the first
+    /// unread sequence number. Bytes before `free` have been received, and stay in the circular buffer. Returns the sequence
+    /// number of the first byte that goes into the buffer; that of its end if there is no room for another buffer.
     pub fn post(&mut self, address: u32, length: u32, read: u32, free: u32) -> u32 {
         let first = self.posted_to.unwrap_or(read);
         let end = first.wrapping_add(length);
@@ -80,7 +83,7 @@ impl Receive {
         start
     }
 
-    /// The program has read up to here: buffers before that are its own again.
+    /// Drops the buffers whose bytes the program has read, up to sequence number `read`: they are the program's again.
     #[inline(always)]
     pub fn forget_before(&mut self, read: u32) {
         if self.posted_to.is_some() {
@@ -100,23 +103,25 @@ impl Receive {
         }
     }
 
-    /// The connection leaves: what lies in buffers from `read` on goes to its place in the circle, and nothing is posted any more.
+    /// Moves the bytes in posted buffers from `read` on to the circular buffer, and drops all buffers, before the connection
+    /// leaves the NIC.
     pub fn gather(&mut self, read: u32) {
         gather(&self.posts[..self.count], &self.session, &self.circle, read);
         (self.count, self.posted_to) = (0, None);
         self.store();
     }
 
-    /// For whoever finds this NIC dead.
+    /// Writes the table of posts to the slot, for the recovery after the NIC's death.
     #[cold]
     fn store(&self) {
         let words = self.nic.words(self.table, at::POSTS_BYTES / 8);
         for (at, entry) in words.chunks_exact(2).enumerate() {
             let Post { seq, length, address } = if at < self.count { self.posts[at] } else { Post::default() };
             let (place, length) = (u64::from(seq) | u64::from(address) << 32, u64::from(length));
-            // One that stays where it was is there at any moment; what moves to the front is there before its old entry goes.
+            // An entry that does not change stays valid throughout; one that moves towards the front is written there before its
+            // old entry is cleared.
             if (entry[0].load(Ordering::Relaxed), entry[1].load(Ordering::Relaxed)) != (place, length) {
-                // An entry without a length is none while it is being written.
+                // While it is being written an entry has length 0, which means that there is none.
                 entry[1].store(0, Ordering::Release);
                 entry[0].store(place, Ordering::Release);
                 entry[1].store(length, Ordering::Release);
@@ -145,12 +150,12 @@ mod tests {
         out
     }
 
-    /// Bytes go where they belong, across the edges of buffers, whatever the order in which they come, and around 2³².
+    /// Bytes go to their buffers across the edges of these, in whatever order they arrive, and around 2³².
     #[test]
     fn bytes_find_their_buffers_and_come_back() {
         for read in [0, 1000, u32::MAX - 70] {
             let mut receive = receive();
-            // Ten bytes are there already; two buffers follow each other, then the circle again.
+            // Ten bytes have been received; two buffers follow each other, then the circular buffer.
             receive.write(read, &[1; 10]);
             assert_eq!(receive.post(BUFFERS, 100, read, read.wrapping_add(10)), read.wrapping_add(10));
             assert_eq!(receive.post(BUFFERS + 1000, 50, read, read.wrapping_add(10)), read.wrapping_add(100));
@@ -163,7 +168,7 @@ mod tests {
             receive.read(read, &mut out);
             assert!(out[10..150].iter().all(|byte| *byte == 0) && out[150..] == bytes[150..200]);
             assert_eq!(posts_of(&receive.nic, 4096), receive.posts[..2]);
-            // The first buffer has been read; the rest comes back into the circle.
+            // The first buffer has been read; the rest moves to the circular buffer.
             receive.forget_before(read.wrapping_add(100));
             assert_eq!(receive.count, 1);
             receive.gather(read.wrapping_add(100));
@@ -173,7 +178,7 @@ mod tests {
         }
     }
 
-    /// What has come already, and what there is no room for, stays in the circle.
+    /// Bytes received before, and bytes for which there is no buffer, stay in the circular buffer.
     #[test]
     fn buffers_that_come_late_or_are_too_many_are_left_alone() {
         let mut receive = receive();

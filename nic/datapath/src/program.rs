@@ -1,9 +1,9 @@
-//! What programs ask, and what they are told. Nothing that comes from them is believed: each message is copied once, its
-//! connection must belong to the session, its addresses must lie in the session's memory.
+//! The programs' messages, and the events that are sent to them. Nothing that comes from a program is trusted: each message is
+//! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
 use crate::custody::Custody;
 use crate::offloaded::Pending;
-use crate::peers::Parcel;
+use crate::peers::Call;
 use crate::worker::{Session, Worker};
 use baton_abi::layout::{Counter, RING_MESSAGES, session};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
@@ -11,13 +11,18 @@ use baton_device::Device;
 use baton_ring::Full;
 use baton_tcp::{Events, Instant};
 
-/// Messages taken from one session before the next has its turn.
+/// Number of messages taken from one session before the next one gets its turn.
 const BATCH: usize = 64;
 
-/// Batches that a full ring makes.
-const FULL_RING: usize = RING_MESSAGES / BATCH;
+/// Largest number of bytes in one `nic_send`, and in one `nic_post`.
+const MAX_SEND: usize = 1 << 26;
+const MAX_POST: usize = 1 << 30;
+
+/// Number of batches in a full ring.
+const RING_BATCHES: usize = RING_MESSAGES / BATCH;
 
 impl<H: Device, W: Device> Worker<H, W> {
+    /// Takes a batch of messages from each session that has some. Returns whether there was any.
     #[inline]
     pub(crate) fn poll_sessions(&mut self, now: Instant) -> bool {
         let waiting = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.commands.has_message());
@@ -36,54 +41,55 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Runs every command that session `id` has queued so far, at most as many as its ring holds: a program that goes on queueing does not
-    /// keep the agent waiting. Only the front reads the sessions' rings, and does so before it passes a command on that needs this.
-    pub(crate) fn hear_session_out(&mut self, id: usize, now: Instant) {
-        for _ in 0..FULL_RING {
+    /// Runs every command that session `id` has queued so far, at most as many as its ring holds, so that a program that goes on
+    /// queueing does not keep the agent waiting. Only worker 0 reads the sessions' rings; it does so before it forwards an
+    /// agent's command that depends on this.
+    pub(crate) fn drain_session(&mut self, id: usize, now: Instant) {
+        for _ in 0..RING_BATCHES {
             if !self.is_front() || self.sessions.get(id).is_none_or(Option::is_none) || !self.poll_session(id, now) {
                 return;
             }
         }
     }
 
-    /// A program has broken the ring's rules: nothing is read from its session again, and the agent, which is told, takes its connections
-    /// back.
+    /// Stops reading a session whose ring is corrupt, and asks the agent to take its connections back.
     #[cold]
-    fn cut_off(&mut self, id: usize) {
+    fn stop_session(&mut self, id: usize) {
         self.counters.add(Counter::BadMessages, 1);
-        self.broadcast(|| Parcel::Detach(id as u32));
+        self.broadcast(|| Call::Detach(id as u32));
         self.sessions[id] = None;
-        self.tell_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
+        self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
 
-    /// Takes up to a batch of a session's messages. Whether there was any.
+    /// Takes up to a batch of a session's messages. Returns whether there was any.
     pub(crate) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let mut worked = false;
         for _ in 0..BATCH {
             let Some(session) = self.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else {
-                if session.commands.has_lied() {
-                    self.cut_off(id);
+                if session.commands.is_corrupt() {
+                    self.stop_session(id);
                     return true;
                 }
                 break;
             };
             worked = true;
-            let understood = Message::from_words(words).is_some_and(|message| match self.among {
+            let accepted = Message::from_words(words).is_some_and(|message| match self.crossbar {
                 None => self.on_program_message(id, &message, now),
-                Some(_) => self.route_ask(id, &message, now),
+                Some(_) => self.route_program_message(id, &message, now),
             });
-            if !understood {
+            if !accepted {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
         if worked && let Some(session) = self.sessions[id].as_mut() {
-            // The records of what these messages did are published: now they may be forgotten.
+            // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
         }
         worked
     }
 
+    /// Runs a program's message. False if it is malformed or not allowed.
     pub(crate) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
         let index = message.cid.slot();
         let memory = match &self.sessions[session] {
@@ -99,33 +105,33 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let mut events = Events::empty();
-        let understood = match message.operation {
+        let accepted = match message.operation {
             Operation::NicSend => {
                 let (address, length) = (message.address as usize, message.length as usize);
-                let inside = address >= session::HEAP && length > 0 && length <= 1 << 26 && address + length <= memory;
+                let inside = address >= session::HEAP && length > 0 && length <= MAX_SEND && address + length <= memory;
                 let seq = offloaded.tcp.snd_end();
                 inside && offloaded.tcp.queue(message.length) && {
                     let room = offloaded.add_pair(message.address, message.length, seq);
                     if !room {
-                        // More pieces than were ever advertised: the program broke the interface, and loses the connection.
+                        // More pairs than were ever advertised: the program has broken the interface, and loses the connection.
                         events |= offloaded.tcp.abort();
                     }
                     room
                 }
             }
             Operation::NicRecvd => {
-                let understood = offloaded.tcp.consumed(message.length);
+                let accepted = offloaded.tcp.consumed(message.length);
                 offloaded.receive.forget_before(offloaded.tcp.rcv_read());
-                understood
+                accepted
             }
             Operation::NicPost => {
                 let (address, length) = (message.address as usize, message.length as usize);
-                let inside = address >= session::HEAP && length > 0 && length <= 1 << 30 && address + length <= memory;
+                let inside = address >= session::HEAP && length > 0 && length <= MAX_POST && address + length <= memory;
                 inside && offloaded.post(message.address, message.length)
             }
             Operation::NicControl => match control(offloaded, message, now) {
-                Some(happened) => {
-                    events |= happened;
+                Some(new_events) => {
+                    events |= new_events;
                     true
                 }
                 None => false,
@@ -136,49 +142,50 @@ impl<H: Device, W: Device> Worker<H, W> {
         if message.operation != Operation::NicSend || message.kind & MORE == 0 {
             self.output.send_all(offloaded, &self.counters, now);
         }
-        self.after(index, events);
-        understood
+        self.follow_up(index, events);
+        accepted
     }
 
-    /// Tells every program with news, as far as its ring has room; the rest stays for the next round.
+    /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
+    /// round.
     #[inline(always)]
-    pub(crate) fn tell_programs(&mut self) {
+    pub(crate) fn send_events(&mut self) {
         while let Some(index) = self.dirty.pop() {
-            if !self.tell_program(index) {
-                self.untold.push(index);
+            if !self.send_events_of(index) {
+                self.ring_full.push(index);
             }
         }
-        if !self.untold.is_empty() {
-            std::mem::swap(&mut self.dirty, &mut self.untold);
+        if !self.ring_full.is_empty() {
+            std::mem::swap(&mut self.dirty, &mut self.ring_full);
         }
     }
 
-    /// Whether everything could be told.
+    /// Sends the pending events of a connection. Returns whether all of them could be sent.
     #[inline(always)]
-    fn tell_program(&mut self, index: u32) -> bool {
+    fn send_events_of(&mut self, index: u32) -> bool {
         let Some(slot) = self.slots[index as usize].as_mut() else { return true };
         let Custody::Active(offloaded) = &mut slot.custody else { return true };
         let Some(Some(session)) = self.sessions.get_mut(offloaded.session as usize) else { return true };
-        let told = session.tell(slot.cid, &mut offloaded.pending);
-        slot.dirty = told.is_err();
-        told.is_ok()
+        let sent = session.send(slot.cid, &mut offloaded.pending);
+        slot.dirty = sent.is_err();
+        sent.is_ok()
     }
 }
 
 impl Session {
-    /// Tells the program what is pending, as far as there is room.
+    /// Sends pending events, as far as the ring has room.
     #[inline(always)]
-    pub(crate) fn tell(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
-        self.told += u64::from(pending.received) + 1;
-        let told = tell(&mut self.events, cid, pending);
+    pub(crate) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+        self.unsignalled += u64::from(pending.received) + 1;
+        let sent = send(&mut self.events, cid, pending);
         self.events.publish();
-        told
+        sent
     }
 }
 
-/// Tells what is pending, and forgets each thing as it is told: a full ring leaves the rest for later.
+/// Sends pending events, and removes each from `pending` as it is sent: with a full ring the rest remains.
 #[inline(always)]
-fn tell(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+fn send(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
     if pending.received > 0 {
         events.push(Message::new(Operation::OsRecv, cid, pending.received_at, pending.received).to_words())?;
         pending.received = 0;
@@ -187,11 +194,12 @@ fn tell(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi:
         events.push(Message::new(Operation::OsAck, cid, 0, pending.acked).to_words())?;
         pending.acked = 0;
     }
-    if pending.ended() { tell_end(events, cid, pending) } else { Ok(()) }
+    if pending.has_rare() { send_rare_events(events, cid, pending) } else { Ok(()) }
 }
 
+/// Sends the events other than received and acknowledged bytes.
 #[cold]
-fn tell_end(
+fn send_rare_events(
     events: &mut baton_ring::Producer<baton_shm::RingWords>,
     cid: baton_abi::Cid,
     pending: &mut Pending,
@@ -212,8 +220,10 @@ fn tell_end(
     Ok(())
 }
 
-/// `nic_ctrl` from a program: what happened, or None if it makes no sense.
+/// Runs a `nic_ctrl` of a program. Returns the connection's events, or None if the command is not allowed.
 fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: Instant) -> Option<Events> {
+    /// Bit of the address field of [`Control::KeepAlive`].
+    const KEEPALIVE_ON: u32 = 1 << 31;
     let tcp = &mut offloaded.tcp;
     match Control::from_number(message.kind)? {
         Control::Shutdown => tcp.shutdown(),
@@ -222,7 +232,7 @@ fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: 
         Control::Cork => tcp.set_cork(message.address != 0),
         Control::UserTimeout => tcp.set_user_timeout(message.address),
         Control::KeepAlive => {
-            let (on, idle) = (message.address >> 31 != 0, message.address & 0x7fff_ffff);
+            let (on, idle) = (message.address & KEEPALIVE_ON != 0, message.address & !KEEPALIVE_ON);
             tcp.set_keepalive(on, idle, message.length & 0xffff, message.length >> 16, now);
         }
         _ => return None,

@@ -1,4 +1,4 @@
-//! From a connection to the wire.
+//! The transmission of segments and of the kernel's frames to the wire, and the bookkeeping of a connection's events.
 
 use crate::counters::Counters;
 use crate::offloaded::Offloaded;
@@ -6,9 +6,9 @@ use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::Acknowledgement;
-use baton_wire::frame::{self, Header, MAX_HEADER};
+use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM};
 
-/// The wire and the frame that is being built for it.
+/// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
     pub wire: W,
     frame: Frame,
@@ -21,7 +21,8 @@ impl<W: Device> Output<W> {
         Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities }
     }
 
-    /// Passes a frame on: as it is, if the wire takes it so.
+    /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
+    /// checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
         if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
             return self.cut(frame, counters);
@@ -36,7 +37,7 @@ impl<W: Device> Output<W> {
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
-    /// Large send: the wire takes segments only.
+    /// Cuts a large frame into segments and sends them.
     fn cut(&mut self, large: &Frame, counters: &Counters) {
         let Ok(mut cut) = baton_tso::cut(large, self.capabilities.checksum) else {
             return counters.add(Counter::Uncut, 1);
@@ -49,7 +50,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends all that the connection wants to send now. The record covers each segment before it leaves.
+    /// Sends all segments that the connection may send now. The recovery record is published before each segment, and once if
+    /// there is none.
     #[inline(never)]
     pub fn send_all(&mut self, offloaded: &mut Offloaded, counters: &Counters, now: Instant) {
         let most = self.capabilities.segmentation;
@@ -68,7 +70,7 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends an acknowledgement and nothing else.
+    /// Sends a pure acknowledgement, after publishing the recovery record.
     #[inline(always)]
     pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
         offloaded.publish(now);
@@ -78,21 +80,22 @@ impl<W: Device> Output<W> {
         self.finish(offloaded, counters);
     }
 
-    /// Completes the checksum, or leaves it to the device, and sends the frame.
+    /// Completes the checksum, or leaves it to the device, and sends the frame that was built.
     #[inline(always)]
     fn finish(&mut self, offloaded: &Offloaded, counters: &Counters) {
         let start = offloaded.template.tcp_offset();
         self.frame.interface = offloaded.image.link.interface;
         if self.capabilities.checksum {
-            self.frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
+            self.frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
         } else {
-            frame::finish_checksum(self.frame.bytes_mut(), start, 16);
+            frame::finish_checksum(self.frame.bytes_mut(), start, TCP_CHECKSUM);
             self.frame.checksum = Checksum::Unknown;
         }
         let sent = self.wire.transmit(&mut self.frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
+    /// Builds a segment and sends it.
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
         let length = transmit.length as usize;
         let header = Header {
@@ -123,7 +126,7 @@ impl<W: Device> Output<W> {
 }
 
 impl Offloaded {
-    /// Takes down what the program is to be told of a segment.
+    /// Adds the events of a received segment to the program's pending events.
     pub fn note(&mut self, received: &Received) {
         if received.delivered > 0 {
             let end = self.tcp.rcv_nxt().wrapping_sub(u32::from(self.tcp.fin_received()));
@@ -132,7 +135,7 @@ impl Offloaded {
         self.note_acknowledged(received.acked, received.events);
     }
 
-    /// Bytes became readable from this sequence number on.
+    /// Notes that `length` bytes from sequence number `seq` on have become readable.
     #[inline(always)]
     pub fn note_delivered(&mut self, seq: u32, length: u32) {
         if self.pending.received == 0 {
@@ -141,6 +144,7 @@ impl Offloaded {
         self.pending.received += length;
     }
 
+    /// Notes that the peer has acknowledged `acked` bytes.
     pub fn note_acknowledged(&mut self, acked: u32, events: Events) {
         if acked > 0 {
             self.pending.acked += acked;
@@ -149,6 +153,7 @@ impl Offloaded {
         self.note_events(events);
     }
 
+    /// Notes the events that the program must know.
     pub fn note_events(&mut self, events: Events) {
         if events.contains(Events::FIN) {
             self.pending.fin = true;
@@ -162,15 +167,19 @@ impl Offloaded {
         }
     }
 
-    /// The error number that the program sees, Linux's.
+    /// Linux's error number for the end of the connection, for the program.
     pub fn error_number(&self) -> u32 {
         use baton_tcp::EndReason;
+        const ECONNABORTED: u32 = 103;
+        const ECONNRESET: u32 = 104;
+        const ETIMEDOUT: u32 = 110;
+        const ECONNREFUSED: u32 = 111;
         match self.tcp.end_reason() {
             None => 0,
-            Some(EndReason::Reset) => 104,
-            Some(EndReason::Aborted) => 103,
-            Some(EndReason::TimedOut) => 110,
-            Some(EndReason::Refused) => 111,
+            Some(EndReason::Reset) => ECONNRESET,
+            Some(EndReason::Aborted) => ECONNABORTED,
+            Some(EndReason::TimedOut) => ETIMEDOUT,
+            Some(EndReason::Refused) => ECONNREFUSED,
         }
     }
 }

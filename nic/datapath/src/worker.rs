@@ -1,18 +1,18 @@
-//! The worker: its state, its round, and the way of a frame.
+//! The worker: its state, its round, and the path of a frame.
 
-use crate::acknowledged::Places;
-use crate::among::Among;
+use crate::active_ack::AckBuffers;
 use crate::backlog::Backlog;
 use crate::counters::Counters;
+use crate::crossbar::Crossbar;
 use crate::custody::{Custody, Slot};
 use crate::delivery::Delivery;
 use crate::fragments::Fragments;
 use crate::icmp;
-use crate::peers::{FRONT, Parcel};
+use crate::peers::{Call, FRONT};
 use crate::transmit::Output;
 use baton_abi::layout::{Counter, nic, session};
 use baton_abi::{Control, Message, Operation, RestoreCause};
-use baton_active_ack::Active;
+use baton_active_ack::ActiveAck;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_lro::{Lro, Mode};
 use baton_moderation::Moderator;
@@ -21,46 +21,46 @@ use baton_shm::{Region, RingWords};
 use baton_tables::Lookup;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment};
-use baton_wire::{Flags, Name, Plain, TcpFrame};
+use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
 use std::sync::Arc;
 
-/// What a worker is configured with.
+/// The settings of a worker.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings {
-    /// Connections that it can hold; NIC memory must have as many slots.
+pub struct WorkerSettings {
+    /// Largest number of offloaded connections; NIC memory must have as many slots.
     pub slots: usize,
-    /// Key of the lookup table's hash: random.
+    /// Key of the lookup table's hash; it must be random.
     pub hash_key: [u64; 4],
-    /// Frames taken from a device before the next source has its turn.
+    /// Number of frames taken from one device before the next source gets its turn.
     pub batch: usize,
     /// Bytes of the frames' buffers.
     pub frame_bytes: usize,
     /// Acknowledge every segment at once.
     pub quick_ack: bool,
-    /// Frames that come while their connection is between two owners are dropped instead of kept for the next one.
+    /// Drop frames that arrive while their connection is between two owners, instead of holding them for the next one.
     pub drop_during_moves: bool,
-    /// Large receive, for what is the kernel's.
-    pub lro: baton_lro::Settings,
-    /// When frames that are the kernel's go to it.
+    /// Large receive for the kernel's connections.
+    pub lro: baton_lro::LroSettings,
+    /// When frames for the kernel are delivered.
     pub moderation: baton_moderation::Mode,
-    /// When programs that sleep are told.
+    /// When the doorbells of sleeping programs are rung.
     pub doorbells: baton_moderation::Mode,
-    /// Acknowledge for the kernel what large receive holds for it.
+    /// Active acknowledgements for what large receive holds.
     pub active_ack: bool,
-    /// The kernel has devices of its own, and the NIC hears its connections' frames beside it: nothing is passed on.
+    /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed on.
     pub beside: bool,
 }
 
-impl Default for Settings {
+impl Default for WorkerSettings {
     fn default() -> Self {
-        Settings {
+        WorkerSettings {
             slots: 1024,
             hash_key: [0; 4],
             batch: 32,
             frame_bytes: MAX_FRAME,
             quick_ack: false,
             drop_during_moves: false,
-            lro: baton_lro::Settings::default(),
+            lro: baton_lro::LroSettings::default(),
             moderation: baton_moderation::Mode::Off,
             doorbells: baton_moderation::Mode::Off,
             active_ack: false,
@@ -69,55 +69,63 @@ impl Default for Settings {
     }
 }
 
-/// What can be set at any time.
+/// The settings that can be changed at any time.
 #[derive(Clone, Copy, Debug)]
-pub struct Offloads {
+pub struct WorkerOffloads {
     /// Large receive.
-    pub lro: baton_lro::Settings,
-    /// Moderation of what the kernel is given.
+    pub lro: baton_lro::LroSettings,
+    /// When frames for the kernel are delivered.
     pub moderation: baton_moderation::Mode,
-    /// Moderation of what programs are told.
+    /// When the doorbells of sleeping programs are rung.
     pub doorbells: baton_moderation::Mode,
     /// Active acknowledgements.
     pub active_ack: bool,
 }
 
-/// Time-outs of connections, in buckets of 128 microseconds.
+/// Smallest path MTU in bytes that an ICMP message can set, Linux's net.ipv4.route.min_pmtu.
+const MIN_PATH_MTU: u32 = 552;
+
+/// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
+const MAX_SACK_BLOCKS: usize = 3;
+
+/// The timing wheel of the connections, with ticks of 128 microseconds.
 pub(crate) type Wheel = baton_tables::Wheel<128>;
 
-/// A program's session, as the worker sees it.
+/// A program's session.
 pub(crate) struct Session {
+    /// Session memory.
     pub memory: Arc<Region>,
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
-    /// What was published that its doorbell has not been rung for, in bytes, each piece of news one more; and how much of it was looked at.
-    pub told: u64,
-    pub seen: u64,
-    /// When the doorbell of a program that sleeps is rung.
+    /// Bytes published to the program since its last doorbell (each event counts as one more), and how many of them the moderator
+    /// has accounted for.
+    pub unsignalled: u64,
+    pub moderated: u64,
+    /// Decides when the doorbell of a sleeping program is rung.
     pub moderator: Moderator,
 }
 
 impl Session {
-    /// Whether the doorbell is to be rung now.
-    fn is_to_ring(&mut self, now: Instant) -> bool {
+    /// Whether the doorbell has to be rung at `now`.
+    fn should_ring(&mut self, now: Instant) -> bool {
         if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
-            // A program that is awake looks by itself.
-            (self.told, self.seen) = (0, 0);
-            self.moderator.told(now.0);
+            // A program that is awake reads its ring without a doorbell.
+            (self.unsignalled, self.moderated) = (0, 0);
+            self.moderator.signalled(now.0);
             return false;
         }
-        let fresh = self.told - std::mem::replace(&mut self.seen, self.told);
+        let fresh = self.unsignalled - std::mem::replace(&mut self.moderated, self.unsignalled);
         let enough = !self.moderator.is_on() || fresh > 0 && self.moderator.queued(fresh as usize, now.0);
         let ring = enough || self.moderator.due().is_none_or(|due| due <= now.0);
         if ring {
-            (self.told, self.seen) = (0, 0);
-            self.moderator.told(now.0);
+            (self.unsignalled, self.moderated) = (0, 0);
+            self.moderator.signalled(now.0);
         }
         ring
     }
 }
 
-/// One worker between the kernel's interface `H` and the wire `W`.
+/// A worker between the kernel's interface `H` and the wire `W`.
 pub struct Worker<H, W> {
     pub(crate) host: H,
     pub(crate) output: Output<W>,
@@ -129,35 +137,36 @@ pub struct Worker<H, W> {
     pub(crate) commands: Consumer<RingWords>,
     pub(crate) events: Producer<RingWords>,
     pub(crate) counters: Counters,
-    /// Connections with something to tell their program, and those whose program's ring was full.
+    /// Slots with events for their program; and those of them whose program's ring was full in this round.
     pub(crate) dirty: Vec<u32>,
-    pub(crate) untold: Vec<u32>,
+    pub(crate) ring_full: Vec<u32>,
     pub(crate) connections: u64,
     pub(crate) lro: Lro,
     pub(crate) delivery: Delivery,
     pub(crate) fragments: Fragments,
-    /// When a time-out of a connection's, of an aggregate's or of a delivery may be due, in microseconds.
+    /// The earliest time at which a connection, an aggregate or a delivery may be due, in microseconds.
     due: u64,
     pub(crate) frame: Frame,
     expired: Vec<u32>,
-    agent_told: bool,
-    /// Messages that found the agent's ring full: none is lost.
+    agent_unsignalled: bool,
+    /// Messages to the agent that found its ring full.
     pub(crate) backlog: Backlog,
     pub(crate) started: bool,
-    /// The processor that it runs on, plus one; 0 while nobody has said.
+    /// The processor that the worker runs on, plus one; 0 if not known.
     pub(crate) processor: u32,
-    pub(crate) settings: Settings,
-    /// Set if it acknowledges for the kernel, or has.
-    pub(crate) active: Option<Box<Active<Places>>>,
-    /// Where it may keep what it acknowledges.
-    pub(crate) own_places: Vec<usize>,
-    /// Set if there are other workers.
-    pub(crate) among: Option<Box<Among>>,
+    pub(crate) settings: WorkerSettings,
+    /// Present if active acknowledgements are on, or were on since the start.
+    pub(crate) active_ack: Option<Box<ActiveAck<AckBuffers>>>,
+    /// This worker's active-acknowledgement buffers.
+    pub(crate) own_buffers: Vec<usize>,
+    /// Present if there are several workers.
+    pub(crate) crossbar: Option<Box<Crossbar>>,
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// A worker over NIC memory that another worker may have used before: its rings go on, its connections are the agent's to recover.
-    pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: Settings, now: Instant) -> Self {
+    /// Makes a worker over NIC memory. If an earlier worker has used the memory the rings continue; its connections are the
+    /// agent's to recover.
+    pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
         let commands = Consumer::new(nic_memory.ring(nic::COMMANDS));
         let events = Producer::new(nic_memory.ring(nic::EVENTS));
         let counters = Counters::new(&nic_memory);
@@ -174,7 +183,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             events,
             counters,
             dirty: Vec::with_capacity(settings.slots),
-            untold: Vec::with_capacity(settings.slots),
+            ring_full: Vec::with_capacity(settings.slots),
             connections: 0,
             lro: Lro::new(settings.lro, now.0),
             delivery: Delivery::new(settings.moderation),
@@ -182,20 +191,20 @@ impl<H: Device, W: Device> Worker<H, W> {
             due: now.0,
             frame: Frame::with_capacity(settings.frame_bytes),
             expired: Vec::new(),
-            agent_told: false,
+            agent_unsignalled: false,
             backlog: Backlog::default(),
             started: false,
             processor: 0,
             settings,
-            active: None,
-            own_places: Vec::new(),
-            among: None,
+            active_ack: None,
+            own_buffers: Vec::new(),
+            crossbar: None,
         }
     }
 
-    /// Adds a program's session under a number of the caller's choice.
+    /// Adds a program's session with a number of the caller's choice.
     pub fn attach(&mut self, id: u32, memory: Arc<Region>) {
-        self.broadcast(|| Parcel::Attach(id, memory.clone()));
+        self.broadcast(|| Call::Attach(id, memory.clone()));
         self.attach_here(id, memory);
     }
 
@@ -207,71 +216,72 @@ impl<H: Device, W: Device> Worker<H, W> {
         let commands = Consumer::new(memory.ring(session::COMMANDS));
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
-        self.sessions[at] = Some(Session { memory, commands, events, told: 0, seen: 0, moderator });
+        self.sessions[at] = Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator });
     }
 
-    /// Lets frames flow. Until then only commands are served: after a NIC's death the agent first steals the flows whose
-    /// connections it is about to restore, so that none of their frames meets a kernel that does not know them.
+    /// Begins to receive frames. Until then only commands are served: after a NIC's death the agent first steals the flows of the
+    /// connections that it is about to restore, so that none of their frames reaches a kernel that does not know them.
     pub fn start(&mut self, now: Instant) {
-        self.broadcast(|| Parcel::Start);
+        self.broadcast(|| Call::Start);
         self.started = true;
-        if self.among.is_none() {
-            self.take_places(0, 1, now);
+        if self.crossbar.is_none() {
+            self.take_ack_buffers(0, 1, now);
         }
         self.wake_at(now.0);
     }
 
-    /// Other offloads for the kernel's connections from now on. What has waited goes to the kernel first.
-    pub fn set_offloads(&mut self, set: &Offloads, now: Instant) {
-        self.broadcast(|| Parcel::Offloads(Box::new(*set)));
-        let Offloads { lro, moderation, doorbells, active_ack } = *set;
+    /// Changes the offloads. Frames that wait go to the kernel first.
+    pub fn set_offloads(&mut self, set: &WorkerOffloads, now: Instant) {
+        self.broadcast(|| Call::Offloads(Box::new(*set)));
+        let WorkerOffloads { lro, moderation, doorbells, active_ack } = *set;
         if doorbells != self.settings.doorbells {
             self.settings.doorbells = doorbells;
             self.sessions.iter_mut().flatten().for_each(|session| session.moderator = Moderator::new(doorbells));
         }
         self.settings.active_ack = active_ack;
-        if self.started || self.among.is_some() {
+        if self.started || self.crossbar.is_some() {
             self.set_active_ack(active_ack, now);
         }
-        self.settings.lro = baton_lro::Settings { hash_key: self.settings.lro.hash_key, ..lro };
+        self.settings.lro = baton_lro::LroSettings { hash_key: self.settings.lro.hash_key, ..lro };
         self.settings.moderation = moderation;
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.set(self.settings.lro, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        self.lro.set(self.settings.lro, now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
         delivery.flush(host, counters, now.0);
         delivery.set(moderation);
         self.due = now.0;
     }
 
-    /// Everything that waits goes to the kernel.
+    /// Sends all frames that wait for the kernel.
     pub(crate) fn flush_to_kernel(&mut self, now: Instant) {
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.flush_all(now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        self.lro.flush_all(now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
         delivery.flush(host, counters, now.0);
     }
 
+    /// The earliest time at which a timer may be due, in microseconds.
     pub(crate) fn due(&self) -> u64 {
         self.due
     }
 
-    /// Something may be due then.
+    /// Makes the timers be checked at `due` microseconds at the latest.
     pub(crate) fn wake_at(&mut self, due: u64) {
         self.due = self.due.min(due);
     }
 
-    /// Says which processor the worker runs on, so that programs can learn where their connections are.
+    /// Sets the processor that the worker runs on, so that programs can learn where their connections are processed.
     #[inline]
     pub fn set_processor(&mut self, processor: usize) {
         let processor = processor as u32 + 1;
         if std::mem::replace(&mut self.processor, processor) != processor {
             for slot in self.slots.iter().flatten() {
                 if let Custody::Active(offloaded) = &slot.custody {
-                    offloaded.tell_processor(processor);
+                    offloaded.publish_processor(processor);
                 }
             }
         }
     }
 
-    /// Counts frames that the host did not take after all.
+    /// Counts frames that the host device accepted and then lost.
     pub fn count_lost(&mut self, frames: u64) {
         self.counters.add(Counter::Dropped, frames);
     }
@@ -286,12 +296,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         &mut self.output.wire
     }
 
-    /// One round over all sources. Whether there was anything to do.
+    /// One round over all sources of work. Returns whether there was any.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
         if !self.backlog.is_empty() {
-            self.tell_the_rest();
+            self.flush_backlog();
         }
         if self.started {
             worked = self.poll_wire(now);
@@ -305,11 +315,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_timers(now);
         }
         if !self.dirty.is_empty() {
-            self.tell_programs();
+            self.send_events();
         }
         worked
     }
 
+    /// Processes a batch of frames from the wire, unless the host device is busy. Returns whether there may be more to do.
     #[inline]
     pub(crate) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.host.is_ready() {
@@ -335,31 +346,32 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
+    /// The slot of a connection.
     #[inline(always)]
-    pub(crate) fn find(&self, name: &Name) -> Option<u32> {
-        self.lookup.find(name, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.name == *name))
+    pub(crate) fn find(&self, key: &FlowKey) -> Option<u32> {
+        self.lookup.find(key, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.key == *key))
     }
 
-    /// The lookup layer: a frame from the wire goes to its connection, or to the kernel.
+    /// The lookup layer: gives the frame from the wire to its connection, or to the kernel.
     #[inline]
     pub(crate) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if !self.predicted(now) {
-            self.on_any_wire_frame(now);
+        if !self.fast_path(now) {
+            self.on_wire_frame_slow(now);
         }
     }
 
-    /// The short way of the next segment in order, from the frame to the acknowledgement. False, and nothing is done, if the frame
-    /// is another one.
+    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. False, and
+    /// nothing is done, for any other frame.
     #[inline(always)]
-    fn predicted(&mut self, now: Instant) -> bool {
+    fn fast_path(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        let Some((name, plain, payload)) = Plain::parse(bytes, verified) else { return false };
-        // The first slot with the name's hash is nearly always the right one; names are compared below.
-        let Some(index) = self.lookup.find(&name, |_| true) else { return false };
+        let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared below.
+        let Some(index) = self.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return false };
-        if slot.name != name || !verified && !plain.checksum_holds(name, bytes) {
+        if slot.key != key || !verified && !plain.checksum_holds(key, bytes) {
             return false;
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
@@ -383,16 +395,17 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.dirty.push(index);
         }
         if !offloaded.tcp.no_timer() || predicted.events != Events::empty() {
-            self.after(index, predicted.events);
+            self.follow_up(index, predicted.events);
         }
         true
     }
 
+    /// The path of all other frames from the wire.
     #[cold]
     #[inline(never)]
-    pub(crate) fn on_any_wire_frame(&mut self, now: Instant) {
+    pub(crate) fn on_wire_frame_slow(&mut self, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
-            && let Some(slot) = self.find(&Name::from(&parsed.flow))
+            && let Some(slot) = self.find(&FlowKey::from(&parsed.flow))
         {
             if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
                 self.counters.add(Counter::BadChecksum, 1);
@@ -401,36 +414,38 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.on_segment(slot, &parsed, now);
             return;
         }
-        if !self.took_fragment(now) {
-            self.pass_from_wire(now);
+        if !self.take_fragment(now) {
+            self.deliver_to_kernel(now);
         }
     }
 
-    /// A frame from the wire that is no offloaded connection's: the kernel's, and what routers say of connections is ours, too.
-    pub(crate) fn pass_from_wire(&mut self, now: Instant) {
+    /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an offloaded
+    /// connection's path MTU are used here, too.
+    pub(crate) fn deliver_to_kernel(&mut self, now: Instant) {
         if self.connections > 0
             && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
         {
             self.on_too_big(&flow, seq, mtu, now);
         }
         if !self.settings.beside {
-            self.acknowledge_actively(now);
+            self.acknowledge_for_kernel(now);
             let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-            self.lro.receive(&mut self.frame, now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+            self.lro.receive(&mut self.frame, now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
             self.due = self.due.min(self.delivery.due());
         }
     }
 
-    /// A frame to the kernel that must not wait.
-    fn pass_to_host(&mut self) {
+    /// Sends a frame to the kernel without delay.
+    fn send_to_host(&mut self) {
         if !self.settings.beside {
             crate::delivery::transmit(&mut self.frame, &mut self.host, &self.counters);
         }
     }
 
+    /// Delivers the aggregates that are due, and updates large receive's counters.
     fn expire_aggregates(&mut self, now: Instant) {
         let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.expire(now.0, &mut |frame| delivery.give(frame, host, counters, now.0));
+        self.lro.expire(now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
         let done = self.lro.counters();
         self.counters.set(Counter::Merged, done.merged);
         self.counters.set(Counter::Aggregates, done.aggregates);
@@ -439,19 +454,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.set(Counter::Held, done.held);
     }
 
+    /// Processes a segment of the connection in slot `index`.
     fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         match &mut slot.custody {
             Custody::Active(offloaded) => {
                 self.counters.add(Counter::Segments, 1);
                 let segment = Segment::from(parsed);
-                if let Some(cause) = kernels_business(&segment, &offloaded.tcp) {
-                    // One request is enough; the peer repeats what it hears no answer to.
+                if let Some(cause) = needs_kernel(&segment, &offloaded.tcp) {
+                    // One request is enough; the peer sends again what is not answered.
                     let first = slot.held.is_empty();
                     slot.held.push(parsed, &self.frame);
                     let cid = slot.cid;
                     if first {
-                        self.tell_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
+                        self.send_to_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
                     }
                     return;
                 }
@@ -465,11 +481,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                 }
                 offloaded.note(&received);
                 self.output.send_all(offloaded, &self.counters, now);
-                self.after(index, received.events);
+                self.follow_up(index, received.events);
             }
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
-                self.pass_to_host();
+                self.send_to_host();
             }
             Custody::Held | Custody::Leaving(_) => {
                 if self.settings.drop_during_moves || !slot.held.push(parsed, &self.frame) {
@@ -479,9 +495,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// What follows every change of a connection: timers, and what its program and the agent must know.
+    /// Does what follows every change of a connection: enters its time-out into the wheel, lists it if it has events, and
+    /// notifies the agent.
     #[inline]
-    pub(crate) fn after(&mut self, index: u32, events: Events) {
+    pub(crate) fn follow_up(&mut self, index: u32, events: Events) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let wanted = offloaded.tcp.next_timeout();
@@ -492,59 +509,61 @@ impl<H: Device, W: Device> Worker<H, W> {
             slot.dirty = true;
             self.dirty.push(index);
         }
-        let asks = offloaded.growth.asks();
+        let wants_memory = offloaded.growth.has_request();
         if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {
             let cid = slot.cid;
             if events.contains(Events::TIME_WAIT) {
-                self.tell_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
+                self.send_to_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
             } else {
-                self.tell_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+                self.send_to_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
             }
         }
-        if asks {
-            self.ask_for_memory(index);
+        if wants_memory {
+            self.request_memory(index);
         }
     }
 
-    /// A frame from the kernel: silence if the NIC owns its connection, else out to the wire.
+    /// Processes a frame from the kernel: drops it if the NIC owns its connection, else sends it to the wire.
     #[inline(never)]
     pub(crate) fn on_host_frame(&mut self, now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
         if self.connections > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
-            && let Some(index) = self.find(&Name::from(&parsed.flow.reversed()))
+            && let Some(index) = self.find(&FlowKey::from(&parsed.flow.reversed()))
             && let Some(slot) = self.slots[index as usize].as_mut()
         {
             if !matches!(slot.custody, Custody::Mirrored) {
                 self.counters.add(Counter::Silenced, 1);
                 return;
             }
-            let covered = judge_mirror(slot, &parsed);
+            let covered = mirror_covers(slot, &parsed);
             let word = self.nic_memory.word32(nic::slot(index) + baton_abi::layout::slot::COVERED);
             word.store(u32::from(covered), core::sync::atomic::Ordering::Release);
         }
         if !self.settings.beside {
-            self.hear_kernels_acknowledgement(now);
+            self.raise_kernel_acknowledgement(now);
             self.output.forward(&mut self.frame, &self.counters);
         }
     }
 
+    /// Lowers a connection's path MTU as an ICMP message says.
     fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {
-        let Some(index) = self.find(&Name::from(flow)) else { return };
+        let Some(index) = self.find(&FlowKey::from(flow)) else { return };
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         if let Custody::Active(offloaded) = &mut slot.custody {
-            // Only what is in flight can have been too big (RFC 5927 section 7.2), and only smaller than now.
+            // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
             let tcp = &mut offloaded.tcp;
             let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
-            if plausible && mtu >= 552 && mtu < offloaded.image.mtu {
+            if plausible && mtu >= MIN_PATH_MTU && mtu < offloaded.image.mtu {
                 offloaded.image.mtu = mtu;
                 tcp.on_mtu_change(mtu, now);
                 self.output.send_all(offloaded, &self.counters, now);
-                self.after(index, Events::empty());
+                self.follow_up(index, Events::empty());
             }
         }
     }
 
+    /// Does everything that is due. Returns whether a connection was.
     #[cold]
     #[inline(never)]
     pub(crate) fn poll_timers(&mut self, now: Instant) -> bool {
@@ -566,13 +585,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.delivery.due() <= now.0 {
             self.delivery.flush(&mut self.host, &self.counters, now.0);
         }
-        // Before frames flow nobody would hear what the kernel answers.
-        let active = self.active.as_ref().filter(|_| self.started);
+        // Before the start the kernel's answers would not be received.
+        let active = self.active_ack.as_ref().filter(|_| self.started);
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         self.due = self.wheel.next_tick().min(self.lro.next_tick()).min(self.delivery.due()).min(acknowledgements);
         worked
     }
 
+    /// Runs the time-out of the connection in slot `index`, if its entry in the wheel is the one of `tick`.
     fn on_tick(&mut self, index: u32, tick: u64, now: Instant) {
         let Some(slot) = self.slots[index as usize].as_mut() else { return };
         if slot.scheduled != tick {
@@ -586,51 +606,52 @@ impl<H: Device, W: Device> Worker<H, W> {
             offloaded.note_events(events);
             self.output.send_all(offloaded, &self.counters, now);
         }
-        self.after(index, events);
+        self.follow_up(index, events);
     }
 
-    pub(crate) fn tell_agent(&mut self, message: Message) {
-        if let Some(among) = &mut self.among
-            && !among.peers.is_front()
+    /// Sends a message to the agent, through the front worker if this is another one.
+    pub(crate) fn send_to_agent(&mut self, message: Message) {
+        if let Some(crossbar) = &mut self.crossbar
+            && !crossbar.peers.is_front()
         {
-            return among.peers.send(FRONT, Parcel::Agent(message));
+            return crossbar.peers.send(FRONT, Call::Agent(message));
         }
         if !self.backlog.is_empty() || self.events.push(message.to_words()).is_err() {
             self.backlog.add(message);
         }
         self.events.publish();
-        self.agent_told = true;
+        self.agent_unsignalled = true;
     }
 
-    /// Tells the agent what its ring had no room for.
+    /// Sends the messages that found the agent's ring full, as far as it has room.
     #[cold]
-    pub(crate) fn tell_the_rest(&mut self) {
+    pub(crate) fn flush_backlog(&mut self) {
         if self.backlog.flush(&mut self.events) {
             self.events.publish();
-            self.agent_told = true;
+            self.agent_unsignalled = true;
         }
     }
 
-    /// Sessions whose program sleeps although it was told something, as far as moderation does not wait for more, and whether the agent does:
-    /// the caller rings their doorbells.
+    /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
+    /// messages were sent to the agent since the last call: then the caller rings its doorbell, too.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32)) -> bool {
         for (id, session) in self.sessions.iter_mut().enumerate() {
             if let Some(session) = session
-                && session.told > 0
-                && session.is_to_ring(now)
+                && session.unsignalled > 0
+                && session.should_ring(now)
             {
                 self.counters.add(Counter::Doorbells, 1);
                 ring(id as u32);
             }
         }
-        std::mem::take(&mut self.agent_told)
+        std::mem::take(&mut self.agent_unsignalled)
     }
 
-    /// Announces that the worker is going to sleep. False if something has come meanwhile; it then must not.
+    /// Announces that the worker is going to sleep. False if it must not, since something has arrived.
     pub fn prepare_sleep(&mut self) -> bool {
-        let mut idle = self.host.is_ready() && self.among.as_mut().is_none_or(|among| among.peers.prepare_sleep());
+        let mut idle = self.host.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
         if !self.is_front() {
-            // News that the front has had no room for.
+            // Events that the front worker had no room for.
             idle &= self.dirty.is_empty();
         } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
@@ -646,10 +667,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         idle
     }
 
-    /// The worker is awake.
+    /// Announces that the worker is awake.
     pub fn end_sleep(&mut self) {
-        if let Some(among) = &self.among {
-            among.peers.end_sleep();
+        if let Some(crossbar) = &self.crossbar {
+            crossbar.peers.end_sleep();
         }
         if self.is_front() {
             wake_up(self.nic_memory.word32(nic::SLEEPING));
@@ -659,25 +680,26 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Whether it serves the agent's ring and the programs'.
+    /// Whether this is the front worker, which serves the rings of agent and programs.
     pub(crate) fn is_front(&self) -> bool {
-        self.among.as_ref().is_none_or(|among| among.peers.is_front())
+        self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front())
     }
 
-    /// When a timer wants the worker next, in microseconds of its clock.
+    /// When a timer is due next, in microseconds; None if none is set.
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.delivery.due()).filter(|due| *due != u64::MAX);
-        let acknowledgements = self.active.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
-        let told = self.sessions.iter().flatten().filter(|session| session.told > 0);
-        let doorbells = told.filter_map(|session| session.moderator.due()).min();
-        let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.among_due());
+        let acknowledgements = self.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
+        let unsignalled = self.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
+        let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
+        let others = self.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         self.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }
 
-/// Why a segment is held while the connection goes back to the kernel, which then gets it. What a reset means to the program and its socket
-/// the kernel knows best, and the NIC has no urgent data: a segment that announces some goes there before a byte of it is taken in.
-pub(crate) fn kernels_business(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
+/// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel gets the
+/// segment. The kernel knows best what a reset means to the program and its socket. The NIC has no urgent data: a segment that
+/// announces some goes to the kernel before any of its bytes is accepted.
+pub(crate) fn needs_kernel(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
     if segment.flags.contains(Flags::RST) {
         return (segment.seq == tcp.rcv_nxt()).then_some(RestoreCause::Reset);
     }
@@ -685,9 +707,9 @@ pub(crate) fn kernels_business(segment: &Segment, tcp: &baton_tcp::Connection) -
     (segment.flags.contains(Flags::URG) && current).then_some(RestoreCause::Urgent)
 }
 
-/// While mirroring, the kernel's own acknowledgements tell whether it holds anything out of order that the copy lacks: it does not
-/// if it reports no SACK block, or few enough to be all, and the copy has them.
-fn judge_mirror(slot: &mut Slot, parsed: &TcpFrame) -> bool {
+/// Whether the mirrored frames cover everything that the kernel holds out of order, judged by an acknowledgement of the kernel's:
+/// it reports no SACK block, or fewer than a header has room for, so that these are all, and the frames cover them.
+fn mirror_covers(slot: &mut Slot, parsed: &TcpFrame) -> bool {
     if !parsed.flags.contains(Flags::ACK) {
         return false;
     }
@@ -695,5 +717,5 @@ fn judge_mirror(slot: &mut Slot, parsed: &TcpFrame) -> bool {
     let blocks = parsed.options.sack.as_slice();
     let held = &slot.held;
     let beyond = || blocks.iter().filter(|block| before(parsed.ack, block.1));
-    !held.overflowed && beyond().count() < 3 && beyond().all(|block| held.covers(block.0, block.1))
+    !held.overflowed && beyond().count() < MAX_SACK_BLOCKS && beyond().all(|block| held.covers(block.0, block.1))
 }

@@ -1,10 +1,10 @@
-//! One worker on memory wires. A hostile program and hostile frames: nothing panics, and another session's connection goes on, byte
-//! for byte. Forwarded frames, and ICMP.
+//! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's connection goes
+//! on without a wrong byte. Also forwarded frames, and ICMP.
 
 use baton_abi::layout::{nic, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Offloads, Settings, Worker};
+use baton_datapath::{Worker, WorkerOffloads, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
 use baton_moderation::Mode;
@@ -34,13 +34,13 @@ struct Stage {
     kernel: MemoryDevice,
     nic_memory: Arc<Region>,
     agent: Producer<RingWords>,
-    told: Consumer<RingWords>,
+    events: Consumer<RingWords>,
     programs: Vec<Program>,
     frame: Frame,
     now: Instant,
-    /// The victim's peer: next sequence number, and how far the victim's program was told.
+    /// The victim's peer: its next sequence number, and the number of bytes that the victim's program was sent events for.
     seq: u32,
-    heard: u32,
+    delivered: u32,
 }
 
 fn flow(of: u32) -> Flow {
@@ -55,8 +55,13 @@ impl Stage {
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);
-        let settings =
-            Settings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack: true, ..Settings::default() };
+        let settings = WorkerSettings {
+            slots: SLOTS,
+            hash_key: [1, 2, 3, 4],
+            frame_bytes: FRAME,
+            quick_ack: true,
+            ..WorkerSettings::default()
+        };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let programs = (0..2)
@@ -68,9 +73,9 @@ impl Stage {
                 Program { memory, commands, events }
             })
             .collect();
-        let (agent, told) = (Producer::new(nic_memory.ring(nic::COMMANDS)), Consumer::new(nic_memory.ring(nic::EVENTS)));
+        let (agent, events) = (Producer::new(nic_memory.ring(nic::COMMANDS)), Consumer::new(nic_memory.ring(nic::EVENTS)));
         let frame = Frame::with_capacity(FRAME);
-        let mut stage = Stage { worker, far, kernel, nic_memory, agent, told, programs, frame, now, seq: 1, heard: 0 };
+        let mut stage = Stage { worker, far, kernel, nic_memory, agent, events, programs, frame, now, seq: 1, delivered: 0 };
         for of in 0..2 {
             stage.offload(of);
         }
@@ -81,8 +86,8 @@ impl Stage {
         self.agent.push(message.to_words()).unwrap();
         self.agent.publish();
         self.worker.poll(self.now);
-        while self.told.pop().is_some() {}
-        self.told.release();
+        while self.events.pop().is_some() {}
+        self.events.release();
     }
 
     fn offload(&mut self, of: u32) {
@@ -102,7 +107,8 @@ impl Stage {
         while self.far.receive(&mut self.frame) {}
     }
 
-    /// The victim's peer sends a segment; it must be acknowledged, told, and lie in the victim's memory.
+    /// The victim's peer sends a segment. It must be acknowledged, announced to the victim's program, and lie in the victim's
+    /// memory.
     fn victim_goes_on(&mut self, length: usize) {
         let payload: Vec<u8> = (0..length).map(|at| (self.seq as usize + at) as u8).collect();
         let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
@@ -116,7 +122,7 @@ impl Stage {
         self.frame.checksum = Checksum::Verified;
         self.far.transmit(&mut self.frame);
         let mut acknowledged = false;
-        // What an attacker has queued before is done first, a bounded number of rounds long.
+        // Commands that an attacker has queued are run first, for a bounded number of rounds.
         for _ in 0..200 {
             self.now = self.now.after(10);
             self.worker.poll(self.now);
@@ -135,13 +141,13 @@ impl Stage {
         assert!(acknowledged, "the victim's segment was not acknowledged");
         let victim = &mut self.programs[0];
         while let Some(words) = victim.events.pop() {
-            let message = Message::from_words(words).expect("the NIC speaks its own language");
-            assert_eq!((message.operation, message.cid), (Operation::OsRecv, Cid::new(0, 1)), "the victim was told {message:?}");
-            self.heard += message.length;
+            let message = Message::from_words(words).expect("the NIC sends valid messages");
+            assert_eq!((message.operation, message.cid), (Operation::OsRecv, Cid::new(0, 1)), "the victim got {message:?}");
+            self.delivered += message.length;
         }
         victim.events.release();
         self.seq = self.seq.wrapping_add(length as u32);
-        assert_eq!(self.heard, self.seq - 1);
+        assert_eq!(self.delivered, self.seq - 1);
         for (at, byte) in payload.iter().enumerate() {
             let place = (self.seq as usize - length + at) % BUFFER as usize;
             let mut found = [0u8];
@@ -153,22 +159,22 @@ impl Stage {
     }
 }
 
-/// What an attacker does in one round.
+/// An attacker's action in one round.
 #[derive(Clone, Debug)]
 enum Attack {
-    /// Any words in its own ring.
+    /// Pushes any words to its own ring.
     Words(u64, u64),
-    /// A well-formed message with any fields, for any connection.
+    /// Pushes a well-formed message with any fields, for any connection.
     Message { operation: u8, kind: u16, cid: u32, address: u32, length: u32 },
-    /// Its indices, sleep flags, blocks and heap overwritten.
+    /// Overwrites a word of its session memory: indices, sleep flags, blocks, heap.
     Scribble { at: u32, value: u64 },
-    /// Any bytes from the wire, perhaps with a plausible start.
+    /// A frame of any bytes from the wire or the kernel, perhaps with a plausible beginning.
     Frame { plausible: bool, from_kernel: bool, bytes: Vec<u8> },
-    /// A good frame of its own connection with one byte changed.
+    /// A valid frame of its own connection with one byte changed.
     Damaged { at: usize, value: u8, seq: u32, length: usize, flags: u8 },
-    /// Time passes.
+    /// Lets time pass, in microseconds.
     Pause(u32),
-    /// The agent takes its connection back, for which everything that waits in its ring is read first.
+    /// The agent restores its connection, for which all commands in its ring are run first.
     Leave,
 }
 
@@ -221,7 +227,7 @@ impl Stage {
                 self.frame.set_length(MAX_HEADER + length);
                 let headers = template.emit(&header, *length, self.frame.bytes_mut());
                 self.frame.set_length(headers + length);
-                // Addresses and ports stay, so that it cannot pass for the victim's.
+                // Addresses and ports stay, so that the frame cannot be one of the victim's.
                 if !(26..38).contains(at) && *at < headers + length {
                     self.frame.bytes_mut()[*at] = *value;
                 }
@@ -247,39 +253,40 @@ proptest! {
             }
         }
         stage.victim_goes_on(1000);
-        // The attacker's session ends: nothing of it stays behind.
+        // The attacker's session ends, and leaves nothing behind.
         stage.command(Message::control(Operation::NicControl, Control::Cancel, Cid::new(1, 1), 0, 0));
         stage.command(Message::control(Operation::NicControl, Control::Detach, Cid(0), 1, 0));
         stage.victim_goes_on(1000);
     }
 }
 
-/// A command ring whose head is further away than the ring is long is read no more, the agent hears of it, and gets the connection.
+/// A command ring whose head is further ahead than the ring is long is not read any more; the agent is notified, and can restore
+/// the connection.
 #[test]
-fn a_ring_that_lies_is_cut_off() {
-    for lie in [1 << 40, 4097, u64::MAX] {
+fn a_corrupt_ring_is_not_read_any_more() {
+    for index in [1 << 40, 4097, u64::MAX] {
         let mut stage = Stage::new();
-        stage.programs[1].memory.words(session::COMMANDS, 1)[0].store(lie, Ordering::SeqCst);
+        stage.programs[1].memory.words(session::COMMANDS, 1)[0].store(index, Ordering::SeqCst);
         stage.worker.poll(stage.now);
-        let told = std::iter::from_fn(|| stage.told.pop()).filter_map(Message::from_words);
+        let events = std::iter::from_fn(|| stage.events.pop()).filter_map(Message::from_words);
         let cut = Message::control(Operation::OsControl, Control::Detach, Cid(0), 1, 0);
-        assert_eq!(told.collect::<Vec<_>>(), [cut], "{lie}");
-        stage.told.release();
-        assert!(!stage.worker.poll(stage.now), "it is work no more");
+        assert_eq!(events.collect::<Vec<_>>(), [cut], "{index}");
+        stage.events.release();
+        assert!(!stage.worker.poll(stage.now), "it has no more work");
         stage.victim_goes_on(500);
         stage.worker.poll(stage.now);
-        // What follows in the ring, true or not, is not done.
+        // What follows in the ring is not run, valid or not.
         stage.programs[1].memory.words(session::COMMANDS, 1)[0].store(1, Ordering::SeqCst);
         assert!(!stage.worker.poll(stage.now));
         stage.agent.push(Message::new(Operation::NicRestore, Cid::new(1, 1), 0, 0).to_words()).unwrap();
         stage.agent.publish();
         stage.worker.poll(stage.now);
-        let done = std::iter::from_fn(|| stage.told.pop()).filter_map(Message::from_words).next().map(|told| told.kind);
+        let done = std::iter::from_fn(|| stage.events.pop()).filter_map(Message::from_words).next().map(|answer| answer.kind);
         assert_eq!(done, Some(Control::Done as u16), "its connection can be restored");
     }
 }
 
-/// A frame that reached the host during the handoff and is forwarded is processed as if the wire had brought it.
+/// A frame that reached the host during the handoff and is forwarded is processed as if it came from the wire.
 #[test]
 fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut stage = Stage::new();
@@ -305,18 +312,18 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     stage.nic_memory.write(base + slot::FORWARD, &forwarded[..headers + 5]).unwrap();
     stage.command(Message::new(Operation::NicForward, cid, 0, (headers + 5) as u32));
     stage.command(Message::new(Operation::NicHandoff, cid, 0, 0));
-    let mut told = 0;
+    let mut delivered = 0;
     while let Some(words) = stage.programs[1].events.pop() {
         let message = Message::from_words(words).unwrap();
-        told += if message.operation == Operation::OsRecv && message.cid == cid { message.length } else { 0 };
+        delivered += if message.operation == Operation::OsRecv && message.cid == cid { message.length } else { 0 };
     }
-    assert_eq!(told, 5);
+    assert_eq!(delivered, 5);
     let mut found = [0u8; 5];
     stage.programs[1].memory.read(heap as usize + 1, &mut found).unwrap();
     assert_eq!(&found, b"early");
 }
 
-/// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold the second one back.
+/// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold back the second.
 #[test]
 fn two_pieces_of_one_send_leave_together() {
     let mut stage = Stage::new();
@@ -340,7 +347,7 @@ fn two_pieces_of_one_send_leave_together() {
     assert_eq!(frames(&[send(800, 10)]), [0usize; 0], "a small segment is unacknowledged");
 }
 
-/// "Fragmentation needed" about a segment in flight: it is cut and sent again. One about what was never sent, or with a wrong
+/// "Fragmentation needed" for a segment in flight: it is cut and sent again. One for what was never sent, or with a wrong
 /// checksum, changes nothing.
 #[test]
 fn the_path_mtu_follows_icmp() {
@@ -389,7 +396,7 @@ fn the_path_mtu_follows_icmp() {
     assert!(!again.is_empty() && again.iter().all(|length| (1..=548).contains(length)), "{again:?}");
 }
 
-/// A program that sleeps is told after so long, or so much; one that is awake looks by itself.
+/// A sleeping program's doorbell is rung after a time or a number of bytes; a program that is awake gets none.
 #[test]
 fn doorbells_are_moderated() {
     let mut stage = Stage::new();
@@ -402,7 +409,7 @@ fn doorbells_are_moderated() {
         rung
     };
     let set = |stage: &mut Stage, doorbells| {
-        let set = Offloads { lro: Default::default(), moderation: Default::default(), doorbells, active_ack: false };
+        let set = WorkerOffloads { lro: Default::default(), moderation: Default::default(), doorbells, active_ack: false };
         stage.worker.set_offloads(&set, stage.now);
     };
     asleep(&stage, 1);
@@ -433,10 +440,10 @@ fn doorbells_are_moderated() {
     assert_eq!(rung(&mut stage), [0u32; 0], "it was awake");
 }
 
-/// A segment that announces urgent data is not taken in: it waits, the agent is asked once to give the connection back, and the kernel gets
-/// the segment. An old one, and one beyond the window, are answered as ever.
+/// A segment that announces urgent data is held, the agent is asked once to restore the connection, and the kernel gets the
+/// segment. An old one, and one beyond the window, are answered as usual.
 #[test]
-fn urgent_data_is_the_kernels() {
+fn urgent_data_goes_to_the_kernel() {
     let mut stage = Stage::new();
     let cid = Cid::new(0, 1);
     let send = |stage: &mut Stage, seq: u32, flags: Flags| {
@@ -450,11 +457,11 @@ fn urgent_data_is_the_kernels() {
         stage.far.transmit(&mut stage.frame);
         stage.worker.poll(stage.now);
         let mut asked = Vec::new();
-        while let Some(words) = stage.told.pop() {
+        while let Some(words) = stage.events.pop() {
             let message = Message::from_words(words).unwrap();
             asked.push((message.operation, message.cid, message.address));
         }
-        stage.told.release();
+        stage.events.release();
         asked
     };
     stage.victim_goes_on(100);
@@ -466,30 +473,30 @@ fn urgent_data_is_the_kernels() {
     assert_eq!(send(&mut stage, second, urgent), []);
     assert_eq!(send(&mut stage, second + 10, Flags::ACK), [], "what follows is held out of order");
     let victim = &mut stage.programs[0];
-    assert!(victim.events.pop().is_none(), "its program was told of a byte");
+    assert!(victim.events.pop().is_none(), "its program got an event");
     victim.events.release();
     stage.command(Message::new(Operation::NicRestore, cid, 0, 0));
     stage.command(Message::control(Operation::NicControl, Control::Release, cid, 0, 0));
-    let mut heard = Vec::new();
+    let mut at_kernel = Vec::new();
     while stage.kernel.receive(&mut stage.frame) {
         let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
         if parsed.payload_length > 0 {
-            heard.push((parsed.seq, parsed.flags.contains(Flags::URG)));
+            at_kernel.push((parsed.seq, parsed.flags.contains(Flags::URG)));
         }
     }
-    assert_eq!(heard, [(second + 10, false), (first, true), (second, true)]);
+    assert_eq!(at_kernel, [(second + 10, false), (first, true), (second, true)]);
 }
 
-/// An agent that is slow to read: nothing that it is told is lost, in which order it ever finds its ring full.
+/// An agent that is slow to read loses no message, whenever its ring is full.
 #[test]
-fn an_agent_that_is_slow_to_read_misses_nothing() {
+fn a_slow_agent_loses_no_message() {
     let mut stage = Stage::new();
     let absurd = Message::new(Operation::NicRestore, Cid::new(3, 7), 0, 0);
     for _ in 0..4096 {
         stage.agent.push(absurd.to_words()).unwrap();
     }
     stage.agent.publish();
-    // Two messages each: the answer, and the room that there is.
+    // Two messages for each command: the answer, and the free room.
     stage.worker.poll(stage.now);
     let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
     let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
@@ -503,14 +510,14 @@ fn an_agent_that_is_slow_to_read_misses_nothing() {
         stage.far.transmit(&mut stage.frame);
         stage.worker.poll(stage.now);
     }
-    assert!(!stage.worker.prepare_sleep(), "it sleeps on what it has to tell");
+    assert!(!stage.worker.prepare_sleep(), "it sleeps with messages waiting");
     let (mut answers, mut returns) = (0, 0);
     for _ in 0..4 {
-        while let Some(message) = stage.told.pop().and_then(Message::from_words) {
+        while let Some(message) = stage.events.pop().and_then(Message::from_words) {
             answers += usize::from(message.operation == Operation::OsControl);
             returns += usize::from((message.operation, message.cid) == (Operation::OsRestore, Cid::new(0, 1)));
         }
-        stage.told.release();
+        stage.events.release();
         stage.worker.poll(stage.now);
     }
     assert_eq!((answers, returns), (4096, 1));

@@ -1,8 +1,10 @@
-//! Where a NIC's workers, their queues and their memory belong on a machine of several NUMA nodes: the device's node first, then balanced.
+//! The placement of a NIC's workers, their queues and their memory on a machine of several NUMA nodes: the device's node first,
+//! then balanced.
 //!
-//! A worker touches three memories: the device's rings, its connections' state, and its programs' buffers. The first two belong to its own
-//! node, so it is best near the device; the third is the program's, so programs are told where their connections are and can be placed there
-//! ("Mainstream NUMA and the TCP/IP stack", part III, misses just that). No I/O: the topology comes in as an argument.
+//! A worker uses three kinds of memory: the device's rings, its connections' state, and its programs' buffers. The first two
+//! belong to its own node, so it is best placed near the device. The third is the program's, so programs are told where their
+//! connections are and can be placed there, which "Mainstream NUMA and the TCP/IP stack", part III, leaves out. No I/O: the
+//! topology comes in as an argument.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -13,57 +15,58 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use serde::{Deserialize, Serialize};
 
-/// A node: processors and memory that are near to each other.
+/// A NUMA node: processors and memory close to each other.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
-    /// Its number, as the system has it.
+    /// The system's number of the node.
     pub number: usize,
-    /// Its processors that may be used.
+    /// The processors of the node that may be used.
     pub cpus: Vec<usize>,
-    /// Its memory, in MB; 0 for none.
+    /// The node's memory in MB; 0 for none.
     pub megabytes: u64,
-    /// What an access costs from here to each node of the machine, in their order; 10 is near (ACPI's SLIT).
+    /// Cost of an access from this node to each node of the machine, in their order; 10 is the cost of local memory (ACPI's
+    /// SLIT).
     pub distances: Vec<u32>,
 }
 
-/// A machine.
+/// The nodes of a machine.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
-    /// Its nodes.
+    /// The nodes.
     #[serde(rename = "node")]
     pub nodes: Vec<Node>,
 }
 
-/// A worker's place.
+/// The placement of one worker.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Place {
+pub struct WorkerPlace {
     /// The processor that it is bound to.
     pub cpu: usize,
-    /// The node of that.
+    /// The processor's node.
     pub node: usize,
-    /// The node that its queues and its connections' state are on.
+    /// The node of its queues' and its connections' memory.
     pub memory: usize,
-    /// Why there.
+    /// The reason, for people.
     pub why: String,
 }
 
-/// Where everything is.
+/// The placement of all workers, and of programs.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Placement {
-    /// Of each worker.
-    pub workers: Vec<Place>,
-    /// Processors for programs, nearest to the workers first, without the workers' own as far as there are others.
+    /// The placement of each worker.
+    pub workers: Vec<WorkerPlace>,
+    /// Processors for programs, nearest to the workers first. The workers' own are left out unless there are no others.
     pub programs: Vec<usize>,
 }
 
-/// Why there is no placement.
+/// The reason why there is no placement.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Unplaced {
-    /// There is no processor that may be used.
+    /// No processor may be used.
     NoProcessors,
-    /// There is no such node.
+    /// The device's node is not in the topology.
     NoNode(usize),
 }
 
@@ -78,25 +81,26 @@ impl core::fmt::Display for Unplaced {
 
 impl core::error::Error for Unplaced {}
 
-/// What an access from a node to itself costs, and to one of unknown distance.
+/// Cost of an access from a node to itself, and to a node of unknown distance.
 const NEAR: u32 = 10;
 const FAR: u32 = 20;
 
 impl Topology {
+    /// Cost of an access from one node (by index) to another.
     fn distance(&self, from: usize, to: usize) -> u32 {
         self.nodes[from].distances.get(to).copied().unwrap_or(if from == to { NEAR } else { FAR })
     }
 
-    /// Both ways together: requests go one way, data the other, and they may differ.
+    /// Cost of an access each way. Requests go one way, data the other, and the two may differ.
     fn round_trip(&self, a: usize, b: usize) -> u32 {
         self.distance(a, b) + self.distance(b, a)
     }
 
-    /// Places so many workers for a device on a node (by its number), if it is known. On each node half of the processors, rounded up, is
-    /// the programs', as long as another node has room.
+    /// Places `workers` workers for a device on the node numbered `device`, if that is known. On each node half of the
+    /// processors, rounded up, is left to programs, as long as another node has room.
     ///
     /// # Errors
-    /// [`Unplaced`], with what is missing.
+    /// [`Unplaced`], with the reason.
     pub fn place(&self, workers: usize, device: Option<usize>) -> Result<Placement, Unplaced> {
         if self.nodes.iter().all(|node| node.cpus.is_empty()) {
             return Err(Unplaced::NoProcessors);
@@ -106,25 +110,26 @@ impl Topology {
             None => None,
         };
         let mut taken: Vec<usize> = self.nodes.iter().map(|_| 0).collect();
-        let mut places: Vec<Place> = Vec::new();
+        let mut places: Vec<WorkerPlace> = Vec::new();
         for _ in 0..workers.max(1) {
             let (at, why) = self.next(&taken, device);
             let node = &self.nodes[at];
             let cpu = node.cpus[taken[at] % node.cpus.len()];
             taken[at] += 1;
             let (memory, where_memory) = self.memory_near(at);
-            places.push(Place { cpu, node: node.number, memory, why: format!("{why}{where_memory}") });
+            places.push(WorkerPlace { cpu, node: node.number, memory, why: format!("{why}{where_memory}") });
         }
         let programs = self.programs(&places);
         Ok(Placement { workers: places, programs })
     }
 
-    /// Workers that a node takes before others have to: half of its processors, rounded down, but one at least.
+    /// Number of workers that a node takes before others have to: half of its processors, rounded down, but at least one if it
+    /// has any.
     fn share(&self, at: usize) -> usize {
         (self.nodes[at].cpus.len() / 2).max(usize::from(!self.nodes[at].cpus.is_empty()))
     }
 
-    /// The node of the next worker, and why.
+    /// The node of the next worker, and the reason.
     fn next(&self, taken: &[usize], device: Option<usize>) -> (usize, String) {
         let with_processors = || (0..self.nodes.len()).filter(|at| !self.nodes[*at].cpus.is_empty());
         let number = |at: usize| self.nodes[at].number;
@@ -132,7 +137,7 @@ impl Topology {
             return (device, format!("node {} is the device's", number(device)));
         }
         let free: Vec<usize> = with_processors().filter(|at| taken[*at] < self.share(*at)).collect();
-        // How full a node would be, in thousandths, then how far it is.
+        // Workers per thousand processors with one worker more; then the distance to the device.
         let fullness = |at: usize| (taken[at] + 1) * 1000 / self.nodes[at].cpus.len();
         let far = |at: usize| device.map_or(0, |device| self.round_trip(device, at));
         if let Some(nearest) = free.iter().map(|at| far(*at)).min() {
@@ -156,13 +161,13 @@ impl Topology {
                 return (at, why);
             }
         }
-        // More workers than half of the machine: everybody gives up some.
+        // More workers than half of the machine's processors: the programs' half is used, evenly over the nodes.
         let at = with_processors().min_by_key(|at| (fullness(*at), far(*at), *at)).unwrap_or(0);
         let shared = if taken[at] >= self.nodes[at].cpus.len() { ", and shares a processor" } else { "" };
         (at, format!("every node has its share, and node {} is the least full{shared}", number(at)))
     }
 
-    /// The node whose memory a worker on a node uses.
+    /// The node whose memory a worker on node `at` uses, and the reason if it is another node.
     fn memory_near(&self, at: usize) -> (usize, String) {
         if self.nodes[at].megabytes > 0 {
             return (self.nodes[at].number, String::new());
@@ -177,7 +182,8 @@ impl Topology {
         }
     }
 
-    fn programs(&self, workers: &[Place]) -> Vec<usize> {
+    /// Processors for programs, nearest to the workers first.
+    fn programs(&self, workers: &[WorkerPlace]) -> Vec<usize> {
         let position = |number: usize| self.nodes.iter().position(|node| node.number == number).unwrap_or(0);
         let nearest = |at: usize| workers.iter().map(|place| self.round_trip(at, position(place.node))).min().unwrap_or(0);
         let mut nodes: Vec<usize> = (0..self.nodes.len()).collect();
@@ -187,7 +193,7 @@ impl Topology {
         if others.is_empty() { all().collect() } else { others }
     }
 
-    /// Processors near a worker's, without any worker's own as far as there are others: for the programs of its connections.
+    /// Processors near a worker's, for the programs of its connections. The workers' own are left out unless there are no others.
     pub fn near(&self, placement: &Placement, worker: usize) -> Vec<usize> {
         let Some(place) = placement.workers.get(worker) else { return Vec::new() };
         let Some(node) = self.nodes.iter().find(|node| node.number == place.node) else { return Vec::new() };
@@ -204,7 +210,8 @@ mod tests {
     use alloc::vec;
     use proptest::prelude::*;
 
-    /// So many nodes of so many processors, numbered one after the other, each as far from each other as `distance` says.
+    /// A machine of `nodes` nodes with `cpus` processors each, numbered one after the other, with the distances that `distance`
+    /// gives.
     fn machine(nodes: usize, cpus: usize, distance: impl Fn(usize, usize) -> u32) -> Topology {
         let node = |number: usize| Node {
             number,
@@ -219,7 +226,7 @@ mod tests {
         machine(nodes, cpus, |a, b| if a == b { 10 } else { 21 })
     }
 
-    /// Nodes in a ring: the further around, the dearer.
+    /// Nodes in a ring: the cost grows with the distance around it.
     fn ring(nodes: usize, cpus: usize) -> Topology {
         machine(nodes, cpus, |a, b| {
             let around = a.abs_diff(b).min(nodes - a.abs_diff(b)) as u32;
@@ -251,7 +258,7 @@ mod tests {
         assert_eq!(nodes_of(&placement), [2, 2, 1, 3, 1, 3, 0, 4, 0, 4, 5, 5]);
         let why = &placement.workers[2].why;
         assert!(why.contains("node 2 is full with 2") && why.contains("distance 16"), "{why}");
-        // More than half of everything: the programs' half is taken evenly.
+        // More than half of all processors: the programs' half is used evenly.
         let crowded = ring(6, 4).place(24, Some(2)).unwrap();
         let mut cpus: Vec<usize> = crowded.workers.iter().map(|place| place.cpu).collect();
         cpus.sort_unstable();
@@ -261,7 +268,7 @@ mod tests {
 
     #[test]
     fn distances_may_differ_by_direction() {
-        // From 0 both others are as far, but the way back from 1 is longer.
+        // Both other nodes are equally far from 0, but the way back from 1 costs more.
         let mut lopsided = flat(3, 2);
         lopsided.nodes[1].distances[0] = 40;
         assert_eq!(nodes_of(&lopsided.place(2, Some(0)).unwrap()), [0, 2]);
@@ -289,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_placed_is_said() {
+    fn what_cannot_be_placed_is_an_error() {
         assert_eq!(Topology::default().place(1, None), Err(Unplaced::NoProcessors));
         assert_eq!(flat(2, 2).place(1, Some(7)), Err(Unplaced::NoNode(7)));
         assert!(Unplaced::NoNode(7).to_string().contains("node 7"));

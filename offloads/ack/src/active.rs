@@ -1,64 +1,66 @@
-//! What is done with frames from either side.
+//! The acknowledging of frames from the wire, and the rewriting of frames from the kernel.
 
-use crate::entry::{Entry, Peer};
+use crate::entry::{AckEntry, Peer};
 use crate::rewrite;
 use crate::store::{self, RING, Store};
 use alloc::vec::Vec;
 use baton_device::{Checksum, Frame};
 use baton_tables::{Lookup, Wheel};
-use baton_wire::frame::{ETHERNET, Header, Link, MAX_HEADER, Template};
-use baton_wire::{Flags, Name, TcpFrame, TcpOptions};
+use baton_wire::frame::{ECN_CE, ECN_MASK, ETHERNET, Header, Link, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::{Flags, FlowKey, TcpFrame, TcpOptions};
 use core::mem;
 
-/// Microseconds for which data waits for a second segment, or for the kernel, before it is acknowledged.
-const DELAY: u64 = 500;
+/// Microseconds after which data is acknowledged that has waited for a second segment, or for the kernel's acknowledgement.
+const ACK_DELAY: u64 = 500;
 
-/// Segments that are acknowledged together (RFC 9293 section 3.8.6.3).
-const TOGETHER: u32 = 2;
+/// Number of segments that are acknowledged together (RFC 9293 section 3.8.6.3).
+const SEGMENTS_PER_ACK: u32 = 2;
 
-/// Microseconds after which the kernel is given what it has not acknowledged again, at first and at most: more than its delayed
-/// acknowledgement and than large receive waits.
-const PATIENCE: u64 = 300_000;
-const MOST_PATIENCE: u64 = 4_000_000;
+/// Microseconds after which the kernel gets data again that it has not acknowledged, at first and at most (it doubles): more than
+/// the kernel's delayed acknowledgement and than large receive's waits.
+const MIN_REDELIVERY: u64 = 300_000;
+const MAX_REDELIVERY: u64 = 4_000_000;
 
-/// Acknowledgements of the kernel's that say nothing new after which it is given what it lacks at once.
-const REPEATED: u32 = 2;
+/// Number of duplicate acknowledgements of the kernel's after which it gets the missing data again at once.
+const DUPLICATES: u32 = 2;
 
-/// Payload of a segment that is given to the kernel again.
+/// Largest payload of a segment that is delivered to the kernel again.
 const PIECE: usize = 1400;
 
-/// Descriptors that are looked at for one that can be used again.
+/// Number of entries that are examined in the search for one that can be freed.
 const CANDIDATES: usize = 8;
 
-/// The event in the middle of a connection that makes its data the kernel's business.
-const SPECIAL: Flags = Flags(Flags::SYN.0 | Flags::FIN.0 | Flags::RST.0 | Flags::URG.0 | Flags::CWR.0);
+/// Segments with any of these flags are left to the kernel to acknowledge.
+const LEFT_TO_KERNEL: Flags = Flags::SYN.union(Flags::FIN).union(Flags::RST).union(Flags::URG).union(Flags::CWR);
 
-/// What was done so far.
+/// The counters.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct Counters {
-    /// Acknowledgements of the NIC's own.
+    /// Acknowledgements that the NIC has sent.
     pub sent: u64,
-    /// Frames of the kernel's that got the NIC's acknowledgement.
+    /// Frames of the kernel's that were given the NIC's greater acknowledgement.
     pub raised: u64,
-    /// Segments that the kernel was given again.
-    pub again: u64,
-    /// Segments that did not come in order, were too many for the place or the window, or are the kernel's to acknowledge.
+    /// Segments that were delivered to the kernel again.
+    pub redelivered: u64,
+    /// Data segments left to the kernel to acknowledge: out of order, too many for the buffer or the window, or not plain data.
     pub left: u64,
 }
 
+/// Whether sequence number `a` comes before `b`.
 fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
-/// Active acknowledgements of one worker's connections.
-pub struct Active<S> {
+/// The active acknowledgements of one worker's connections.
+pub struct ActiveAck<S> {
     store: S,
     on: bool,
     table: Lookup,
-    entries: Vec<Option<Entry>>,
+    entries: Vec<Option<AckEntry>>,
     free: Vec<u32>,
-    /// Places that are this worker's to give.
-    places: Vec<usize>,
+    /// Free buffers of this worker.
+    buffers: Vec<usize>,
+    /// Index at which the search for an entry that can be freed continues.
     hand: usize,
     wheel: Wheel<128>,
     expired: Vec<u32>,
@@ -66,15 +68,15 @@ pub struct Active<S> {
     counters: Counters,
 }
 
-impl<S: Store> Active<S> {
-    /// Over memory in which it may use these places, with what another NIC may have left there.
-    pub fn new(store: S, places: &[usize], hash_key: [u64; 4], on: bool, now: u64) -> Active<S> {
-        let count = store.places();
-        let mut active = Active {
+impl<S: Store> ActiveAck<S> {
+    /// Makes it over memory in which it may use the buffers `buffers`, and takes over what an earlier NIC has left there.
+    pub fn new(store: S, buffers: &[usize], hash_key: [u64; 4], on: bool, now: u64) -> ActiveAck<S> {
+        let count = store.buffers();
+        let mut active = ActiveAck {
             table: Lookup::new(count, hash_key),
             entries: (0..count).map(|_| None).collect(),
             free: (0..count as u32).rev().collect(),
-            places: Vec::new(),
+            buffers: Vec::new(),
             hand: 0,
             wheel: Wheel::new(now),
             expired: Vec::new(),
@@ -83,57 +85,57 @@ impl<S: Store> Active<S> {
             store,
             on,
         };
-        for &place in places {
-            match store::recover(&active.store, place) {
+        for &buffer in buffers {
+            match store::recover(&active.store, buffer) {
                 Some(mut entry) => {
-                    // The kernel gets it as soon as frames flow.
-                    (entry.again_due, entry.patience) = (now, PATIENCE);
-                    active.enter(entry);
+                    // It is delivered to the kernel as soon as frames flow.
+                    (entry.redelivery_due, entry.redelivery_interval) = (now, MIN_REDELIVERY);
+                    active.insert(entry);
                 }
                 None => {
-                    store::release(&active.store, place);
-                    active.places.push(place);
+                    store::release(&active.store, buffer);
+                    active.buffers.push(buffer);
                 }
             }
         }
         active
     }
 
-    /// Whether new data is acknowledged. What was acknowledged before is kept in any case until the kernel has it.
+    /// Sets whether new data is acknowledged. Data acknowledged before is kept in any case until the kernel has it.
     pub fn set(&mut self, on: bool) {
         self.on = on;
     }
 
-    /// What was done so far.
+    /// The counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    fn find(&self, name: &Name) -> Option<u32> {
-        self.table.find(name, |at| matches!(self.entries.get(at as usize), Some(Some(entry)) if entry.name == *name))
+    fn find(&self, key: &FlowKey) -> Option<u32> {
+        self.table.find(key, |at| matches!(self.entries.get(at as usize), Some(Some(entry)) if entry.key == *key))
     }
 
-    fn enter(&mut self, entry: Entry) -> Option<u32> {
+    fn insert(&mut self, entry: AckEntry) -> Option<u32> {
         let at = self.free.pop()?;
-        self.table.insert(&entry.name, at);
+        self.table.insert(&entry.key, at);
         self.entries[at as usize] = Some(entry);
         self.schedule(at);
         Some(at)
     }
 
-    /// A place for a connection whose handshake is seen.
-    fn make(&mut self, flow: baton_wire::Flow) -> Option<u32> {
-        let name = Name::from(&flow);
-        if let Some(at) = self.find(&name) {
+    /// Makes an entry, with a buffer, for a connection whose handshake has been seen.
+    fn track(&mut self, flow: baton_wire::Flow) -> Option<u32> {
+        let key = FlowKey::from(&flow);
+        if let Some(at) = self.find(&key) {
             return Some(at);
         }
-        if self.places.is_empty() || self.free.is_empty() {
+        if self.buffers.is_empty() || self.free.is_empty() {
             self.reclaim();
         }
-        let place = self.places.pop()?;
-        let at = self.enter(Entry::new(place, flow));
+        let buffer = self.buffers.pop()?;
+        let at = self.insert(AckEntry::new(buffer, flow));
         if at.is_none() {
-            self.places.push(place);
+            self.buffers.push(buffer);
         }
         at
     }
@@ -147,58 +149,59 @@ impl<S: Store> Active<S> {
         }
     }
 
-    fn remove(&mut self, at: u32) -> Option<Entry> {
+    fn remove(&mut self, at: u32) -> Option<AckEntry> {
         let entry = self.entries[at as usize].take()?;
         let entries = &self.entries;
-        let name_of = |other: u32| entries[other as usize].as_ref().map_or(entry.name, |found| found.name);
-        self.table.remove(&entry.name, at, name_of);
+        let key_of = |other: u32| entries[other as usize].as_ref().map_or(entry.key, |found| found.key);
+        self.table.remove(&entry.key, at, key_of);
         self.free.push(at);
         Some(entry)
     }
 
     fn forget(&mut self, at: u32) {
         if let Some(entry) = self.remove(at) {
-            store::release(&self.store, entry.place);
-            self.places.push(entry.place);
+            store::release(&self.store, entry.buffer);
+            self.buffers.push(entry.buffer);
         }
     }
 
-    /// Ends for a connection, which is about to leave the kernel. False if the kernel has not got all that was acknowledged: not yet.
-    pub fn end(&mut self, name: &Name) -> bool {
-        let Some(at) = self.find(name) else { return true };
-        if self.entries[at as usize].as_ref().is_some_and(Entry::holds) {
+    /// Ends the active acknowledgements of a connection that is about to leave the kernel. False, and nothing changes, while the
+    /// kernel has not acknowledged everything that the NIC has.
+    pub fn end(&mut self, key: &FlowKey) -> bool {
+        let Some(at) = self.find(key) else { return true };
+        if self.entries[at as usize].as_ref().is_some_and(AckEntry::holds) {
             return false;
         }
         self.forget(at);
         true
     }
 
-    /// Takes connections out, for another worker.
-    pub fn take(&mut self, mut which: impl FnMut(&Entry) -> bool) -> Vec<Entry> {
-        let matching = |(at, entry): (usize, &Option<Entry>)| entry.as_ref().filter(|entry| which(entry)).map(|_| at as u32);
+    /// Removes connections, for another worker.
+    pub fn take(&mut self, mut which: impl FnMut(&AckEntry) -> bool) -> Vec<AckEntry> {
+        let matching = |(at, entry): (usize, &Option<AckEntry>)| entry.as_ref().filter(|entry| which(entry)).map(|_| at as u32);
         let slots: Vec<u32> = self.entries.iter().enumerate().filter_map(matching).collect();
         slots.into_iter().filter_map(|at| self.remove(at)).collect()
     }
 
-    /// Takes another worker's connections over.
-    pub fn adopt(&mut self, entries: Vec<Entry>) {
+    /// Inserts connections that another worker has removed.
+    pub fn adopt(&mut self, entries: Vec<AckEntry>) {
         for mut entry in entries {
             entry.scheduled = u64::MAX;
-            self.enter(entry);
+            self.insert(entry);
         }
     }
 
-    /// A frame from the wire, before anybody else changes it. Acknowledgements go to `to_wire`.
+    /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`.
     pub fn from_wire(&mut self, frame: &Frame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
         let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
         if parsed.flags.intersects(Flags::SYN) {
-            if self.on && self.trusts(frame, &parsed) {
+            if self.on && self.is_intact(frame, &parsed) {
                 self.handshake(&parsed);
             }
             return;
         }
-        let Some(at) = self.find(&Name::from(&parsed.flow)) else { return };
-        if !self.trusts(frame, &parsed) {
+        let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return };
+        if !self.is_intact(frame, &parsed) {
             return;
         }
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
@@ -209,64 +212,65 @@ impl<S: Store> Active<S> {
             return self.forget(at);
         }
         if self.on && parsed.payload_length > 0 {
-            self.data(at, frame, &parsed, now, to_wire);
+            self.on_data(at, frame, &parsed, now, to_wire);
         }
     }
 
-    fn trusts(&self, frame: &Frame, parsed: &TcpFrame) -> bool {
+    /// Whether the segment's checksum is right.
+    fn is_intact(&self, frame: &Frame, parsed: &TcpFrame) -> bool {
         frame.checksum != Checksum::Unknown || parsed.checksum_holds(frame.bytes())
     }
 
-    /// The peer's SYN, with or without ACK.
+    /// Notes the peer's SYN or SYN-ACK.
     fn handshake(&mut self, parsed: &TcpFrame) {
-        let Some(at) = self.make(parsed.flow) else { return };
+        let Some(at) = self.track(parsed.flow) else { return };
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         if parsed.flags.contains(Flags::ACK) == entry.our_scale.is_some() {
             entry.peer_scales = Some(parsed.options.window_scale.is_some());
         }
     }
 
-    fn data(&mut self, at: u32, frame: &Frame, parsed: &TcpFrame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
-        const CONGESTED: u8 = 3;
+    /// Stores a data segment, and acknowledges it now or later, if it is plain and in order.
+    fn on_data(&mut self, at: u32, frame: &Frame, parsed: &TcpFrame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32);
-        let plain = !parsed.flags.intersects(SPECIAL) && parsed.flags.contains(Flags::ACK) && parsed.ecn != CONGESTED;
-        let room = end.wrapping_sub(entry.una) as usize <= RING && !before(entry.edge, end);
-        if !entry.known || entry.scale().is_none() || !plain || parsed.seq != entry.next || !room {
+        let plain = !parsed.flags.intersects(LEFT_TO_KERNEL) && parsed.flags.contains(Flags::ACK) && parsed.ecn != ECN_CE;
+        let room = end.wrapping_sub(entry.una) as usize <= RING && !before(entry.rcv_adv, end);
+        if !entry.synchronized || entry.scale().is_none() || !plain || parsed.seq != entry.next || !room {
             self.counters.left += 1;
             return;
         }
-        store::put(&self.store, entry.place, parsed.seq, parsed.payload(frame.bytes()));
+        store::write_data(&self.store, entry.buffer, parsed.seq, parsed.payload(frame.bytes()));
         if !before(entry.acked, parsed.seq)
             && let Some((value, _)) = parsed.options.timestamps
         {
-            entry.recent = value;
+            entry.ts_recent = value;
         }
         if !entry.holds() {
-            (entry.again_due, entry.patience) = (now + PATIENCE, PATIENCE);
+            (entry.redelivery_due, entry.redelivery_interval) = (now + MIN_REDELIVERY, MIN_REDELIVERY);
         }
         entry.next = end;
-        entry.waiting += 1;
-        store::note_range(&self.store, entry);
-        if entry.waiting >= TOGETHER {
+        entry.segments_since_ack += 1;
+        store::store_range(&self.store, entry);
+        if entry.segments_since_ack >= SEGMENTS_PER_ACK {
             self.acknowledge(at, to_wire);
         } else {
-            entry.ack_due = entry.ack_due.min(now + DELAY);
+            entry.ack_due = entry.ack_due.min(now + ACK_DELAY);
         }
         self.schedule(at);
     }
 
-    /// Says to the peer what is held.
+    /// Acknowledges everything that is held to the peer.
     fn acknowledge(&mut self, at: u32, to_wire: &mut impl FnMut(&mut Frame)) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
-        (entry.waiting, entry.ack_due) = (0, u64::MAX);
+        (entry.segments_since_ack, entry.ack_due) = (0, u64::MAX);
         if !before(entry.acked, entry.next) {
             return;
         }
         entry.acked = entry.next;
-        let timestamps = entry.value.map(|value| (value, entry.recent));
+        let timestamps = entry.ts_value.map(|value| (value, entry.ts_recent));
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
-        let flags = if entry.echoes { Flags::ACK | Flags::ECE } else { Flags::ACK };
+        let flags = if entry.ece { Flags::ACK | Flags::ECE } else { Flags::ACK };
         let window = entry.window_at(entry.acked);
         let header = Header { seq: entry.snd_nxt, ack: entry.acked, flags, window, options: &options, ecn: 0, ident: 0 };
         emit(&mut self.scratch, &Template::new(&entry.flow, &entry.link, false), &header, |_| {}, 0);
@@ -274,7 +278,8 @@ impl<S: Store> Active<S> {
         to_wire(&mut self.scratch);
     }
 
-    /// A frame of the kernel's, before it goes to the wire; it may be changed. What the kernel lacks goes to `to_kernel`.
+    /// Examines a frame of the kernel's before it goes to the wire, and rewrites it if it acknowledges too little. Data that the
+    /// kernel lacks goes to `to_kernel`.
     pub fn from_kernel(&mut self, frame: &mut Frame, now: u64, to_kernel: &mut impl FnMut(&mut Frame)) {
         let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
         let flow = parsed.flow.reversed();
@@ -284,7 +289,7 @@ impl<S: Store> Active<S> {
             }
             return;
         }
-        let Some(at) = self.find(&Name::from(&flow)) else { return };
+        let Some(at) = self.find(&FlowKey::from(&flow)) else { return };
         if parsed.flags.contains(Flags::RST) {
             return self.forget(at);
         }
@@ -293,61 +298,62 @@ impl<S: Store> Active<S> {
         }
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         let repeats = parsed.payload_length == 0 && !parsed.flags.contains(Flags::FIN);
-        let released = learn(entry, &parsed, frame.bytes(), repeats, now);
+        let released = update(entry, &parsed, frame.bytes(), repeats, now);
         if released {
-            store::note_range(&self.store, entry);
+            store::store_range(&self.store, entry);
         }
-        let lacks = entry.repeated >= REPEATED;
+        let is_behind = entry.duplicate_acks >= DUPLICATES;
         if before(parsed.ack, entry.acked) {
             rewrite::raise(frame, &parsed, entry);
             self.counters.raised += 1;
         }
-        if lacks {
-            self.give_again(at, now, to_kernel);
+        if is_behind {
+            self.redeliver(at, now, to_kernel);
         }
         self.schedule(at);
     }
 
+    /// Notes the kernel's SYN or SYN-ACK.
     fn kernels_handshake(&mut self, flow: baton_wire::Flow, parsed: &TcpFrame, frame: &Frame) {
-        let Some(at) = self.make(flow) else { return };
+        let Some(at) = self.track(flow) else { return };
         let Some(old) = self.entries[at as usize].as_ref() else { return };
-        // A connection of this name begins anew, unless this is the answer to the peer's SYN.
+        // A new connection with this 4-tuple begins, unless this is the SYN-ACK to the peer's SYN.
         let peer_scales = old.peer_scales.filter(|_| parsed.flags.contains(Flags::ACK));
-        let mut entry = Entry::new(old.place, flow);
+        let mut entry = AckEntry::new(old.buffer, flow);
         entry.peer_scales = peer_scales;
         entry.our_scale = Some(parsed.options.window_scale);
         entry.link = link_of(frame.bytes());
         entry.snd_nxt = parsed.seq.wrapping_add(1);
-        // The peer has acknowledged nothing yet, and will this first.
+        // The peer has acknowledged nothing yet; the SYN will be the first that it acknowledges.
         entry.peer.ack = entry.snd_nxt;
-        entry.value = parsed.options.timestamps.map(|(value, _)| value);
+        entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
         if parsed.flags.contains(Flags::ACK) {
             // A SYN's window is never scaled (RFC 7323 section 2.2).
-            (entry.una, entry.next, entry.acked, entry.known) = (parsed.ack, parsed.ack, parsed.ack, true);
-            entry.edge = parsed.ack.wrapping_add(u32::from(parsed.window));
-            entry.recent = parsed.options.timestamps.map_or(0, |(_, echo)| echo);
+            (entry.una, entry.next, entry.acked, entry.synchronized) = (parsed.ack, parsed.ack, parsed.ack, true);
+            entry.rcv_adv = parsed.ack.wrapping_add(u32::from(parsed.window));
+            entry.ts_recent = parsed.options.timestamps.map_or(0, |(_, echo)| echo);
         }
         entry.scheduled = old.scheduled;
         store::claim(&self.store, &entry);
         self.entries[at as usize] = Some(entry);
     }
 
-    /// Gives the kernel everything that it has not acknowledged.
-    fn give_again(&mut self, at: u32, now: u64, to_kernel: &mut impl FnMut(&mut Frame)) {
+    /// Delivers everything to the kernel again that it has not acknowledged.
+    fn redeliver(&mut self, at: u32, now: u64, to_kernel: &mut impl FnMut(&mut Frame)) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
-        entry.repeated = 0;
-        entry.again_due = if entry.holds() { now + entry.patience } else { u64::MAX };
-        entry.patience = (2 * entry.patience).clamp(PATIENCE, MOST_PATIENCE);
+        entry.duplicate_acks = 0;
+        entry.redelivery_due = if entry.holds() { now + entry.redelivery_interval } else { u64::MAX };
+        entry.redelivery_interval = (2 * entry.redelivery_interval).clamp(MIN_REDELIVERY, MAX_REDELIVERY);
         let link = Link { source: entry.link.destination, destination: entry.link.source, ..entry.link };
         let Peer { ack, window, timestamps } = entry.peer;
         let template = Template::new(&entry.flow.reversed(), &link, false);
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
-        let (mut seq, place) = (entry.una, entry.place);
+        let (mut seq, buffer) = (entry.una, entry.buffer);
         while before(seq, entry.next) {
             let length = (entry.next.wrapping_sub(seq) as usize).min(PIECE);
             let header = Header { seq, ack, flags: Flags::ACK, window, options: &options, ecn: 0, ident: seq as u16 };
-            emit(&mut self.scratch, &template, &header, |out| store::get(&self.store, place, seq, out), length);
-            self.counters.again += 1;
+            emit(&mut self.scratch, &template, &header, |out| store::read_data(&self.store, buffer, seq, out), length);
+            self.counters.redelivered += 1;
             to_kernel(&mut self.scratch);
             seq = seq.wrapping_add(length as u32);
         }
@@ -362,29 +368,29 @@ impl<S: Store> Active<S> {
         }
     }
 
-    /// When [`Active::expire`] may have something to do, in microseconds.
+    /// Time before which [`ActiveAck::expire`] has nothing to do, in microseconds; never later than [`ActiveAck::next_expiry`].
     pub fn next_tick(&self) -> u64 {
         self.wheel.next_tick()
     }
 
-    /// When something may be due, in microseconds.
+    /// When something may be due, in microseconds; None if nothing waits.
     pub fn next_expiry(&self) -> Option<u64> {
         self.wheel.next_expiry()
     }
 
-    /// Does what is due: acknowledgements to the wire, data to the kernel again.
+    /// Does what is due: sends acknowledgements to the wire, and data to the kernel again.
     pub fn expire(&mut self, now: u64, to_wire: &mut impl FnMut(&mut Frame), to_kernel: &mut impl FnMut(&mut Frame)) {
         let mut expired = mem::take(&mut self.expired);
         while let Some(tick) = self.wheel.expire(now, &mut expired) {
             for at in expired.drain(..) {
                 let Some(entry) = self.entries[at as usize].as_mut().filter(|entry| entry.scheduled == tick) else { continue };
                 entry.scheduled = u64::MAX;
-                let (ack, again) = (entry.ack_due <= now, entry.again_due <= now);
+                let (ack, again) = (entry.ack_due <= now, entry.redelivery_due <= now);
                 if ack {
                     self.acknowledge(at, to_wire);
                 }
                 if again {
-                    self.give_again(at, now, to_kernel);
+                    self.redeliver(at, now, to_kernel);
                 }
                 self.schedule(at);
             }
@@ -393,13 +399,14 @@ impl<S: Store> Active<S> {
     }
 }
 
-/// Takes down what the kernel's frame says. Whether something need be held no longer.
-fn learn(entry: &mut Entry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, now: u64) -> bool {
+/// Updates an entry from a frame of the kernel's. Returns whether the kernel has acknowledged held data. `repeats` says that the
+/// frame would count as a duplicate acknowledgement: it has neither data nor FIN.
+fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, now: u64) -> bool {
     let fin = u32::from(parsed.flags.contains(Flags::FIN));
     let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
-    if !entry.known {
+    if !entry.synchronized {
         (entry.una, entry.next, entry.acked) = (parsed.ack, parsed.ack, parsed.ack);
-        (entry.edge, entry.known, entry.snd_nxt) = (parsed.ack, true, end);
+        (entry.rcv_adv, entry.synchronized, entry.snd_nxt) = (parsed.ack, true, end);
         entry.link = link_of(bytes);
     }
     if before(entry.snd_nxt, end) {
@@ -407,7 +414,7 @@ fn learn(entry: &mut Entry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, now:
     }
     let released = before(entry.una, parsed.ack);
     let edge = parsed.ack.wrapping_add(u32::from(parsed.window) << entry.scale().unwrap_or(0));
-    let opened = before(entry.edge, edge);
+    let opened = before(entry.rcv_adv, edge);
     if released {
         entry.una = parsed.ack;
         if before(entry.next, parsed.ack) {
@@ -417,37 +424,38 @@ fn learn(entry: &mut Entry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, now:
             entry.acked = parsed.ack;
         }
         if entry.acked == entry.next {
-            (entry.waiting, entry.ack_due) = (0, u64::MAX);
+            (entry.segments_since_ack, entry.ack_due) = (0, u64::MAX);
         }
-        entry.repeated = 0;
-        entry.patience = PATIENCE;
-        entry.again_due = if entry.holds() { now + PATIENCE } else { u64::MAX };
+        entry.duplicate_acks = 0;
+        entry.redelivery_interval = MIN_REDELIVERY;
+        entry.redelivery_due = if entry.holds() { now + MIN_REDELIVERY } else { u64::MAX };
     } else if repeats && !opened && parsed.ack == entry.una && entry.holds() {
-        entry.repeated += 1;
+        entry.duplicate_acks += 1;
     }
     if opened {
-        entry.edge = edge;
+        entry.rcv_adv = edge;
     }
-    entry.value = parsed.options.timestamps.map(|(value, _)| value);
-    entry.echoes = parsed.flags.contains(Flags::ECE);
+    entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
+    entry.ece = parsed.flags.contains(Flags::ECE);
     released
 }
 
-/// The addresses of a frame of the kernel's.
+/// The link addresses, type of service and TTL of a frame of the kernel's.
 fn link_of(bytes: &[u8]) -> Link {
     let mut link = Link { ttl: 64, ..Link::default() };
     link.destination.copy_from_slice(&bytes[..6]);
     link.source.copy_from_slice(&bytes[6..12]);
     match bytes[ETHERNET] >> 4 {
-        4 => (link.tos, link.ttl) = (bytes[ETHERNET + 1] & !3, bytes[ETHERNET + 8]),
+        4 => (link.tos, link.ttl) = (bytes[ETHERNET + 1] & !ECN_MASK, bytes[ETHERNET + 8]),
         _ => link.ttl = bytes[ETHERNET + 7],
     }
     link
 }
 
+/// Writes a segment into `frame`, with a partial checksum; `fill` writes its payload.
 fn emit(frame: &mut Frame, template: &Template, header: &Header<'_>, fill: impl FnOnce(&mut [u8]), payload: usize) {
     if frame.capacity() < MAX_HEADER + payload {
-        // A device may have exchanged it for one of its own.
+        // A device may have exchanged the frame for one of its own.
         *frame = Frame::with_capacity(MAX_HEADER + PIECE);
     }
     frame.set_length(MAX_HEADER + payload);
@@ -455,6 +463,6 @@ fn emit(frame: &mut Frame, template: &Template, header: &Header<'_>, fill: impl 
     frame.set_length(length + payload);
     fill(&mut frame.bytes_mut()[length..]);
     let start = template.tcp_offset() as u16;
-    frame.checksum = Checksum::Partial { start, offset: 16 };
+    frame.checksum = Checksum::Partial { start, offset: TCP_CHECKSUM as u16 };
     (frame.segmentation, frame.interface) = (None, 0);
 }

@@ -1,9 +1,9 @@
-//! What is known of one connection.
+//! The state of one connection.
 
 use baton_wire::frame::Link;
-use baton_wire::{Flow, Name};
+use baton_wire::{Flow, FlowKey};
 
-/// What the peer said last, for segments that are given to the kernel again.
+/// Acknowledgement, window field and timestamps of the peer's last segment, for segments that are delivered to the kernel again.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Peer {
     pub ack: u32,
@@ -11,85 +11,91 @@ pub(crate) struct Peer {
     pub timestamps: Option<(u32, u32)>,
 }
 
-/// A connection, as it is seen from between the kernel and the wire. It can go to another worker.
+/// A connection as seen between the kernel and the wire. It can be handed to another worker.
 #[derive(Clone, Debug)]
-pub struct Entry {
-    /// Where its bytes are held.
-    pub(crate) place: usize,
-    /// As the kernel sees it.
+pub struct AckEntry {
+    /// Number of the buffer that holds its bytes.
+    pub(crate) buffer: usize,
+    /// The 4-tuple as the kernel sees it.
     pub(crate) flow: Flow,
-    pub(crate) name: Name,
-    /// Addresses of the kernel's frames, from its own.
+    pub(crate) key: FlowKey,
+    /// Link addresses, TTL and class of the kernel's frames, taken from one of them.
     pub(crate) link: Link,
-    /// Window scale that the kernel offered, and whether the peer did: None until the SYN was seen.
+    /// Window scale that the kernel offered, and whether the peer offered one; None until the SYN was seen.
     pub(crate) our_scale: Option<Option<u8>>,
     pub(crate) peer_scales: Option<bool>,
-    /// The kernel has acknowledged something: the numbers below are true.
-    pub(crate) known: bool,
-    /// First byte that the kernel has not acknowledged; the first that is not held; the first that the peer was not acknowledged.
+    /// The kernel has acknowledged something, so that the sequence numbers below are valid.
+    pub(crate) synchronized: bool,
+    /// First sequence number that the kernel has not acknowledged.
     pub(crate) una: u32,
+    /// First sequence number that is not held.
     pub(crate) next: u32,
+    /// First sequence number that the peer has got no acknowledgement of.
     pub(crate) acked: u32,
-    /// Right edge of the window that the kernel advertised.
-    pub(crate) edge: u32,
-    /// The kernel's next sequence number, timestamp, and whether it echoes congestion.
+    /// Right edge (sequence number) of the window that the kernel has advertised.
+    pub(crate) rcv_adv: u32,
+    /// The kernel's next sequence number.
     pub(crate) snd_nxt: u32,
-    pub(crate) value: Option<u32>,
-    pub(crate) echoes: bool,
-    /// Of the peer's timestamps the one to be echoed (RFC 7323 section 4.3).
-    pub(crate) recent: u32,
+    /// The kernel's last timestamp value.
+    pub(crate) ts_value: Option<u32>,
+    /// The kernel's last segment had ECE set (RFC 3168).
+    pub(crate) ece: bool,
+    /// The peer's timestamp to echo (TS.Recent, RFC 7323 section 4.3).
+    pub(crate) ts_recent: u32,
     pub(crate) peer: Peer,
-    /// Segments held since the last acknowledgement.
-    pub(crate) waiting: u32,
-    /// Acknowledgements of the kernel's that said nothing new while bytes were held.
-    pub(crate) repeated: u32,
-    /// When an acknowledgement is due; when the kernel is given what it has not acknowledged again, and how long is waited then.
+    /// Number of segments held since the last acknowledgement.
+    pub(crate) segments_since_ack: u32,
+    /// Number of duplicate acknowledgements of the kernel's while bytes were held.
+    pub(crate) duplicate_acks: u32,
+    /// When an acknowledgement is due, in microseconds; `u64::MAX` for never.
     pub(crate) ack_due: u64,
-    pub(crate) again_due: u64,
-    pub(crate) patience: u64,
-    /// Tick for which the wheel has it.
+    /// When the kernel gets the bytes again that it has not acknowledged, in microseconds; `u64::MAX` for never.
+    pub(crate) redelivery_due: u64,
+    /// Microseconds from one such delivery to the next.
+    pub(crate) redelivery_interval: u64,
+    /// Tick of its entry in the timing wheel; `u64::MAX` without one.
     pub(crate) scheduled: u64,
 }
 
-impl Entry {
-    pub(crate) fn new(place: usize, flow: Flow) -> Entry {
-        Entry {
-            place,
+impl AckEntry {
+    pub(crate) fn new(buffer: usize, flow: Flow) -> AckEntry {
+        AckEntry {
+            buffer,
             flow,
-            name: Name::from(&flow),
+            key: FlowKey::from(&flow),
             link: Link { ttl: 64, ..Link::default() },
             our_scale: None,
             peer_scales: None,
-            known: false,
+            synchronized: false,
             una: 0,
             next: 0,
             acked: 0,
-            edge: 0,
+            rcv_adv: 0,
             snd_nxt: 0,
-            value: None,
-            echoes: false,
-            recent: 0,
+            ts_value: None,
+            ece: false,
+            ts_recent: 0,
             peer: Peer::default(),
-            waiting: 0,
-            repeated: 0,
+            segments_since_ack: 0,
+            duplicate_acks: 0,
             ack_due: u64::MAX,
-            again_due: u64::MAX,
-            patience: 0,
+            redelivery_due: u64::MAX,
+            redelivery_interval: 0,
             scheduled: u64::MAX,
         }
     }
 
-    /// Its 4-tuple, as the kernel sees it.
+    /// The 4-tuple as the kernel sees it.
     pub fn flow(&self) -> &Flow {
         &self.flow
     }
 
-    /// Whether something is held that the kernel has not acknowledged.
+    /// Whether bytes are held that the kernel has not acknowledged.
     pub(crate) fn holds(&self) -> bool {
         self.una != self.next
     }
 
-    /// By how much the kernel's window fields are to be shifted; none if that is not known.
+    /// The shift of the kernel's window fields (RFC 7323 section 2.2); None if it is not known.
     pub(crate) fn scale(&self) -> Option<u8> {
         match (self.our_scale?, self.peer_scales?) {
             (Some(scale), true) => Some(scale),
@@ -97,14 +103,16 @@ impl Entry {
         }
     }
 
-    /// The window field that keeps the kernel's right edge with this acknowledgement: never beyond it.
+    /// The window field that, with the acknowledgement `ack`, keeps the kernel's right edge; rounded down by the scale, so that
+    /// it never lies beyond.
     pub(crate) fn window_at(&self, ack: u32) -> u16 {
-        let window = self.edge.wrapping_sub(ack);
+        let window = self.rcv_adv.wrapping_sub(ack);
         let window = if window > u32::MAX / 2 { 0 } else { window };
         (window >> self.scale().unwrap_or(0)).min(0xffff) as u16
     }
 
+    /// When something is due, in microseconds.
     pub(crate) fn due(&self) -> Option<u64> {
-        Some(self.ack_due.min(self.again_due)).filter(|due| *due != u64::MAX)
+        Some(self.ack_due.min(self.redelivery_due)).filter(|due| *due != u64::MAX)
     }
 }

@@ -1,10 +1,12 @@
-//! What the kernel says, with the NIC's acknowledgement in it.
+//! Rewrites the kernel's segments so that they carry the NIC's acknowledgement.
 
-use crate::entry::Entry;
+use crate::entry::AckEntry;
 use baton_device::{Checksum, Frame};
 use baton_wire::TcpFrame;
 use baton_wire::checksum::Sum;
+use baton_wire::frame::{TCP, TCP_CHECKSUM};
 
+// Option kinds (RFC 9293 section 3.2, RFC 2018).
 const NOP: u8 = 1;
 const END: u8 = 0;
 const SACK: u8 = 5;
@@ -13,10 +15,10 @@ fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
-/// The kernel's frame acknowledges less than the peer was told already: it gets that acknowledgement, the window field that keeps its
-/// right edge, and loses the SACK blocks that the acknowledgement covers. Those below the kernel's own acknowledgement stay: they
-/// report duplicates (RFC 2883).
-pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &Entry) {
+/// Raises the acknowledgement of a frame of the kernel's that acknowledges less than the NIC has. The frame gets the NIC's
+/// acknowledgement and the window field that keeps its right edge, and loses the SACK blocks that the acknowledgement covers.
+/// Blocks below the kernel's own acknowledgement stay: they report duplicates (RFC 2883).
+pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &AckEntry) {
     let tcp = parsed.tcp_offset;
     let partial = matches!(frame.checksum, Checksum::Partial { .. });
     let end = parsed.payload_offset;
@@ -25,18 +27,18 @@ pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &Entry) {
     let header = &mut frame.bytes_mut()[tcp..end];
     header[8..12].copy_from_slice(&entry.acked.to_be_bytes());
     header[14..16].copy_from_slice(&window.to_be_bytes());
-    filter_sack(&mut header[20..], parsed.ack, entry.acked);
+    filter_sack(&mut header[TCP..], parsed.ack, entry.acked);
     if !partial {
-        // RFC 1624: the sum changes by as much as the header does. Headers are even in length.
+        // RFC 1624: the checksum changes by the difference of the headers' sums. Headers are even in length.
         let header = &mut frame.bytes_mut()[tcp..end];
-        let sum = u16::from_be_bytes([header[16], header[17]]);
+        let sum = u16::from_be_bytes([header[TCP_CHECKSUM], header[TCP_CHECKSUM + 1]]);
         let new = Sum::new().bytes(header).folded();
         let sum = Sum::new().word(!sum).word(!old).word(new).finish();
-        header[16..18].copy_from_slice(&sum.to_be_bytes());
+        header[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.to_be_bytes());
     }
 }
 
-/// Takes the blocks between two acknowledgements out of the options.
+/// Removes the parts of SACK blocks that lie between the acknowledgements `low` and `high` from the options.
 fn filter_sack(mut area: &mut [u8], low: u32, high: u32) {
     while let Some(kind) = area.first().copied() {
         let length = match kind {
@@ -55,6 +57,7 @@ fn filter_sack(mut area: &mut [u8], low: u32, high: u32) {
     }
 }
 
+/// Rewrites one SACK option for [`filter_sack`]; what remains of its room is filled with NOPs.
 fn keep_blocks(option: &mut [u8], low: u32, high: u32) {
     let four = |bytes: &[u8]| u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
     let mut kept = 2;

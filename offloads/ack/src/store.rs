@@ -1,79 +1,80 @@
-//! What survives the NIC: of each connection its name, how far it was acknowledged, and the bytes between.
+//! The memory that survives the NIC. It holds for each connection its 4-tuple, the sequence numbers, and the acknowledged bytes.
 
-use crate::entry::{Entry, Peer};
+use crate::entry::{AckEntry, Peer};
 use baton_wire::Flow;
 
-/// Bytes of a connection that can be held, a power of two: one lies at its sequence number modulo this.
+/// Bytes that can be held for a connection, a power of two. A byte lies at its sequence number modulo this.
 pub const RING: usize = 256 << 10;
 
-/// Bytes of a connection's place.
+/// Bytes of a connection's buffer: a header and the ring of data.
 pub const ENTRY_BYTES: usize = RING + HEADER;
 
 const HEADER: usize = 4096;
 
-/// Offsets in the header.
+/// Offsets in the header: whether the buffer is used; the range of sequence numbers held; the 4-tuple; the link addresses; the
+/// peer's last acknowledgement, window and timestamps, with the window scale.
 const USED: usize = 0;
 const RANGE: usize = 8;
 const FLOW: usize = 64;
 const MACS: usize = 104;
 const PEER: usize = 120;
 
-/// Memory that survives the NIC, a place of [`ENTRY_BYTES`] for each connection.
+/// Memory that survives the NIC: buffers of [`ENTRY_BYTES`], one per connection.
 pub trait Store {
-    /// Places that there are.
-    fn places(&self) -> usize;
+    /// Number of buffers.
+    fn buffers(&self) -> usize;
 
-    /// Writes bytes in a place.
-    fn write(&self, place: usize, at: usize, bytes: &[u8]);
+    /// Writes bytes into a buffer at offset `at`.
+    fn write(&self, buffer: usize, at: usize, bytes: &[u8]);
 
-    /// Reads bytes of a place.
-    fn read(&self, place: usize, at: usize, out: &mut [u8]);
+    /// Reads bytes of a buffer at offset `at`.
+    fn read(&self, buffer: usize, at: usize, out: &mut [u8]);
 
-    /// Writes eight bytes at once, after all that was written before.
-    fn publish(&self, place: usize, at: usize, word: u64);
+    /// Stores eight bytes atomically, after everything that was written before.
+    fn publish(&self, buffer: usize, at: usize, word: u64);
 
-    /// Whether a place holds what another NIC has acknowledged and the kernel has not.
-    fn holds(&self, place: usize) -> bool
+    /// Whether a buffer holds data that an earlier NIC has acknowledged and the kernel has not.
+    fn holds(&self, buffer: usize) -> bool
     where
         Self: Sized,
     {
-        recover(self, place).is_some()
+        recover(self, buffer).is_some()
     }
 }
 
-/// Puts bytes where they belong.
-pub(crate) fn put(store: &impl Store, place: usize, seq: u32, bytes: &[u8]) {
+/// Writes data into the ring of a buffer, from sequence number `seq` on.
+pub(crate) fn write_data(store: &impl Store, buffer: usize, seq: u32, bytes: &[u8]) {
     let at = seq as usize % RING;
     let (first, rest) = bytes.split_at(bytes.len().min(RING - at));
-    store.write(place, HEADER + at, first);
-    store.write(place, HEADER, rest);
+    store.write(buffer, HEADER + at, first);
+    store.write(buffer, HEADER, rest);
 }
 
-/// Takes bytes from there.
-pub(crate) fn get(store: &impl Store, place: usize, seq: u32, out: &mut [u8]) {
+/// Reads data from the ring of a buffer, from sequence number `seq` on.
+pub(crate) fn read_data(store: &impl Store, buffer: usize, seq: u32, out: &mut [u8]) {
     let at = seq as usize % RING;
     let middle = out.len().min(RING - at);
     let (first, rest) = out.split_at_mut(middle);
-    store.read(place, HEADER + at, first);
-    store.read(place, HEADER, rest);
+    store.read(buffer, HEADER + at, first);
+    store.read(buffer, HEADER, rest);
 }
 
-/// A connection has this place.
-pub(crate) fn claim(store: &impl Store, entry: &Entry) {
-    store.write(entry.place, FLOW, &entry.flow.to_bytes());
-    store.write(entry.place, MACS, &entry.link.source);
-    store.write(entry.place, MACS + 6, &entry.link.destination);
-    note_range(store, entry);
-    store.publish(entry.place, USED, 1);
+/// Marks an entry's buffer as used, and writes its header.
+pub(crate) fn claim(store: &impl Store, entry: &AckEntry) {
+    store.write(entry.buffer, FLOW, &entry.flow.to_bytes());
+    store.write(entry.buffer, MACS, &entry.link.source);
+    store.write(entry.buffer, MACS + 6, &entry.link.destination);
+    store_range(store, entry);
+    store.publish(entry.buffer, USED, 1);
 }
 
-/// The place is free.
-pub(crate) fn release(store: &impl Store, place: usize) {
-    store.publish(place, USED, 0);
+/// Marks a buffer as free.
+pub(crate) fn release(store: &impl Store, buffer: usize) {
+    store.publish(buffer, USED, 0);
 }
 
-/// From where to where bytes are held. Before anything is acknowledged that they cover.
-pub(crate) fn note_range(store: &impl Store, entry: &Entry) {
+/// Publishes the range of sequence numbers held. To be called before anything of a longer range is acknowledged.
+pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
     let Peer { ack, window, timestamps } = entry.peer;
     let (value, echo) = timestamps.unwrap_or_default();
     let mut bytes = [0; 16];
@@ -83,15 +84,15 @@ pub(crate) fn note_range(store: &impl Store, entry: &Entry) {
     bytes[7] = entry.scale().map_or(0, |scale| scale + 1);
     bytes[8..12].copy_from_slice(&value.to_le_bytes());
     bytes[12..].copy_from_slice(&echo.to_le_bytes());
-    store.write(entry.place, PEER, &bytes);
-    store.publish(entry.place, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
+    store.write(entry.buffer, PEER, &bytes);
+    store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
 
-/// What another NIC has left in a place, if there is something.
-pub(crate) fn recover(store: &impl Store, place: usize) -> Option<Entry> {
+/// Reads what an earlier NIC has left in a buffer, if it is data that the kernel has not acknowledged.
+pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     let word = |at: usize| {
         let mut bytes = [0; 8];
-        store.read(place, at, &mut bytes);
+        store.read(buffer, at, &mut bytes);
         u64::from_le_bytes(bytes)
     };
     if word(USED) != 1 {
@@ -100,14 +101,14 @@ pub(crate) fn recover(store: &impl Store, place: usize) -> Option<Entry> {
     let range = word(RANGE);
     let (una, next) = (range as u32, (range >> 32) as u32);
     let (mut flow, mut macs, mut peer) = ([0; 36], [0; 12], [0; 16]);
-    store.read(place, FLOW, &mut flow);
-    store.read(place, MACS, &mut macs);
-    store.read(place, PEER, &mut peer);
+    store.read(buffer, FLOW, &mut flow);
+    store.read(buffer, MACS, &mut macs);
+    store.read(buffer, PEER, &mut peer);
     if una == next || next.wrapping_sub(una) as usize > RING {
         return None;
     }
     let four = |at: usize| u32::from_le_bytes([peer[at], peer[at + 1], peer[at + 2], peer[at + 3]]);
-    let mut entry = Entry::new(place, Flow::from_bytes(&flow));
+    let mut entry = AckEntry::new(buffer, Flow::from_bytes(&flow));
     entry.link.source.copy_from_slice(&macs[..6]);
     entry.link.destination.copy_from_slice(&macs[6..]);
     entry.peer = Peer {
@@ -115,9 +116,9 @@ pub(crate) fn recover(store: &impl Store, place: usize) -> Option<Entry> {
         window: u16::from_le_bytes([peer[4], peer[5]]),
         timestamps: (peer[6] != 0).then(|| (four(8), four(12))),
     };
-    // The peer may have been told of all of it. The window's edge the kernel will say.
-    (entry.una, entry.next, entry.acked, entry.edge, entry.known) = (una, next, next, next, true);
-    // Not more than the kernel has sent, and near it; it will say.
+    // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next segment.
+    (entry.una, entry.next, entry.acked, entry.rcv_adv, entry.synchronized) = (una, next, next, next, true);
+    // At most what the kernel has sent, and close to it; its next segment gives the true number.
     entry.snd_nxt = entry.peer.ack;
     (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));
     Some(entry)

@@ -1,7 +1,7 @@
-//! A sender that forgets what is acknowledged, a kernel that refuses what it is given as it likes, a NIC that dies: every byte arrives, and
-//! nothing is said that the kernel has not promised.
+//! A sender that forgets acknowledged data, a kernel that refuses segments at random, a NIC that dies: every byte arrives, and
+//! the NIC sends nothing that the kernel has not promised.
 
-use baton_active_ack::{Active, ENTRY_BYTES, Store};
+use baton_active_ack::{ActiveAck, ENTRY_BYTES, Store};
 use baton_device::{Checksum, Frame};
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-const PLACES: usize = 2;
+const BUFFERS: usize = 2;
 const KEY: [u64; 4] = [1, 2, 3, 4];
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
@@ -19,30 +19,30 @@ struct Memory(Rc<RefCell<Vec<u8>>>);
 
 impl Memory {
     fn new() -> Memory {
-        Memory(Rc::new(RefCell::new(vec![0; PLACES * ENTRY_BYTES])))
+        Memory(Rc::new(RefCell::new(vec![0; BUFFERS * ENTRY_BYTES])))
     }
 }
 
 impl Store for Memory {
-    fn places(&self) -> usize {
-        PLACES
+    fn buffers(&self) -> usize {
+        BUFFERS
     }
 
-    fn write(&self, place: usize, at: usize, bytes: &[u8]) {
+    fn write(&self, buffer: usize, at: usize, bytes: &[u8]) {
         assert!(at + bytes.len() <= ENTRY_BYTES);
-        self.0.borrow_mut()[place * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
+        self.0.borrow_mut()[buffer * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
     }
 
-    fn read(&self, place: usize, at: usize, out: &mut [u8]) {
-        out.copy_from_slice(&self.0.borrow()[place * ENTRY_BYTES + at..][..out.len()]);
+    fn read(&self, buffer: usize, at: usize, out: &mut [u8]) {
+        out.copy_from_slice(&self.0.borrow()[buffer * ENTRY_BYTES + at..][..out.len()]);
     }
 
-    fn publish(&self, place: usize, at: usize, word: u64) {
-        self.write(place, at, &word.to_le_bytes());
+    fn publish(&self, buffer: usize, at: usize, word: u64) {
+        self.write(buffer, at, &word.to_le_bytes());
     }
 }
 
-/// As the kernel sees it.
+/// The 4-tuple as the kernel sees it.
 fn flow(ipv6: bool) -> Flow {
     if ipv6 {
         Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 40_000) }
@@ -60,7 +60,7 @@ fn before(a: u32, b: u32) -> bool {
 }
 
 #[derive(Clone, Copy, Default)]
-struct Said {
+struct Segment {
     seq: u32,
     ack: u32,
     flags: Flags,
@@ -69,10 +69,10 @@ struct Said {
     ecn: u8,
 }
 
-fn frame(flow: &Flow, from_kernel: bool, said: &Said, length: usize, whole_sum: bool) -> Frame {
+fn frame(flow: &Flow, from_kernel: bool, said: &Segment, length: usize, whole_sum: bool) -> Frame {
     let (source, destination) = if from_kernel { (OUR_MAC, PEER_MAC) } else { (PEER_MAC, OUR_MAC) };
     let template = Template::new(flow, &Link { source, destination, ttl: 64, ..Link::default() }, false);
-    let Said { seq, ack, flags, window, options, ecn } = *said;
+    let Segment { seq, ack, flags, window, options, ecn } = *said;
     let header = Header { seq, ack, flags, window, options: &options, ecn, ident: 0 };
     let mut frame = Frame::with_capacity(MAX_HEADER + length);
     frame.set_length(MAX_HEADER + length);
@@ -98,22 +98,23 @@ struct World {
     /// The kernel's first sequence number.
     isn: u32,
     memory: Memory,
-    active: Active<Memory>,
+    active: ActiveAck<Memory>,
     now: u64,
-    /// The kernel: what it has got, what it has promised, what it has acknowledged last.
+    /// The kernel: next sequence number expected, right edge that it has advertised, its timestamp, segments since its last
+    /// acknowledgement, its buffer.
     rcv_nxt: u32,
     promised: u32,
     value: u32,
     delayed: u32,
     window: u32,
-    /// Shares of what it is given that it refuses, in 256ths.
+    /// Share of the segments that it refuses, in 256ths.
     refuses: u64,
-    /// The sender: what it has not been acknowledged, what it has sent, how far it may.
+    /// The sender: first unacknowledged and next sequence number, right edge that it knows, time of the last acknowledgement.
     una: u32,
     nxt: u32,
     may: u32,
     quiet_since: u64,
-    /// What the wire's far end has seen.
+    /// What arrived at the peer: newest timestamp, number of acknowledgements, segments sent again.
     newest_value: u32,
     acks: u32,
     sent_again: u32,
@@ -124,7 +125,7 @@ impl World {
     fn new(seed: u64, start: u32, scale: u8, window: u32, refuses: u64, ipv6: bool) -> World {
         let memory = Memory::new();
         let isn = seed as u32;
-        let active = Active::new(memory.clone(), &[0, 1], KEY, true, 1000);
+        let active = ActiveAck::new(memory.clone(), &[0, 1], KEY, true, 1000);
         let mut world = World {
             ipv6,
             scale,
@@ -147,20 +148,20 @@ impl World {
             sent_again: 0,
             random: seed | 1,
         };
-        // The peer's SYN, the kernel's SYN-ACK, the peer's ACK, the kernel's first word.
+        // The peer's SYN, the kernel's SYN-ACK, and sometimes the kernel's first segment.
         let options = TcpOptions { window_scale: Some(3), timestamps: Some((70, 0)), ..TcpOptions::default() };
-        let syn = Said { seq: start, flags: Flags::SYN, window: 1000, options, ..Said::default() };
+        let syn = Segment { seq: start, flags: Flags::SYN, window: 1000, options, ..Segment::default() };
         world.wire(frame(&flow(ipv6).reversed(), false, &syn, 0, true), false);
         let options = TcpOptions { window_scale: Some(scale), timestamps: Some((5000, 70)), ..TcpOptions::default() };
         let flags = Flags::SYN | Flags::ACK;
-        let answer = Said { seq: isn, ack: start.wrapping_add(1), flags, window: 1000, options, ..Said::default() };
+        let answer = Segment { seq: isn, ack: start.wrapping_add(1), flags, window: 1000, options, ..Segment::default() };
         let mut answer = frame(&flow(ipv6), true, &answer, 0, true);
         world.active.from_kernel(&mut answer, world.now, &mut |_| panic!("nothing is held"));
         // The first window is not scaled.
         (world.promised, world.may) = (start.wrapping_add(1001), start.wrapping_add(1001));
         world.newest_value = 5000;
         if seed & 2 == 0 {
-            world.kernel_says(0);
+            world.kernel_acknowledges(0);
         }
         world
     }
@@ -187,30 +188,34 @@ impl World {
             return;
         }
         let parsed = parse(frame);
-        assert_eq!(parsed.ack, self.isn.wrapping_add(1), "the kernel is told of what it never sent, or long ago");
+        assert_eq!(
+            parsed.ack,
+            self.isn.wrapping_add(1),
+            "the kernel gets an acknowledgement of what it has not sent, or an old one"
+        );
         let payload = parsed.payload(frame.bytes());
         let right = payload.iter().enumerate().all(|(at, found)| *found == byte(parsed.seq.wrapping_add(at as u32)));
-        assert!(right, "the kernel is given other bytes");
+        assert!(right, "the kernel gets other bytes");
         let end = parsed.seq.wrapping_add(payload.len() as u32);
-        assert!(!before(self.promised, end), "the kernel is given more than it has room for");
+        assert!(!before(self.promised, end), "the kernel gets more than its window has room for");
         if before(self.rcv_nxt, parsed.seq) {
-            return self.kernel_says(end);
+            return self.kernel_acknowledges(end);
         }
         if !before(self.rcv_nxt, end) {
-            return self.kernel_says(0);
+            return self.kernel_acknowledges(0);
         }
         self.rcv_nxt = end;
         self.delayed += 1;
         if self.delayed > 1 + self.below(3) as u32 {
-            self.kernel_says(0);
+            self.kernel_acknowledges(0);
         }
     }
 
-    /// The kernel acknowledges; `sacked` is the end of a segment behind a gap.
-    fn kernel_says(&mut self, sacked: u32) {
+    /// The kernel acknowledges; `sacked` is the end of a segment behind a gap, or 0.
+    fn kernel_acknowledges(&mut self, sacked: u32) {
         self.delayed = 0;
         self.value += self.below(3) as u32;
-        // Windows grow and stand, in units of the scale, and never shrink.
+        // Windows grow or stay, in units of the scale, and never shrink.
         let room = self.below(u64::from(self.window)) as u32 + self.window;
         let field = (room >> self.scale).min(0xffff);
         let edge = self.rcv_nxt.wrapping_add(field << self.scale);
@@ -227,13 +232,13 @@ impl World {
         if sacked != 0 {
             options.sack.push(sacked.wrapping_sub(1), sacked);
         }
-        let said = Said {
+        let said = Segment {
             seq: self.isn.wrapping_add(1),
             ack: self.rcv_nxt,
             flags: Flags::ACK,
             window: field as u16,
             options,
-            ..Said::default()
+            ..Segment::default()
         };
         let whole_sum = self.below(2) == 0;
         let mut frame = frame(&flow(self.ipv6), true, &said, 0, whole_sum);
@@ -257,7 +262,7 @@ impl World {
             assert!(!before(*left, parsed.ack) && before(*left, *right), "a block that the acknowledgement covers");
         }
         assert_eq!(parsed.seq, self.isn.wrapping_add(1), "a sequence number that is not the kernel's next");
-        // What says less than was said before is not heard, whatever else is in it.
+        // A peer ignores an acknowledgement older than the last one, and all else in that segment.
         assert!(!before(parsed.ack, self.una), "{} after {}", parsed.ack, self.una);
         self.newest_value = value;
         self.acks += 1;
@@ -288,7 +293,7 @@ impl World {
     fn send(&mut self, seq: u32, length: u32) {
         let options =
             TcpOptions { timestamps: Some((70 + (self.now / 1000) as u32, self.newest_value)), ..TcpOptions::default() };
-        let said = Said { seq, ack: self.isn.wrapping_add(1), flags: Flags::ACK, window: 500, options, ..Said::default() };
+        let said = Segment { seq, ack: self.isn.wrapping_add(1), flags: Flags::ACK, window: 500, options, ..Segment::default() };
         let frame = frame(&flow(self.ipv6).reversed(), false, &said, length as usize, true);
         self.wire(frame, true);
     }
@@ -300,9 +305,9 @@ impl World {
         acks.into_iter().for_each(|ack| self.at_peer(&ack));
         again.iter_mut().for_each(|frame| self.at_kernel(frame));
         if self.delayed > 0 && self.below(4) == 0 {
-            self.kernel_says(0);
+            self.kernel_acknowledges(0);
         }
-        // The sender has what was not acknowledged, and nothing else.
+        // The sender keeps unacknowledged data, and nothing else.
         if self.una != self.nxt && self.now - self.quiet_since > 1_000_000 {
             let length = self.nxt.wrapping_sub(self.una).min(1400);
             self.quiet_since = self.now;
@@ -312,7 +317,7 @@ impl World {
     }
 
     fn nic_dies(&mut self) {
-        self.active = Active::new(self.memory.clone(), &[0, 1], KEY, true, self.now);
+        self.active = ActiveAck::new(self.memory.clone(), &[0, 1], KEY, true, self.now);
     }
 }
 
@@ -348,8 +353,8 @@ proptest! {
     }
 }
 
-/// A kernel that is given nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's edge, not beyond, and
-/// sends nothing again.
+/// A kernel that gets nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's edge, not
+/// beyond, and sends nothing again.
 #[test]
 fn the_sender_goes_on_while_the_kernel_waits() {
     let mut world = World::new(1, 77, 4, 30_000, 256, false);
@@ -363,10 +368,10 @@ fn the_sender_goes_on_while_the_kernel_waits() {
     assert!(world.active.counters().sent > 10);
 }
 
-fn single(said: Said, length: usize) -> (usize, World) {
+fn single(said: Segment, length: usize) -> (usize, World) {
     let mut world = World::new(1, 77, 4, 30_000, 256, false);
     let options = TcpOptions { timestamps: Some((75, 5000)), ..said.options };
-    let frame = frame(&flow(false).reversed(), false, &Said { options, ..said }, length, true);
+    let frame = frame(&flow(false).reversed(), false, &Segment { options, ..said }, length, true);
     let acks = world.acks;
     world.nxt = world.nxt.wrapping_add(length as u32);
     world.wire(frame, false);
@@ -379,29 +384,29 @@ fn single(said: Said, length: usize) -> (usize, World) {
 
 #[test]
 fn only_plain_data_in_order_is_acknowledged() {
-    let plain = Said { seq: 78, ack: 2, flags: Flags::ACK, window: 500, ..Said::default() };
+    let plain = Segment { seq: 78, ack: 2, flags: Flags::ACK, window: 500, ..Segment::default() };
     assert_eq!(single(plain, 100).0, 1);
     for (what, said) in [
-        ("a FIN", Said { flags: Flags::ACK | Flags::FIN, ..plain }),
-        ("urgent data", Said { flags: Flags::ACK | Flags::URG, ..plain }),
-        ("a smaller window of the sender's", Said { flags: Flags::ACK | Flags::CWR, ..plain }),
-        ("congestion", Said { ecn: 3, ..plain }),
-        ("a gap", Said { seq: 79, ..plain }),
-        ("what came before", Said { seq: 70, ..plain }),
+        ("a FIN", Segment { flags: Flags::ACK | Flags::FIN, ..plain }),
+        ("urgent data", Segment { flags: Flags::ACK | Flags::URG, ..plain }),
+        ("a smaller window of the sender's", Segment { flags: Flags::ACK | Flags::CWR, ..plain }),
+        ("congestion", Segment { ecn: 3, ..plain }),
+        ("a gap", Segment { seq: 79, ..plain }),
+        ("what came before", Segment { seq: 70, ..plain }),
     ] {
         assert_eq!(single(said, 100).0, 0, "{what}");
     }
 }
 
-/// A connection whose handshake was not seen, or whose checksum is wrong, is the kernel's alone.
+/// A connection whose handshake was not seen, and a segment whose checksum is wrong, are left alone.
 #[test]
 fn strangers_and_damage_are_left_alone() {
-    let mut active = Active::new(Memory::new(), &[0, 1], KEY, true, 0);
-    let said = Said { seq: 78, ack: 901, flags: Flags::ACK, window: 500, ..Said::default() };
-    let mut kernels = frame(&flow(false), true, &Said { seq: 901, ack: 78, ..said }, 0, true);
+    let mut active = ActiveAck::new(Memory::new(), &[0, 1], KEY, true, 0);
+    let said = Segment { seq: 78, ack: 901, flags: Flags::ACK, window: 500, ..Segment::default() };
+    let mut kernels = frame(&flow(false), true, &Segment { seq: 901, ack: 78, ..said }, 0, true);
     let as_it_was = kernels.clone();
     active.from_kernel(&mut kernels, 0, &mut |_| panic!("nothing is held"));
-    active.from_wire(&frame(&flow(false).reversed(), false, &said, 100, true), 0, &mut |_| panic!("it is not ours"));
+    active.from_wire(&frame(&flow(false).reversed(), false, &said, 100, true), 0, &mut |_| panic!("its handshake was not seen"));
     assert_eq!(kernels.bytes(), as_it_was.bytes());
 
     let mut world = World::new(1, 77, 4, 30_000, 256, false);
@@ -411,36 +416,36 @@ fn strangers_and_damage_are_left_alone() {
     world.active.expire(world.now + 10_000, &mut |_| panic!("it is damaged"), &mut |_| {});
 }
 
-/// More connections than places: those that came first keep theirs as long as they hold something.
+/// More connections than buffers: a buffer that holds data is not taken from its connection.
 #[test]
 fn places_are_used_again() {
-    let mut active = Active::new(Memory::new(), &[0, 1], KEY, true, 0);
-    let syn = Said { seq: 10, flags: Flags::SYN, window: 1000, ..Said::default() };
+    let mut active = ActiveAck::new(Memory::new(), &[0, 1], KEY, true, 0);
+    let syn = Segment { seq: 10, flags: Flags::SYN, window: 1000, ..Segment::default() };
     for port in 0..100 {
         let mut flow = flow(false);
         flow.remote.port = 1000 + port;
         active.from_wire(&frame(&flow.reversed(), false, &syn, 0, true), 0, &mut |_| {});
-        let answer = Said { seq: 900, ack: 11, flags: Flags::SYN | Flags::ACK, ..syn };
+        let answer = Segment { seq: 900, ack: 11, flags: Flags::SYN | Flags::ACK, ..syn };
         active.from_kernel(&mut frame(&flow, true, &answer, 0, true), 0, &mut |_| {});
-        let first = Said { seq: 901, ack: 11, flags: Flags::ACK, ..syn };
+        let first = Segment { seq: 901, ack: 11, flags: Flags::ACK, ..syn };
         active.from_kernel(&mut frame(&flow, true, &first, 0, true), 0, &mut |_| {});
-        let data = Said { seq: 11, ack: 901, flags: Flags::ACK, ..syn };
+        let data = Segment { seq: 11, ack: 901, flags: Flags::ACK, ..syn };
         let mut acks = 0;
         active.from_wire(&frame(&flow.reversed(), false, &data, 100, true), 0, &mut |_| acks += 1);
-        active.from_wire(&frame(&flow.reversed(), false, &Said { seq: 111, ..data }, 100, true), 0, &mut |_| acks += 1);
+        active.from_wire(&frame(&flow.reversed(), false, &Segment { seq: 111, ..data }, 100, true), 0, &mut |_| acks += 1);
         assert_eq!(acks, 1, "connection {port}");
-        assert!(!active.end(&baton_wire::Name::from(&flow)), "it holds something");
-        let taken = Said { seq: 901, ack: 211, flags: Flags::ACK, ..syn };
+        assert!(!active.end(&baton_wire::FlowKey::from(&flow)), "it holds something");
+        let taken = Segment { seq: 901, ack: 211, flags: Flags::ACK, ..syn };
         active.from_kernel(&mut frame(&flow, true, &taken, 0, true), 0, &mut |_| {});
     }
 }
 
-/// The next NIC gives the kernel what the last one has acknowledged, and then goes on as that did.
+/// The next NIC delivers what the last one has acknowledged to the kernel, and then goes on.
 #[test]
 fn the_next_nic_goes_on() {
     let mut world = World::new(0xf000_0001, 77, 4, 30_000, 256, false);
     for _ in 0..3 {
-        // The kernel gets nothing, the NIC has all of it.
+        // The kernel gets nothing, the NIC has everything.
         world.refuses = 256;
         let before_these = world.nxt;
         (0..4).for_each(|_| world.send_next(1000));

@@ -1,49 +1,51 @@
-//! The queues, and whose turn it is.
+//! The queues, and the choice of the next frame.
 
 use crate::Kind;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
-/// How the engine is shared.
+/// How the workers share the engine.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings {
-    /// Bytes that a queue gets through in its turn: at least as many as the largest frame has, so that each turn is one frame or more.
+pub struct CopySettings {
+    /// Bytes that a queue sends in its turn. At least the length of the largest frame, so that each turn is one frame or more.
     pub turn: usize,
-    /// Set-ups in a row while other frames wait. Nobody's flood of SYNs stops the rest.
+    /// Number of SYNs sent in a row while other frames wait, so that no flood of SYNs stops the other frames.
     pub set_ups: usize,
-    /// Frames that a queue has room for.
+    /// Number of frames that a queue has room for.
     pub room: usize,
 }
 
-impl Default for Settings {
+impl Default for CopySettings {
     fn default() -> Self {
-        Settings { turn: 64 << 10, set_ups: 16, room: 256 }
+        CopySettings { turn: 64 << 10, set_ups: 16, room: 256 }
     }
 }
 
-/// What was done so far.
+/// Counters of one worker's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
-    /// Frames.
+    /// Frames sent.
     pub frames: u64,
-    /// Set-ups that went before frames that had waited longer.
-    pub went_before: u64,
+    /// SYNs sent before frames that had waited longer.
+    pub syns_first: u64,
 }
 
-struct Entry<T> {
+/// A frame in a queue, and its number in the order of arrival.
+struct QueuedFrame<T> {
     item: T,
     bytes: usize,
     number: u64,
 }
 
-/// One worker's frames.
+/// The frames of one worker.
 struct Queue<T> {
-    /// Set-ups, and what came behind them of their own connections.
-    first: VecDeque<(u32, Entry<T>)>,
-    rest: VecDeque<Entry<T>>,
-    /// Connections of the rest, in the same order.
+    /// SYNs, and the later frames of their connections.
+    first: VecDeque<(u32, QueuedFrame<T>)>,
+    /// All other frames.
+    rest: VecDeque<QueuedFrame<T>>,
+    /// Connections of the frames in `rest`, in the same order.
     connections: VecDeque<u32>,
-    /// Bytes of its turn that are left.
+    /// Bytes left of its turn.
     left: usize,
     counters: Counters,
 }
@@ -63,7 +65,7 @@ impl<T> Queue<T> {
         self.first.len() + self.rest.len()
     }
 
-    /// Whether a frame goes before the rest: nothing overtakes what waits of its own connection.
+    /// Whether a frame goes before `rest`. No frame overtakes a waiting one of its own connection.
     fn goes_first(&self, kind: Kind) -> bool {
         if kind.sets_up {
             !self.connections.contains(&kind.connection)
@@ -73,11 +75,11 @@ impl<T> Queue<T> {
     }
 }
 
-/// The engine: what each worker wants delivered, and what is delivered next.
+/// The copy engine: takes frames from each worker, and chooses the next one to send.
 pub struct Engine<T> {
-    settings: Settings,
+    settings: CopySettings,
     queues: Vec<Queue<T>>,
-    /// Whose turn it is, among set-ups and among the rest.
+    /// The queue whose turn it is for SYNs, and for all other frames.
     first_turn: usize,
     turn: usize,
     set_ups_in_row: usize,
@@ -86,13 +88,13 @@ pub struct Engine<T> {
 }
 
 impl<T> Engine<T> {
-    /// For so many workers, with all its memory.
-    pub fn new(workers: usize, settings: Settings) -> Engine<T> {
+    /// Makes an engine for `workers` workers, with all its memory.
+    pub fn new(workers: usize, settings: CopySettings) -> Engine<T> {
         let queues = (0..workers).map(|_| Queue::new(settings.room)).collect();
         Engine { settings, queues, first_turn: 0, turn: 0, set_ups_in_row: 0, waiting: 0, pushed: 0 }
     }
 
-    /// Whether a worker's queue takes another frame.
+    /// Whether a worker's queue has room for another frame.
     pub fn has_room(&self, worker: usize) -> bool {
         self.queues[worker].len() < self.settings.room
     }
@@ -102,22 +104,22 @@ impl<T> Engine<T> {
         self.waiting == 0
     }
 
-    /// What was done so far for a worker.
+    /// The counters of a worker's frames.
     pub fn counters(&self, worker: usize) -> Counters {
         self.queues[worker].counters
     }
 
-    /// Takes a worker's frame of so many bytes.
+    /// Queues a worker's frame of `bytes` bytes.
     ///
     /// # Errors
-    /// The frame, if its queue is full.
+    /// The frame, if the worker's queue is full.
     pub fn push(&mut self, worker: usize, item: T, bytes: usize, kind: Kind) -> Result<(), T> {
         if !self.has_room(worker) {
             return Err(item);
         }
         let queue = &mut self.queues[worker];
         self.pushed += 1;
-        let entry = Entry { item, bytes, number: self.pushed };
+        let entry = QueuedFrame { item, bytes, number: self.pushed };
         if queue.goes_first(kind) {
             queue.first.push_back((kind.connection, entry));
         } else {
@@ -128,7 +130,7 @@ impl<T> Engine<T> {
         Ok(())
     }
 
-    /// What is delivered next, and for whom.
+    /// Takes the next frame to be sent, with its worker's number.
     pub fn pop(&mut self) -> Option<(usize, T)> {
         if self.waiting == 0 {
             return None;
@@ -151,13 +153,13 @@ impl<T> Engine<T> {
         self.set_ups_in_row += 1;
         let counters = &mut self.queues[worker].counters;
         counters.frames += 1;
-        counters.went_before += u64::from(overtakes);
+        counters.syns_first += u64::from(overtakes);
         Some((worker, entry.item))
     }
 
     fn pop_rest(&mut self) -> Option<(usize, T)> {
         self.set_ups_in_row = 0;
-        // Once round, every queue that has something has got a turn, and a turn is a frame at least.
+        // In one round every queue that has frames gets a turn, which covers one frame at least.
         for _ in 0..=self.queues.len() {
             let count = self.queues.len();
             let queue = &mut self.queues[self.turn];
@@ -168,7 +170,7 @@ impl<T> Engine<T> {
                     queue.connections.pop_front();
                     return queue.rest.pop_front().map(|entry| (self.turn, entry.item));
                 }
-                // Who has nothing to send saves nothing up.
+                // An empty queue does not save up bytes for later turns.
                 None => queue.left = 0,
                 Some(_) => {}
             }
@@ -203,7 +205,7 @@ mod tests {
 
     #[test]
     fn queues_take_turns_by_bytes() {
-        let mut engine = Engine::new(3, Settings { turn: 3000, ..Settings::default() });
+        let mut engine = Engine::new(3, CopySettings { turn: 3000, ..CopySettings::default() });
         for number in 0..30 {
             engine.push(0, number, 1500, DATA).unwrap();
             engine.push(2, number, 500, DATA).unwrap();
@@ -219,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_frame_larger_than_a_turn_goes_in_its_turn() {
-        let mut engine = Engine::new(2, Settings { turn: 100, ..Settings::default() });
+        let mut engine = Engine::new(2, CopySettings { turn: 100, ..CopySettings::default() });
         engine.push(0, 'a', 60_000, DATA).unwrap();
         engine.push(1, 'b', 60_000, DATA).unwrap();
         assert_eq!(drain(&mut engine).len(), 2);
@@ -227,7 +229,7 @@ mod tests {
 
     #[test]
     fn set_ups_go_first_but_not_for_ever() {
-        let mut engine = Engine::new(2, Settings { set_ups: 4, ..Settings::default() });
+        let mut engine = Engine::new(2, CopySettings { set_ups: 4, ..CopySettings::default() });
         for number in 0..20 {
             engine.push(0, "data", 1500, data(1)).unwrap();
             engine.push(1, "set-up", 74, syn(100 + number)).unwrap();
@@ -235,13 +237,13 @@ mod tests {
         let order: Vec<_> = drain(&mut engine).into_iter().map(|(_, what)| what).collect();
         let expected: Vec<_> = (0..20).map(|at| if at % 5 == 4 { "data" } else { "set-up" }).collect();
         assert_eq!(order[..20], expected, "four to one");
-        assert_eq!(engine.counters(1).went_before, 20);
+        assert_eq!(engine.counters(1).syns_first, 20);
     }
 
     #[test]
     fn nothing_overtakes_its_own_connection() {
-        let mut engine = Engine::new(1, Settings::default());
-        // The last of an old connection, and the first of a new one between the same ports, with data at once.
+        let mut engine = Engine::new(1, CopySettings::default());
+        // The last segment of an old connection, and the first of a new one with the same 4-tuple, with data at once.
         for (number, kind) in [(0, data(7)), (1, data(8)), (2, syn(7)), (3, syn(9)), (4, data(9)), (5, data(7))].into_iter() {
             engine.push(0, number, 100, kind).unwrap();
         }
@@ -251,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_says_so() {
-        let mut engine = Engine::new(2, Settings { room: 2, ..Settings::default() });
+        let mut engine = Engine::new(2, CopySettings { room: 2, ..CopySettings::default() });
         engine.push(0, 'a', 1, DATA).unwrap();
         engine.push(0, 'b', 1, syn(3)).unwrap();
         assert_eq!(engine.push(0, 'c', 1, DATA), Err('c'));

@@ -1,24 +1,25 @@
-//! What the engine has to know of a frame.
+//! The properties of a frame that decide its order.
 
 use baton_wire::{Flags, TcpFrame};
 
-/// Whether a frame sets up a connection, and which.
+/// Whether a frame sets up a connection, and which connection it belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Kind {
-    /// It is a TCP segment with SYN set.
+    /// The frame is a TCP segment with SYN set.
     pub sets_up: bool,
-    /// The same for all segments of a connection one way, and nearly always another for others; 0 for what is not TCP.
+    /// A hash of the 4-tuple: the same for all segments of one direction of a connection, and almost always different for others;
+    /// 0 for a frame that is not TCP.
     pub connection: u32,
 }
 
 impl Kind {
-    /// Of a frame that need be neither whole nor true: what it says of itself is all that is asked.
+    /// The kind of a frame, by its headers alone: checksums are not verified.
     #[inline]
     pub fn of(frame: &[u8]) -> Kind {
         let Ok(parsed) = TcpFrame::parse(frame) else { return Kind { sets_up: false, connection: 0 } };
         let flow = parsed.flow.to_bytes();
         let words = flow.chunks_exact(4).filter_map(|word| word.first_chunk::<4>());
-        // An odd multiplier and a rotation for each word: a wrong match costs a turn, nothing else.
+        // A rotation and an odd multiplier for each word. A collision costs a frame its precedence, and nothing else.
         let mixed = words.fold(0u32, |sum, word| (sum.rotate_left(5) ^ u32::from_ne_bytes(*word)).wrapping_mul(0x9e37_79b1));
         Kind { sets_up: parsed.flags.contains(Flags::SYN), connection: mixed | 1 }
     }

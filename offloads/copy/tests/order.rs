@@ -1,6 +1,6 @@
-//! Whatever comes and goes: everything once, nothing before its own connection's, and every queue in its turn.
+//! Every frame comes out once, none before an earlier one of its connection, and every queue gets its turn.
 
-use baton_copy::{Engine, Kind, Settings};
+use baton_copy::{CopySettings, Engine, Kind};
 use proptest::prelude::*;
 
 const WORKERS: usize = 4;
@@ -23,7 +23,7 @@ proptest! {
 
     #[test]
     fn order_is_kept(steps in prop::collection::vec(step(), 1..300), room in 1..40usize, turn in 100..100_000usize) {
-        let mut engine = Engine::new(WORKERS, Settings { turn, set_ups: 3, room });
+        let mut engine = Engine::new(WORKERS, CopySettings { turn, set_ups: 3, room });
         let (mut pushed, mut popped) = (vec![Vec::new(); 12], vec![Vec::new(); 12]);
         let (mut waiting, mut number) = ([0usize; WORKERS], 0);
         let mut bypassed = [0u32; WORKERS];
@@ -62,10 +62,10 @@ proptest! {
         prop_assert!(engine.is_empty());
     }
 
-    /// While every queue has frames to send, what each got through differs by a turn and a frame at most.
+    /// While every queue has frames to send, their bytes sent differ by a turn and a frame at most.
     #[test]
     fn bytes_are_shared_evenly(sizes in prop::collection::vec(60..66_000usize, WORKERS), turn in 66_000..200_000usize) {
-        let mut engine = Engine::new(WORKERS, Settings { turn, ..Settings::default() });
+        let mut engine = Engine::new(WORKERS, CopySettings { turn, ..CopySettings::default() });
         let mut got = [0usize; WORKERS];
         for _ in 0..2000 {
             for (worker, bytes) in sizes.iter().enumerate() {

@@ -1,26 +1,27 @@
-//! The paper's test: clients set up many connections at once and send as soon as each stands, over an engine that is the bottleneck. With
-//! requests in a stack a few connections run and the others time out; with queues in turn all stand at once.
+//! The paper's test: clients set up many connections at once, and send as soon as each is established, through an engine that is
+//! the bottleneck. With requests in a stack a few connections run and the others time out; with queues in turn all are
+//! established at once.
 //!
-//! A model in virtual time: engine and hosts are counted in microseconds, a sender's window grows by one segment for each that arrives, and
-//! who is not answered sends again after the time of RFC 6298.
+//! A model in virtual time. Engine and hosts take microseconds. A sender's window grows by one segment for each segment that
+//! arrives, and an unanswered SYN is sent again after the time-out of RFC 6298.
 
-use baton_copy::{Engine, Kind, Settings};
+use baton_copy::{CopySettings, Engine, Kind};
 use std::collections::BTreeMap;
 
 const WORKERS: usize = 13;
 const CONNECTIONS: usize = 64;
-/// Microseconds of a round trip without queues, and of a copy: a fixed part, and one for each so many bytes.
+/// Microseconds of a round trip without queues; microseconds of a copy, and bytes copied per further microsecond.
 const ROUND_TRIP: u64 = 100;
 const EACH: u64 = 10;
 const BYTES_A_MICRO: usize = 600;
 const SEGMENT: usize = 1514;
 const SYN: usize = 74;
-/// Segments in flight at most, the 64 KB of a window without scale.
+/// Largest number of segments in flight: the 64 KB of a window without scale.
 const WINDOW: u32 = 45;
-/// Time-out of a SYN, doubled each time, and when a client gives up (the paper's clients did; Linux's do after seven).
+/// Time-out of a SYN, doubled each time; and when a client gives up (the paper's clients did; Linux's do after seven SYNs).
 const TIMEOUT: u64 = 1_000_000;
 const PATIENCE: u64 = 10_000_000;
-/// Requests that fit.
+/// Number of requests that the engine holds.
 const ROOM: usize = 4096;
 
 #[derive(Clone, Copy)]
@@ -35,7 +36,7 @@ impl Frame {
     }
 }
 
-/// What the workers hand their frames to. False: there was no room, it is lost.
+/// Takes the workers' frames. `push` returns false if the frame found no room and is lost.
 trait Order {
     fn push(&mut self, worker: usize, frame: Frame) -> bool;
     fn pop(&mut self) -> Option<Frame>;
@@ -81,8 +82,8 @@ struct Model<O> {
     entered: u64,
     now: u64,
     busy: bool,
-    /// When each connection stood, and its window in segments.
-    stood: Vec<Option<u64>>,
+    /// When each connection was established, and its window in segments.
+    established: Vec<Option<u64>>,
     window: Vec<u32>,
     delivered: Vec<u64>,
 }
@@ -95,12 +96,12 @@ impl<O: Order> Model<O> {
             entered: 0,
             now: 0,
             busy: false,
-            stood: vec![None; CONNECTIONS],
+            established: vec![None; CONNECTIONS],
             window: vec![10; CONNECTIONS],
             delivered: vec![0; CONNECTIONS],
         };
         for connection in 0..CONNECTIONS {
-            // Not quite at once: a client needs some microseconds for each.
+            // Not all at once: a client needs some microseconds for each.
             model.after(5 * connection as u64, Event::Arrives(Frame { connection, sets_up: true }));
             model.after(5 * connection as u64 + TIMEOUT, Event::TimesOut(connection, TIMEOUT));
         }
@@ -131,7 +132,7 @@ impl<O: Order> Model<O> {
         match event {
             Event::Arrives(frame) => {
                 if !self.order.push(frame.connection % WORKERS, frame) && !frame.sets_up {
-                    // Found by its sender after a while, who halves its window and sends it again.
+                    // The sender finds the loss after a while, halves its window and sends again.
                     self.window[frame.connection] = (self.window[frame.connection] / 2).max(2);
                     self.after(200_000, Event::Arrives(frame));
                 }
@@ -140,8 +141,8 @@ impl<O: Order> Model<O> {
                 self.busy = false;
                 let at = frame.connection;
                 if frame.sets_up {
-                    if self.stood[at].is_none() {
-                        self.stood[at] = Some(self.now);
+                    if self.established[at].is_none() {
+                        self.established[at] = Some(self.now);
                         let window = self.window[at];
                         self.send(at, window);
                     }
@@ -153,7 +154,7 @@ impl<O: Order> Model<O> {
                 }
             }
             Event::TimesOut(connection, timeout) => {
-                if self.stood[connection].is_none() {
+                if self.established[connection].is_none() {
                     self.step(Event::Arrives(Frame { connection, sets_up: true }));
                     self.after(2 * timeout, Event::TimesOut(connection, 2 * timeout));
                 }
@@ -172,10 +173,10 @@ impl<O: Order> Model<O> {
         self
     }
 
-    /// Connections that never stood, and those that did only after a SYN sent again.
+    /// Number of connections that were never established, and of those established only after a SYN was sent again.
     fn starved(&self) -> (usize, usize) {
-        let never = self.stood.iter().filter(|stood| stood.is_none()).count();
-        (never, self.stood.iter().flatten().filter(|stood| **stood >= TIMEOUT).count())
+        let never = self.established.iter().filter(|established| established.is_none()).count();
+        (never, self.established.iter().flatten().filter(|established| **established >= TIMEOUT).count())
     }
 }
 
@@ -184,12 +185,12 @@ fn a_stack_starves_new_connections_and_the_engine_does_not() {
     let stack = Model::new(Stack(Vec::with_capacity(ROOM))).run();
     let (never, late) = stack.starved();
     let idle = stack.delivered.iter().filter(|delivered| **delivered < 1000).count();
-    println!("stack: {never} of {CONNECTIONS} never stood, {late} not before a SYN was sent again, {idle} hardly sent");
+    println!("stack: {never} of {CONNECTIONS} never established, {late} not before a SYN was sent again, {idle} hardly sent");
 
-    let engine = Model::new(Engine::new(WORKERS, Settings { room: ROOM / WORKERS, ..Settings::default() })).run();
-    let slowest = engine.stood.iter().flatten().max().copied().unwrap_or(0);
+    let engine = Model::new(Engine::new(WORKERS, CopySettings { room: ROOM / WORKERS, ..CopySettings::default() })).run();
+    let slowest = engine.established.iter().flatten().max().copied().unwrap_or(0);
     let (least, most) = (engine.delivered.iter().min().unwrap(), engine.delivered.iter().max().unwrap());
-    println!("engine: {:?} so, the last stood after {slowest} µs, {least} to {most} segments each", engine.starved());
+    println!("engine: {:?} so, the last established after {slowest} µs, {least} to {most} segments each", engine.starved());
 
     assert!(never + late > CONNECTIONS / 2 && idle > CONNECTIONS / 2);
     assert_eq!(engine.starved(), (0, 0));

@@ -1,4 +1,4 @@
-//! What was done, and why.
+//! Counters of large receive.
 
 use crate::filter::Test;
 
@@ -8,46 +8,46 @@ use crate::filter::Test;
 pub enum Reason {
     /// It had no room for another segment.
     Full,
-    /// FIN.
+    /// A segment with FIN.
     Fin,
-    /// PSH.
+    /// A segment with PSH.
     Push,
-    /// A segment shorter than the others, which can only be the last.
+    /// A segment shorter than the others, which can only be the last one.
     Short,
-    /// The next segment could not be merged with it.
+    /// The next segment of the connection could not be appended.
     Other,
-    /// No segment came for a while, or it was old enough.
-    Time,
-    /// Somebody asked for it.
-    Asked,
+    /// No segment came for a while, or it reached its greatest age.
+    Timeout,
+    /// The caller flushed it.
+    Requested,
 }
 
-/// Kinds of [`Reason`].
-pub const REASONS: usize = Reason::Asked as usize + 1;
+/// Number of reasons.
+pub const REASONS: usize = Reason::Requested as usize + 1;
 
-/// Counters. All only grow, but for `held`.
+/// Counters. All of them only grow, except `held`.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct Counters {
-    /// Segments that were merged into aggregates of more than one.
+    /// Segments merged into aggregates of more than one segment.
     pub merged: u64,
     /// Aggregates of more than one segment.
     pub aggregates: u64,
-    /// IP bytes of those.
+    /// Bytes of the IP packets of these aggregates.
     pub bytes: u64,
-    /// Frames that passed untouched, by the test that they failed.
+    /// Frames that were passed on unchanged, by the test that they failed.
     pub failed: [u64; Test::COUNT],
-    /// Data segments that passed alone.
+    /// Data segments that were passed on alone.
     pub alone: u64,
-    /// Segments that came out of order and were put in order.
+    /// Segments that arrived out of order and were put in order.
     pub reordered: u64,
-    /// Segments that came when what they bring had gone out already.
+    /// Segments whose data had gone out or was held already.
     pub old: u64,
-    /// Gaps that were given up.
+    /// Gaps whose missing segment was not waited for any longer.
     pub gaps: u64,
-    /// Segments for which there was no descriptor, buffer or room left.
+    /// Segments for which no descriptor, buffer or room was left.
     pub short_of_memory: u64,
-    /// Why aggregates went out.
+    /// Aggregates that went out, by reason.
     pub flushed: [u64; REASONS],
-    /// Segments that are held out of order now.
+    /// Segments held out of order at present.
     pub held: u64,
 }

@@ -1,53 +1,57 @@
-//! The packet filter: the tests of the paper's Figure 6, by name. Whoever fails one goes to the kernel as he is.
+//! The packet filter: the tests of the paper's Figure 6. A frame that fails one goes to the kernel unchanged.
 
 use baton_device::{Checksum, Frame};
 use baton_wire::frame::{ETHERNET, FrameError};
 use baton_wire::{Flags, TcpFrame};
 
-/// The tests, in the order in which they are made.
+/// The tests, in the order in which they are applied; each says what a frame must be to pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum Test {
-    /// It stands for one segment, not already for many.
+    /// One segment, not a frame that stands for several already.
     Single,
-    /// IPv4 or IPv6 right behind the Ethernet header: no ARP, no VLAN tag.
+    /// IPv4 or IPv6 directly behind the Ethernet header: no ARP, no VLAN tag.
     Ip,
-    /// TCP right behind that: no UDP, no IPv6 extension header.
+    /// TCP directly behind the IP header: no UDP, no IPv6 extension header.
     Tcp,
-    /// No fragment.
+    /// Not a fragment.
     Whole,
-    /// Lengths and offsets lie inside the frame.
+    /// All lengths and offsets lie inside the frame.
     WellFormed,
     /// No IPv4 options.
     NoIpOptions,
-    /// No bytes behind the packet: padding of a short frame.
+    /// No bytes behind the IP packet, such as the padding of a short frame.
     NoPadding,
-    /// Both checksums hold.
+    /// The IPv4 header checksum and the TCP checksum are right.
     Checksums,
     /// ACK is set; SYN, RST, URG and CWR are not.
     OrdinaryFlags,
-    /// It carries data: no pure acknowledgement.
+    /// It carries data: not a pure acknowledgement.
     Data,
 }
 
 impl Test {
-    /// How many there are.
+    /// Number of tests.
     pub const COUNT: usize = Test::Data as usize + 1;
 }
 
-/// What the filter says of a frame.
+/// The result of the filter.
 pub(crate) enum Verdict {
-    /// It is none of a connection's.
+    /// The frame belongs to no connection, or is damaged.
     Foreign(Test),
-    /// It is a connection's, but goes on as it is.
+    /// A segment that is not merged, with the test that it failed.
     Passes(TcpFrame, Test),
-    /// It may be merged.
+    /// A data segment that may be merged.
     Data(TcpFrame),
 }
 
-/// Flags that say more than that there is data.
-const SPECIAL: Flags = Flags(Flags::SYN.0 | Flags::RST.0 | Flags::URG.0 | Flags::CWR.0);
+/// Segments with any of these flags end aggregation and go to the kernel unchanged.
+const NEVER_AGGREGATED: Flags = Flags::SYN.union(Flags::RST).union(Flags::URG).union(Flags::CWR);
 
+/// First byte of an IPv4 header without options: version 4, five words.
+const IPV4_NO_OPTIONS: u8 = 0x45;
+
+/// Applies the tests to a frame.
 pub(crate) fn examine(frame: &Frame) -> Verdict {
     if frame.segmentation.is_some() {
         return match TcpFrame::parse(frame.bytes()) {
@@ -64,7 +68,7 @@ pub(crate) fn examine(frame: &Frame) -> Verdict {
         Err(FrameError::Malformed) => return Verdict::Foreign(Test::WellFormed),
         Err(FrameError::Checksum) => return Verdict::Foreign(Test::Checksums),
     };
-    if parsed.flow.is_v4() && bytes[ETHERNET] != 0x45 {
+    if parsed.flow.is_v4() && bytes[ETHERNET] != IPV4_NO_OPTIONS {
         return Verdict::Passes(parsed, Test::NoIpOptions);
     }
     if parsed.payload_offset + parsed.payload_length != bytes.len() {
@@ -73,7 +77,7 @@ pub(crate) fn examine(frame: &Frame) -> Verdict {
     if frame.checksum == Checksum::Unknown && !parsed.checksum_holds(bytes) {
         return Verdict::Foreign(Test::Checksums);
     }
-    if parsed.flags.intersects(SPECIAL) || !parsed.flags.contains(Flags::ACK) {
+    if parsed.flags.intersects(NEVER_AGGREGATED) || !parsed.flags.contains(Flags::ACK) {
         return Verdict::Passes(parsed, Test::OrdinaryFlags);
     }
     if parsed.payload_length == 0 {

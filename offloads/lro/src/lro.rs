@@ -1,64 +1,65 @@
-//! The way of a frame: filter, order, merge.
+//! The path of a frame: filter, order, merge.
 
 use crate::aggregate::Aggregate;
 use crate::counters::{Counters, Reason};
+use crate::descriptor::Descriptor;
 use crate::filter::{self, Test, Verdict};
-use crate::flow::Flow;
-use crate::held::{Island, Place};
-use crate::{Mode, Settings};
+use crate::out_of_order::{Island, Relation};
+use crate::{LroSettings, Mode};
 use alloc::vec::Vec;
 use baton_device::{Frame, MAX_FRAME};
 use baton_tables::{Lookup, Wheel};
-use baton_wire::{Flags, Name, TcpFrame};
+use baton_wire::{Flags, FlowKey, TcpFrame};
 use core::mem;
 
-/// Islands are made in the buffers that their first segments came in, so many of them; beyond that each held segment is copied to a buffer of
-/// its own, lest it take 64 KB.
-const MOST_WIDE: usize = 128;
-/// Bytes of a buffer for such a copy, as far as those are not larger; and how many are kept.
-const SMALL: usize = 2048;
-const MOST_SMALL: usize = 1024;
+/// Number of islands that may be built in the full-sized buffers of their first segments. Beyond it each held segment is copied
+/// to a buffer of its own, so that it does not occupy 64 KB.
+const MAX_ISLAND_BUFFERS: usize = 128;
+/// Bytes of a buffer for such a copy, unless the segment is larger; and how many free ones are kept.
+const SMALL_BUFFER: usize = 2048;
+const MAX_SMALL_BUFFERS: usize = 1024;
 
-/// Segments of an island that is rather copied to what is open than let that go out: copying fewer makes larger aggregates, copying more costs
-/// the NIC what larger aggregates would save the kernel.
-const COPIED: u32 = 32;
+/// An island of up to this many segments is copied into the open aggregate; a longer one closes the aggregate and opens its own.
+/// Copying fewer makes smaller aggregates; copying more costs the NIC what larger aggregates would save the kernel.
+const MAX_ISLAND_COPY: u32 = 32;
 
-/// Descriptors that are looked at for one that can be used again.
+/// Number of descriptors that are examined in the search for an idle one.
 const CANDIDATES: usize = 8;
 
 /// Large receive offload for one worker.
 pub struct Lro {
-    settings: Settings,
-    /// ConnectionTable.
+    settings: LroSettings,
+    /// The paper's ConnectionTable: the index of each connection's descriptor.
     table: Lookup,
-    flows: Vec<Option<Flow>>,
-    /// The preallocated queue of free descriptors.
+    flows: Vec<Option<Descriptor>>,
+    /// Indices of free descriptors, the paper's preallocated queue.
     free: Vec<u32>,
-    /// Buffers for aggregates.
+    /// Free buffers for aggregates.
     spares: Vec<Frame>,
-    /// Buffers to give for those in which islands are made, and how many there may still be made.
-    wide: Vec<Frame>,
-    unmade: usize,
-    /// Buffers for copies, used again.
-    small: Vec<Frame>,
+    /// Free full-sized buffers, exchanged for those in which islands are built, and how many more may be allocated.
+    island_buffers: Vec<Frame>,
+    island_buffers_left: usize,
+    /// Free buffers for copies of held segments.
+    small_buffers: Vec<Frame>,
     wheel: Wheel<16>,
     expired: Vec<u32>,
-    /// Where the search for a descriptor that can be used again goes on.
+    /// Index at which the search for an idle descriptor continues.
     hand: usize,
     held_bytes: usize,
     counters: Counters,
 }
 
-/// Whether the descriptor of a connection stays.
+/// Whether a connection continues after a segment.
 #[derive(PartialEq, Eq)]
-enum Goes {
-    On,
-    Away,
+enum Progress {
+    Continues,
+    /// It carried FIN: the connection's descriptor is freed.
+    Ends,
 }
 
 impl Lro {
-    /// With all its memory.
-    pub fn new(settings: Settings, now: u64) -> Lro {
+    /// Makes it with all its memory.
+    pub fn new(settings: LroSettings, now: u64) -> Lro {
         let on = settings.mode != Mode::Off;
         let (connections, aggregates) = if on { (settings.connections.max(1), settings.aggregates) } else { (0, 0) };
         Lro {
@@ -66,9 +67,9 @@ impl Lro {
             flows: (0..connections).map(|_| None).collect(),
             free: (0..connections as u32).rev().collect(),
             spares: (0..aggregates).map(|_| Frame::with_capacity(MAX_FRAME)).collect(),
-            wide: Vec::new(),
-            unmade: MOST_WIDE,
-            small: Vec::new(),
+            island_buffers: Vec::new(),
+            island_buffers_left: MAX_ISLAND_BUFFERS,
+            small_buffers: Vec::new(),
             wheel: Wheel::new(now),
             expired: Vec::new(),
             hand: 0,
@@ -78,10 +79,10 @@ impl Lro {
         }
     }
 
-    /// Goes on with other settings; everything that waits goes out first. Memory is kept where it has the size that is wanted.
-    pub fn set(&mut self, settings: Settings, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+    /// Changes the settings. Everything that waits goes out first. Memory is kept where its size stays the same.
+    pub fn set(&mut self, settings: LroSettings, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         self.flush_all(now, deliver);
-        let size = |settings: &Settings| (settings.mode != Mode::Off, settings.connections, settings.aggregates);
+        let size = |settings: &LroSettings| (settings.mode != Mode::Off, settings.connections, settings.aggregates);
         if size(&settings) == size(&self.settings) {
             self.settings = settings;
         } else {
@@ -89,23 +90,23 @@ impl Lro {
         }
     }
 
-    /// As it was set last.
-    pub fn settings(&self) -> &Settings {
+    /// The current settings.
+    pub fn settings(&self) -> &LroSettings {
         &self.settings
     }
 
-    /// What was done so far.
+    /// The counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Bytes that are held out of order.
+    /// Number of bytes held out of order at present.
     pub fn held_bytes(&self) -> usize {
         self.held_bytes
     }
 
-    /// Takes a frame in at `now` microseconds. It, or others that it completes, go to `deliver`; where it is kept, `frame` is another buffer
-    /// afterwards.
+    /// Takes a frame at `now` microseconds. The frame, or an aggregate that it completes, goes to `deliver`. If the frame is
+    /// kept, `frame` is another buffer of the same size afterwards.
     pub fn receive(&mut self, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         if self.settings.mode == Mode::Off {
             return deliver(frame);
@@ -117,29 +118,29 @@ impl Lro {
             }
             Verdict::Passes(parsed, test) => {
                 self.counters.failed[test as usize] += 1;
-                self.pass(&parsed, test, frame, now, deliver);
+                self.pass_on(&parsed, test, frame, now, deliver);
             }
-            Verdict::Data(parsed) => self.data(&parsed, frame, now, deliver),
+            Verdict::Data(parsed) => self.on_data(&parsed, frame, now, deliver),
         }
     }
 
-    fn find(&self, name: &Name) -> Option<u32> {
-        self.table.find(name, |at| matches!(self.flows.get(at as usize), Some(Some(flow)) if flow.name == *name))
+    fn find(&self, key: &FlowKey) -> Option<u32> {
+        self.table.find(key, |at| matches!(self.flows.get(at as usize), Some(Some(flow)) if flow.key == *key))
     }
 
-    /// A segment that is never merged: what came before it goes out before it.
-    fn pass(&mut self, parsed: &TcpFrame, test: Test, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
-        let Some(at) = self.find(&Name::from(&parsed.flow)) else { return deliver(frame) };
+    /// Passes on a segment that is never merged, after what its connection has waiting.
+    fn pass_on(&mut self, parsed: &TcpFrame, test: Test, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return deliver(frame) };
         let ends = parsed.flags.intersects(Flags::SYN | Flags::RST | Flags::FIN);
         if parsed.payload_length == 0 && !ends && test == Test::Data {
-            // An acknowledgement does not wait for what is missing, nor does that for it.
-            self.close(at, Reason::Other, deliver);
+            // A pure acknowledgement does not wait for missing data, and missing data is still waited for.
+            self.close_aggregate(at, Reason::Other, deliver);
             return deliver(frame);
         }
-        self.empty(at, Reason::Other, now, deliver);
+        self.flush_at(at, Reason::Other, now, deliver);
         deliver(frame);
         if ends {
-            return self.forget(at);
+            return self.remove(at);
         }
         if let Some(flow) = self.flows[at as usize].as_mut() {
             let end = flow.unwrapped(parsed.seq) + parsed.payload_length as u64;
@@ -147,9 +148,10 @@ impl Lro {
         }
     }
 
-    fn data(&mut self, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
-        let name = Name::from(&parsed.flow);
-        let Some(at) = self.find(&name).or_else(|| self.make(name, now)) else {
+    /// Orders and merges a data segment.
+    fn on_data(&mut self, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        let key = FlowKey::from(&parsed.flow);
+        let Some(at) = self.find(&key).or_else(|| self.insert(key, now)) else {
             self.counters.short_of_memory += 1;
             return deliver(frame);
         };
@@ -158,63 +160,70 @@ impl Lro {
         flow.arrived(now);
         let seq = flow.unwrapped(parsed.seq);
         let expected = flow.next.unwrap_or(seq);
-        let goes = if !reorders || seq == expected {
-            let mut goes = self.accept(at, parsed, frame, now, deliver);
-            if goes == Goes::On && reorders {
-                goes = self.accept_held(at, now, deliver);
+        let progress = if !reorders || seq == expected {
+            let mut progress = self.accept(at, parsed, frame, now, deliver);
+            if progress == Progress::Continues && reorders {
+                progress = self.accept_held(at, now, deliver);
             }
-            goes
+            progress
         } else if seq < expected {
             self.counters.old += 1;
-            self.close(at, Reason::Other, deliver);
+            self.close_aggregate(at, Reason::Other, deliver);
             deliver(frame);
-            Goes::On
+            Progress::Continues
         } else {
             self.hold(at, seq, parsed, frame, now, deliver);
-            Goes::On
+            Progress::Continues
         };
-        match goes {
-            Goes::On => self.schedule(at),
-            Goes::Away => {
-                self.empty(at, Reason::Fin, now, deliver);
-                self.forget(at);
+        match progress {
+            Progress::Continues => self.schedule(at),
+            Progress::Ends => {
+                self.flush_at(at, Reason::Fin, now, deliver);
+                self.remove(at);
             }
         }
     }
 
-    /// A segment that is the next one.
-    fn accept(&mut self, at: u32, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+    /// Merges the next segment in order, or passes it on.
+    fn accept(
+        &mut self,
+        at: u32,
+        parsed: &TcpFrame,
+        frame: &mut Frame,
+        now: u64,
+        deliver: &mut impl FnMut(&mut Frame),
+    ) -> Progress {
         let settings = self.settings;
-        let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
+        let Some(flow) = self.flows[at as usize].as_mut() else { return Progress::Continues };
         flow.next = Some(flow.unwrapped(parsed.seq) + parsed.payload_length as u64);
         let pushed = flow.is_pushed(parsed, &settings);
         let fin = parsed.flags.contains(Flags::FIN);
-        let goes = if fin { Goes::Away } else { Goes::On };
+        let progress = if fin { Progress::Ends } else { Progress::Continues };
         if let Some(open) = flow.aggregate.as_mut() {
             if open.takes(frame.bytes(), parsed, &settings) {
                 open.append(frame.bytes(), parsed);
                 if let Some(reason) = open.ends_with(parsed, pushed, &settings) {
-                    self.close(at, reason, deliver);
+                    self.close_aggregate(at, reason, deliver);
                 }
-                return goes;
+                return progress;
             }
-            self.close(at, Reason::Other, deliver);
+            self.close_aggregate(at, Reason::Other, deliver);
         }
-        if fin || pushed || !self.open(at, parsed, frame, now) {
+        if fin || pushed || !self.open_aggregate(at, parsed, frame, now) {
             self.counters.alone += 1;
             deliver(frame);
         }
-        goes
+        progress
     }
 
-    /// Begins an aggregate with a segment; its frame is exchanged for another. False if there is no buffer.
-    fn open(&mut self, at: u32, parsed: &TcpFrame, frame: &mut Frame, now: u64) -> bool {
+    /// Opens an aggregate with a segment, whose frame is exchanged for another. False if there is no buffer.
+    fn open_aggregate(&mut self, at: u32, parsed: &TcpFrame, frame: &mut Frame, now: u64) -> bool {
         let (Some(mut spare), Some(flow)) = (self.spares.pop(), self.flows[at as usize].as_mut()) else {
             self.counters.short_of_memory += 1;
             return false;
         };
         if frame.capacity() < MAX_FRAME {
-            // One that was held has no room for more.
+            // A copied segment's buffer has no room for more.
             spare.copy_from(frame);
         } else {
             mem::swap(&mut spare, frame);
@@ -223,117 +232,118 @@ impl Lro {
         true
     }
 
-    /// What is held and follows now.
-    fn accept_held(&mut self, at: u32, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+    /// Merges the held islands that are next in order.
+    fn accept_held(&mut self, at: u32, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Progress {
         loop {
-            let Some(flow) = self.flows[at as usize].as_mut() else { return Goes::On };
+            let Some(flow) = self.flows[at as usize].as_mut() else { return Progress::Continues };
             let next = flow.next.unwrap_or(0);
-            let Some((seq, island)) = flow.held.pop(next) else { return Goes::On };
-            // Another gap, another wait.
+            let Some((seq, island)) = flow.held.pop(next) else { return Progress::Continues };
+            // The wait for the next gap begins.
             flow.gap_since = now;
             flow.next = Some(next.max(seq + island.length()));
             self.held_bytes -= island.bytes();
             self.counters.held -= u64::from(island.aggregate.count);
-            let goes = if seq < next {
-                // It overlaps what has gone out.
+            let progress = if seq < next {
+                // It overlaps data that has gone out.
                 self.counters.old += u64::from(island.aggregate.count);
-                self.close(at, Reason::Other, deliver);
-                self.let_out(at, island.aggregate, Reason::Other, deliver);
-                Goes::On
+                self.close_aggregate(at, Reason::Other, deliver);
+                self.deliver_island(at, island.aggregate, Reason::Other, deliver);
+                Progress::Continues
             } else {
                 self.counters.reordered += u64::from(island.aggregate.count);
-                self.join(at, island, now, deliver)
+                self.append_island(at, island, now, deliver)
             };
-            if goes == Goes::Away {
-                return goes;
+            if progress == Progress::Ends {
+                return progress;
             }
         }
     }
 
-    /// An island that is next: one segment as if it came now; a few are copied to what is open if they fit; many go on as they are.
-    fn join(&mut self, at: u32, island: Island, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Goes {
+    /// Merges an island that is next in order. A single segment is treated as if it arrived now; a few are copied to the open
+    /// aggregate if they fit; many become the open aggregate.
+    fn append_island(&mut self, at: u32, island: Island, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Progress {
         let Island { mut aggregate, sealed, .. } = island;
         if aggregate.count == 1 {
             let (mut frame, parsed) = aggregate.into_segment();
-            let goes = self.accept(at, &parsed, &mut frame, now, deliver);
-            self.keep(frame);
-            return goes;
+            let progress = self.accept(at, &parsed, &mut frame, now, deliver);
+            self.recycle(frame);
+            return progress;
         }
-        let goes = if sealed == Some(Reason::Fin) { Goes::Away } else { Goes::On };
+        let progress = if sealed == Some(Reason::Fin) { Progress::Ends } else { Progress::Continues };
         let settings = self.settings;
         if let Some(open) = self.flows[at as usize].as_mut().and_then(|flow| flow.aggregate.as_mut())
-            && aggregate.count <= COPIED
+            && aggregate.count <= MAX_ISLAND_COPY
             && open.takes_all(&aggregate, &settings)
         {
             open.append_all(&aggregate);
             let full = (!open.has_room(&settings)).then_some(Reason::Full);
             if let Some(reason) = sealed.or(full) {
-                self.close(at, reason, deliver);
+                self.close_aggregate(at, reason, deliver);
             }
-            self.keep(aggregate.frame);
-            return goes;
+            self.recycle(aggregate.frame);
+            return progress;
         }
-        self.close(at, Reason::Other, deliver);
-        let goes_on = sealed.is_none() && aggregate.frame.capacity() >= MAX_FRAME;
+        self.close_aggregate(at, Reason::Other, deliver);
+        let may_grow = sealed.is_none() && aggregate.frame.capacity() >= MAX_FRAME;
         match (self.flows[at as usize].as_mut(), self.spares.pop()) {
-            (Some(flow), Some(spare)) if goes_on => {
-                // Its buffer is one of the aggregates' from now on, and one of theirs takes its place.
-                self.wide.push(spare);
+            (Some(flow), Some(spare)) if may_grow => {
+                // Its buffer now counts as one for aggregates, and one of those takes its place.
+                self.island_buffers.push(spare);
                 aggregate.since = now;
                 flow.aggregate = Some(aggregate);
             }
             (_, spare) => {
                 self.spares.extend(spare);
-                self.let_out(at, aggregate, sealed.unwrap_or(Reason::Other), deliver);
+                self.deliver_island(at, aggregate, sealed.unwrap_or(Reason::Other), deliver);
             }
         }
-        goes
+        progress
     }
 
-    /// An island goes out by itself.
-    fn let_out(&mut self, at: u32, aggregate: Aggregate, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
+    /// Delivers an island as an aggregate of its own.
+    fn deliver_island(&mut self, at: u32, aggregate: Aggregate, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
         let mut frame = self.finish(at, aggregate, reason);
         deliver(&mut frame);
-        self.keep(frame);
+        self.recycle(frame);
     }
 
-    /// Takes the segment out of its buffer, or with it.
-    fn take(&mut self, frame: &mut Frame) -> Frame {
+    /// Takes a segment to be held: with its buffer, for which `frame` gets another, or as a copy.
+    fn take_segment(&mut self, frame: &mut Frame) -> Frame {
         if frame.capacity() >= MAX_FRAME {
-            let wide = self.wide.pop().or_else(|| {
-                self.unmade = self.unmade.checked_sub(1)?;
+            let island_buffers = self.island_buffers.pop().or_else(|| {
+                self.island_buffers_left = self.island_buffers_left.checked_sub(1)?;
                 Some(Frame::with_capacity(MAX_FRAME))
             });
-            if let Some(wide) = wide {
-                return mem::replace(frame, wide);
+            if let Some(island_buffers) = island_buffers {
+                return mem::replace(frame, island_buffers);
             }
         }
         let length = frame.bytes().len();
-        let reused = self.small.pop().filter(|small| small.capacity() >= length);
-        let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL)));
+        let reused = self.small_buffers.pop().filter(|small| small.capacity() >= length);
+        let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL_BUFFER)));
         copy.copy_from(frame);
         copy
     }
 
-    /// Keeps the buffer of what was held.
-    fn keep(&mut self, frame: Frame) {
+    /// Keeps the buffer of a held segment for further use.
+    fn recycle(&mut self, frame: Frame) {
         if frame.capacity() >= MAX_FRAME {
-            self.wide.push(frame);
-        } else if frame.capacity() <= 2 * SMALL && self.small.len() < MOST_SMALL {
-            self.small.push(frame);
+            self.island_buffers.push(frame);
+        } else if frame.capacity() <= 2 * SMALL_BUFFER && self.small_buffers.len() < MAX_SMALL_BUFFERS {
+            self.small_buffers.push(frame);
         }
     }
 
-    /// A segment behind a gap.
+    /// Holds a segment that is behind a gap.
     fn hold(&mut self, at: u32, seq: u64, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
-        let Settings { held_segments, held_bytes, .. } = self.settings;
+        let LroSettings { held_segments, held_bytes, .. } = self.settings;
         let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
         let length = frame.bytes().len();
         let full = flow.held.segments() >= held_segments || self.held_bytes + length > held_bytes;
         if full {
-            // Whoever sends so much out of order gets no order.
+            // The peer sends more out of order than the caps allow: its segments are passed on as they come.
             self.counters.short_of_memory += 1;
-            self.empty(at, Reason::Other, now, deliver);
+            self.flush_at(at, Reason::Other, now, deliver);
             deliver(frame);
             if let Some(flow) = self.flows[at as usize].as_mut() {
                 flow.next = flow.next.max(Some(seq + parsed.payload_length as u64));
@@ -347,18 +357,18 @@ impl Lro {
         let pushed = flow.is_pushed(parsed, &settings);
         let place = flow.held.place(seq, seq + parsed.payload_length as u64);
         match place {
-            Place::Overlaps => {
+            Relation::Overlaps => {
                 self.counters.old += 1;
                 return deliver(frame);
             }
-            Place::Follows(island) if island.sealed.is_none() && island.aggregate.takes(frame.bytes(), parsed, &settings) => {
+            Relation::Follows(island) if island.sealed.is_none() && island.aggregate.takes(frame.bytes(), parsed, &settings) => {
                 island.aggregate.append(frame.bytes(), parsed);
                 island.sealed = island.aggregate.ends_with(parsed, pushed, &settings);
                 flow.held.count();
                 self.held_bytes += parsed.payload_length;
             }
-            Place::Follows(_) | Place::Apart => {
-                let aggregate = Aggregate::new(self.take(frame), *parsed, now);
+            Relation::Follows(_) | Relation::Apart => {
+                let aggregate = Aggregate::new(self.take_segment(frame), *parsed, now);
                 let island = Island { sealed: aggregate.ends_with(parsed, pushed, &settings), aggregate };
                 if let Some(flow) = self.flows[at as usize].as_mut() {
                     flow.held.insert(seq, island);
@@ -369,16 +379,17 @@ impl Lro {
         self.counters.held += 1;
     }
 
-    /// The aggregate goes out.
-    fn close(&mut self, at: u32, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
+    /// Delivers the open aggregate.
+    fn close_aggregate(&mut self, at: u32, reason: Reason, deliver: &mut impl FnMut(&mut Frame)) {
         let Some(flow) = self.flows[at as usize].as_mut() else { return };
         let Some(open) = flow.aggregate.take() else { return };
         let mut frame = self.finish(at, open, reason);
         deliver(&mut frame);
-        // A device may have exchanged it for one of its own.
+        // A device may have exchanged the frame for one of its own.
         self.spares.push(if frame.capacity() < MAX_FRAME { Frame::with_capacity(MAX_FRAME) } else { frame });
     }
 
+    /// Finishes an aggregate and counts it.
     fn finish(&mut self, at: u32, aggregate: Aggregate, reason: Reason) -> Frame {
         if let Some(flow) = self.flows[at as usize].as_mut() {
             flow.last_count = aggregate.count;
@@ -396,19 +407,20 @@ impl Lro {
         frame
     }
 
-    /// Everything of a connection goes out, in order; what is missing is waited for no longer.
-    fn empty(&mut self, at: u32, reason: Reason, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
-        self.close(at, reason, deliver);
+    /// Delivers everything that a connection has waiting, in order. Gaps are not waited for any longer.
+    fn flush_at(&mut self, at: u32, reason: Reason, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        self.close_aggregate(at, reason, deliver);
         while let Some(flow) = self.flows[at as usize].as_mut()
             && let Some(seq) = flow.held.first()
         {
             self.counters.gaps += 1;
             flow.next = Some(seq);
             self.accept_held(at, now, deliver);
-            self.close(at, reason, deliver);
+            self.close_aggregate(at, reason, deliver);
         }
     }
 
+    /// Enters a connection into the timing wheel, unless an entry that is early enough exists.
     fn schedule(&mut self, at: u32) {
         let Some(flow) = self.flows[at as usize].as_mut() else { return };
         if let Some(due) = flow.due(&self.settings)
@@ -418,18 +430,18 @@ impl Lro {
         }
     }
 
-    /// When [`Lro::expire`] may have something to do, in microseconds.
+    /// Time before which [`Lro::expire`] has nothing to do, in microseconds; cheaper than [`Lro::next_expiry`], and never later.
     #[inline]
     pub fn next_tick(&self) -> u64 {
         if self.settings.mode == Mode::Off { u64::MAX } else { self.wheel.next_tick() }
     }
 
-    /// When something may have to go out, in microseconds.
+    /// When something may have to go out, in microseconds; None if nothing waits.
     pub fn next_expiry(&self) -> Option<u64> {
         if self.settings.mode == Mode::Off { None } else { self.wheel.next_expiry() }
     }
 
-    /// Lets go out what has waited long enough.
+    /// Delivers everything whose time is up.
     pub fn expire(&mut self, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         let mut expired = mem::take(&mut self.expired);
         while let Some(tick) = self.wheel.expire(now, &mut expired) {
@@ -445,50 +457,55 @@ impl Lro {
         flow.scheduled = u64::MAX;
         let gap = !flow.held.is_empty() && flow.gap_since + self.settings.gap <= now;
         if flow.due(&self.settings).is_some_and(|due| due <= now) {
-            if gap { self.empty(at, Reason::Time, now, deliver) } else { self.close(at, Reason::Time, deliver) }
+            if gap {
+                self.flush_at(at, Reason::Timeout, now, deliver)
+            } else {
+                self.close_aggregate(at, Reason::Timeout, deliver)
+            }
         }
         self.schedule(at);
     }
 
-    /// Everything of a connection goes out now, and nothing more is known of it.
-    pub fn flush(&mut self, name: &Name, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
-        if let Some(at) = self.find(name) {
-            self.empty(at, Reason::Asked, now, deliver);
-            self.forget(at);
+    /// Delivers everything that a connection has waiting, and forgets the connection.
+    pub fn flush(&mut self, key: &FlowKey, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
+        if let Some(at) = self.find(key) {
+            self.flush_at(at, Reason::Requested, now, deliver);
+            self.remove(at);
         }
     }
 
-    /// Everything goes out now.
+    /// Delivers everything that waits.
     pub fn flush_all(&mut self, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         for at in 0..self.flows.len() as u32 {
-            self.empty(at, Reason::Asked, now, deliver);
+            self.flush_at(at, Reason::Requested, now, deliver);
         }
     }
 
-    /// A descriptor for a connection, be it one of another that has been quiet.
-    fn make(&mut self, name: Name, now: u64) -> Option<u32> {
+    /// Takes a descriptor for a connection: a free one, or that of an idle connection.
+    fn insert(&mut self, key: FlowKey, now: u64) -> Option<u32> {
         let at = self.free.pop().or_else(|| self.reclaim())?;
-        self.flows[at as usize] = Some(Flow::new(name, now, &self.settings));
-        self.table.insert(&name, at);
+        self.flows[at as usize] = Some(Descriptor::new(key, now, &self.settings));
+        self.table.insert(&key, at);
         Some(at)
     }
 
+    /// Frees the descriptor of an idle connection, if one is found soon.
     fn reclaim(&mut self) -> Option<u32> {
         for _ in 0..CANDIDATES {
             self.hand = (self.hand + 1) % self.flows.len();
-            if self.flows[self.hand].as_ref().is_some_and(Flow::is_idle) {
-                self.forget(self.hand as u32);
+            if self.flows[self.hand].as_ref().is_some_and(Descriptor::is_idle) {
+                self.remove(self.hand as u32);
                 return self.free.pop();
             }
         }
         None
     }
 
-    fn forget(&mut self, at: u32) {
+    fn remove(&mut self, at: u32) {
         let Some(flow) = self.flows[at as usize].take() else { return };
         let flows = &self.flows;
-        let name_of = |other: u32| flows[other as usize].as_ref().map_or(flow.name, |found| found.name);
-        self.table.remove(&flow.name, at, name_of);
+        let key_of = |other: u32| flows[other as usize].as_ref().map_or(flow.key, |found| found.key);
+        self.table.remove(&flow.key, at, key_of);
         self.free.push(at);
     }
 }

@@ -1,7 +1,7 @@
-//! Merging never changes the byte stream, whatever comes: random sizes, flags, orders, duplicates and waits, several connections at once.
+//! Merging never changes the byte stream: random sizes, flags, orders, duplicates and waits, several connections at once.
 
 use baton_device::{Checksum, Frame, MAX_FRAME};
-use baton_lro::{Lro, Mode, Push, Settings};
+use baton_lro::{Lro, LroSettings, Mode, Push};
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
 use proptest::prelude::*;
@@ -29,7 +29,7 @@ fn flow(connection: u8) -> Flow {
 }
 
 fn start(connection: u8) -> u32 {
-    // One of them wraps early.
+    // The sequence numbers of one of them wrap early.
     u32::MAX - 5000 * u32::from(connection)
 }
 
@@ -54,12 +54,12 @@ fn frame(sent: &Sent) -> Frame {
     frame
 }
 
-/// What came out: each frame whole, and checked.
+/// The frames that came out, each checked.
 #[derive(Default)]
 struct Received {
-    /// Frames as they would be on a wire, large ones cut.
+    /// The frames as they would be on a wire, aggregates cut into segments.
     cut: Vec<Vec<u8>>,
-    /// Payload bytes by connection and offset, and how often each came.
+    /// Payload bytes by connection and offset, and how often each arrived.
     bytes: BTreeMap<(u8, u32), (u8, u32)>,
     frames: usize,
     largest: usize,
@@ -70,7 +70,7 @@ impl Received {
         self.frames += 1;
         self.largest = self.largest.max(frame.bytes().len());
         if frame.segmentation.is_some() {
-            let mut cut = baton_tso::cut(frame, false).expect("what is merged can be cut");
+            let mut cut = baton_tso::cut(frame, false).expect("an aggregate can be cut");
             let mut out = Frame::with_capacity(MAX_FRAME);
             while cut.next(&mut out) {
                 self.one(&out);
@@ -97,7 +97,7 @@ impl Received {
     }
 }
 
-fn run(settings: Settings, sent: &[(Sent, u64)]) -> Received {
+fn run(settings: LroSettings, sent: &[(Sent, u64)]) -> Received {
     let mut received = Received::default();
     let mut now = 1_000_000;
     let mut lro = Lro::new(settings, now);
@@ -110,7 +110,7 @@ fn run(settings: Settings, sent: &[(Sent, u64)]) -> Received {
         lro.receive(&mut frame, now, &mut |frame| received.take(frame));
         assert!(frame.capacity() >= MAX_FRAME, "the caller gets a whole buffer back");
     }
-    // All that waits goes out in time, and by itself.
+    // Everything that waits goes out in time, without another frame.
     while let Some(at) = lro.next_expiry() {
         now = now.max(at) + 16;
         lro.expire(now, &mut |frame| received.take(frame));
@@ -140,7 +140,7 @@ fn segments() -> impl Strategy<Value = Vec<(Sent, u64)>> {
             let ecn = if ecn < 20 { 3 } else { 2 };
             let segment = Sent { connection, offset, length, flags, stamp: offset / 20_000, ecn, ident };
             let at = match odd {
-                // Early: everything since comes late.
+                // Early: everything sent since then comes late.
                 3 | 4 => place.index(sent.len() + 1),
                 _ => sent.len(),
             };
@@ -156,13 +156,13 @@ fn segments() -> impl Strategy<Value = Vec<(Sent, u64)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Every byte that went in comes out, as often as it went in, with its value and at its place.
+    /// Every byte comes out as often as it went in, with its value and at its sequence number.
     #[test]
     fn bytes_come_out_as_they_went_in(sent in segments(), reorder: bool, bulk: bool, few: bool, most in 3000usize..65_536) {
         let mode = if reorder { Mode::Reorder } else { Mode::InOrder };
         let push = if bulk { Push::Bulk } else { Push::Flush };
-        let short = Settings { connections: 2, aggregates: 1, held_segments: 3, held_bytes: 9000, ..Settings::default() };
-        let settings = Settings { mode, push, most, ..if few { short } else { Settings::default() } };
+        let short = LroSettings { connections: 2, aggregates: 1, held_segments: 3, held_bytes: 9000, ..LroSettings::default() };
+        let settings = LroSettings { mode, push, most, ..if few { short } else { LroSettings::default() } };
         let received = run(settings, &sent);
         let mut expected: BTreeMap<(u8, u32), (u8, u32)> = BTreeMap::new();
         for (segment, _) in &sent {
@@ -174,10 +174,10 @@ proptest! {
         prop_assert!(received.largest <= most + 14 || received.largest <= 1448 + 100);
     }
 
-    /// In order, by GRO's rules: cut again, the aggregates are the very segments, in each connection's order.
+    /// With GRO's rules, cutting the aggregates gives the very segments, in each connection's order.
     #[test]
     fn what_is_merged_in_order_can_be_undone(sent in segments()) {
-        let received = run(Settings { mode: Mode::InOrder, ..Settings::default() }, &sent);
+        let received = run(LroSettings { mode: Mode::InOrder, ..LroSettings::default() }, &sent);
         for connection in 0..4u8 {
             let of = |frames: &[Vec<u8>]| -> Vec<Vec<u8>> {
                 frames.iter().filter(|bytes| TcpFrame::parse(bytes).is_ok_and(|parsed| parsed.flow == flow(connection))).cloned().collect()
@@ -198,8 +198,8 @@ fn disorder_is_put_in_order() {
         let late = sent.remove(n);
         sent.insert(n + 30, late);
     }
-    let in_order = run(Settings { mode: Mode::InOrder, ..Settings::default() }, &sent);
-    let reordered = run(Settings { mode: Mode::Reorder, ..Settings::default() }, &sent);
+    let in_order = run(LroSettings { mode: Mode::InOrder, ..LroSettings::default() }, &sent);
+    let reordered = run(LroSettings { mode: Mode::Reorder, ..LroSettings::default() }, &sent);
     let disorder = |received: &Received| {
         let seqs: Vec<u32> = received.cut.iter().map(|bytes| TcpFrame::parse(bytes).expect("a segment").seq).collect();
         seqs.windows(2).filter(|pair| pair[1].wrapping_sub(pair[0]) as i32 <= 0).count()
@@ -209,10 +209,10 @@ fn disorder_is_put_in_order() {
     assert!(reordered.frames < 60 && in_order.frames > 100, "{} and {} frames", reordered.frames, in_order.frames);
 }
 
-/// What is missing is not waited for longer than said, and the memory has its cap.
+/// A missing segment is not waited for longer than set, and held memory stays below its cap.
 #[test]
 fn gaps_are_given_up() {
-    let settings = Settings { mode: Mode::Reorder, held_bytes: 100_000, ..Settings::default() };
+    let settings = LroSettings { mode: Mode::Reorder, held_bytes: 100_000, ..LroSettings::default() };
     let mut lro = Lro::new(settings, 0);
     let mut out = 0;
     let segment = |n: u32| Sent { connection: 0, offset: n * 1448, length: 1448, flags: 0, stamp: 0, ecn: 0, ident: n as u16 };
@@ -232,10 +232,11 @@ fn gaps_are_given_up() {
     }
 }
 
-/// A flood out of order costs no more per segment than its logarithm, stays below its cap, and hides nobody else's segments.
+/// A flood of out-of-order segments costs logarithmic time per segment, stays below its cap, and delays no other connection's
+/// segments.
 #[test]
 fn floods_out_of_order_stay_cheap() {
-    let settings = Settings { mode: Mode::Reorder, held_segments: 1 << 20, held_bytes: 64 << 20, ..Settings::default() };
+    let settings = LroSettings { mode: Mode::Reorder, held_segments: 1 << 20, held_bytes: 64 << 20, ..LroSettings::default() };
     let mut lro = Lro::new(settings, 0);
     let mut order = 1u32;
     let mut flood = |lro: &mut Lro, count: u32| {
@@ -259,13 +260,13 @@ fn floods_out_of_order_stay_cheap() {
             let missing = (held - lro.counters().held).min(500) as u32;
             flood(&mut lro, missing);
         }
-        // The best of some, since others use this machine, too.
+        // The best of some rounds, since other processes use this machine, too.
         (0..5).map(|_| flood(&mut lro, 100)).fold(f64::MAX, f64::min)
     };
     let (few, many) = (cost(100), cost(100_000));
-    // The logarithm grows by two and a half, and the caches' misses come on top; a list would be a thousand times dearer.
+    // The logarithm grows by two and a half, and cache misses come on top; with a list the factor would be a thousand.
     assert!(many < 10.0 * few, "a segment cost {few} ns with 100 held, {many} ns with 100000");
-    // Others are as fast as where nobody floods.
+    // Other connections are as fast as without the flood.
     let mut quiet = Lro::new(settings, 0);
     let mut times = [f64::MAX; 2];
     for round in 0..40 {

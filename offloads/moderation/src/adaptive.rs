@@ -1,27 +1,33 @@
-//! Dynamic interrupt moderation.
+//! Dynamic interrupt moderation: a search for the best entry of a table of limits.
 
 use crate::Counters;
 
-/// Microseconds and frames, from eager to patient: net_dim's profile for receive queues that count from the event on.
+/// Limits in microseconds and frames, from the shortest delay to the longest: net_dim's profile for receive queues whose timer
+/// starts at the first frame.
 const PROFILES: [(u32, u32); 5] = [(1, 256), (8, 256), (64, 256), (128, 256), (256, 256)];
-/// Interrupts between two decisions.
+/// Number of interrupts between two decisions; with fewer of them a decision is made after [`LONGEST`].
 const EVENTS: u64 = 64;
-/// Changes of less than a tenth are none.
+/// Microseconds between two decisions at most.
+const LONGEST: u64 = 100_000;
+/// A change of at most one tenth counts as none.
 const TENTH: u64 = 10;
-/// Frames per second below which small frames are not worth waiting for, and what is small.
-const SLOW: u64 = 20_000;
-const SMALL: u64 = 4096;
+/// Below this many frames per second, and this many bytes per frame, the traffic is requests and answers: delay then costs
+/// latency and brings nothing.
+const FEW_FRAMES: u64 = 20_000;
+const SMALL_FRAME: u64 = 4096;
 
-/// Which way the search goes.
+/// The direction of the search.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Tune {
-    /// It was best here: stays until something changes.
+    /// The search has ended here, and begins again when the rates change.
     Parked,
+    /// Towards longer delays.
     Right,
+    /// Towards shorter delays.
     Left,
 }
 
-/// Rates per second.
+/// Rates in the time between two decisions, per second.
 #[derive(Clone, Copy, Default, Debug)]
 struct Rates {
     bytes: u64,
@@ -29,12 +35,17 @@ struct Rates {
     interrupts: u64,
 }
 
+/// The state of the search.
 #[derive(Debug)]
 pub(crate) struct Adaptive {
+    /// Index into [`PROFILES`].
     profile: usize,
     tune: Tune,
+    /// Steps since the search left [`Tune::Parked`].
     steps: u32,
+    /// When the current measurement began, and the counters then.
     began: (u64, Counters),
+    /// Rates of the last measurement.
     last: Option<Rates>,
 }
 
@@ -44,13 +55,13 @@ impl Default for Adaptive {
     }
 }
 
-/// Whether `now` is better than, worse than, or the same as `before`.
+/// Compares two rates; rates that differ by at most a tenth are equal.
 fn compare(now: u64, before: u64) -> core::cmp::Ordering {
     if now.abs_diff(before) * TENTH <= before { core::cmp::Ordering::Equal } else { now.cmp(&before) }
 }
 
 impl Rates {
-    /// More bytes are better, then more frames, then fewer interrupts.
+    /// Compares by bytes, then by frames (more is better), then by interrupts (fewer is better).
     fn against(&self, before: &Rates) -> core::cmp::Ordering {
         compare(self.bytes, before.bytes)
             .then(compare(self.frames, before.frames))
@@ -59,11 +70,12 @@ impl Rates {
 }
 
 impl Adaptive {
+    /// Microseconds and frames of the current profile.
     pub fn limits(&self) -> (u32, u32) {
         PROFILES[self.profile]
     }
 
-    /// The consumer has been told once more.
+    /// Takes the counters after an interrupt at `now`, and decides once enough has been measured.
     pub fn sample(&mut self, counters: &Counters, now: u64) {
         let (since, before) = self.began;
         if since == 0 {
@@ -71,7 +83,7 @@ impl Adaptive {
             return;
         }
         let took = now.saturating_sub(since).max(1);
-        if counters.interrupts - before.interrupts < EVENTS && took < 100_000 {
+        if counters.interrupts - before.interrupts < EVENTS && took < LONGEST {
             return;
         }
         let rate = |now: u64, before: u64| (now - before) * 1_000_000 / took;
@@ -86,8 +98,8 @@ impl Adaptive {
 
     fn decide(&mut self, rates: Rates) {
         use core::cmp::Ordering::{Equal, Greater, Less};
-        if rates.frames < SLOW && rates.bytes < SMALL * rates.frames {
-            // Requests and answers: whatever they waited for would be their latency.
+        if rates.frames < FEW_FRAMES && rates.bytes < SMALL_FRAME * rates.frames {
+            // Requests and answers: each microsecond of delay would be latency.
             (self.profile, self.tune, self.steps, self.last) = (0, Tune::Parked, 0, Some(rates));
             return;
         }
@@ -113,7 +125,7 @@ impl Adaptive {
         }
     }
 
-    /// One step the way that is tried; at an end it stays.
+    /// Makes one step in the current direction; parks at an end of the table.
     fn step(&mut self) {
         self.steps += 1;
         match self.tune {

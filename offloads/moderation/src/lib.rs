@@ -1,8 +1,8 @@
-//! Interrupt moderation: whoever fills a queue asks here when to tell the consumer. Off, by time and count, or adaptively in the manner of
-//! Linux's dynamic interrupt moderation (`lib/dim`): a small table of settings, and steps to the left or right in it as long as they bring
-//! more bytes, then more packets, or fewer interrupts for the same.
+//! Interrupt moderation: decides when the producer of a queue signals the consumer (an interrupt, a doorbell). Off, by time and
+//! count, or adaptively in the manner of Linux's dynamic interrupt moderation (`lib/dim`): a small table of limits in which the
+//! search steps to the left or right as long as that brings more bytes, else more packets, else fewer interrupts for the same.
 //!
-//! No I/O and no clock. Times in microseconds.
+//! No I/O and no clock. Times are in microseconds.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -11,25 +11,25 @@ mod adaptive;
 use adaptive::Adaptive;
 use serde::{Deserialize, Serialize};
 
-/// When the consumer is told.
+/// When the consumer is signalled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// At once.
+    /// At every frame.
     #[default]
     Off,
-    /// After so much time, or so many frames.
+    /// After a time or a number of frames, whichever comes first.
     Static {
-        /// Microseconds since the first of them (`rx-usecs`).
+        /// Microseconds since the first waiting frame (`rx-usecs`).
         time: u32,
-        /// Frames (`rx-frames`).
+        /// Number of waiting frames (`rx-frames`).
         frames: u32,
     },
-    /// As it turns out to be best.
+    /// By limits that follow the traffic.
     Adaptive,
 }
 
-/// What was done so far: interrupts, and what they told of.
+/// Numbers of interrupts, and of the frames and bytes that they signalled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
     /// Interrupts.
@@ -40,12 +40,12 @@ pub struct Counters {
     pub bytes: u64,
 }
 
-/// One queue's moderation.
+/// The moderation of one queue.
 #[derive(Debug)]
 pub struct Moderator {
     mode: Mode,
     adaptive: Adaptive,
-    /// What waits.
+    /// Frames and bytes that have not been signalled, and when the first of them was queued.
     frames: u32,
     bytes: u64,
     since: u64,
@@ -53,17 +53,18 @@ pub struct Moderator {
 }
 
 impl Moderator {
-    /// With nothing waiting.
+    /// Makes a moderator with nothing waiting.
     pub fn new(mode: Mode) -> Moderator {
         Moderator { mode, adaptive: Adaptive::default(), frames: 0, bytes: 0, since: 0, counters: Counters::default() }
     }
 
-    /// Whether anything is ever held back.
+    /// Whether signals are ever delayed.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.mode != Mode::Off
     }
 
+    /// Microseconds after which, and number of frames at which the consumer is signalled.
     fn limits(&self) -> (u32, u32) {
         match self.mode {
             Mode::Off => (0, 1),
@@ -72,7 +73,7 @@ impl Moderator {
         }
     }
 
-    /// A frame waits. Whether its consumer is to be told now.
+    /// Counts a frame of `bytes` bytes that was queued at `now`. Returns whether the consumer is to be signalled now.
     pub fn queued(&mut self, bytes: usize, now: u64) -> bool {
         if self.frames == 0 {
             self.since = now;
@@ -83,14 +84,14 @@ impl Moderator {
         self.frames >= frames || now >= self.since + u64::from(time)
     }
 
-    /// When the consumer is to be told of what waits, if anything does.
+    /// When the consumer is to be signalled at the latest; None if nothing waits.
     #[inline]
     pub fn due(&self) -> Option<u64> {
         (self.frames > 0).then(|| self.since + u64::from(self.limits().0))
     }
 
-    /// The consumer has been told of everything that waited.
-    pub fn told(&mut self, now: u64) {
+    /// Notes that the consumer has been signalled of everything that waited.
+    pub fn signalled(&mut self, now: u64) {
         if self.frames == 0 {
             return;
         }
@@ -103,12 +104,12 @@ impl Moderator {
         }
     }
 
-    /// What was done so far.
+    /// What was signalled so far.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// The time and count that hold now.
+    /// The limits that hold now: microseconds and frames.
     pub fn now_in_force(&self) -> (u32, u32) {
         self.limits()
     }
@@ -126,26 +127,27 @@ mod tests {
         assert_eq!(moderator.due(), Some(1050));
         assert!(!moderator.queued(100, 1010) && !moderator.queued(100, 1020));
         assert!(moderator.queued(100, 1030), "the fourth frame");
-        moderator.told(1030);
+        moderator.signalled(1030);
         assert!(!moderator.queued(100, 2000));
         assert!(moderator.queued(100, 2050), "fifty microseconds");
-        moderator.told(2050);
+        moderator.signalled(2050);
         assert_eq!(moderator.counters(), Counters { interrupts: 2, frames: 6, bytes: 600 });
         assert!(Moderator::new(Mode::Off).queued(1, 0));
     }
 
-    /// What a queue does with frames of 64 KB that come every `interval` microseconds for a second: interrupts, and the longest wait.
+    /// Sends frames of `bytes` bytes, one every `interval` microseconds, for a second; returns the number of interrupts and the
+    /// longest wait.
     fn second(moderator: &mut Moderator, interval: u64, bytes: usize, from: u64) -> (u64, u64) {
         let (before, mut longest, mut first) = (moderator.counters().interrupts, 0, None);
         for now in from..from + 1_000_000 {
             let arrives = (now - from).is_multiple_of(interval);
-            let tell = arrives && {
+            let signal = arrives && {
                 first = first.or(Some(now));
                 moderator.queued(bytes, now)
             };
-            if tell || moderator.due().is_some_and(|due| due <= now) {
+            if signal || moderator.due().is_some_and(|due| due <= now) {
                 longest = longest.max(now - first.take().unwrap_or(now));
-                moderator.told(now);
+                moderator.signalled(now);
             }
         }
         (moderator.counters().interrupts - before, longest)
@@ -157,7 +159,7 @@ mod tests {
         second(&mut moderator, 4, 1500, 0);
         let (interrupts, longest) = second(&mut moderator, 4, 1500, 1_000_000);
         assert!(interrupts < 25_000 && longest <= 256, "{interrupts} interrupts for 250000 frames, {longest} µs");
-        // The flood ends, and somebody plays ping-pong.
+        // The flood ends; requests and answers follow.
         second(&mut moderator, 100, 66, 2_000_000);
         let (interrupts, longest) = second(&mut moderator, 100, 66, 3_000_000);
         assert!(interrupts == 10_000 && longest <= 8, "{interrupts} interrupts, a frame waited for {longest} µs");

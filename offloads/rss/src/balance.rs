@@ -1,24 +1,24 @@
-//! Balance: which bucket goes from a busy worker to an idle one.
+//! Load balance: which bucket moves from a busy worker to an idle one.
 
 use crate::{BUCKETS, MOST_WORKERS, Table};
 
-/// A bucket changes hands.
+/// The move of a bucket from one worker to another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Move {
-    /// Which.
+    /// The bucket.
     pub bucket: u8,
-    /// Whose it was.
+    /// Its present worker.
     pub from: u8,
-    /// Whose it becomes.
+    /// Its next worker.
     pub to: u8,
 }
 
-/// A worker is not relieved before it has so many percent more than the mean.
+/// Percentage by which a worker's load must exceed the mean before one of its buckets moves.
 const SLACK: u64 = 4;
 
-/// The move that helps most, by the load of each bucket in whatever unit (packets, nanoseconds): from the busiest worker to the idlest, and
-/// the bucket that comes closest to making them equal. None if the busiest is near the mean, or no bucket would make the worse of the two
-/// better: a bucket with a single large connection stays where it is.
+/// The most helpful move, given the load of each bucket in any unit (packets, nanoseconds): from the busiest worker to the idlest
+/// one, and the bucket that comes closest to making the two equal. None if the busiest is near the mean, or if no bucket would
+/// lower the greater of the two loads: a bucket with a single large connection stays where it is.
 pub fn next_move(loads: &[u64; BUCKETS], table: &Table, workers: usize) -> Option<Move> {
     let workers = workers.clamp(1, MOST_WORKERS);
     let mut sums = [0u64; MOST_WORKERS];
@@ -59,7 +59,7 @@ mod tests {
             assert_eq!(table[usize::from(bucket)], from);
             table[usize::from(bucket)] = to;
         }
-        panic!("it does not come to rest");
+        panic!("the balance does not settle");
     }
 
     proptest! {

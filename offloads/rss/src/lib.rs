@@ -1,8 +1,8 @@
-//! Receive-side scaling (Microsoft's RSS specification): the Toeplitz hash of a frame's addresses and ports names a *bucket* of the
-//! indirection table, and that names the worker that the frame goes to.
+//! Receive-side scaling (Microsoft's RSS specification): the Toeplitz hash of a frame's addresses and ports selects a *bucket*,
+//! an entry of the indirection table, which holds the number of the worker that the frame goes to.
 //!
-//! TCP segments are hashed with their ports, everything else of IP by its addresses alone, since a datagram's later fragments have no
-//! ports and must not overtake the first. What is not IP is bucket 0's.
+//! TCP segments are hashed with their ports. All other IP packets are hashed by their addresses alone, since the later fragments
+//! of a datagram have no ports and must not overtake the first one. Frames that are not IP go to bucket 0.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -14,25 +14,26 @@ mod settings;
 mod toeplitz;
 
 pub use balance::{Move, next_move};
-pub use settings::{Indirection, NoIndirection, Settings};
+pub use settings::{Indirection, NoIndirection, RssSettings};
 pub use toeplitz::{KEY_BYTES, Key, NIBBLES, Toeplitz};
 
 use baton_wire::Flow;
+use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_TCP};
 
-/// Entries of the indirection table.
+/// Number of entries of the indirection table.
 pub const BUCKETS: usize = 128;
-/// Workers at most.
+/// Largest number of workers.
 pub const MOST_WORKERS: usize = 16;
 
-/// Which worker each bucket's frames go to.
+/// The indirection table: the worker of each bucket.
 pub type Table = [u8; BUCKETS];
 
-/// The table that gives so many workers as many buckets each, as far as that goes.
+/// The table that gives each of `workers` workers the same number of buckets, or one more.
 pub fn even(workers: usize) -> Table {
     core::array::from_fn(|bucket| (bucket % workers.clamp(1, MOST_WORKERS)) as u8)
 }
 
-/// Where a frame comes from. Both directions of a connection are hashed alike: as the frames that come.
+/// Where a frame comes from. Both directions of a connection get the same hash: that of the frames that come from the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum From {
     /// The wire: its source is the peer.
@@ -41,7 +42,7 @@ pub enum From {
     Host,
 }
 
-/// A frame's hash input: remote and local address, then, of a TCP segment, remote and local port.
+/// The input of the hash: remote and local address, then, for a TCP segment, remote and local port, in network order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Input {
     bytes: [u8; 36],
@@ -49,7 +50,7 @@ pub struct Input {
 }
 
 impl Input {
-    /// What counts.
+    /// The bytes to be hashed.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
@@ -63,33 +64,32 @@ impl Input {
         input
     }
 
-    /// Of a frame; none if it is no IP packet.
+    /// The input of a frame; None if it is no IP packet.
     #[inline]
     pub fn of(frame: &[u8], from: From) -> Option<Input> {
-        const TCP: u8 = 6;
         let order = |source, destination| match from {
             From::Wire => [source, destination],
             From::Host => [destination, source],
         };
         let ports = |at: usize| Some(order(frame.get(at..at + 2)?, frame.get(at + 2..at + 4)?));
-        match frame.get(12..14)? {
-            [0x08, 0x00] => {
-                let header = frame.get(14..34)?;
-                let whole = u16::from_be_bytes([header[6], header[7]]) & 0x3fff == 0;
-                let tcp = header[9] == TCP && whole;
-                let start = 14 + usize::from(header[0] & 15) * 4;
+        match u16::from_be_bytes(*frame.get(12..)?.first_chunk()?) {
+            ETHERTYPE_IPV4 => {
+                let header = frame.get(ETHERNET..ETHERNET + IPV4)?;
+                let whole = u16::from_be_bytes([header[6], header[7]]) & IPV4_FRAGMENT == 0;
+                let tcp = header[9] == PROTOCOL_TCP && whole;
+                let start = ETHERNET + usize::from(header[0] & 15) * 4;
                 Some(Input::new(order(&header[12..16], &header[16..20]), tcp.then(|| ports(start)).flatten()))
             }
-            [0x86, 0xdd] => {
-                let header = frame.get(14..54)?;
-                let tcp = header[6] == TCP;
-                Some(Input::new(order(&header[8..24], &header[24..40]), tcp.then(|| ports(54)).flatten()))
+            ETHERTYPE_IPV6 => {
+                let header = frame.get(ETHERNET..ETHERNET + IPV6)?;
+                let tcp = header[6] == PROTOCOL_TCP;
+                Some(Input::new(order(&header[8..24], &header[24..40]), tcp.then(|| ports(ETHERNET + IPV6)).flatten()))
             }
             _ => None,
         }
     }
 
-    /// Of a connection's segments.
+    /// The input of a connection's segments.
     pub fn of_flow(flow: &Flow) -> Input {
         let ports = [flow.remote.port.to_be_bytes(), flow.local.port.to_be_bytes()];
         let ports = Some([&ports[0][..], &ports[1][..]]);

@@ -1,31 +1,31 @@
-//! How frames are spread, as it is set.
+//! The settings of receive-side scaling.
 
 use crate::{BUCKETS, Key, MOST_WORKERS, Table, even};
 use core::fmt;
 use core::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Entries of a pattern at most.
+/// Largest number of entries of a pattern.
 const PATTERN: usize = 64;
 
-/// What is in the indirection table.
+/// The contents of the indirection table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Indirection {
-    /// As many buckets for each, and then as the loads say.
+    /// The same number of buckets for each worker at first, then balanced by load.
     #[default]
     Balanced,
-    /// As many buckets for each.
+    /// The same number of buckets for each worker.
     Even,
-    /// These workers, over and over.
+    /// These workers, repeated over the table.
     Pattern {
-        /// Workers.
+        /// The workers, of which the first `length` count.
         workers: [u8; PATTERN],
-        /// So many of them.
+        /// Number of workers in the pattern.
         length: u8,
     },
 }
 
-/// No indirection: it is `balanced`, `even`, or up to 64 hexadecimal digits, each a worker.
+/// Error of parsing an [`Indirection`]: the text is not `balanced`, `even`, or up to 64 hexadecimal digits, each a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoIndirection;
 
@@ -61,7 +61,7 @@ impl fmt::Display for Indirection {
     }
 }
 
-/// Serialised as its text.
+/// Implements Serialize and Deserialize by the type's text.
 macro_rules! as_text {
     ($kind:ty, $expected:literal) => {
         impl Serialize for $kind {
@@ -93,23 +93,24 @@ as_text!(Key, "microsoft, symmetric, or 40 bytes in hexadecimal with colons betw
 
 /// How frames are spread over the workers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Settings {
-    /// Workers that get frames; 0 for all there are.
+pub struct RssSettings {
+    /// Number of workers that get frames; 0 for all.
     pub queues: u8,
-    /// The hash's key; without one it is random.
+    /// The hash key; None for a random one.
     pub key: Option<Key>,
-    /// The table.
+    /// The indirection table.
     pub indirection: Indirection,
 }
 
-impl Settings {
-    /// Workers that get frames, of so many.
+impl RssSettings {
+    /// Number of workers that get frames, if there are `workers`.
     pub fn active(&self, workers: usize) -> usize {
         let most = workers.clamp(1, MOST_WORKERS);
         if self.queues == 0 { most } else { most.min(usize::from(self.queues)) }
     }
 
-    /// The table to begin with. Workers that there are not stand for others that there are.
+    /// The indirection table to begin with. In a pattern, the number of a worker that does not exist counts modulo the number
+    /// that get frames.
     pub fn table(&self, workers: usize) -> Table {
         let active = self.active(workers);
         match self.indirection {
@@ -129,11 +130,11 @@ mod tests {
 
     #[test]
     fn a_pattern_is_repeated_and_names_workers_that_are_there() {
-        let settings = Settings { indirection: "0012".parse().unwrap(), ..Settings::default() };
+        let settings = RssSettings { indirection: "0012".parse().unwrap(), ..RssSettings::default() };
         assert_eq!(settings.table(4)[..6], [0, 0, 1, 2, 0, 0]);
         assert_eq!(settings.table(2)[..6], [0, 0, 1, 0, 0, 0]);
-        assert_eq!(Settings { queues: 3, ..Settings::default() }.table(8)[..5], [0, 1, 2, 0, 1]);
-        assert_eq!(Settings { queues: 9, ..Settings::default() }.active(4), 4);
+        assert_eq!(RssSettings { queues: 3, ..RssSettings::default() }.table(8)[..5], [0, 1, 2, 0, 1]);
+        assert_eq!(RssSettings { queues: 9, ..RssSettings::default() }.active(4), 4);
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use core::fmt;
 use core::str::FromStr;
 
-/// Bytes of a key: 36 of input and 32 bits more.
+/// Bytes of a hash key: 36 for the input and 4 more.
 pub const KEY_BYTES: usize = 40;
-/// Half bytes of the longest input.
+/// Number of half bytes (nibbles) of the longest input.
 pub const NIBBLES: usize = 72;
 
 /// A hash key.
@@ -13,14 +13,14 @@ pub const NIBBLES: usize = 72;
 pub struct Key(pub [u8; KEY_BYTES]);
 
 impl Key {
-    /// The one that Microsoft's specification gives its verification suite for.
+    /// The key of the verification suite in Microsoft's specification.
     pub const MICROSOFT: Key = Key([
         0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca, 0x2b, 0xcb,
         0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b, 0xbe, 0xac, 0x01, 0xfa,
     ]);
 
-    /// One that hashes both directions of a connection alike (Woo and Park, "Scalable TCP Session Monitoring with Symmetric
-    /// Receive-side Scaling"): 16 bits over and over.
+    /// A key that gives both directions of a connection the same hash (Woo and Park, "Scalable TCP Session Monitoring with
+    /// Symmetric Receive-side Scaling"): 16 bits, repeated.
     pub const SYMMETRIC: Key = {
         let mut key = [0x6d; KEY_BYTES];
         let mut at = 1;
@@ -31,7 +31,7 @@ impl Key {
         Key(key)
     };
 
-    /// The 32 bits from a bit on.
+    /// The 32 bits of the key that begin at bit `bit`.
     fn window(&self, bit: usize) -> u32 {
         let byte = |at: usize| u64::from(self.0.get(at).copied().unwrap_or(0));
         let five = (0..5).fold(0u64, |sum, at| sum << 8 | byte(bit / 8 + at));
@@ -39,7 +39,7 @@ impl Key {
     }
 }
 
-/// As ethtool writes it: bytes in hexadecimal, a colon between them.
+/// Writes the key as ethtool does: bytes in hexadecimal with colons between them.
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, byte) in self.0.iter().enumerate() {
@@ -55,7 +55,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// No key: one is 40 bytes in hexadecimal with colons between them, `microsoft` or `symmetric`.
+/// Error of parsing a [`Key`]: the text is not 40 bytes in hexadecimal with colons between them, `microsoft` or `symmetric`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoKey;
 
@@ -78,14 +78,14 @@ impl FromStr for Key {
     }
 }
 
-/// The hash under a key, by half bytes: what each value at each place adds.
+/// The hash with one key, as a table: what each value of each half byte of the input contributes.
 #[derive(Clone)]
 pub struct Toeplitz {
     tables: [[u32; 16]; NIBBLES],
 }
 
 impl Toeplitz {
-    /// Under this key.
+    /// Makes the hash with this key.
     pub fn new(key: &Key) -> Toeplitz {
         let adds = |place: usize, value: usize| {
             (0..4).filter(|bit| value & 8 >> bit != 0).fold(0, |sum, bit| sum ^ key.window(place * 4 + bit))
@@ -93,7 +93,7 @@ impl Toeplitz {
         Toeplitz { tables: core::array::from_fn(|place| core::array::from_fn(|value| adds(place, value))) }
     }
 
-    /// Hashes up to 36 bytes; what follows does not count.
+    /// Hashes up to 36 bytes; further ones are ignored.
     #[inline]
     pub fn hash(&self, input: &[u8]) -> u32 {
         let pairs = self.tables.chunks_exact(2);
@@ -103,7 +103,7 @@ impl Toeplitz {
             .fold(0, |sum, (byte, pair)| sum ^ pair[0][usize::from(byte >> 4)] ^ pair[1][usize::from(byte & 15)])
     }
 
-    /// The tables, for hardware that hashes as this does: 16 words for each half byte.
+    /// The tables, for hardware that hashes in the same way: 16 words for each half byte.
     pub fn tables(&self) -> impl Iterator<Item = u32> + '_ {
         self.tables.iter().flatten().copied()
     }
@@ -148,7 +148,7 @@ mod tests {
         }
     }
 
-    /// The definition, bit by bit.
+    /// The hash by its definition, bit by bit.
     fn by_definition(key: &Key, input: &[u8]) -> u32 {
         let set = |bit: usize| input[bit / 8] & 0x80 >> (bit % 8) != 0;
         (0..input.len() * 8).filter(|bit| set(*bit)).fold(0, |sum, bit| sum ^ key.window(bit))

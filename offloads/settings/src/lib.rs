@@ -1,4 +1,4 @@
-//! The settings of a NIC's offloads as people write them: `KEY=VALUE`, with ethtool's names where it has any.
+//! The settings of a NIC's offloads as `KEY=VALUE`, with ethtool's names where it has any.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -12,48 +12,51 @@ use baton_moderation::Mode as Moderation;
 use core::fmt::Display;
 use serde::{Deserialize, Serialize};
 
-/// What the NIC does for the kernel's own connections.
+/// What the NIC does for the connections that the kernel runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Offloads {
-    /// Large sends: the kernel hands over frames of up to 64 KB, which are cut here if the wire takes none.
+    /// Large sends: the kernel hands over frames of up to 64 KB, which the NIC cuts if the wire does not take them.
     pub large_sends: bool,
     /// Large receive.
-    pub lro: baton_lro::Settings,
-    /// Acknowledge for the kernel what large receive holds for it.
+    pub lro: baton_lro::LroSettings,
+    /// Active acknowledgements: the NIC acknowledges what large receive holds for the kernel.
     pub active_ack: bool,
-    /// When the kernel is given its frames.
+    /// When frames that wait for the kernel are delivered.
     pub moderation: Moderation,
-    /// When programs that sleep are told of what the NIC has for them.
+    /// When the doorbells of sleeping programs are rung.
     pub doorbells: Moderation,
     /// How frames are spread over the NIC's workers.
-    pub rss: baton_rss::Settings,
+    pub rss: baton_rss::RssSettings,
 }
 
-/// A value's words, in a message.
+/// The values of settings that are words.
 const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
-const KEYS: &str = "it is random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
-const TABLES: &str = "it is balanced, even, or up to 64 hexadecimal digits, each the worker of a bucket, repeated for all 128";
+const KEYS: &str = "expected random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
+const TABLES: &str = "expected balanced, even, or up to 64 hexadecimal digits, each the worker of a bucket, repeated for all 128";
 
+/// Parses a value that is one of `words`.
 fn word<T: Copy>(key: &str, value: &str, words: &[(&str, T)]) -> Result<T, String> {
     words.iter().find(|(word, _)| *word == value).map(|(_, meant)| *meant).ok_or_else(|| {
         let allowed: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-        format!("{key}={value}: it is one of {}", allowed.join(", "))
+        format!("{key}={value}: expected one of {}", allowed.join(", "))
     })
 }
 
+/// Parses a value that is a number from `least` to `most`.
 fn number(key: &str, value: &str, least: u64, most: u64) -> Result<u64, String> {
     let found = value.parse().ok().filter(|found| (least..=most).contains(found));
-    found.ok_or_else(|| format!("{key}={value}: it is a number from {least} to {most}"))
+    found.ok_or_else(|| format!("{key}={value}: expected a number from {least} to {most}"))
 }
 
+/// The word of a value.
 fn name<T: PartialEq>(of: &T, words: &[(&'static str, T)]) -> &'static str {
     words.iter().find(|(_, meant)| meant == of).map_or("?", |(word, _)| *word)
 }
 
-/// Time and count of a moderation; 0 is at once.
+/// Microseconds and frames of a moderation, as they are listed; 0 µs means at once.
 fn limits(of: Moderation) -> (u32, u32) {
     match of {
         Moderation::Static { time, frames } => (time, frames),
@@ -61,7 +64,7 @@ fn limits(of: Moderation) -> (u32, u32) {
     }
 }
 
-/// One of `adaptive-…`, `…-usecs` and `…-frames`.
+/// Sets `adaptive-…`, `…-usecs` or `…-frames` of a moderation.
 fn moderate(of: &mut Moderation, key: &str, value: &str) -> Result<(), String> {
     let (time, frames) = limits(*of);
     let fixed = |time: u32, frames: u32| if time == 0 { Moderation::Off } else { Moderation::Static { time, frames } };
@@ -76,13 +79,13 @@ fn moderate(of: &mut Moderation, key: &str, value: &str) -> Result<(), String> {
 }
 
 impl Offloads {
-    /// Sets what `KEY=VALUE` says.
+    /// Applies one `KEY=VALUE`.
     ///
     /// # Errors
-    /// In words, with what is allowed; nothing is changed then.
+    /// A message that names the key and the allowed values; then nothing is changed.
     pub fn set(&mut self, assignment: &str) -> Result<(), String> {
         let Some((key, value)) = assignment.split_once('=') else {
-            return Err(format!("{assignment}: say KEY=VALUE, such as lro=reorder"));
+            return Err(format!("{assignment}: write KEY=VALUE, such as lro=reorder"));
         };
         match key {
             "tso" => self.large_sends = word(key, value, ON_OFF)?,
@@ -106,29 +109,31 @@ impl Offloads {
             "rss-indir" => self.rss.indirection = value.parse().map_err(|_| format!("{key}={value}: {TABLES}"))?,
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
-                return Err(format!("{key}: there is no such setting; there are {}", known.join(", ")));
+                return Err(format!("{key}: unknown setting; known are {}", known.join(", ")));
             }
         }
         Ok(())
     }
 
+    /// Checks settings that came in another form than by [`Offloads::set`].
+    ///
     /// # Errors
-    /// With what is wrong, if these settings could not have come about by [`Offloads::set`].
+    /// A message that names the first value that [`Offloads::set`] would not accept.
     pub fn check(&self) -> Result<(), String> {
         let between = |what: &str, value: u64, least: u64, most: u64| {
             let inside = (least..=most).contains(&value);
-            inside.then_some(()).ok_or_else(|| format!("{what}={value}: it is a number from {least} to {most}"))
+            inside.then_some(()).ok_or_else(|| format!("{what}={value}: expected a number from {least} to {most}"))
         };
         let lro = &self.lro;
         between("lro-bytes", lro.most as u64, 1500, 65_535)?;
         between("lro-quiet-usecs", lro.quiet.1, 1, 100_000)?;
-        between("the shortest of lro-quiet-usecs", lro.quiet.0, 0, lro.quiet.1)?;
+        between("lower limit of lro-quiet-usecs", lro.quiet.0, 0, lro.quiet.1)?;
         between("lro-usecs", lro.age, 1, 100_000)?;
         between("lro-gap-usecs", lro.gap, 1, 100_000)?;
         between("lro-held-segments", lro.held_segments as u64, 1, 1 << 20)?;
         between("lro-held-bytes", lro.held_bytes as u64, 1 << 16, 1 << 30)?;
-        between("connections of lro", lro.connections as u64, 1, 1 << 20)?;
-        between("aggregates of lro", lro.aggregates as u64, 1, 1 << 16)?;
+        between("lro connections", lro.connections as u64, 1, 1 << 20)?;
+        between("lro aggregates", lro.aggregates as u64, 1, 1 << 16)?;
         for moderation in [self.moderation, self.doorbells] {
             if let Moderation::Static { time, frames } = moderation {
                 between("usecs", time.into(), 1, 10_000)?;
@@ -138,7 +143,7 @@ impl Offloads {
         between("queues", self.rss.queues.into(), 0, 16)
     }
 
-    /// All settings, as they would be set.
+    /// All settings as (key, value), in the form that [`Offloads::set`] takes.
     pub fn list(&self) -> Vec<(&'static str, String)> {
         let on = |on: bool| if on { "on" } else { "off" };
         let ((time, frames), (bell_time, bell_frames)) = (limits(self.moderation), limits(self.doorbells));
@@ -176,8 +181,8 @@ mod tests {
     fn what_is_listed_can_be_set() {
         let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
         wanted.rss =
-            baton_rss::Settings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
-        wanted.lro = baton_lro::Settings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
+            baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
+        wanted.lro = baton_lro::LroSettings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
         for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
             (wanted.moderation, wanted.doorbells) = (moderation, moderation);
             let mut set = Offloads::default();
@@ -196,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_explained_and_changes_nothing() {
+    fn a_wrong_setting_is_explained_and_changes_nothing() {
         let mut set = Offloads::default();
         for (wrong, says) in [
             ("lro", "KEY=VALUE"),
@@ -207,7 +212,7 @@ mod tests {
             ("queues=0", "1 to 16"),
             ("rss-key=abc", "40 bytes"),
             ("rss-indir=0,1", "balanced"),
-            ("rings=4", "there are tso, lro,"),
+            ("rings=4", "known are tso, lro,"),
         ] {
             let error = set.set(wrong).unwrap_err();
             assert!(error.contains(says), "{wrong}: {error}");

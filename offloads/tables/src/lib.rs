@@ -1,4 +1,4 @@
-//! What every worker's connections are found by: a table of names, and a wheel of time-outs.
+//! The tables of a worker's connections: a lookup by 4-tuple, and a timing wheel.
 #![no_std]
 #![forbid(unsafe_code)]
 

@@ -1,25 +1,28 @@
-//! A timing wheel over slots. A slot is entered when its next time-out comes earlier than what it is entered for; when its bucket
-//! comes up, the connection is asked again, so that time-outs which only move later cost nothing.
+//! A timing wheel of slots. A slot is entered again only when its next time-out is earlier than its entry. When its bucket
+//! expires, the caller asks the connection for its time-out, so that time-outs which only move later cost nothing.
 
 use alloc::vec::Vec;
 
+/// Number of buckets; the wheel covers as many ticks.
 const BUCKETS: usize = 8192;
 
-/// A wheel whose buckets are `TICK` microseconds long.
+/// A timing wheel whose buckets are `TICK` microseconds wide.
 pub struct Wheel<const TICK: u64> {
     buckets: Vec<Vec<u32>>,
+    /// A bit for each bucket that has entries.
     occupied: [u64; BUCKETS / 64],
-    /// The first bucket that has not been served, counted in ticks.
+    /// The first bucket that has not expired, counted in ticks since time 0.
     next: u64,
 }
 
 impl<const TICK: u64> Wheel<TICK> {
-    /// An empty wheel at `now` microseconds.
+    /// Makes an empty wheel at time `now` in microseconds.
     pub fn new(now: u64) -> Self {
         Wheel { buckets: alloc::vec![Vec::new(); BUCKETS], occupied: [0; BUCKETS / 64], next: now / TICK }
     }
 
-    /// Enters a slot for `at` microseconds, or for the end of the wheel if that comes first. Returns the tick it is entered for.
+    /// Enters a slot for time `at` in microseconds, or for the end of the wheel if that is earlier. Returns the tick of the
+    /// entry.
     pub fn enter(&mut self, slot: u32, at: u64) -> u64 {
         let tick = at.div_ceil(TICK).clamp(self.next, self.next + BUCKETS as u64 - 1);
         let bucket = tick as usize % BUCKETS;
@@ -28,19 +31,19 @@ impl<const TICK: u64> Wheel<TICK> {
         tick
     }
 
-    /// The tick that an entry for `at` would have at the earliest, to see whether an entry is early enough.
+    /// The tick of an entry for time `at`, if the wheel covers it: to see whether an existing entry is early enough.
     #[inline]
     pub fn tick_of(at: u64) -> u64 {
         at.div_ceil(TICK)
     }
 
-    /// When the next bucket comes up, occupied or not, in microseconds.
+    /// Time of the next bucket in microseconds, whether it has entries or not.
     #[inline]
     pub fn next_tick(&self) -> u64 {
         self.next * TICK
     }
 
-    /// Takes the slots of the next bucket that is due at `now` into `out`, and returns its tick.
+    /// Moves the slots of the next bucket that is due at `now` to `out`, and returns the bucket's tick. None if no bucket is due.
     pub fn expire(&mut self, now: u64, out: &mut Vec<u32>) -> Option<u64> {
         let due = now / TICK;
         while self.next <= due {
@@ -61,7 +64,7 @@ impl<const TICK: u64> Wheel<TICK> {
         None
     }
 
-    /// When the next occupied bucket comes up, in microseconds.
+    /// Time of the next bucket with entries, in microseconds.
     pub fn next_expiry(&self) -> Option<u64> {
         (0..BUCKETS as u64).step_by(1).find_map(|ahead| {
             let bucket = (self.next + ahead) as usize % BUCKETS;
@@ -89,7 +92,7 @@ mod tests {
         while wheel.expire(1_100_200, &mut out).is_some() {}
         assert_eq!(out, [2]);
         out.clear();
-        // Too far for the wheel: comes up at its end, to be entered again.
+        // A time beyond the wheel's end expires there, to be entered again.
         while wheel.expire(3_000_000, &mut out).is_some() {}
         assert_eq!(out, [3]);
     }

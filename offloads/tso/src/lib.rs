@@ -1,42 +1,46 @@
-//! Large sends (TCP segmentation offload): a frame that stands for many is cut into segments, as hardware does it. No I/O: the caller gives
-//! each segment to its wire.
+//! Large sends (TCP segmentation offload): cuts a frame that stands for many into segments, as hardware does. No I/O: the caller
+//! sends each segment.
 //!
-//! Every segment has the frame's headers, with these fields its own: lengths, sequence number, IPv4 identification (counted up), FIN and PSH
-//! (the last segment's only), CWR (the first's only, RFC 3168 section 6.1.2), checksums.
+//! Every segment has the headers of the frame, except for: lengths, sequence number, IPv4 identification (increasing), FIN and
+//! PSH (in the last segment only), CWR (in the first segment only, RFC 3168 section 6.1.2), checksums.
 #![no_std]
 #![forbid(unsafe_code)]
 
 use baton_device::{Checksum, Frame};
-use baton_wire::frame::{ETHERNET, finish_checksum, set_lengths};
+use baton_wire::frame::{ETHERNET, TCP_CHECKSUM, finish_checksum, set_lengths};
 use baton_wire::{Flags, TcpFrame};
 
 /// Why a frame cannot be cut.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// It is not TCP behind an Ethernet and an IP header, or its length fields lie.
+    /// It is not TCP directly behind an Ethernet and an IP header, or a length field is wrong.
     NotTcp,
-    /// The size of its segments is zero, or the length of its headers is another than they say.
+    /// The segment size is zero, or the length of the headers exceeds the frame.
     BadSize,
 }
 
-/// The way to a frame's segments.
+/// An iteration over the segments of a frame.
 pub struct Cut<'a> {
     frame: &'a Frame,
     parsed: TcpFrame,
+    /// Payload bytes of a segment.
     size: usize,
+    /// Payload bytes cut off so far.
     at: usize,
+    /// Segments cut off so far.
     count: u16,
     partial: bool,
 }
 
-/// Prepares to cut a frame. With `partial` the segments' TCP checksums are left to the wire.
+/// Prepares to cut a frame. With `partial` the segments get partial TCP checksums, for the wire to complete.
 ///
 /// # Errors
-/// If it cannot be cut; nothing has been read outside the frame then.
+/// If it cannot be cut. Nothing outside of the frame is read.
 pub fn cut(frame: &Frame, partial: bool) -> Result<Cut<'_>, Refusal> {
     let segmentation = frame.segmentation.ok_or(Refusal::BadSize)?;
     let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::NotTcp)?;
-    // What the device says of the headers' length is not needed; that it is not true says that the rest may not be, either.
+    // The length of the headers that the device gives is not needed, but a wrong one says that the other fields may be wrong,
+    // too.
     if segmentation.size == 0 || usize::from(segmentation.headers) > parsed.payload_offset + parsed.payload_length {
         return Err(Refusal::BadSize);
     }
@@ -44,10 +48,10 @@ pub fn cut(frame: &Frame, partial: bool) -> Result<Cut<'_>, Refusal> {
 }
 
 impl Cut<'_> {
-    /// Writes the next segment over `out`. False when there is none.
+    /// Writes the next segment into `out`. False if there is none left.
     ///
     /// # Panics
-    /// If `out` is smaller than headers and one segment.
+    /// If `out` has no room for the headers and one segment.
     pub fn next(&mut self, out: &mut Frame) -> bool {
         let TcpFrame { payload_offset, payload_length, .. } = self.parsed;
         if self.at >= payload_length && self.count > 0 {
@@ -62,9 +66,9 @@ impl Cut<'_> {
         self.write_headers(bytes, length);
         let start = self.parsed.tcp_offset;
         if self.partial {
-            out.checksum = Checksum::Partial { start: start as u16, offset: 16 };
+            out.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
         } else {
-            finish_checksum(out.bytes_mut(), start, 16);
+            finish_checksum(out.bytes_mut(), start, TCP_CHECKSUM);
             out.checksum = Checksum::Unknown;
         }
         out.segmentation = None;
@@ -126,7 +130,7 @@ mod tests {
     }
 
     proptest! {
-        /// The segments are whole TCP segments whose payloads make the frame's, with the flags where they belong.
+        /// The segments are valid TCP segments, their payloads make up the frame's, and the flags are in the right segments.
         #[test]
         fn segments_make_the_frame(v6: bool, timestamps: bool, flags: u8, length in 0usize..30_000, size in 1u16..9000, partial: bool) {
             let length = length.min(usize::from(size) * 100);
@@ -158,9 +162,9 @@ mod tests {
             prop_assert_eq!(got, payload);
         }
 
-        /// Whatever the bytes and the device say, nothing is read or written outside.
+        /// Whatever the bytes and the device say, nothing is read or written outside of the frames.
         #[test]
-        fn lies_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), size: u16, headers: u16, ipv6: bool) {
+        fn bad_headers_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), size: u16, headers: u16, ipv6: bool) {
             let mut frame = Frame::with_capacity(1000);
             frame.fill(&bytes);
             frame.segmentation = Some(Segmentation { size, headers, ipv6, ecn: false });

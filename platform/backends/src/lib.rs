@@ -1,4 +1,4 @@
-//! Wires: memory, TAP and AF_PACKET.
+//! Devices: memory, TAP and packet sockets.
 
 pub mod memory;
 pub mod packet;

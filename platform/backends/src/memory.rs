@@ -1,10 +1,10 @@
-//! A wire in memory, for tests and benches: frames change hands without being copied.
+//! A wire in memory, for tests and benches. Frames are passed on by exchanging buffers, without a copy.
 
 use baton_device::{Capabilities, Device, Frame};
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// Frames under way in one direction: a ring of buffers, which are exchanged for the caller's.
+/// The frames in flight in one direction: a ring of buffers, which are exchanged for the caller's.
 struct Queue {
     frames: Box<[Cell<Frame>]>,
     head: Cell<usize>,
@@ -19,7 +19,8 @@ pub struct MemoryDevice {
     capabilities: Capabilities,
 }
 
-/// Two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` each way.
+/// Makes the two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` bytes in each
+/// direction.
 pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities) -> (MemoryDevice, MemoryDevice) {
     let queue = || {
         let frames = (0..depth.next_power_of_two()).map(|_| Cell::new(Frame::with_capacity(frame_bytes))).collect();
@@ -30,7 +31,7 @@ pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities)
     (near, MemoryDevice { incoming: there, outgoing: back, frame_bytes, capabilities })
 }
 
-/// Exchanges the frame at an index of the ring, which counts without wrapping.
+/// Exchanges the frame at an index of the ring; indices count without wrapping at its size.
 #[inline]
 fn exchange(frames: &[Cell<Frame>], index: usize, frame: &mut Frame) {
     let mask = frames.len() - 1;

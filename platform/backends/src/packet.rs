@@ -1,10 +1,12 @@
-//! Packet sockets beside the kernel, for the beside shape: one that hears and speaks on every device, and the way to the kernel.
+//! Devices of a NIC beside the kernel: a packet socket that receives and sends on every network device, and the path to the
+//! kernel.
 
-use crate::vnet::{self, HEADER, VnetDevice};
+use crate::vnet::{self, MAX_GSO, VNET_HEADER, VnetDevice};
 use baton_device::{Capabilities, Device, Frame, HEADROOM};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// A packet socket that belongs to no device: frames say which they came from or go to. The descriptor must not block.
+/// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
+/// The descriptor must be non-blocking.
 #[derive(Debug)]
 pub struct PacketDevice {
     fd: OwnedFd,
@@ -12,12 +14,12 @@ pub struct PacketDevice {
 }
 
 impl PacketDevice {
-    /// Takes a descriptor. With `segmentation`, large frames are handed to the device uncut.
+    /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
         PacketDevice { fd, segmentation }
     }
 
-    /// The descriptor, to wait on.
+    /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -26,8 +28,9 @@ impl PacketDevice {
 /// Index of the loopback device in every network namespace.
 const LOOPBACK: u32 = 1;
 
-fn address(interface: u32) -> libc::sockaddr_ll {
-    // SAFETY: sockaddr_ll is plain data, for which zero is a value.
+/// The link-layer address of an interface.
+fn link_address(interface: u32) -> libc::sockaddr_ll {
+    // SAFETY: `sockaddr_ll` consists of integers, for which zero is a valid value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = libc::AF_PACKET as u16;
     address.sll_ifindex = interface as i32;
@@ -36,23 +39,24 @@ fn address(interface: u32) -> libc::sockaddr_ll {
 
 impl Device for PacketDevice {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { checksum: true, segmentation: if self.segmentation { 60_000 } else { 0 } }
+        Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }
     }
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
-        let mut from = address(0);
+        let mut from = link_address(0);
         let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-        let room = &mut frame.room()[HEADROOM - HEADER..];
-        // SAFETY: buffer and address are as long as they say.
+        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+        // SAFETY: recvfrom(2) writes at most `room.len()` bytes at `room`, borrowed mutably from the frame, and at most `length`
+        // bytes of address at `from`, which is a `sockaddr_ll` of that size.
         let got = unsafe {
             libc::recvfrom(self.fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len(), 0, (&raw mut from).cast(), &mut length)
         };
-        if got < HEADER as isize {
+        if got < VNET_HEADER as isize {
             return false;
         }
-        let mut header = [0u8; HEADER];
-        header.copy_from_slice(&room[..HEADER]);
-        frame.set_length(got as usize - HEADER);
+        let mut header = [0u8; VNET_HEADER];
+        header.copy_from_slice(&room[..VNET_HEADER]);
+        frame.set_length(got as usize - VNET_HEADER);
         vnet::decode(&header, frame);
         frame.interface = from.sll_ifindex as u32;
         true
@@ -60,11 +64,12 @@ impl Device for PacketDevice {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let header = vnet::encode(frame);
-        let length = HEADER + frame.bytes().len();
-        let to = address(frame.interface);
-        let room = &mut frame.room()[HEADROOM - HEADER..];
-        room[..HEADER].copy_from_slice(&header);
-        // SAFETY: the buffer holds at least `length` bytes, the address is as long as it says.
+        let length = VNET_HEADER + frame.bytes().len();
+        let to = link_address(frame.interface);
+        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+        room[..VNET_HEADER].copy_from_slice(&header);
+        // SAFETY: sendto(2) reads `length` bytes at `room`: the frame's length is at most its capacity, and the header lies in
+        // the headroom in front of it. `to` is a `sockaddr_ll` of the size given.
         let sent = unsafe {
             libc::sendto(
                 self.fd.as_raw_fd(),
@@ -79,17 +84,20 @@ impl Device for PacketDevice {
     }
 }
 
-/// The kernel as seen from beside: what it sends of mirrored connections is heard by a packet socket, and what it is to receive goes
-/// through an injector, a TAP whose frames count as received by the interface that they name.
+/// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames for it go
+/// through an injector: a TAP at which a BPF program makes each frame count as received by the interface whose index the frame
+/// carries.
 #[derive(Debug)]
 pub struct BesideKernel {
     outgoing: PacketDevice,
     injector: VnetDevice,
+    /// First bytes of the source address of an injected frame.
     mark: [u8; 2],
 }
 
 impl BesideKernel {
-    /// Takes both descriptors. `mark` is how the source address of an injected frame begins; the interface's index follows.
+    /// Makes it over both descriptors. `mark` is the beginning of the source address of an injected frame; the index of the
+    /// interface follows.
     pub fn new(outgoing: OwnedFd, injector: OwnedFd, mark: [u8; 2]) -> Self {
         BesideKernel { outgoing: PacketDevice::new(outgoing, false), injector: VnetDevice::new(injector, true), mark }
     }
@@ -106,7 +114,7 @@ impl Device for BesideKernel {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let interface = frame.interface;
-        // What is sent on the loopback device is received there.
+        // A frame sent on the loopback device is received there.
         if interface == LOOPBACK {
             return self.outgoing.transmit(frame);
         }
@@ -117,17 +125,17 @@ impl Device for BesideKernel {
     }
 }
 
-/// Whichever way the kernel is reached.
+/// The device to the kernel.
 #[derive(Debug)]
 pub enum Kernel {
     /// A TAP that is the kernel's interface.
     Inline(VnetDevice),
-    /// Beside it.
+    /// A kernel with network devices of its own, beside the NIC.
     Beside(BesideKernel),
 }
 
 impl Kernel {
-    /// The descriptor, to wait on.
+    /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
             Kernel::Inline(device) => device.fd(),
@@ -136,17 +144,17 @@ impl Kernel {
     }
 }
 
-/// Whichever wire there is.
+/// The device to the wire.
 #[derive(Debug)]
 pub enum Wire {
     /// One device.
     Inline(VnetDevice),
-    /// All of the kernel's.
+    /// All network devices of the kernel's.
     Beside(PacketDevice),
 }
 
 impl Wire {
-    /// The descriptor, to wait on.
+    /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
             Wire::Inline(device) => device.fd(),
@@ -155,6 +163,7 @@ impl Wire {
     }
 }
 
+/// Implements [`Device`] for an enum of two devices.
 macro_rules! either {
     ($name:ident) => {
         impl Device for $name {

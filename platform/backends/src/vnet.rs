@@ -1,36 +1,52 @@
-//! Descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket with `PACKET_VNET_HDR`.
-//! The header tells of partial checksums and of frames up to 64 KB that stand for many (Linux, `include/uapi/linux/virtio_net.h`).
+//! Devices over descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket with
+//! `PACKET_VNET_HDR`. The header describes partial checksums, and frames of up to 64 KB that stand for several segments (Linux,
+//! `include/uapi/linux/virtio_net.h`).
 
 use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Segmentation};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-pub(crate) const HEADER: usize = 10;
+/// Bytes of a `virtio_net_hdr`.
+pub(crate) const VNET_HEADER: usize = 10;
+// Its `flags`.
 const NEEDS_CSUM: u8 = 1;
 const DATA_VALID: u8 = 2;
+// Its `gso_type`.
 const GSO_TCPV4: u8 = 1;
 const GSO_TCPV6: u8 = 4;
 const GSO_ECN: u8 = 0x80;
 
-/// A TAP queue or a packet socket. The descriptor must not block.
+// Offsets of its fields.
+const FLAGS: usize = 0;
+const GSO_TYPE: usize = 1;
+const HDR_LEN: usize = 2;
+const GSO_SIZE: usize = 4;
+const CSUM_START: usize = 6;
+const CSUM_OFFSET: usize = 8;
+
+/// Largest payload of a frame that is handed over uncut, in bytes.
+pub(crate) const MAX_GSO: u32 = 60_000;
+
+/// A TAP queue or a packet socket. The descriptor must be non-blocking.
 #[derive(Debug)]
 pub struct VnetDevice {
     fd: OwnedFd,
     segmentation: bool,
-    hears: bool,
+    /// Whether frames are received from the descriptor.
+    receives: bool,
 }
 
 impl VnetDevice {
-    /// Takes a descriptor. With `segmentation`, large frames are handed to the other side uncut.
+    /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        VnetDevice { fd, segmentation, hears: true }
+        VnetDevice { fd, segmentation, receives: true }
     }
 
-    /// One that receives nothing, whose descriptor another receives from.
+    /// Makes it a device that receives nothing: another device receives from the same descriptor.
     pub fn send_only(self) -> Self {
-        VnetDevice { hears: false, ..self }
+        VnetDevice { receives: false, ..self }
     }
 
-    /// The descriptor, to wait on.
+    /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -40,61 +56,63 @@ fn le16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Reads the header into the frame's fields. An unknown kind of segmentation is left to whoever looks at the packet's length.
-pub(crate) fn decode(header: &[u8; HEADER], frame: &mut Frame) {
-    frame.checksum = if header[0] & NEEDS_CSUM != 0 {
-        Checksum::Partial { start: le16(header, 6), offset: le16(header, 8) }
-    } else if header[0] & DATA_VALID != 0 {
+/// Decodes the header into the frame's offload state. An unknown `gso_type` is ignored: the packet's length is checked by its
+/// parser.
+pub(crate) fn decode(header: &[u8; VNET_HEADER], frame: &mut Frame) {
+    frame.checksum = if header[FLAGS] & NEEDS_CSUM != 0 {
+        Checksum::Partial { start: le16(header, CSUM_START), offset: le16(header, CSUM_OFFSET) }
+    } else if header[FLAGS] & DATA_VALID != 0 {
         Checksum::Verified
     } else {
         Checksum::Unknown
     };
-    let kind = header[1] & !GSO_ECN;
+    let kind = header[GSO_TYPE] & !GSO_ECN;
     frame.segmentation = (kind == GSO_TCPV4 || kind == GSO_TCPV6).then(|| Segmentation {
-        size: le16(header, 4),
-        headers: le16(header, 2),
+        size: le16(header, GSO_SIZE),
+        headers: le16(header, HDR_LEN),
         ipv6: kind == GSO_TCPV6,
-        ecn: header[1] & GSO_ECN != 0,
+        ecn: header[GSO_TYPE] & GSO_ECN != 0,
     });
 }
 
-pub(crate) fn encode(frame: &Frame) -> [u8; HEADER] {
-    let mut header = [0u8; HEADER];
+/// Encodes the frame's offload state.
+pub(crate) fn encode(frame: &Frame) -> [u8; VNET_HEADER] {
+    let mut header = [0u8; VNET_HEADER];
     match frame.checksum {
         Checksum::Partial { start, offset } => {
-            header[0] = NEEDS_CSUM;
-            header[6..8].copy_from_slice(&start.to_le_bytes());
-            header[8..10].copy_from_slice(&offset.to_le_bytes());
+            header[FLAGS] = NEEDS_CSUM;
+            header[CSUM_START..][..2].copy_from_slice(&start.to_le_bytes());
+            header[CSUM_OFFSET..][..2].copy_from_slice(&offset.to_le_bytes());
         }
-        // DATA_VALID is the device's word on what it received; nobody has to believe ours.
+        // DATA_VALID is set by a device on received frames; the receiver of this frame need not trust ours.
         Checksum::Verified | Checksum::Unknown => {}
     }
     if let Some(s) = frame.segmentation {
-        header[1] = if s.ipv6 { GSO_TCPV6 } else { GSO_TCPV4 } | if s.ecn { GSO_ECN } else { 0 };
-        header[2..4].copy_from_slice(&s.headers.to_le_bytes());
-        header[4..6].copy_from_slice(&s.size.to_le_bytes());
+        header[GSO_TYPE] = if s.ipv6 { GSO_TCPV6 } else { GSO_TCPV4 } | if s.ecn { GSO_ECN } else { 0 };
+        header[HDR_LEN..][..2].copy_from_slice(&s.headers.to_le_bytes());
+        header[GSO_SIZE..][..2].copy_from_slice(&s.size.to_le_bytes());
     }
     header
 }
 
 impl Device for VnetDevice {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { checksum: true, segmentation: if self.segmentation { 60_000 } else { 0 } }
+        Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }
     }
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
-        if !self.hears {
+        if !self.receives {
             return false;
         }
-        let room = &mut frame.room()[HEADROOM - HEADER..];
-        // SAFETY: the buffer is `room.len()` bytes that we may write.
+        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+        // SAFETY: read(2) writes at most `room.len()` bytes at `room`, which is borrowed mutably from the frame.
         let got = unsafe { libc::read(self.fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len()) };
-        if got < HEADER as isize {
+        if got < VNET_HEADER as isize {
             return false;
         }
-        let mut header = [0u8; HEADER];
-        header.copy_from_slice(&room[..HEADER]);
-        frame.set_length(got as usize - HEADER);
+        let mut header = [0u8; VNET_HEADER];
+        header.copy_from_slice(&room[..VNET_HEADER]);
+        frame.set_length(got as usize - VNET_HEADER);
         decode(&header, frame);
         true
     }
@@ -104,10 +122,11 @@ impl Device for VnetDevice {
             return false;
         }
         let header = encode(frame);
-        let length = HEADER + frame.bytes().len();
-        let room = &mut frame.room()[HEADROOM - HEADER..];
-        room[..HEADER].copy_from_slice(&header);
-        // SAFETY: the buffer holds at least `length` bytes.
+        let length = VNET_HEADER + frame.bytes().len();
+        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+        room[..VNET_HEADER].copy_from_slice(&header);
+        // SAFETY: write(2) reads `length` bytes at `room`. The frame's length is at most its capacity, and the buffer has
+        // `HEADROOM` bytes more, of which the header needs the last `VNET_HEADER`; so `length` bytes are inside of `room`.
         let sent = unsafe { libc::write(self.fd.as_raw_fd(), room.as_ptr().cast(), length) };
         sent == length as isize
     }

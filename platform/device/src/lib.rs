@@ -1,4 +1,4 @@
-//! The seam to a wire: frames, what a device did or shall do to them, and the two calls that move them.
+//! The interface to a wire: frames with their offload state, and the trait of the devices that send and receive them.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -8,58 +8,61 @@ use alloc::boxed::Box;
 use alloc::vec;
 use core::ops::{Deref, DerefMut};
 
-/// Bytes in front of every frame where a backend may put its own header.
+/// Bytes in front of every frame's data in its buffer, where a backend may put its own header.
 pub const HEADROOM: usize = 16;
-/// Room for the largest frame, a 64 KB IP packet and its Ethernet header, with what a header may turn out to be shorter than.
+/// Capacity for the largest frame: an IP packet of 64 KB and its Ethernet header, and 100 bytes to spare, since segments are
+/// written before the length of their options is known.
 pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 
-/// As a frame's interface: no wire takes it.
+/// Interface of a frame that no wire accepts.
 pub const NOWHERE: u32 = u32::MAX;
 
-/// What is known about a frame's TCP or UDP checksum.
+/// The state of a frame's TCP or UDP checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Checksum {
-    /// Nothing: the field holds a full checksum that nobody has verified.
+    /// The field holds a full checksum that nobody has verified.
     #[default]
     Unknown,
     /// A device has verified it.
     Verified,
-    /// The field holds the pseudo-header's sum; who puts the frame on a real wire completes it, from `start`, at `start + offset`.
+    /// The field holds the sum of the pseudo-header. Whoever puts the frame on a real wire completes it: sums from `start` to the
+    /// end and stores the result at `start + offset`.
     Partial {
-        /// Where summing starts.
+        /// Offset in the frame at which the sum begins.
         start: u16,
-        /// Where the result goes, from `start`.
+        /// Offset of the checksum field from `start`.
         offset: u16,
     },
 }
 
-/// A frame that stands for several: TCP segmentation offload.
+/// Segmentation offload of a frame that stands for several TCP segments.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Segmentation {
-    /// Payload bytes of each segment.
+    /// Payload bytes of each segment but the last.
     pub size: u16,
-    /// Bytes of headers in front of the payload.
+    /// Bytes of headers in front of the payload, Ethernet included.
     pub headers: u16,
     /// IPv6 instead of IPv4.
     pub ipv6: bool,
-    /// The CWR flag is for the first segment only (RFC 3168).
+    /// The CWR flag belongs to the first segment only (RFC 3168 section 6.1.2).
     pub ecn: bool,
 }
 
-/// A frame and what goes with it. It changes hands as one pointer; its buffer is allocated once and travels with it.
+/// A frame and its offload state. It moves as one pointer; its buffer is allocated once and moves with it.
 #[derive(Debug)]
 pub struct Frame(Box<Parts>);
 
-/// What a frame consists of.
+/// The contents of a [`Frame`].
 #[derive(Debug)]
 pub struct Parts {
     buffer: Box<[u8]>,
     length: usize,
-    /// Checksum state.
+    /// State of the TCP or UDP checksum.
     pub checksum: Checksum,
-    /// Present on a frame that has to be, or was not yet, cut.
+    /// Present on a frame that stands for several segments.
     pub segmentation: Option<Segmentation>,
-    /// Index of the interface that it came from or goes to, for a wire that has several; 0 elsewhere. [`NOWHERE`]: no wire takes it.
+    /// Index of the interface that the frame came from or goes to, on a wire that covers several; else 0. [`NOWHERE`]: no wire
+    /// accepts it.
     pub interface: u32,
 }
 
@@ -79,7 +82,7 @@ impl DerefMut for Frame {
 }
 
 impl Frame {
-    /// An empty frame with room for `capacity` bytes.
+    /// Makes an empty frame with room for `capacity` bytes.
     pub fn with_capacity(capacity: usize) -> Frame {
         let buffer = vec![0; HEADROOM + capacity].into();
         Frame(Box::new(Parts { buffer, length: 0, checksum: Checksum::Unknown, segmentation: None, interface: 0 }))
@@ -87,13 +90,13 @@ impl Frame {
 }
 
 impl Parts {
-    /// The frame's bytes.
+    /// The frame's data.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.buffer[HEADROOM..HEADROOM + self.length]
     }
 
-    /// The frame's bytes, to be changed.
+    /// The frame's data, to be changed.
     #[inline]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.buffer[HEADROOM..HEADROOM + self.length]
@@ -102,25 +105,25 @@ impl Parts {
     /// The first `N` bytes of the frame's room, whatever its length: for headers that are written as a whole.
     ///
     /// # Panics
-    /// If the capacity is smaller.
+    /// If the capacity is smaller than `N`.
     #[inline(always)]
     pub fn front_mut<const N: usize>(&mut self) -> &mut [u8; N] {
         self.buffer[HEADROOM..].first_chunk_mut().expect("a frame has room for its headers")
     }
 
-    /// All the room there is, headroom first: for a backend.
+    /// The whole buffer, headroom first, for a backend.
     #[inline]
     pub fn room(&mut self) -> &mut [u8] {
         &mut self.buffer
     }
 
-    /// Bytes that the frame may have.
+    /// Largest length of the frame in bytes.
     #[inline]
     pub fn capacity(&self) -> usize {
         self.buffer.len() - HEADROOM
     }
 
-    /// Sets the length.
+    /// Sets the frame's length in bytes. Bytes that this adds have any value.
     ///
     /// # Panics
     /// If it exceeds the capacity.
@@ -130,7 +133,7 @@ impl Parts {
         self.length = length;
     }
 
-    /// Copies bytes in and forgets what was known.
+    /// Replaces the data with a copy of `bytes`, without offload state.
     ///
     /// # Panics
     /// If they exceed the capacity.
@@ -141,10 +144,10 @@ impl Parts {
         self.segmentation = None;
     }
 
-    /// Becomes a copy of another frame, with all that is known of it.
+    /// Replaces data and offload state with a copy of another frame's.
     ///
     /// # Panics
-    /// If its bytes exceed the capacity.
+    /// If the other frame is longer than the capacity.
     pub fn copy_from(&mut self, other: &Parts) {
         self.fill(other.bytes());
         self.checksum = other.checksum;
@@ -154,7 +157,7 @@ impl Parts {
 }
 
 impl Clone for Frame {
-    /// A copy with no more room than the bytes need.
+    /// Makes a copy whose capacity is the frame's length.
     fn clone(&self) -> Self {
         let mut copy = Frame::with_capacity(self.length);
         copy.copy_from(self);
@@ -162,33 +165,34 @@ impl Clone for Frame {
     }
 }
 
-/// What a device does by itself.
+/// The offloads that a device supports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Capabilities {
     /// It completes partial checksums.
     pub checksum: bool,
-    /// Payload bytes that it takes in one frame and cuts into segments; 0 if it does not.
+    /// Largest number of payload bytes in a frame that it cuts into segments; 0 if it cuts none.
     pub segmentation: u32,
 }
 
-/// A wire.
+/// A device that sends and receives frames.
 pub trait Device {
-    /// What it can do.
+    /// The offloads that it supports.
     fn capabilities(&self) -> Capabilities;
 
-    /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if none waits.
+    /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if no frame waits.
     fn receive(&mut self, frame: &mut Frame) -> bool;
 
-    /// Sends a frame, whose buffer may be exchanged. False if the device had no room: the frame is lost, as on any wire.
+    /// Sends a frame, whose buffer may be exchanged. False if the device had no room: then the frame is lost, as on any wire.
     fn transmit(&mut self, frame: &mut Frame) -> bool;
 
-    /// Whether it takes frames without keeping them waiting. One that is not ready takes them still, but should be given no more than must be.
+    /// Whether frames would be sent without waiting. A device that is not ready still accepts frames, but should get only those
+    /// that cannot be avoided.
     #[inline]
     fn is_ready(&mut self) -> bool {
         true
     }
 
-    /// Returns when everything that it has taken is where it was to go.
+    /// Blocks until all frames that it has accepted have reached their destination.
     fn settle(&mut self) {}
 }
 

@@ -1,21 +1,23 @@
-//! A wire with an emulated link in it: rate, delay and faults in both directions, where the kernel has no netem.
+//! A wire behind an emulated link with rate, delay and faults in both directions, for machines whose kernel has no netem.
 
 use crate::link::{Carried, Counters, Impairments, Link};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_wire::frame::finish_checksum;
 
+/// A frame in flight on the link.
 #[derive(Clone)]
-struct Flying(Frame);
+struct InFlight(Frame);
 
-impl Carried for Flying {
+impl Carried for InFlight {
     fn size(&self) -> usize {
-        // Preamble, frame check sequence and gap are not on this wire.
+        // Preamble, frame check sequence and inter-frame gap are not counted.
         self.0.bytes().len()
     }
 
     fn corrupt(&mut self, random: u64) {
         let bytes = self.0.bytes_mut();
-        // Not the Ethernet header: a real link's frame check sequence guards that, and only that far.
+        // The Ethernet header stays intact: on a real link the frame check sequence protects it, but not the packet beyond the
+        // link.
         let bits = (bytes.len().saturating_sub(14)) as u64 * 8;
         if bits > 0 {
             let bit = 14 * 8 + (random % bits) as usize;
@@ -24,17 +26,18 @@ impl Carried for Flying {
     }
 }
 
-/// A wire behind an emulated link. Its time is what [`EmulatedWire::tick`] last said.
+/// A wire behind an emulated link, whose time is set by [`EmulatedWire::tick`].
 pub struct EmulatedWire<W> {
     wire: W,
-    outgoing: Link<Flying>,
-    incoming: Link<Flying>,
+    outgoing: Link<InFlight>,
+    incoming: Link<InFlight>,
     now: u64,
     scratch: Frame,
 }
 
 impl<W: Device> EmulatedWire<W> {
-    /// Puts a link in front of a wire: `outgoing` for what is sent, `incoming` for what is received.
+    /// Puts a link in front of a wire: `outgoing` for sent frames, `incoming` for received ones. Without impairments it adds
+    /// nothing.
     pub fn new(wire: W, outgoing: Impairments, incoming: Impairments, seed: u64) -> Self {
         EmulatedWire {
             wire,
@@ -45,34 +48,35 @@ impl<W: Device> EmulatedWire<W> {
         }
     }
 
-    /// Sets the time, moves frames that have arrived on the far side of the outgoing link, and takes in what the wire has.
+    /// Sets the time, moves frames that have crossed the outgoing link to the wire, and puts what the wire has received on the
+    /// incoming link.
     pub fn tick(&mut self, now: u64) {
         self.now = now;
-        while let Some(mut flying) = self.outgoing.pop(now) {
-            // What the real wire drops here is lost as on any wire.
-            self.wire.transmit(&mut flying.0);
+        while let Some(mut in_flight) = self.outgoing.pop(now) {
+            // A frame that the wire does not accept is lost, as on any wire.
+            self.wire.transmit(&mut in_flight.0);
         }
         for _ in 0..64 {
             if !self.wire.receive(&mut self.scratch) {
                 break;
             }
             complete(&mut self.scratch);
-            self.incoming.push(Flying(self.scratch.clone()), now);
+            self.incoming.push(InFlight(self.scratch.clone()), now);
         }
     }
 
-    /// When the next frame arrives, in microseconds.
+    /// When the next frame has crossed the link, in microseconds.
     pub fn next_arrival(&self) -> Option<u64> {
         self.outgoing.next_arrival().into_iter().chain(self.incoming.next_arrival()).min()
     }
 
-    /// Counters of both directions.
+    /// Counters of the outgoing and the incoming link.
     pub fn counters(&self) -> [Counters; 2] {
         [self.outgoing.counters(), self.incoming.counters()]
     }
 }
 
-/// A link carries frames with whole checksums, so that corruption shows.
+/// Completes a partial checksum, so that corruption on the link is detected.
 fn complete(frame: &mut Frame) {
     if let Checksum::Partial { start, offset } = frame.checksum {
         finish_checksum(frame.bytes_mut(), usize::from(start), usize::from(offset));
@@ -87,8 +91,8 @@ impl<W: Device> Device for EmulatedWire<W> {
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
         match self.incoming.pop(self.now) {
-            Some(flying) => {
-                frame.fill(flying.0.bytes());
+            Some(in_flight) => {
+                frame.fill(in_flight.0.bytes());
                 true
             }
             None => false,
@@ -97,7 +101,7 @@ impl<W: Device> Device for EmulatedWire<W> {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         complete(frame);
-        self.outgoing.push(Flying(frame.clone()), self.now);
+        self.outgoing.push(InFlight(frame.clone()), self.now);
         true
     }
 }

@@ -1,4 +1,4 @@
-//! Memory shared between processes: sealed, so that nobody can pull it away from under another's feet.
+//! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
 use core::ops::Deref;
 use core::ptr::NonNull;
@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// An access outside the region.
+/// An access lies outside of the region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OutOfRegion;
 
@@ -19,8 +19,8 @@ pub struct Region {
     fd: Option<OwnedFd>,
 }
 
-// SAFETY: the mapping lives as long as the region, and all access goes through atomics or through copies that assume nothing
-// about the bytes.
+// SAFETY: the mapping is not bound to a thread, and it lives as long as the region. All accesses to it are atomic, or copies of
+// bytes, for which any value is valid.
 unsafe impl Send for Region {}
 // SAFETY: as above; shared access from several threads is the same as from several processes.
 unsafe impl Sync for Region {}
@@ -29,81 +29,92 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Nodes of memory, a bit each, as mbind(2) and set_mempolicy(2) want 1024 of them.
+/// A set of at most one NUMA node, one bit each, in the form of 1024 bits that mbind(2) and set_mempolicy(2) take.
 pub fn node_mask(node: Option<usize>) -> [u64; 16] {
     core::array::from_fn(|word| node.filter(|node| node / 64 == word).map_or(0, |node| 1 << (node % 64)))
 }
 
 impl Region {
-    /// Makes a region of zero bytes: its memory cannot be shrunk, grown or unsealed by anyone who gets the descriptor.
+    /// Makes a region of `length` zero bytes. Its memory is sealed: no process that gets the descriptor can shrink, grow or
+    /// unseal it.
     ///
     /// # Errors
-    /// The system's, if it gives no memory or descriptor.
+    /// The system's error, if it gives no memory or descriptor.
     pub fn create(name: &str, length: usize) -> io::Result<Region> {
         let name = std::ffi::CString::new(name).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: the name is a C string that outlives the call.
+        // SAFETY: memfd_create reads a C string, and `name` is one that outlives the call.
         let raw = check(unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) })?;
-        // SAFETY: memfd_create has just given us this descriptor.
+        // SAFETY: memfd_create has just returned this descriptor, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-        // SAFETY: a call on our own descriptor.
+        // SAFETY: ftruncate takes a descriptor and a length, and touches no memory of ours.
         check(unsafe { libc::ftruncate(fd.as_raw_fd(), length as libc::off_t) })?;
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: as above.
+        // SAFETY: this fcntl takes a descriptor and flags, and touches no memory of ours.
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
         Region::map(fd)
     }
 
-    /// Maps a region that another process made. Refuses memory that is not sealed: its maker could take it away.
+    /// Maps a region that another process has made. Refuses memory that is not sealed, since its maker could take it away.
     ///
     /// # Errors
-    /// `InvalidData` for unsealed memory, else the system's.
+    /// `InvalidData` for unsealed memory, else the system's error.
     pub fn map(fd: OwnedFd) -> io::Result<Region> {
-        // SAFETY: a call on our own descriptor.
+        // SAFETY: this fcntl takes a descriptor, and touches no memory of ours.
         let seals = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })?;
         if seals & libc::F_SEAL_SHRINK == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory that is not sealed against shrinking"));
         }
-        // SAFETY: stat is plain data, for which zero is a value.
+        // SAFETY: `stat` consists of integers, for which zero is a valid value.
         let mut stat: libc::stat = unsafe { core::mem::zeroed() };
-        // SAFETY: the descriptor is ours, the buffer has the right type.
+        // SAFETY: fstat writes one `libc::stat`, and `stat` is one, borrowed for the call.
         check(unsafe { libc::fstat(fd.as_raw_fd(), &mut stat) })?;
         Region::map_pages(stat.st_size as usize, libc::MAP_SHARED, Some(fd))
     }
 
-    /// Maps memory of the kernel's that has a fixed size, such as an array map's, of which a descriptor tells no length.
+    /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor does not
+    /// tell its length.
     ///
     /// # Errors
-    /// The system's, if it has not so much.
+    /// The system's error, if the memory is shorter.
     pub fn map_fixed(fd: OwnedFd, length: usize) -> io::Result<Region> {
         Region::map_pages(length.next_multiple_of(4096), libc::MAP_SHARED, Some(fd))
     }
 
-    /// Has pages that nobody has touched yet come from a NUMA node, whoever touches them first, and moves those that this process alone uses
-    /// (mbind(2), MPOL_PREFERRED).
+    /// Prefers a NUMA node for the region's memory: pages that nobody has touched yet come from it, whoever touches them first,
+    /// and pages that only this process uses move there (mbind(2), MPOL_PREFERRED).
     ///
     /// # Errors
-    /// The system's, if it knows of no nodes, or not of this one.
+    /// The system's error, if it has no NUMA nodes, or not this one.
     pub fn prefer_node(&self, node: usize) -> io::Result<()> {
         let nodes = node_mask(Some(node));
-        const MOVE: libc::c_uint = 2;
-        // SAFETY: mbind reads 1024 bits of the mask, and changes where the pages of our own mapping lie, not what is in them.
+        const MPOL_MF_MOVE: libc::c_uint = 2;
+        // SAFETY: mbind reads 1024 bits at `nodes`, which has 16 words of 64. It changes on which node the pages of our own
+        // mapping lie, not their contents.
         let bound = unsafe {
-            libc::syscall(libc::SYS_mbind, self.base.as_ptr(), self.length, libc::MPOL_PREFERRED, nodes.as_ptr(), 1024, MOVE)
+            libc::syscall(
+                libc::SYS_mbind,
+                self.base.as_ptr(),
+                self.length,
+                libc::MPOL_PREFERRED,
+                nodes.as_ptr(),
+                1024,
+                MPOL_MF_MOVE,
+            )
         };
         check(bound as libc::c_int).map(|_| ())
     }
 
-    /// A region that no other process sees, for tests and benches.
+    /// Makes a region that no other process sees, for tests and benches.
     ///
     /// # Errors
-    /// The system's, if it gives no memory.
+    /// The system's error, if it gives no memory.
     pub fn private(length: usize) -> io::Result<Region> {
         Region::map_pages(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
     }
 
     fn map_pages(length: usize, flags: libc::c_int, fd: Option<OwnedFd>) -> io::Result<Region> {
         let raw = fd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: without MAP_FIXED the kernel chooses an address that no other mapping has.
         let base = unsafe {
             libc::mmap(core::ptr::null_mut(), length, libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_NORESERVE, raw, 0)
         };
@@ -114,73 +125,75 @@ impl Region {
         Ok(Region { base, length, fd })
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether it has no bytes.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// The descriptor, if the memory can be shared.
+    /// The descriptor, if the memory can be shared with other processes.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// A pointer to `length` bytes at `at`, for system calls; None outside the region.
+    /// A pointer to the `length` bytes at `at`, for system calls; None if they lie outside of the region.
     #[inline]
     pub fn span(&self, at: usize, length: usize) -> Option<NonNull<u8>> {
         if at > self.length || length > self.length - at {
             return None;
         }
-        // SAFETY: `at` is within the mapping.
+        // SAFETY: `at` is at most `self.length`, so that the result lies in the mapping or just behind it.
         Some(unsafe { self.base.add(at) })
     }
 
-    /// Copies bytes out.
+    /// Copies the bytes at `at` out of the region.
     ///
     /// # Errors
-    /// [`OutOfRegion`]; nothing is copied then.
+    /// [`OutOfRegion`]; then nothing is copied.
     #[inline]
     pub fn read(&self, at: usize, out: &mut [u8]) -> Result<(), OutOfRegion> {
         let from = self.span(at, out.len()).ok_or(OutOfRegion)?;
-        // SAFETY: the source is inside the mapping, the target is ours alone. The other side may write meanwhile: then some
-        // bytes are old and some new, and every byte is a valid u8.
+        // SAFETY: `span` has checked that the source lies in the mapping; the target is borrowed mutably, so that they do not
+        // overlap. The other side may write meanwhile: then some bytes are old and some new, and every byte is a valid u8.
         unsafe { core::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into the region at `at`.
     ///
     /// # Errors
-    /// [`OutOfRegion`]; nothing is copied then.
+    /// [`OutOfRegion`]; then nothing is copied.
     #[inline]
     pub fn write(&self, at: usize, bytes: &[u8]) -> Result<(), OutOfRegion> {
         let to = self.span(at, bytes.len()).ok_or(OutOfRegion)?;
-        // SAFETY: the target is inside the mapping and, since references to it are only ever to atomics, aliases nothing that
-        // the compiler reasons about; the source is a live slice elsewhere.
+        // SAFETY: `span` has checked that the target lies in the mapping. References into the mapping are only ever to atomics,
+        // so that no reference that the compiler relies on is written through; the source is a live slice elsewhere.
         unsafe { core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
 
-    /// `length` bytes at `at`, which others may write at any time. None if they lie outside.
+    /// The `length` bytes at `at`, which other processes may write at any time. None if they lie outside of the region.
     pub fn bytes(&self, at: usize, length: usize) -> Option<&[AtomicU8]> {
         let base = self.span(at, length)?;
-        // SAFETY: inside the mapping, and atomics may be shared with anyone.
+        // SAFETY: `span` has checked that the bytes lie in the mapping, which `self` keeps alive; AtomicU8 has the layout of u8,
+        // and atomics may be written by others at any time.
         Some(unsafe { core::slice::from_raw_parts(base.as_ptr().cast(), length) })
     }
 
-    /// `count` atomic words of 8 bytes at `at`.
+    /// The `count` atomic words of 8 bytes at `at`.
     ///
     /// # Panics
-    /// If they are not aligned or not inside: offsets come from the layout, not from the other side.
+    /// If they are not aligned or lie outside of the region. Offsets come from the layout, not from the other side.
     #[inline]
     pub fn words(&self, at: usize, count: usize) -> &[AtomicU64] {
         assert!(at.is_multiple_of(8));
         let base = self.span(at, count * 8).expect("the layout lies inside the region");
-        // SAFETY: inside the mapping, aligned to 8 (the mapping to a page), and atomics may be shared with anyone.
+        // SAFETY: `span` has checked that the words lie in the mapping, which `self` keeps alive; they are aligned to 8, since
+        // the mapping is aligned to a page and `at` to 8; atomics may be written by others at any time.
         unsafe { core::slice::from_raw_parts(base.as_ptr().cast(), count) }
     }
 
@@ -192,32 +205,34 @@ impl Region {
     pub fn word32(&self, at: usize) -> &AtomicU32 {
         assert!(at.is_multiple_of(4));
         let base = self.span(at, 4).expect("the layout lies inside the region");
-        // SAFETY: as in `words`, aligned to 4.
+        // SAFETY: as in `words`, with an alignment of 4.
         unsafe { &*base.as_ptr().cast() }
     }
 
-    /// A fixed number of words that keep the region alive: indexing them by a constant costs no check.
+    /// The `N` words of 8 bytes at `at`, as an array that keeps the region alive. Indexing it by a constant needs no bounds
+    /// check.
     pub fn shared_array<const N: usize>(self: &Arc<Self>, at: usize) -> WordArray<N> {
         let words: &[AtomicU64; N] = self.words(at, N).first_chunk().expect("as many words as were asked for");
         WordArray { words: NonNull::from(words), _region: self.clone() }
     }
 
-    /// The words of a ring.
+    /// The words of the ring at `at`.
     pub fn ring(self: &Arc<Self>, at: usize) -> RingWords {
         self.shared_array(at)
     }
 
-    /// `length` bytes at `at` as a circle. None if they lie outside, or their number is no power of two.
+    /// The `length` bytes at `at` as a circular buffer. None if they lie outside of the region, or `length` is no power of two.
     pub fn circle(self: &Arc<Self>, at: u32, length: u32) -> Option<Circle> {
         let base = self.span(at as usize, length as usize)?;
         length.is_power_of_two().then(|| Circle { base, mask: length - 1, at, _region: self.clone() })
     }
 
-    /// Gives the pages of a range back to the system; they read as zero afterwards.
+    /// Returns the pages of a range to the system; they read as zero afterwards.
     pub fn discard(&self, at: usize, length: usize) {
         if let Some(fd) = &self.fd {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            // SAFETY: a call on our own descriptor; failing leaves the pages in place, which is harmless.
+            // SAFETY: fallocate takes a descriptor and a range; the bytes that it clears are only reached through atomics and
+            // copies. A failure leaves the pages in place, which is harmless.
             unsafe { libc::fallocate(fd.as_raw_fd(), mode, at as libc::off_t, length as libc::off_t) };
         }
     }
@@ -225,63 +240,69 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: this mapping is ours, and nothing borrowed from the region outlives it.
+        // SAFETY: `map_pages` made this mapping with this length, and everything that refers to it borrows the region or holds an
+        // `Arc` of it.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.length) };
     }
 }
 
-/// A part of a region, a power of two long, in which every byte has its place: its sequence number modulo the length.
+/// A circular buffer in a region: each byte of a sequence lies at its sequence number modulo the length, which is a power of two.
 #[derive(Clone, Debug)]
 pub struct Circle {
     base: NonNull<u8>,
     mask: u32,
-    /// Where it lies in the region.
+    /// Offset of the buffer in the region.
     at: u32,
     _region: Arc<Region>,
 }
 
-// SAFETY: bytes in a mapping that `_region` keeps alive, only ever copied from and to.
+// SAFETY: `base` points into the mapping, which is not bound to a thread and which `_region` keeps alive; its bytes are only
+// copied from and to.
 unsafe impl Send for Circle {}
 
 impl Circle {
-    /// Bytes that it has.
+    /// Length in bytes.
     pub fn length(&self) -> u32 {
         self.mask.wrapping_add(1)
     }
 
-    /// Where the byte of a sequence number lies in the region.
+    /// Offset in the region of the byte with this sequence number.
     #[inline]
     pub fn offset_of(&self, seq: u32) -> u32 {
         self.at + (seq & self.mask)
     }
 
-    /// Puts bytes at their places; of more than fit, the last ones stay.
+    /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
-        // SAFETY: `Region::circle` has seen that the circle lies in the region, which it keeps mapped.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `_region` keeps
+        // mapped.
         unsafe { write_around(self.base, self.mask, seq, bytes) };
     }
 
-    /// Reads bytes back.
+    /// Reads the bytes from sequence number `seq` on.
     pub fn read(&self, seq: u32, out: &mut [u8]) {
         // SAFETY: as in `write`.
         unsafe { read_around(self.base, self.mask, seq, out) };
     }
 }
 
-/// Bytes that a copy from or to `seq` on moves before it goes on at the front.
+/// Number of bytes that a copy at sequence number `seq` handles before it continues at the buffer's beginning.
 #[inline(always)]
 fn before_end(mask: u32, seq: u32, length: usize) -> usize {
     length.min((mask - (seq & mask)) as usize + 1)
 }
 
+/// Copies bytes into a circular buffer from sequence number `seq` on.
+///
 /// # Safety
-/// `mask + 1` bytes from `base` on must be mapped.
+/// The `mask + 1` bytes from `base` on must be mapped as long as this runs, and only be accessed by copies and atomics.
 #[inline(always)]
 unsafe fn write_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut bytes: &[u8]) {
     loop {
         let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
-        // SAFETY: the place is inside the circle, and so are as many bytes as are left before its end; see `Region::write`.
+        // SAFETY: `seq & mask` is at most `mask`, and `before_end` has cut the piece to the bytes left before the end, so that
+        // the caller's `mask + 1` mapped bytes contain it; see `Region::write` for concurrent writes.
         unsafe {
             let to = base.add((seq & mask) as usize);
             core::ptr::copy_nonoverlapping(piece.as_ptr(), to.as_ptr(), piece.len());
@@ -294,13 +315,15 @@ unsafe fn write_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut bytes: &[
     }
 }
 
+/// Copies bytes out of a circular buffer from sequence number `seq` on.
+///
 /// # Safety
-/// `mask + 1` bytes from `base` on must be mapped.
+/// As for [`write_around`].
 #[inline(always)]
 unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut [u8]) {
     loop {
         let (piece, rest) = out.split_at_mut(before_end(mask, seq, out.len()));
-        // SAFETY: as in `write_around`; see `Region::read`.
+        // SAFETY: as in `write_around`; see `Region::read` for concurrent writes.
         unsafe {
             let from = base.add((seq & mask) as usize);
             core::ptr::copy_nonoverlapping(from.as_ptr(), piece.as_mut_ptr(), piece.len());
@@ -313,28 +336,29 @@ unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut 
     }
 }
 
-/// A circle that can be exchanged for another one of the same region, at any time.
+/// A circular buffer that can be moved to another place of the same region at any time.
 #[derive(Debug)]
 pub struct MovableCircle {
     base: NonNull<u8>,
-    /// Where it lies in the region, and above that its mask: in one word, so that they always belong together.
+    /// Offset in the region in the lower half, mask in the upper half: in one word, so that they always belong together.
     place: AtomicU64,
     region: Arc<Region>,
 }
 
-// SAFETY: bytes in a mapping that `region` keeps alive, only ever copied from and to.
+// SAFETY: `base` points into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are only
+// copied from and to.
 unsafe impl Send for MovableCircle {}
-// SAFETY: as above.
+// SAFETY: as above; the only field that changes is atomic.
 unsafe impl Sync for MovableCircle {}
 
 impl MovableCircle {
-    /// One of a single byte, until it is moved.
+    /// Makes a buffer of a single byte, at the region's beginning.
     pub fn new(region: Arc<Region>) -> Self {
         MovableCircle { base: region.base, place: AtomicU64::new(0), region }
     }
 
-    /// Stands for `length` bytes at `at` from now on. False, and it stays what it was, if they lie outside of the region or their number
-    /// is no power of two.
+    /// Moves the buffer to the `length` bytes at `at`. Returns false, and changes nothing, if they lie outside of the region or
+    /// `length` is no power of two.
     #[must_use]
     pub fn move_to(&self, at: u32, length: u32) -> bool {
         let fits = length.is_power_of_two() && self.region.span(at as usize, length as usize).is_some();
@@ -344,26 +368,27 @@ impl MovableCircle {
         fits
     }
 
-    /// Where it lies in the region, and its mask.
+    /// Offset in the region, and mask.
     #[inline(always)]
     fn place(&self) -> (u32, u32) {
         let place = self.place.load(Ordering::Relaxed);
         (place as u32, (place >> 32) as u32)
     }
 
-    /// Bytes that it has.
+    /// Length in bytes.
     #[inline(always)]
     pub fn length(&self) -> u32 {
         self.place().1.wrapping_add(1)
     }
 
-    /// Where the byte of a sequence number lies in the region.
+    /// Offset in the region of the byte with this sequence number.
     pub fn offset_of(&self, seq: u32) -> u32 {
         let (at, mask) = self.place();
         at + (seq & mask)
     }
 
-    /// Puts bytes that do not go around at their places, and says where that is in the region. None, and nothing is done, if they do.
+    /// Writes bytes from sequence number `seq` on if they do not wrap around, and returns their offset in the region. Returns
+    /// None, and writes nothing, if they would.
     #[inline(always)]
     pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {
         let (at, mask) = self.place();
@@ -371,8 +396,8 @@ impl MovableCircle {
         if bytes.len() > (mask - offset) as usize + 1 {
             return None;
         }
-        // SAFETY: `move_to` has seen that the circle lies in the region, and so many bytes are left before its end; see
-        // `Region::write`.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes end before
+        // the buffer does; see `Region::write` for concurrent writes.
         unsafe {
             let to = self.base.add(at as usize + offset as usize);
             core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
@@ -380,14 +405,14 @@ impl MovableCircle {
         Some(at + offset)
     }
 
-    /// Puts bytes at their places; of more than fit, the last ones stay.
+    /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         let (at, mask) = self.place();
-        // SAFETY: `move_to` has seen that the circle lies in the region, which is kept mapped.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped.
         unsafe { write_around(self.base.add(at as usize), mask, seq, bytes) };
     }
 
-    /// Reads bytes back that do not go around. False, and nothing is done, if they do.
+    /// Reads the bytes from sequence number `seq` on if they do not wrap around. Returns false, and reads nothing, if they would.
     #[inline(always)]
     #[must_use]
     pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> bool {
@@ -395,7 +420,7 @@ impl MovableCircle {
         let offset = seq & mask;
         let straight = out.len() <= (mask - offset) as usize + 1;
         if straight {
-            // SAFETY: as in `write_straight`; see `Region::read`.
+            // SAFETY: as in `write_straight`; see `Region::read` for concurrent writes.
             unsafe {
                 let from = self.base.add(at as usize + offset as usize);
                 core::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len());
@@ -404,7 +429,7 @@ impl MovableCircle {
         straight
     }
 
-    /// Reads bytes back.
+    /// Reads the bytes from sequence number `seq` on.
     pub fn read(&self, seq: u32, out: &mut [u8]) {
         let (at, mask) = self.place();
         // SAFETY: as in `write`.
@@ -412,16 +437,16 @@ impl MovableCircle {
     }
 }
 
-/// A fixed number of words of a region that keep it mapped.
+/// An array of `N` words of 8 bytes of a region, which it keeps mapped.
 #[derive(Clone, Debug)]
 pub struct WordArray<const N: usize> {
     words: NonNull<[AtomicU64; N]>,
     _region: Arc<Region>,
 }
 
-// SAFETY: atomics in a mapping that `_region` keeps alive.
+// SAFETY: `words` points to atomics in the mapping, which is not bound to a thread and which `_region` keeps alive.
 unsafe impl<const N: usize> Send for WordArray<N> {}
-// SAFETY: as above.
+// SAFETY: as above; atomics may be shared between threads.
 unsafe impl<const N: usize> Sync for WordArray<N> {}
 
 impl<const N: usize> Deref for WordArray<N> {
@@ -429,7 +454,7 @@ impl<const N: usize> Deref for WordArray<N> {
 
     #[inline(always)]
     fn deref(&self) -> &[AtomicU64; N] {
-        // SAFETY: inside the mapping, which `_region` keeps alive.
+        // SAFETY: `Region::words` has checked that the words lie in the mapping and are aligned; `_region` keeps it alive.
         unsafe { self.words.as_ref() }
     }
 }
@@ -441,7 +466,7 @@ impl<const N: usize> AsRef<[AtomicU64]> for WordArray<N> {
     }
 }
 
-/// A fixed number of words of 4 bytes of a region, which they keep mapped. Where they lie can be changed.
+/// An array of `N` words of 4 bytes of a region, which it keeps mapped. It can be moved to another offset.
 #[derive(Debug)]
 pub struct MovableWords<const N: usize> {
     words: AtomicPtr<[AtomicU32; N]>,
@@ -449,7 +474,7 @@ pub struct MovableWords<const N: usize> {
 }
 
 impl<const N: usize> MovableWords<N> {
-    /// The words at `at`.
+    /// Makes the array of the words at `at`.
     ///
     /// # Panics
     /// As [`Region::words`].
@@ -459,7 +484,7 @@ impl<const N: usize> MovableWords<N> {
         words
     }
 
-    /// Stands for the words at another place from now on.
+    /// Moves the array to the words at `at`.
     ///
     /// # Panics
     /// As [`Region::words`].
@@ -475,12 +500,12 @@ impl<const N: usize> Deref for MovableWords<N> {
 
     #[inline(always)]
     fn deref(&self) -> &[AtomicU32; N] {
-        // SAFETY: `move_to` put the address of that many words inside the mapping there, which `region` keeps alive.
+        // SAFETY: `move_to` has stored the aligned address of `N` words inside the mapping, which `region` keeps alive.
         unsafe { &*self.words.load(Ordering::Acquire) }
     }
 }
 
-/// The words of one of the interface's rings.
+/// The words of a ring of the interface.
 pub type RingWords = WordArray<{ baton_abi::layout::RING_WORDS }>;
 
 #[cfg(test)]
@@ -512,7 +537,7 @@ mod tests {
         assert_eq!(&out[..3], b"def");
         let mut around = [0u8; 18];
         region.read(63, &mut around).unwrap();
-        assert_eq!((around[0], around[17]), (0, 0), "nothing beside the circle is touched");
+        assert_eq!((around[0], around[17]), (0, 0), "nothing outside of the buffer is touched");
     }
 
     #[test]
@@ -523,7 +548,7 @@ mod tests {
         assert_eq!((circle.offset_of(0), circle.length()), (0, 1));
         assert!(circle.move_to(4080, 16));
         assert_eq!((circle.offset_of(0), circle.length()), (4080, 16));
-        assert_eq!(circle.write_straight(30, b"abc"), None, "it would go around");
+        assert_eq!(circle.write_straight(30, b"abc"), None, "it would wrap around");
         assert_eq!(circle.write_straight(30, b"ab"), Some(4094));
         circle.write(30, b"abcdef");
         let mut out = [0u8; 6];
@@ -544,7 +569,7 @@ mod tests {
         copy.read(5, &mut out).unwrap();
         assert_eq!(&out, b"hello");
         let raw = region.fd().unwrap().as_raw_fd();
-        // SAFETY: a call on our own descriptor, which must fail.
+        // SAFETY: ftruncate takes a descriptor and a length; it must fail.
         assert_eq!(unsafe { libc::ftruncate(raw, 0) }, -1);
     }
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// Large receive that waits for 64 KB, or 100 ms without a segment.
 fn patient(mode: Mode) -> Offloads {
-    let lro = baton_lro::Settings { mode, push: Push::Ignore, quiet: (100_000, 100_000), age: 100_000, ..Default::default() };
+    let lro = baton_lro::LroSettings { mode, push: Push::Ignore, quiet: (100_000, 100_000), age: 100_000, ..Default::default() };
     Offloads { lro, active_ack: true, ..Offloads::default() }
 }
 
@@ -111,7 +111,7 @@ fn survives(workers: usize) {
         if workers > 1 {
             // Its connection is another worker's from now on, and after the NIC's death, too.
             let indirection = (round % workers).to_string().parse().expect("a table");
-            let set = Offloads { rss: baton_rss::Settings { indirection, ..Default::default() }, ..offloads };
+            let set = Offloads { rss: baton_rss::RssSettings { indirection, ..Default::default() }, ..offloads };
             let reply = bed.tool().and_then(|mut tool| tool.ask(Ask::SetOffloads(Box::new(set)))).expect("an answer");
             assert!(matches!(reply, Reply::Done), "{reply:?}");
             // A bucket that moves takes what large receive holds to the kernel: until none does any more.

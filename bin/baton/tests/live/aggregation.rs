@@ -6,7 +6,7 @@ use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::{self, Namespace};
 use baton_linux::rtnetlink;
-use baton_lro::{Lro, Mode, Settings};
+use baton_lro::{Lro, LroSettings, Mode};
 use baton_wire::TcpFrame;
 use baton_wire::checksum::{Sum, pseudo_header};
 use std::time::{Duration, Instant};
@@ -426,7 +426,7 @@ fn in_order(mut groups: Vec<String>) -> String {
 }
 
 fn ours(case: &Case) -> String {
-    let settings = Settings { mode: Mode::InOrder, ..Settings::default() };
+    let settings = LroSettings { mode: Mode::InOrder, ..LroSettings::default() };
     let (mut lro, mut groups) = (Lro::new(settings, 0), Vec::new());
     for (at, piece) in case.pieces.iter().enumerate() {
         let mut frame = Frame::with_capacity(MAX_FRAME);

@@ -99,11 +99,20 @@ impl Host {
         survivor
     }
 
+    /// The path at which the agent itself listens.
+    fn inner(&self) -> PathBuf {
+        self.agents_path().expect("an agent")
+    }
+
     fn tool(&self) -> Option<Tool> {
+        Tool::connect(&self.agents_path()?).ok()
+    }
+
+    fn agents_path(&self) -> Option<PathBuf> {
         // Whoever comes to the door itself is served in its own namespace, which is another.
         let entries = std::fs::read_dir(self.scratch.0.join("door")).into_iter().flatten().flatten();
         let inner = entries.map(|entry| entry.path()).find(|path| path.extension().is_some_and(|number| number != "sock"));
-        Tool::connect(&inner.or_else(|| agent_socket(&self.scratch))?).ok()
+        inner.or_else(|| agent_socket(&self.scratch))
     }
 
     fn on_nic(&self) -> usize {
@@ -303,6 +312,24 @@ fn a_stopped_unit_ends_in_order() {
         let log = std::fs::read_to_string(host.scratch.file("log")).unwrap_or_default();
         assert!(log.is_empty(), "{log}");
     }
+}
+
+/// With 128 descriptors (hard limit) the agent has too few for 160 connections and 40 idle clients: it refuses some, which changes nothing for
+/// the program, and serves others again once the idle ones have left.
+#[test]
+fn few_descriptors_end_no_agent() {
+    let mut host = Host::new("descriptors");
+    host.up_with("ulimit -n 128; exec \"$@\"");
+    let mut program = host.program("established", "epoll", 80);
+    let before = host.helpers();
+    assert!(host.on_nic() > 0, "no connection is on the NIC");
+    program.is_well(80, "few descriptors");
+    let idle: Vec<_> = (0..40).map(|_| std::os::unix::net::UnixStream::connect(host.inner())).collect();
+    program.is_well(80, "idle clients");
+    drop(idle);
+    wait_for("the agent's answer", || host.tool().and_then(|mut tool| tool.statistics().ok()).is_some());
+    assert_eq!(host.helpers(), before, "the agent or the NIC was replaced");
+    program.ends_well();
 }
 
 fn leftovers(scratch: &Scratch) -> bool {

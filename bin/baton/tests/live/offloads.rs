@@ -140,7 +140,7 @@ fn streams_and_datagrams_survive_every_setting() {
             [(false, Moderation::Off), (true, Moderation::Adaptive), (true, Moderation::Static { time: 100, frames: 16 })]
         {
             let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
-            let lro = baton_lro::Settings { mode, push: Push::Bulk, ..Default::default() };
+            let lro = baton_lro::LroSettings { mode, push: Push::Bulk, ..Default::default() };
             // Jumbo frames in one row of three.
             let mtu = if moderation == Moderation::Adaptive { 9000 } else { 1500 };
             let bed = hosts(TestbedSettings {
@@ -231,7 +231,7 @@ fn wrong_settings_are_explained() {
     let bed = hosts(TestbedSettings::default());
     for (wrong, says) in [
         ("lro=yes", "off, in-order, reorder"),
-        ("rings=4", "there is no such setting"),
+        ("rings=4", "unknown setting"),
         ("queues=4", "this NIC has 1"),
         ("rx-usecs", "KEY=VALUE"),
     ] {
@@ -248,7 +248,7 @@ fn wrong_settings_are_explained() {
 #[test]
 fn ntttcp_measures_both_sides() {
     let link = LinkSettings { delay: 20, ..LinkSettings::default() };
-    let lro = baton_lro::Settings { mode: Mode::InOrder, ..Default::default() };
+    let lro = baton_lro::LroSettings { mode: Mode::InOrder, ..Default::default() };
     let offloads = Offloads { lro, moderation: Moderation::Adaptive, large_sends: true, ..Offloads::default() };
     let bed = hosts(TestbedSettings { link, offloads, ..TestbedSettings::default() });
     let start = |host: &Namespace, arguments: &[&str]| {

@@ -147,7 +147,7 @@ fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
 
 fn goes_on_while_buckets_change_hands(card: bool) {
     // With what else is done for the kernel's connections, so that it changes hands, too.
-    let lro = baton_lro::Settings { mode: Mode::Reorder, ..Default::default() };
+    let lro = baton_lro::LroSettings { mode: Mode::Reorder, ..Default::default() };
     let settings = TestbedSettings {
         workers: 3,
         card,

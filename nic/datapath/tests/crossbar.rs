@@ -1,10 +1,10 @@
-//! Several workers, polled in any order: whatever the indirection table becomes, and whenever, no connection sees its segments out of
-//! order, and those on the NIC go on wherever they are.
+//! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its segments out
+//! of order, and offloaded connections go on wherever they are.
 
 use baton_abi::layout::{Counter, block, nic, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Registers, Settings, Worker, crossbar};
+use baton_datapath::{Registers, Worker, WorkerSettings, crossbar};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
 use baton_ring::{Consumer, Producer};
@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering;
 
 const FRAME: usize = 2048;
 const BUFFER: u32 = 1 << 16;
-/// Connections on the NIC; as many more are the kernel's.
+/// Number of offloaded connections; as many more are the kernel's.
 const OFFLOADED: u32 = 12;
 const FLOWS: u32 = 2 * OFFLOADED;
 const SLOTS: usize = OFFLOADED as usize;
@@ -29,12 +29,12 @@ fn flow(of: u32) -> Flow {
     Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, of as u8, 2], 40_000 + of as u16) }
 }
 
-/// The byte of a connection at a sequence number.
+/// The byte of a connection's stream at a sequence number.
 fn byte(of: u32, seq: u32) -> u8 {
     (seq ^ seq >> 8 ^ of * 31) as u8
 }
 
-/// A small generator, so that a failing case can be run again.
+/// A small random generator, so that a failing case can be repeated.
 struct Random(u64);
 
 impl Random {
@@ -53,24 +53,24 @@ struct Bed {
     nic_memory: Arc<Region>,
     memory: Arc<Region>,
     agent: Producer<RingWords>,
-    told: Consumer<RingWords>,
+    agent_events: Consumer<RingWords>,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
-    /// The card, if it distributes frames.
+    /// The card's registers, if it distributes frames.
     registers: Option<Arc<Region>>,
     random: Random,
     frame: Frame,
     now: Instant,
-    /// Each connection's next sequence number at the peer, and at this end.
+    /// For each connection the next sequence number at the peer, and the next that arrived at this end.
     sent: Vec<u32>,
-    heard: Vec<u32>,
-    /// What the peer has acknowledged, and what the program has queued.
+    received: Vec<u32>,
+    /// Sequence numbers that the peer has acknowledged, and that the program has queued.
     acked: Vec<u32>,
     queued: Vec<u32>,
-    /// Kernel's frames: next to send, next on the wire.
-    spoken: Vec<u32>,
-    passed: Vec<u32>,
-    /// Connections go back to the kernel.
+    /// The kernel's frames: next sequence number to be sent, and next on the wire.
+    kernel_sent: Vec<u32>,
+    kernel_passed: Vec<u32>,
+    /// The connections are being restored to the kernel.
     ending: bool,
 }
 
@@ -89,7 +89,8 @@ impl Bed {
             far.push(there);
             kernel.push(behind);
             // Small batches, so that frames wait in the queues.
-            let settings = Settings { slots: SLOTS, frame_bytes: FRAME, batch: 4, quick_ack: true, ..Settings::default() };
+            let settings =
+                WorkerSettings { slots: SLOTS, frame_bytes: FRAME, batch: 4, quick_ack: true, ..WorkerSettings::default() };
             let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
             worker.join(peers, now);
             worker.set_processor(far.len() - 1);
@@ -105,7 +106,7 @@ impl Bed {
             far,
             kernel,
             agent: Producer::new(nic_memory.ring(nic::COMMANDS)),
-            told: Consumer::new(nic_memory.ring(nic::EVENTS)),
+            agent_events: Consumer::new(nic_memory.ring(nic::EVENTS)),
             commands: Producer::new(memory.ring(session::COMMANDS)),
             events: Consumer::new(memory.ring(session::EVENTS)),
             nic_memory,
@@ -115,25 +116,25 @@ impl Bed {
             frame: Frame::with_capacity(FRAME),
             now,
             sent: ones(),
-            heard: ones(),
+            received: ones(),
             acked: ones(),
             queued: ones(),
-            spoken: ones(),
-            passed: ones(),
+            kernel_sent: ones(),
+            kernel_passed: ones(),
             ending: false,
         };
         (0..OFFLOADED).for_each(|of| bed.offload(of));
         bed
     }
 
-    /// Gives a command and waits for its answer.
+    /// Sends a command and waits for its answer.
     fn command(&mut self, message: Message) -> u32 {
         self.agent.push(message.to_words()).unwrap();
         self.agent.publish();
         for _ in 0..100_000 {
             self.poll_one();
-            while let Some(words) = self.told.pop() {
-                self.told.release();
+            while let Some(words) = self.agent_events.pop() {
+                self.agent_events.release();
                 let answer = Message::from_words(words).unwrap();
                 if answer.operation == Operation::OsControl && answer.cid == message.cid {
                     assert_eq!(answer.kind, Control::Done as u16, "{message:?}: {answer:?}");
@@ -163,34 +164,34 @@ impl Bed {
         self.command(Message::new(Operation::NicHandoff, cid, 0, 0));
     }
 
-    /// One worker, whichever, has a round; then everybody looks at what has come.
+    /// Gives a random worker a round, then checks what came out of it.
     fn poll_one(&mut self) {
         let at = self.random.below(self.workers.len() as u64) as usize;
         self.now = self.now.after(self.random.below(40));
-        self.workers[at].poll_among(self.now);
+        self.workers[at].poll_with_peers(self.now);
         self.look(at);
     }
 
-    /// What a worker has sent: to the kernel, and to the wire.
+    /// Checks what a worker has sent to the kernel, to the wire and to the program.
     fn look(&mut self, at: usize) {
         while self.kernel[at].receive(&mut self.frame) {
             let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
             let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
             if self.ending && of < OFFLOADED {
-                continue; // What the peer said last.
+                continue; // The replay.
             }
-            let heard = &mut self.heard[of as usize];
-            assert!(of >= OFFLOADED, "the kernel got what is the NIC's");
-            assert_eq!(parsed.seq, *heard, "connection {of} at worker {at}");
-            *heard += parsed.payload_length as u32;
+            let received = &mut self.received[of as usize];
+            assert!(of >= OFFLOADED, "the kernel got a segment of an offloaded connection");
+            assert_eq!(parsed.seq, *received, "connection {of} at worker {at}");
+            *received += parsed.payload_length as u32;
         }
         while self.far[at].receive(&mut self.frame) {
             let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
             let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
             if of >= OFFLOADED {
-                let passed = &mut self.passed[of as usize];
-                assert_eq!(parsed.seq, *passed, "the kernel's frames of connection {of} at worker {at}");
-                *passed += parsed.payload_length as u32;
+                let kernel_passed = &mut self.kernel_passed[of as usize];
+                assert_eq!(parsed.seq, *kernel_passed, "the kernel's frames of connection {of} at worker {at}");
+                *kernel_passed += parsed.payload_length as u32;
             } else if parsed.payload_length > 0 {
                 let payload = parsed.payload(self.frame.bytes());
                 let right = payload.iter().enumerate().all(|(n, found)| *found == byte(of, parsed.seq + n as u32));
@@ -205,14 +206,14 @@ impl Bed {
             let message = Message::from_words(words).unwrap();
             if message.operation == Operation::OsRecv {
                 let of = message.cid.slot();
-                let heard = self.heard[of as usize];
+                let received = self.received[of as usize];
                 for n in 0..message.length {
                     let mut found = [0];
-                    let place = session::HEAP + (of * 2 * BUFFER + (heard + n) % BUFFER) as usize;
+                    let place = session::HEAP + (of * 2 * BUFFER + (received + n) % BUFFER) as usize;
                     self.memory.read(place, &mut found).unwrap();
-                    assert_eq!(found[0], byte(of, heard + n), "connection {of} at {}", heard + n);
+                    assert_eq!(found[0], byte(of, received + n), "connection {of} at {}", received + n);
                 }
-                self.heard[of as usize] += message.length;
+                self.received[of as usize] += message.length;
                 let read = Message::new(Operation::NicRecvd, message.cid, 0, message.length);
                 self.commands.push(read.to_words()).unwrap();
             }
@@ -221,7 +222,7 @@ impl Bed {
         self.commands.publish();
     }
 
-    /// A segment, from the peer or from this host's kernel.
+    /// Fills the frame with a segment from the peer or from this host's kernel.
     fn fill(&mut self, of: u32, from: From, seq: u32, ack: u32, length: usize) {
         let flow = if from == From::Wire { flow(of).reversed() } else { flow(of) };
         let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, true);
@@ -236,7 +237,7 @@ impl Bed {
         self.frame.checksum = Checksum::Verified;
     }
 
-    /// To which queue the card gives the frame.
+    /// The queue that the card delivers the frame to.
     fn queue(&self, from: From) -> usize {
         let Some(registers) = &self.registers else { return 0 };
         let word = |at: usize| registers.word32(4 * at).load(Ordering::SeqCst);
@@ -249,8 +250,8 @@ impl Bed {
     fn peer_sends(&mut self, of: u32) {
         let (seq, ack) = (self.sent[of as usize], self.acked[of as usize]);
         let length = 1 + self.random.below(300) as usize;
-        // No more than is surely taken: half of receive memory.
-        if of < OFFLOADED && seq + length as u32 - self.heard[of as usize] > BUFFER / 2 {
+        // At most half of receive memory, which is always accepted.
+        if of < OFFLOADED && seq + length as u32 - self.received[of as usize] > BUFFER / 2 {
             return;
         }
         self.fill(of, From::Wire, seq, ack, length);
@@ -261,12 +262,12 @@ impl Bed {
     }
 
     fn kernel_sends(&mut self, of: u32) {
-        let seq = self.spoken[of as usize];
+        let seq = self.kernel_sent[of as usize];
         let length = 1 + self.random.below(300) as usize;
         self.fill(of, From::Host, seq, 1, length);
         let queue = self.queue(From::Host);
         if self.kernel[queue].transmit(&mut self.frame) {
-            self.spoken[of as usize] += length as u32;
+            self.kernel_sent[of as usize] += length as u32;
         }
     }
 
@@ -275,7 +276,7 @@ impl Bed {
         let length = 1 + self.random.below(200) as u32;
         let place = self.queued[at] % BUFFER;
         if self.queued[at] + length - self.acked[at] > 2000 || place + length > BUFFER {
-            // Around the end of its memory a program sends in two pieces; here it waits, and then begins anew.
+            // At the end of its memory a program sends up to the end, once everything is acknowledged, and then begins anew.
             if place + length > BUFFER && self.queued[at] == self.acked[at] {
                 self.send(of, BUFFER - place);
             }
@@ -316,15 +317,15 @@ impl Bed {
         let workers = self.workers.len() as u64;
         let pattern: String = (0..24).map(|_| char::from(b'0' + self.random.below(workers) as u8)).collect();
         let other = Key(core::array::from_fn(|_| self.random.below(256) as u8));
-        let settings = baton_rss::Settings {
+        let settings = baton_rss::RssSettings {
             key: key.then_some(other),
             indirection: pattern.parse().unwrap(),
-            ..baton_rss::Settings::default()
+            ..baton_rss::RssSettings::default()
         };
         self.workers[0].set_rss(&settings, &Key::MICROSOFT);
     }
 
-    /// Nothing more comes; everything that is under way arrives.
+    /// Lets time pass without new frames until everything has arrived.
     fn settle(&mut self) {
         for _ in 0..400 * self.workers.len() {
             self.now = self.now.after(200);
@@ -338,7 +339,7 @@ impl Bed {
     }
 }
 
-/// Everything goes on while the table is changed again and again.
+/// Everything goes on while the table changes again and again.
 fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     let mut bed = Bed::new(workers, card, seed);
     let mut tables = HashMap::new();
@@ -351,7 +352,7 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
         tables.insert(bed.workers[0].indirection(), ());
     }
     bed.settle();
-    // What was lost on the way from the program is sent again once its time has come.
+    // Segments that were lost are sent again after their time-out.
     for _ in 0..200 {
         for of in 0..OFFLOADED {
             let (seq, ack) = (bed.sent[of as usize], bed.acked[of as usize]);
@@ -365,16 +366,16 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     for of in (0..OFFLOADED).filter(|_| card) {
         bed.fill(of, From::Wire, bed.sent[of as usize], bed.acked[of as usize], 0);
         let processor = bed.memory.word32(session::block(of) + block::PROCESSOR).load(Ordering::Relaxed);
-        assert_eq!(processor as usize, bed.queue(From::Wire) + 1, "connection {of} is told the worker that has it");
+        assert_eq!(processor as usize, bed.queue(From::Wire) + 1, "connection {of}'s block has the worker that owns it");
     }
-    assert!(tables.len() > 10, "the table was another one {} times only", tables.len());
+    assert!(tables.len() > 10, "the table had only {} values", tables.len());
     assert_eq!(bed.count(Counter::Dropped), 0);
-    assert_eq!(bed.heard, bed.sent);
-    assert_eq!(bed.passed, bed.spoken);
+    assert_eq!(bed.received, bed.sent);
+    assert_eq!(bed.kernel_passed, bed.kernel_sent);
     assert_eq!(bed.acked[..SLOTS], bed.queued[..SLOTS]);
     assert_eq!(bed.count(Counter::Connections), u64::from(OFFLOADED));
-    assert!(bed.count(Counter::Buckets) > 500, "{} buckets changed hands", bed.count(Counter::Buckets));
-    // They go back from wherever they are.
+    assert!(bed.count(Counter::Buckets) > 500, "{} buckets moved", bed.count(Counter::Buckets));
+    // The connections are restored from whichever worker they are at.
     bed.ending = true;
     for of in 0..OFFLOADED {
         bed.command(Message::new(Operation::NicRestore, Cid::new(of, 1), 0, 0));

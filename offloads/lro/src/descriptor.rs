@@ -1,53 +1,57 @@
-//! ConnectionDescriptor: what is known of one connection.
+//! The paper's ConnectionDescriptor: the state of one connection.
 
 use crate::aggregate::Aggregate;
-use crate::held::Held;
-use crate::{Push, Settings};
-use baton_wire::{Flags, Name, TcpFrame};
+use crate::out_of_order::OutOfOrder;
+use crate::{LroSettings, Push};
+use baton_wire::{Flags, FlowKey, TcpFrame};
 
-/// Fixed point of the mean interval.
+/// Scale of the fixed-point mean interval.
 const SCALE: u64 = 256;
-/// The mean is taken over so many arrivals.
+/// The mean is taken over about this many arrivals.
 const ARRIVALS: u64 = 8;
-/// Microseconds between segments, in the mean, that a bulk transfer does not exceed.
+/// Largest mean interval between the segments of a bulk transfer, in microseconds.
 const BULK: u64 = 50;
-/// Segments of the last aggregate that it has at least.
+/// Smallest number of segments in the current or last aggregate of a bulk transfer.
 const BULK_SEGMENTS: u32 = 4;
 
-pub(crate) struct Flow {
-    pub name: Name,
-    /// Sequence number that is expected next, in 64 bits so that it does not wrap. None until a segment was seen.
+/// One connection.
+pub(crate) struct Descriptor {
+    pub key: FlowKey,
+    /// Next sequence number expected, unwrapped to 64 bits. None until a segment has arrived.
     pub next: Option<u64>,
+    /// The open aggregate.
     pub aggregate: Option<Aggregate>,
-    /// What is behind gaps.
-    pub held: Held,
-    /// Since when the first gap is waited for.
+    /// The segments behind gaps.
+    pub held: OutOfOrder,
+    /// When the wait for the first gap began, in microseconds.
     pub gap_since: u64,
+    /// When the last segment arrived, in microseconds.
     pub last_arrival: u64,
+    /// Mean interval between segments, in microseconds times [`SCALE`].
     mean: u64,
-    /// Segments of the aggregate that went out last.
+    /// Number of segments of the aggregate that went out last.
     pub last_count: u32,
-    /// Tick for which the wheel has it, `u64::MAX` if it has not.
+    /// Tick of its entry in the timing wheel, `u64::MAX` without one.
     pub scheduled: u64,
 }
 
-impl Flow {
-    pub fn new(name: Name, now: u64, settings: &Settings) -> Flow {
-        Flow {
-            name,
+impl Descriptor {
+    pub fn new(key: FlowKey, now: u64, settings: &LroSettings) -> Descriptor {
+        Descriptor {
+            key,
             next: None,
             aggregate: None,
-            held: Held::default(),
+            held: OutOfOrder::default(),
             gap_since: 0,
             last_arrival: now,
-            // Until it is known better it is not worth waiting for.
+            // The shortest wait, until enough segments have arrived to know the interval.
             mean: settings.quiet.0 * SCALE / 10,
             last_count: 0,
             scheduled: u64::MAX,
         }
     }
 
-    /// A segment has come.
+    /// Updates the mean interval at the arrival of a segment.
     pub fn arrived(&mut self, now: u64) {
         let interval = now.saturating_sub(self.last_arrival).min(1 << 20) * SCALE;
         self.mean = self.mean - self.mean / ARRIVALS + interval / ARRIVALS;
@@ -55,7 +59,7 @@ impl Flow {
     }
 
     /// Whether a segment's PSH ends an aggregate.
-    pub fn is_pushed(&self, parsed: &TcpFrame, settings: &Settings) -> bool {
+    pub fn is_pushed(&self, parsed: &TcpFrame, settings: &LroSettings) -> bool {
         let counts = match settings.push {
             Push::Flush => true,
             Push::Bulk => !self.is_bulk(),
@@ -68,23 +72,24 @@ impl Flow {
         self.mean < BULK * SCALE && self.last_count.max(self.aggregate.as_ref().map_or(0, |open| open.count)) >= BULK_SEGMENTS
     }
 
-    /// A sequence number in 64 bits: the one that is nearest to what is expected.
+    /// Unwraps a sequence number to the 64-bit value nearest to the expected one.
     pub fn unwrapped(&self, seq: u32) -> u64 {
         match self.next {
             Some(next) => next.wrapping_add_signed(i64::from(seq.wrapping_sub(next as u32) as i32)),
-            // Far enough from zero for everything that may come before.
+            // Far enough from zero for all sequence numbers that may come before.
             None => 1 << 40 | u64::from(seq),
         }
     }
 
-    /// When something has to go out, if anything is here.
-    pub fn due(&self, settings: &Settings) -> Option<u64> {
+    /// When the open aggregate or the held segments have to go out, in microseconds; None without any.
+    pub fn due(&self, settings: &LroSettings) -> Option<u64> {
         let wait = (10 * self.mean / SCALE).clamp(settings.quiet.0, settings.quiet.1);
         let quiet = self.aggregate.as_ref().map(|open| (self.last_arrival + wait).min(open.since + settings.age));
         let gap = (!self.held.is_empty()).then(|| self.gap_since + settings.gap);
         quiet.into_iter().chain(gap).min()
     }
 
+    /// Whether neither an open aggregate nor held segments exist.
     pub fn is_idle(&self) -> bool {
         self.aggregate.is_none() && self.held.is_empty()
     }

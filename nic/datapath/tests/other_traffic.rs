@@ -1,9 +1,9 @@
-//! Whatever is no TCP segment crosses the NIC both ways as it is and in its order, at every setting of the offloads, also when they change
-//! meanwhile; frames that lie are counted, and nothing panics.
+//! Frames that are not TCP segments cross the NIC in both directions unchanged and in order, with all settings of the offloads,
+//! also while these change. Frames with wrong headers are counted, and nothing panics.
 
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_datapath::{Offloads, Settings, Worker};
+use baton_datapath::{Worker, WorkerOffloads, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME, Segmentation};
 use baton_lro::Mode;
 use baton_moderation::Mode as Moderation;
@@ -31,15 +31,15 @@ impl Stage {
         let (wire, far) = memory_pair(256, MAX_FRAME, capabilities);
         let (host, kernel) = memory_pair(256, MAX_FRAME, capabilities);
         let memory = Arc::new(Region::private(nic::bytes(4)).unwrap());
-        let lro = baton_lro::Settings { mode, ..Default::default() };
-        let settings = Settings { slots: 4, hash_key: [1, 2, 3, 4], lro, moderation, ..Settings::default() };
+        let lro = baton_lro::LroSettings { mode, ..Default::default() };
+        let settings = WorkerSettings { slots: 4, hash_key: [1, 2, 3, 4], lro, moderation, ..WorkerSettings::default() };
         let now = Instant(1_000_000);
         let mut worker = Worker::new(host, wire, memory.clone(), settings, now);
         worker.start(now);
         Stage { worker, far, kernel, memory, now }
     }
 
-    /// Time passes until nothing waits.
+    /// Lets time pass until nothing waits.
     fn settle(&mut self) {
         for _ in 0..400 {
             self.now = Instant(self.now.0 + 16);
@@ -51,7 +51,7 @@ impl Stage {
         self.memory.words(nic::COUNTERS, baton_abi::layout::COUNTERS)[counter as usize].load(Ordering::Relaxed)
     }
 
-    /// What comes out on either side.
+    /// The frames that come out at a device.
     fn out(device: &mut MemoryDevice) -> Vec<Vec<u8>> {
         let mut frame = Frame::with_capacity(MAX_FRAME);
         let mut all = Vec::new();
@@ -63,7 +63,7 @@ impl Stage {
 }
 
 #[test]
-fn everything_else_crosses_as_it_is() {
+fn other_frames_cross_unchanged() {
     for mode in MODES {
         for moderation in MODERATIONS {
             let mut stage = Stage::new(mode, moderation);
@@ -79,9 +79,9 @@ fn everything_else_crosses_as_it_is() {
                 stage.worker.poll(stage.now);
                 if number % 10 == 9 {
                     let next = MODES[number / 10 % 3];
-                    let lro = baton_lro::Settings { mode: next, ..Default::default() };
+                    let lro = baton_lro::LroSettings { mode: next, ..Default::default() };
                     let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
-                    stage.worker.set_offloads(&Offloads { lro, moderation, doorbells: moderation, active_ack }, stage.now);
+                    stage.worker.set_offloads(&WorkerOffloads { lro, moderation, doorbells: moderation, active_ack }, stage.now);
                 }
                 at_kernel.extend(Stage::out(&mut stage.kernel));
                 at_wire.extend(Stage::out(&mut stage.far));
@@ -96,9 +96,9 @@ fn everything_else_crosses_as_it_is() {
 }
 
 proptest! {
-    /// Frames of the kernel's that claim to be large, with whatever sizes, and frames of the wire's of whatever bytes.
+    /// Frames of the kernel's that claim to be large, with any sizes, and frames of the wire's with any bytes.
     #[test]
-    fn lies_are_counted(
+    fn wrong_headers_are_counted(
         frames in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 14..200), any::<u16>(), any::<u16>(), any::<bool>(), 0usize..30), 1..30),
         mode in 0usize..3,
     ) {
@@ -106,7 +106,7 @@ proptest! {
         let mut frame = Frame::with_capacity(MAX_FRAME);
         let (mut large, mut plain) = (0, 0);
         for (bytes, size, headers, ipv6, kind) in &frames {
-            // Some are nearly right: a TCP segment with a few bytes changed.
+            // Some are almost valid: a TCP segment with a few bytes changed.
             let mut bytes = bytes.clone();
             if *kind < 10 {
                 let mut segment = ipv4(6, 0x4000, &[&[0, 80, 1, 1, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0][..], &bytes].concat());

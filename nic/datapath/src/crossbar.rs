@@ -1,0 +1,464 @@
+//! Several workers: each dispatches what it receives to the worker that owns the frame's bucket, and buckets move between workers
+//! without one frame overtaking another.
+//!
+//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and tell the old owner that they will send
+//! nothing more of it. When all have done so the card is switched to the new owner, and the old owner processes the frames in its
+//! own queues. Then the bucket's connections go to the new owner, through the front worker. Last, all workers send what they held
+//! to the new owner.
+
+use crate::balance::{Balance, Step};
+use crate::custody::Custody;
+use crate::offloaded::Pending;
+use crate::peers::{BucketContents, BucketOwner, Call, FRONT, Leaving, Peers};
+use crate::worker::Worker;
+use baton_abi::layout::Counter;
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_device::Device;
+use baton_rss::{From, Input, Key, Move};
+use baton_tcp::{Events, Instant};
+use std::collections::BTreeMap;
+
+/// Largest number of calls run in one round.
+const BATCH: usize = 256;
+
+/// Microseconds after the switch of the card within which a frame may still arrive in the old queue.
+const SWITCH_DELAY: u64 = 500;
+/// Number of frames above the capacity of any queue (a TAP's: 500): once as many were taken, all frames that waited at the switch
+/// are among them.
+const QUEUE_FRAMES: usize = 1024;
+
+/// The part of a worker that only exists if there are several.
+pub(crate) struct Crossbar {
+    pub peers: Peers,
+    front: Option<Front>,
+}
+
+/// The part that only the front worker has.
+struct Front {
+    /// The bucket of each slot's connection.
+    buckets: Vec<u8>,
+    /// Events of connections that other workers own, for which their programs' rings had no room, by slot.
+    remote: BTreeMap<u32, RemoteEvents>,
+    balance: Balance,
+}
+
+/// Events of a connection that another worker owns.
+struct RemoteEvents {
+    session: u32,
+    cid: Cid,
+    pending: Pending,
+}
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Makes this one of several workers. To be called for worker 0 first, for all before any of them runs, and before sessions
+    /// are attached.
+    pub fn join(&mut self, peers: Peers, now: Instant) {
+        self.counters.move_to(&self.nic_memory, peers.me());
+        self.counters.set(Counter::Connections, 0);
+        let front = || Front {
+            buckets: vec![0; self.slots.len()],
+            remote: BTreeMap::new(),
+            balance: Balance::new(peers.workers(), now.0),
+        };
+        let (me, workers) = (peers.me(), peers.workers());
+        self.crossbar = Some(Box::new(Crossbar { front: peers.is_front().then(front), peers }));
+        self.take_ack_buffers(me, workers, now);
+    }
+
+    /// Sets how connections are spread over the workers; `random` is the hash key if the settings have none. Only the front
+    /// worker uses it.
+    pub fn set_rss(&mut self, settings: &baton_rss::RssSettings, random: &Key) {
+        if let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() {
+            front.balance.set(settings, random);
+        }
+    }
+
+    /// The indirection table, as far as this worker knows it.
+    pub fn indirection(&self) -> Option<baton_rss::Table> {
+        self.crossbar.as_ref().map(|crossbar| *crossbar.peers.table())
+    }
+
+    /// Sends a call to all other workers, if this is the front worker. `call` makes it anew for each.
+    pub(crate) fn broadcast(&mut self, call: impl Fn() -> Call) {
+        if let Some(crossbar) = self.crossbar.as_mut().filter(|crossbar| crossbar.peers.is_front()) {
+            for other in crossbar.peers.others() {
+                crossbar.peers.send(other, call());
+            }
+        }
+    }
+
+    /// One round over all sources of work, for one of several workers. Returns whether there was any.
+    pub fn poll_with_peers(&mut self, now: Instant) -> bool {
+        let mut worked = self.take_calls(now);
+        let Some(crossbar) = &mut self.crossbar else { return worked };
+        let (overflowing, front) = (crossbar.peers.flush_overflow(), crossbar.peers.is_front());
+        if self.started && !overflowing {
+            worked |= self.take_frames(From::Wire, now);
+            worked |= self.take_frames(From::Host, now);
+        }
+        if front && !overflowing {
+            worked |= self.poll_sessions(now);
+            worked |= self.commands.has_message() && self.poll_commands(now);
+        }
+        if self.due() <= now.0 {
+            worked |= self.poll_timers(now);
+        }
+        if front {
+            if !self.backlog.is_empty() {
+                self.flush_backlog();
+            }
+            self.send_events();
+            self.send_remote_events();
+        } else {
+            self.forward_events();
+        }
+        worked | self.move_buckets(now)
+    }
+
+    fn peers(&mut self) -> Option<&mut Peers> {
+        self.crossbar.as_mut().map(|crossbar| &mut crossbar.peers)
+    }
+
+    fn take_calls(&mut self, now: Instant) -> bool {
+        for count in 0..BATCH {
+            let Some(call) = self.peers().and_then(Peers::receive) else { return count > 0 };
+            self.on_call(call, now);
+        }
+        true
+    }
+
+    fn on_call(&mut self, call: Call, now: Instant) {
+        match call {
+            // The worker that sent it may have hashed it with an older key.
+            Call::Frame(_, from, frame) if self.is_front() => {
+                let Some(crossbar) = &self.crossbar else { return };
+                let bucket = bucket_of(&crossbar.peers, frame.bytes(), from);
+                self.dispatch(bucket, Call::Frame(bucket, from, frame), now);
+            }
+            Call::Frame(bucket, ..) | Call::Command(bucket, _) | Call::ProgramMessage(bucket, ..) => {
+                self.dispatch(bucket, call, now)
+            }
+            Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
+            Call::Agent(message) => self.relay_to_agent(message),
+            Call::Attach(session, memory) => self.attach_here(session, memory),
+            Call::Detach(session) => drop(self.sessions.get_mut(session as usize).and_then(Option::take)),
+            Call::Start => self.start(now),
+            Call::Offloads(set) => self.set_offloads(&set, now),
+            Call::HashKey(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
+            Call::Pause(which) => self.peers().into_iter().for_each(|peers| peers.pause(which)),
+            Call::Paused(which) => self.peers().into_iter().for_each(|peers| peers.paused(which)),
+            Call::HandOver(which, contents) => self.on_hand_over(which, contents, now),
+            Call::Moved(which) => self.on_moved(which, now),
+        }
+    }
+
+    /// Runs a call here, sends it to the bucket's owner, or holds it while the bucket moves.
+    fn dispatch(&mut self, bucket: u8, call: Call, now: Instant) {
+        let Some(peers) = self.peers() else { return };
+        match peers.owner(bucket) {
+            BucketOwner::Mine => self.run_here(call, now),
+            BucketOwner::Other(owner) => {
+                // A full ring loses frames, and no other calls.
+                if !matches!(call, Call::Frame(..)) || peers.has_room(owner) {
+                    peers.send(owner, call);
+                } else {
+                    self.counters.add(Counter::Dropped, 1);
+                }
+            }
+            BucketOwner::Moving => {
+                if !peers.hold(bucket, call) {
+                    self.counters.add(Counter::Dropped, 1);
+                }
+            }
+        }
+    }
+
+    /// Runs a call for a bucket of this worker.
+    fn run_here(&mut self, call: Call, now: Instant) {
+        match call {
+            Call::Frame(bucket, from, frame) => {
+                // Copied, since its buffer has no more room than its data needs, and a device may exchange this worker's buffer.
+                self.frame.copy_from(&frame);
+                self.run_frame(bucket, from, now);
+            }
+            Call::Command(_, message) => self.run_command(&message, now),
+            Call::ProgramMessage(_, session, message) => {
+                let understood = self.on_program_message(session as usize, &message, now);
+                self.counters.add(Counter::BadMessages, u64::from(!understood));
+            }
+            _ => {}
+        }
+    }
+
+    fn run_frame(&mut self, bucket: u8, from: From, now: Instant) {
+        match from {
+            From::Wire => {
+                self.peers().into_iter().for_each(|peers| peers.count(bucket));
+                self.on_wire_frame(now);
+            }
+            From::Host => self.on_host_frame(now),
+        }
+    }
+
+    /// Takes a batch of frames from one of this worker's own queues. Returns whether there was any.
+    fn take_frames(&mut self, from: From, now: Instant) -> bool {
+        let mut taken = 0;
+        let mut empty = false;
+        if from == From::Wire && !self.host.is_ready() {
+            return true;
+        }
+        while taken < self.settings.batch && !empty {
+            empty = !match from {
+                From::Wire => self.output.wire.receive(&mut self.frame),
+                From::Host => self.host.receive(&mut self.frame),
+            };
+            if !empty {
+                taken += 1;
+                self.dispatch_frame(from, now);
+            }
+        }
+        let Some(peers) = self.peers() else { return taken > 0 };
+        for leaving in &mut peers.leaving {
+            if leaving.switched.is_some_and(|at| at + SWITCH_DELAY <= now.0) {
+                let queue = &mut leaving.taken[usize::from(from == From::Host)];
+                *queue = (queue.0 + taken, queue.1 | empty);
+            }
+        }
+        taken > 0
+    }
+
+    /// Processes the frame in the worker's buffer here, or dispatches it.
+    pub(crate) fn dispatch_frame(&mut self, from: From, now: Instant) {
+        let Some(crossbar) = &self.crossbar else { return };
+        let bucket = bucket_of(&crossbar.peers, self.frame.bytes(), from);
+        if crossbar.peers.owner(bucket) == BucketOwner::Mine {
+            return self.run_frame(bucket, from, now);
+        }
+        self.counters.add(Counter::Redirected, 1);
+        self.dispatch(bucket, Call::Frame(bucket, from, self.frame.clone()), now);
+    }
+
+    /// Dispatches the agent's command to the worker that owns the connection.
+    pub(crate) fn route_command(&mut self, message: &Message, now: Instant) {
+        let index = message.cid.slot();
+        let inside = (index as usize) < self.slots.len();
+        if message.operation == Operation::NicControl && message.kind == Control::Detach as u16 {
+            self.broadcast(|| Call::Detach(message.address));
+            return self.run_command(message, now);
+        }
+        if !inside {
+            return self.run_command(message, now);
+        }
+        if message.operation == Operation::NicControl && message.kind == Control::Mirror as u16 {
+            let input = Input::of_flow(&self.read_flow(index));
+            if let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() {
+                front.buckets[index as usize] = peers.hash().bucket_of(&input);
+                front.remote.remove(&index);
+            }
+        }
+        if message.operation == Operation::NicRestore {
+            self.drain_session(self.parameters(index)[0] as usize, now);
+        }
+        let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref() else { return };
+        let bucket = front.buckets[index as usize];
+        self.dispatch(bucket, Call::Command(bucket, *message), now);
+    }
+
+    /// Dispatches a program's message to the worker that owns the connection. False if there is no such slot.
+    pub(crate) fn route_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
+        let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref() else { return false };
+        let Some(bucket) = front.buckets.get(message.cid.slot() as usize).copied() else { return false };
+        self.dispatch(bucket, Call::ProgramMessage(bucket, session as u32, *message), now);
+        true
+    }
+
+    /// Sends the pending events of this worker's connections to the front worker.
+    fn forward_events(&mut self) {
+        let Some(crossbar) = &mut self.crossbar else { return };
+        while crossbar.peers.has_room(FRONT) {
+            let Some(index) = self.dirty.pop() else { return };
+            let Some(slot) = self.slots[index as usize].as_mut() else { continue };
+            slot.dirty = false;
+            if let Some((session, pending)) = slot.take_events() {
+                crossbar.peers.send(FRONT, Call::Events(session, slot.cid, pending));
+            }
+        }
+    }
+
+    /// Adds events of a connection that another worker owns.
+    fn add_remote_events(&mut self, session: u32, cid: Cid, pending: Pending) {
+        let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() else { return };
+        let remote = front.remote.entry(cid.slot()).or_insert(RemoteEvents { session, cid, pending: Pending::default() });
+        if remote.cid != cid {
+            *remote = RemoteEvents { session, cid, pending: Pending::default() };
+        }
+        remote.pending.add(&pending);
+    }
+
+    /// Sends the events of other workers' connections to their programs, as far as the rings have room.
+    fn send_remote_events(&mut self) {
+        let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() else { return };
+        let sessions = &mut self.sessions;
+        front.remote.retain(|_, remote| {
+            let Some(Some(session)) = sessions.get_mut(remote.session as usize) else { return false };
+            session.send(remote.cid, &mut remote.pending).is_err()
+        });
+    }
+
+    /// Sends a message of another worker's to the agent.
+    fn relay_to_agent(&mut self, message: Message) {
+        self.send_to_agent(message);
+        if matches!(Control::from_number(message.kind), Some(Control::Done | Control::Refused)) {
+            self.advertise();
+        }
+    }
+
+    /// Continues the moves of buckets that leave this worker, and begins new ones. Returns whether anything was done.
+    fn move_buckets(&mut self, now: Instant) -> bool {
+        let started = self.started;
+        let Some(peers) = self.peers() else { return false };
+        let mut worked = false;
+        if !peers.leaving.is_empty() {
+            peers.switch(now.0);
+            // Without a card all frames arrive through the front worker, in order with its calls.
+            let waits = started && peers.has_registers();
+            let finished = |queue: &(usize, bool)| queue.1 || queue.0 >= QUEUE_FRAMES;
+            let gone = |leaving: &Leaving| leaving.switched.is_some() && (!waits || leaving.taken.iter().all(finished));
+            let (gone, stay) = std::mem::take(&mut peers.leaving).into_iter().partition(gone);
+            peers.leaving = stay;
+            for leaving in gone {
+                self.hand_over(leaving.which, now);
+                worked = true;
+            }
+        }
+        worked | self.rebalance(now)
+    }
+
+    /// In the front worker: begins the moves that the balance asks for.
+    fn rebalance(&mut self, now: Instant) -> bool {
+        let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() else { return false };
+        let Some(step) = front.balance.next(now.0, peers.table(), || peers.loads()) else { return false };
+        match step {
+            Step::Moves(moves) => {
+                for which in moves {
+                    for other in peers.others().filter(|other| *other != usize::from(which.from)) {
+                        peers.send(other, Call::Pause(which));
+                    }
+                    // The old owner learns of it from the calls of all others.
+                    peers.pause(which);
+                }
+            }
+            Step::Key(key) => {
+                peers.set_key(&key);
+                for slot in self.slots.iter().flatten() {
+                    front.buckets[slot.cid.slot() as usize] = peers.hash().bucket_of(&Input::of_flow(&slot.flow));
+                }
+                self.broadcast(|| Call::HashKey(Box::new(key)));
+            }
+        }
+        true
+    }
+
+    /// The old owner's last step: hands the bucket's connections over, now that nothing of the bucket is in any of its queues.
+    fn hand_over(&mut self, which: Move, now: Instant) {
+        self.flush_to_kernel(now);
+        self.host.settle();
+        let Some(peers) = self.crossbar.as_ref().map(|crossbar| &crossbar.peers) else { return };
+        let its = |flow| peers.hash().bucket_of(&Input::of_flow(flow)) == which.bucket;
+        let cids: Vec<Cid> = self.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();
+        let hash = baton_rss::Toeplitz::clone(peers.hash());
+        let slots = cids.into_iter().filter_map(|cid| self.remove_slot(cid)).collect();
+        let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);
+        let contents = Box::new(BucketContents { slots, acknowledged });
+        self.count_connections();
+        self.counters.add(Counter::Buckets, 1);
+        let Some(peers) = self.peers() else { return };
+        if peers.is_front() {
+            return self.forward_hand_over(which, contents, now);
+        }
+        peers.send(FRONT, Call::HandOver(which, contents));
+        self.on_moved(which, now);
+    }
+
+    /// Takes the connections of a bucket over, or forwards them in the front worker.
+    fn on_hand_over(&mut self, which: Move, contents: Box<BucketContents>, now: Instant) {
+        let Some(peers) = self.peers() else { return };
+        if peers.is_front() {
+            return self.forward_hand_over(which, contents, now);
+        }
+        self.insert_contents(*contents, now);
+        self.on_moved(which, now);
+    }
+
+    /// In the front worker: sends the connections of a bucket to its new owner, which may be itself. All workers learn of the new
+    /// owner from the front worker alone, so that they get it before the calls that the front worker sends for the bucket later.
+    fn forward_hand_over(&mut self, which: Move, contents: Box<BucketContents>, now: Instant) {
+        let Some(peers) = self.peers() else { return };
+        let notified = peers.others().filter(|other| ![which.from, which.to].map(usize::from).contains(other));
+        notified.for_each(|other| peers.send(other, Call::Moved(which)));
+        if usize::from(which.to) == FRONT {
+            self.insert_contents(*contents, now);
+        } else {
+            peers.send(usize::from(which.to), Call::HandOver(which, contents));
+        }
+        self.on_moved(which, now);
+        if let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() {
+            front.balance.done();
+        }
+    }
+
+    /// Inserts the connections of a bucket.
+    fn insert_contents(&mut self, contents: BucketContents, now: Instant) {
+        self.adopt_acknowledged(contents.acknowledged, now);
+        for mut slot in contents.slots {
+            let index = slot.cid.slot();
+            slot.scheduled = u64::MAX;
+            slot.dirty = false;
+            if let Custody::Active(offloaded) = &slot.custody {
+                offloaded.publish_processor(self.processor);
+            }
+            if let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut()
+                && let Some(remote) = front.remote.remove(&index).filter(|remote| remote.cid == slot.cid)
+            {
+                slot.prepend_events(remote.pending);
+            }
+            self.lookup.insert(&slot.key, index);
+            self.slots[index as usize] = Some(slot);
+            self.connections += 1;
+            self.follow_up(index, Events::empty());
+        }
+        self.count_connections();
+    }
+
+    /// Notes a bucket's new owner, and dispatches what was held for it.
+    fn on_moved(&mut self, which: Move, now: Instant) {
+        let held = self.peers().map(|peers| peers.moved(which)).unwrap_or_default();
+        for call in held {
+            self.dispatch(which.bucket, call, now);
+        }
+    }
+
+    /// When a bucket that leaves, or the balance, needs this worker, in microseconds.
+    pub(crate) fn crossbar_due(&self) -> Option<u64> {
+        let crossbar = self.crossbar.as_ref()?;
+        let leaving = crossbar.peers.leaving.iter().filter_map(|leaving| leaving.switched).map(|at| at + SWITCH_DELAY).min();
+        let balance = crossbar.front.as_ref().map(|front| front.balance.due());
+        leaving.into_iter().chain(balance).min()
+    }
+
+    /// Calls `ring` for each other worker that sleeps and was sent calls.
+    pub fn peer_doorbells(&mut self, ring: impl FnMut(usize)) {
+        if let Some(peers) = self.peers() {
+            peers.doorbells(ring);
+        }
+    }
+}
+
+/// The bucket of a frame. An ICMP message about a connection's path MTU belongs to that connection's bucket.
+fn bucket_of(peers: &Peers, bytes: &[u8], from: From) -> u8 {
+    let too_big = if from == From::Wire { crate::icmp::too_big(bytes) } else { None };
+    match too_big {
+        Some((flow, ..)) => peers.hash().bucket_of(&Input::of_flow(&flow)),
+        None => peers.hash().bucket(bytes, from),
+    }
+}
