@@ -248,7 +248,7 @@ fn refusals_are_explained() {
     let mut sleeper = Command::new("sleep").arg("30").spawn().expect("sleep");
     let frozen = baton_kernel::freeze::Frozen::freeze(&[sleeper.id()]).expect("frozen");
     let said = refused(&[&sleeper.id().to_string()]);
-    assert!(said.contains("not yours to attach to"), "{said}");
+    assert!(said.contains("cannot attach to"), "{said}");
     drop(frozen);
     process::signal(sleeper.id(), libc::SIGKILL).expect("our child");
     sleeper.wait().expect("our child");
