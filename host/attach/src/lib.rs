@@ -228,7 +228,7 @@ impl Attacher {
                 SocketEvent::State(cookie, _) => {
                     self.work.changed.extend(self.by_cookie.get(&cookie));
                 }
-                SocketEvent::Stranger(_, process) => drop(unwatched.insert(process)),
+                SocketEvent::Unwatched(_, process) => drop(unwatched.insert(process)),
             }
         }
         unwatched.retain(|process| self.settings.target.covers(*process));

@@ -41,12 +41,12 @@ impl Devices {
         let steering = Steering::new(connections as u32)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
             baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            steering.hear_outgoing(fd)
+            steering.filter_outgoing(fd)
         });
         let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
             baton_kernel::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            steering.hear_incoming(fd)
+            steering.filter_incoming(fd)
         });
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
         let name = interface::tap_name(injector.as_fd())?;

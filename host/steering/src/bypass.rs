@@ -26,7 +26,7 @@ pub enum SocketEvent {
     /// It has entered this state (numbered as in Linux): its program has closed it, or shut it down.
     State(u64, u8),
     /// An unwatched socket has carried the given number of bytes; the second number is the process id that used it.
-    Stranger(u64, u32),
+    Unwatched(u64, u32),
 }
 
 const READ: i32 = 1;
@@ -130,7 +130,7 @@ impl SocketBypass {
             match i32::from_ne_bytes(std::array::from_fn(|at| record[8 + at])) {
                 READ => return Some(SocketEvent::Read(cookie)),
                 STATE => return Some(SocketEvent::State(cookie, value as u8)),
-                UNWATCHED => return Some(SocketEvent::Stranger(cookie, value)),
+                UNWATCHED => return Some(SocketEvent::Unwatched(cookie, value)),
                 _ => {}
             }
         }
@@ -293,7 +293,7 @@ mod tests {
             let me = std::process::id();
             let events_of = |bypass: &mut SocketBypass| std::iter::from_fn(|| bypass.next_event()).collect::<Vec<_>>();
             let unwatched = events_of(&mut bypass);
-            assert!(unwatched.contains(&SocketEvent::Stranger(known, me)), "{unwatched:?}");
+            assert!(unwatched.contains(&SocketEvent::Unwatched(known, me)), "{unwatched:?}");
             bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
             let mut buffer = [0; 16];
             program.write_all(b"to the engine").unwrap();

@@ -137,7 +137,7 @@ impl Steering {
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn hear_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn filter_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         let program = programs::incoming(self.flows.as_fd(), self.devices.as_fd());
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
@@ -146,7 +146,7 @@ impl Steering {
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn hear_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn filter_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
     }
 
@@ -169,7 +169,7 @@ impl Steering {
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
-    pub fn hear_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
+    pub fn accept_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
         let families = if accepts.v4 { V4 } else { 0 } | if accepts.v6 { V6 } else { 0 };
         let mut value = [0u8; programs::DEVICE_BYTES];
         value[..4].copy_from_slice(&families.to_ne_bytes());
@@ -233,7 +233,7 @@ mod tests {
         steering.set(&flow, &path, Steer::Mirror).unwrap();
         steering.set(&flow, &path, Steer::Steal).unwrap();
         steering.set(&flow.reversed(), &path, Steer::Steal).unwrap();
-        steering.hear_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
+        steering.accept_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
         steering.forget_device(7).unwrap();
         assert_eq!(steering.count(), 2);
         steering.remove(&flow).unwrap();
