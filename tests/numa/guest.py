@@ -167,9 +167,9 @@ def judge(console):
     served = part(console, "served")
     mine = re.findall(r"program may use processor (\d+) of node (\d+)", served)
     check(mine == [("1", "0"), ("3", "1")], f"the program is beside the NIC's processors, not on them: {mine}")
-    told = re.findall(r"connection at processor (-?\d+) of node (-?\d+)", served)
-    counts = {pair: told.count(pair) for pair in sorted(set(told))}
-    check(len(told) == CONNECTIONS and set(counts) == {("0", "0"), ("2", "1")}, f"it is told where each connection is: {counts}")
+    found = re.findall(r"connection at processor (-?\d+) of node (-?\d+)", served)
+    counts = {pair: found.count(pair) for pair in sorted(set(found))}
+    check(len(found) == CONNECTIONS and set(counts) == {("0", "0"), ("2", "1")}, f"it reads where each connection is: {counts}")
     check(part(console, "status") == "0", f"it ended well: status {part(console, 'status')}")
 
     looked = part(console, "looked")

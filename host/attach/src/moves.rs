@@ -183,7 +183,7 @@ impl Attacher {
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
-        // A program that was told by poll that there is data must find it when it goes on.
+        // A program for which poll has reported data must find it when it goes on.
         entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
         // The rest is handled when the NIC's events are.
         self.notified.lock().unwrap_or_else(PoisonError::into_inner).push(number);

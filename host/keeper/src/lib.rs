@@ -49,7 +49,8 @@ pub fn run() -> Result<()> {
     };
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     let parent = Channel::from_fd(take(Descriptor::Parent)?);
-    let settings = &parent.receive::<AgentSettings>().context("settings, which whoever starts a keeper sends")?.0;
+    let settings =
+        &parent.receive::<AgentSettings>().context("receiving the settings, which the process that starts a keeper sends")?.0;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };

@@ -30,7 +30,7 @@ pub enum Steer {
     Steal = 2,
 }
 
-/// Mark on frames that the NIC sends, to tell them from the kernel's.
+/// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
 
 /// Mark on them once they have a route, on the loopback device.

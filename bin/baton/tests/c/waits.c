@@ -95,8 +95,8 @@ static void await(struct end *end, int role, int way, int epoll, short events)
         }
     } while (got < 0 && errno == EINTR);
     CHECK(got == 1, "what it returns", got);
-    short told = way < 2 ? entry.revents : way < 4 ? events : (short)reported[0].events;
-    CHECK(told && !(told & (POLLERR | POLLNVAL)), "what it reports", told);
+    short seen = way < 2 ? entry.revents : way < 4 ? events : (short)reported[0].events;
+    CHECK(seen && !(seen & (POLLERR | POLLNVAL)), "what it reports", seen);
 }
 
 static int set_for(struct end *end, int role, int way, unsigned events)

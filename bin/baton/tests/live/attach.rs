@@ -171,7 +171,7 @@ fn closing_on_the_nic_is_close() {
         assert_eq!(server.line(), "reading no more");
         (&client).write_all(b"nobody reads this").expect("sent");
         server.wait_for(|server| server.connections().iter().any(|info| info.detail.unread == 17));
-        server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+        server.input.as_mut().expect("its input").write_all(b"\n").expect("written");
         assert_eq!(everything(&client), (0, Some(std::io::ErrorKind::ConnectionReset)), "unread data makes a close a reset");
         assert_eq!(server.line(), "closed");
         server.expect_nothing_left();
@@ -203,7 +203,7 @@ fn halves_are_shut_down() {
     assert_eq!(everything(&client), (100_000, None));
     client.shutdown(Shutdown::Write).expect("shut down");
     server.expect_nothing_left();
-    server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+    server.input.as_mut().expect("its input").write_all(b"\n").expect("written");
     assert_eq!(server.line(), "closed");
     server.end();
 }

@@ -103,7 +103,7 @@ while time.monotonic() < deadline:
 
 #[test]
 fn an_unmodified_program_can_ask_too() {
-    let scratch = Scratch::new("told");
+    let scratch = Scratch::new("asked");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["run", "--place", "near-nic", "--rule", "established", "--", "python3", "-c", ASKS]);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());

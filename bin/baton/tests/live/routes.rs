@@ -95,7 +95,7 @@ fn frames_by_another_device_are_received() {
         let before = sent_by(&scene.bed.host_b, "second1");
         exchange(&mut scene, 300_000);
         assert!(sent_by(&scene.bed.host_b, "second1") > before + 10, "it does not come by the second link");
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "it is not the NIC that hears");
+        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "the NIC does not receive");
         scene.exchange(10_000, Place::Kernel);
         scene.exchange(10_000, Place::Nic);
     }

@@ -149,7 +149,7 @@ fn iptables_matches_are_known() {
     }
 }
 
-/// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a connection.
+/// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a connection in the kernel.
 #[test]
 fn rules_that_the_nics_packets_do_not_pass_keep_it() {
     for (lines, why) in [

@@ -123,11 +123,11 @@ impl Forger {
         assert_eq!(scene.peer_sends(1), 1);
         scene.drain();
         assert_eq!(scene.send(1), 1);
-        let heard = forger.receive(|parsed| parsed.payload_length == 1).expect("the program's byte");
-        forger.seq = heard.ack;
-        forger.ack = heard.seq.wrapping_add(1);
+        let segment = forger.receive(|parsed| parsed.payload_length == 1).expect("the program's byte");
+        forger.seq = segment.ack;
+        forger.ack = segment.seq.wrapping_add(1);
         // The echoed timestamp is the peer's clock; a little later, since the peer's clock goes on.
-        forger.clock = heard.options.timestamps.expect("timestamps").1.wrapping_add(200);
+        forger.clock = segment.options.timestamps.expect("timestamps").1.wrapping_add(200);
         scene.drain();
         forger
     }
