@@ -13,8 +13,8 @@ build: dependencies
 dependencies:
 	@scripts/dependencies
 
-# Everything that must hold: lints, crates without std, units, properties, simulated pairs, the ring's model, the real kernel.
-# What hangs is ended, so that the output names it.
+# Everything that must hold: lints, crates without std, unit and property tests, simulated pairs, the ring's model, the real kernel.
+# A test that hangs is killed after twenty minutes, so that the output shows its name.
 test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: lint
@@ -39,7 +39,7 @@ lint:
 	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
 
-# The long form of what CI runs for a short while.
+# The long form of what `make test` runs for a short while.
 soak: build
 	for family in "" --ipv6; do for wall in "" --firewall; do \
 	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --json && \
@@ -49,14 +49,14 @@ soak: build
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 
-# Whole programs, as far as they are installed here, and Python's own test suites, while their connections move. Each takes some minutes.
+# Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
 	tests/programs/programs.py
 	tests/programs/loads.py
 	tests/programs/leaks.py
 	tests/programs/clients.py
 
-# Baton ended and started again under nginx and redis.
+# Baton is ended and started again under nginx and redis.
 restarts: build
 	@scripts/dependencies tests
 	tests/programs/restarts.py --rounds 20
@@ -64,7 +64,7 @@ restarts: build
 suites: build
 	tests/programs/suites.py
 
-# Placement on a machine of two NUMA nodes, emulated.
+# Placement on an emulated machine of two NUMA nodes.
 numa: build
 	tests/numa/guest.py
 

@@ -1,27 +1,27 @@
-//! Figures that have a bound to keep.
+//! Bars: figures that must keep a bound.
 
 use serde::Serialize;
 
-/// A figure that has to hold.
+/// A figure and its bound.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bar {
     /// Its name.
     pub name: &'static str,
     /// As measured.
     pub value: f64,
-    /// The least or most that it may be.
+    /// The least or greatest allowed value.
     pub bound: f64,
-    /// Whether it holds.
+    /// Whether the value keeps the bound.
     pub holds: bool,
 }
 
 impl Bar {
-    /// One that may be this much at most.
+    /// A figure that may be at most `bound`.
     pub fn most(name: &'static str, bound: f64, value: f64) -> Bar {
         Bar { name, value, bound, holds: value <= bound }
     }
 
-    /// One that has to be this much at least.
+    /// A figure that must be at least `bound`.
     pub fn least(name: &'static str, bound: f64, value: f64) -> Bar {
         Bar { name, value, bound, holds: value >= bound }
     }

@@ -1,8 +1,9 @@
-//! What the ring bypass costs a program: a send and a receive of 64 bytes on a connection that the NIC has, from the program's call to
-//! its return. The copy of the 64 bytes themselves, which the C library makes, is not counted.
+//! Cost of the ring bypass to a program: a send and a receive of 64 bytes on a connection that is on the NIC, from the program's
+//! call to its return. The copy of the 64 bytes, which the C library makes, is not counted.
 //!
-//! Instructions are counted by callgrind in the preloaded library: the same work is done with N and with 3N messages, and the
-//! difference is divided by 2N. When messages come is not the program's choice: the median of three such figures counts. The program is an ordinary one that talks over loopback; Baton runs beside the kernel.
+//! Instructions are counted by callgrind in the preloaded library. The same work is done with N and with 3N messages, and the
+//! difference is divided by 2N. The program has no influence on when messages arrive, so the median of three such figures
+//! counts. It is an ordinary program that uses loopback; Baton runs beside the kernel.
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -18,7 +19,7 @@ const BURST: u64 = 16;
 /// Messages of the smaller run.
 const MESSAGES: u64 = 1600;
 
-/// What was measured.
+/// The figures.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bypass {
     /// Instructions of a send of 64 bytes.
@@ -29,7 +30,7 @@ pub struct Bypass {
     pub receive: f64,
 }
 
-/// Counts.
+/// Measures them.
 ///
 /// # Errors
 /// If valgrind or `baton run` does not start.
@@ -77,18 +78,18 @@ fn count(function: &str, messages: u64) -> Result<u64> {
         .context("starting the workload")?;
     let text = std::fs::read_to_string(&out);
     let _ = std::fs::remove_dir_all(&directory);
-    // One that never connected leaves the peer waiting, until this process ends.
+    // A workload that never connected leaves the peer waiting until this process ends.
     if !status.success() {
         bail!("the workload failed under `baton run` and valgrind (Debian's package valgrind)");
     }
     peer.join().map_err(|_| anyhow::anyhow!("the peer panicked"))??;
-    without_copies(&text?).context("callgrind's output makes no sense")
+    without_copies(&text?).context("callgrind's output cannot be parsed")
 }
 
-/// The total of a callgrind profile, less what the C library's copying functions cost themselves.
+/// The total of a callgrind profile, without the C library's copying functions themselves.
 fn without_copies(profile: &str) -> Option<u64> {
     let total: u64 = profile.lines().find_map(|line| line.strip_prefix("totals: ")?.trim().parse().ok())?;
-    // A function's name is given once, with its number; its cost lines follow, those of calls behind a `calls=` line.
+    // A function's name is given once, with its number; its cost lines follow. Those of calls follow a `calls=` line.
     let (mut copying, mut copies, mut called, mut spent) = (false, std::collections::BTreeSet::new(), false, 0);
     for line in profile.lines() {
         if let Some((number, name)) =
@@ -116,7 +117,7 @@ fn without_copies(profile: &str) -> Option<u64> {
 /// The program that is measured.
 ///
 /// # Errors
-/// The system's, or if its connection does not get to the NIC.
+/// The failed system call's, or if its connection does not get to the NIC.
 pub fn workload(messages: u64, port: u16) -> Result<()> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     stream.set_nodelay(true)?;
@@ -132,7 +133,7 @@ pub fn workload(messages: u64, port: u16) -> Result<()> {
             stream.write_all(&[HOLD; SIZE])?;
         }
         stream.write_all(&[ECHO; SIZE])?;
-        // Asking whether they have come would be counted, or take over part of the work.
+        // Polling for them would be counted, or do part of the work.
         std::thread::sleep(Duration::from_millis(10));
         for _ in 0..BURST {
             stream.read_exact(&mut message)?;
@@ -141,11 +142,11 @@ pub fn workload(messages: u64, port: u16) -> Result<()> {
     Ok(())
 }
 
-/// The first byte of a message that is answered at once, and of one that is answered together with the next.
+/// First byte of a message that is answered at once, and of one that is answered together with the next.
 const ECHO: u8 = 1;
 const HOLD: u8 = 2;
 
-/// Whom the measured program talks to, over the kernel's TCP: each message is answered by one.
+/// The peer of the measured program, over the kernel's TCP: it answers each message with one.
 fn answer(listener: &TcpListener) -> std::io::Result<()> {
     let (mut stream, _) = listener.accept()?;
     stream.set_nodelay(true)?;

@@ -1,8 +1,8 @@
-//! What a segment costs: receive it in order, put it into the program's memory, tell the program, acknowledge it. On the memory
-//! wire, timestamps on, one acknowledgement a segment, checksums by the device.
+//! Cost of a received segment: receive it in order, put it into the program's memory, notify the program, acknowledge it. The
+//! wire is memory, timestamps are on, there is one acknowledgement per segment, the device computes checksums.
 //!
-//! Instructions are counted by callgrind, exactly and repeatably: the same work is run with N and with 3N segments, and the
-//! difference is divided by 2N. Source files tell the layers apart.
+//! Instructions are counted by callgrind, exactly and repeatably. The same work is run with N and with 3N segments, and the
+//! difference is divided by 2N. Layers are distinguished by source file.
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, session, slot};
@@ -39,7 +39,7 @@ pub struct Workload {
     pub burst: u32,
 }
 
-/// What was measured of one workload.
+/// Figures of one workload.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
     /// The workload.
@@ -55,14 +55,14 @@ pub struct Measured {
     pub layers: BTreeMap<String, f64>,
 }
 
-/// A figure that has a bar to meet.
+/// A figure that has a bound.
 #[derive(Clone, Debug, Serialize)]
 pub struct Bar {
     /// Its name.
     pub name: String,
     /// What was measured.
     pub value: f64,
-    /// In what.
+    /// Unit of the value.
     pub unit: &'static str,
 }
 
@@ -71,11 +71,11 @@ pub struct Bar {
 pub struct DatapathReport {
     /// All workloads.
     pub workloads: Vec<Measured>,
-    /// Figures that have a bar.
+    /// The figures that have a bound.
     pub bars: Vec<Bar>,
 }
 
-/// A worker with offloaded connections, and the other end of everything.
+/// A worker with offloaded connections, and the other ends of its rings and wire.
 struct Bench {
     worker: Worker<MemoryDevice, MemoryDevice>,
     far: MemoryDevice,
@@ -131,7 +131,7 @@ impl Bench {
         Ok(bench)
     }
 
-    /// Mirror, steal, hand off: what the agent does.
+    /// Does what the agent does: mirror, steal, hand off.
     fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<RingWords>, at: u32) -> Result<()> {
         let remote = Endpoint::v4([10, 1, (at >> 8) as u8, at as u8], 1024 + at as u16);
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
@@ -170,19 +170,19 @@ impl Bench {
         Ok(())
     }
 
-    /// Takes away what the worker has sent and said.
+    /// Removes what the worker has sent and reported.
     fn settle(&mut self) -> (u32, u32) {
-        let (mut acks, mut told) = (0, 0);
+        let (mut acks, mut announced) = (0, 0);
         while self.far.receive(&mut self.frame) {
             acks += u32::from(TcpFrame::parse(self.frame.bytes()).is_ok());
         }
         while let Some(words) = self.events.pop() {
             if let Some(Message { operation: Operation::OsRecv, length, .. }) = Message::from_words(words) {
-                told += length;
+                announced += length;
             }
         }
         self.events.release();
-        (acks, told)
+        (acks, announced)
     }
 
     /// Puts the next segment of connection `at` on the wire.
@@ -199,7 +199,7 @@ impl Bench {
         self.far.transmit(&mut self.frame);
     }
 
-    /// The program has read the segment.
+    /// Acts as the program that has read the segment.
     fn read(&mut self, at: usize, size: u32) {
         let message = Message::new(Operation::NicRecvd, self.peers[at].cid, 0, size);
         let _ = self.commands.push(message.to_words());
@@ -215,9 +215,9 @@ impl Bench {
         let started = cycles();
         measured_poll(&mut self.worker, self.now);
         let spent = cycles() - started;
-        let (acks, told) = self.settle();
-        if acks != workload.burst || told != workload.burst * workload.size {
-            bail!("{acks} acknowledgements and {told} bytes for {} segments", workload.burst);
+        let (acks, announced) = self.settle();
+        if acks != workload.burst || announced != workload.burst * workload.size {
+            bail!("{acks} acknowledgements and {announced} bytes for {} segments", workload.burst);
         }
         for at in members {
             self.read(at, workload.size);
@@ -229,7 +229,7 @@ impl Bench {
     }
 }
 
-/// The measured part: the worker's round, nothing else. Callgrind finds it by name.
+/// The measured part: a round of the worker, nothing else. Callgrind finds it by its name.
 #[inline(never)]
 fn measured_poll(worker: &mut Worker<MemoryDevice, MemoryDevice>, now: Instant) {
     black_box(worker.poll(now));
@@ -240,10 +240,10 @@ fn cycles() -> u64 {
     monotonic_nanos()
 }
 
-/// Runs a workload once; nanoseconds spent in the worker.
+/// Runs a workload once. Returns nanoseconds spent in the worker.
 ///
 /// # Errors
-/// If the work was not done as it should be.
+/// If the results are not as expected.
 pub fn run_workload(workload: Workload, segments: u64) -> Result<u64> {
     let mut bench = Bench::new(workload.connections)?;
     let mut next = 0;
@@ -278,7 +278,7 @@ fn count(workload: Workload, segments: u64) -> Result<BTreeMap<String, u64>> {
     Ok(by_file(&text?))
 }
 
-/// Sums the self cost of every line of a callgrind file by the source file that it came from, inlining seen through.
+/// Sums the self cost of every line of a callgrind file by the source file that it came from, inlined code included.
 fn by_file(text: &str) -> BTreeMap<String, u64> {
     let mut names: BTreeMap<String, String> = BTreeMap::new();
     let mut sums = BTreeMap::new();
@@ -324,7 +324,7 @@ fn layer(file: &str) -> &'static str {
 /// Measures one workload.
 ///
 /// # Errors
-/// If valgrind is missing, or the work was not done as it should be.
+/// If valgrind is missing, or the results are not as expected.
 pub fn measure(workload: Workload) -> Result<Measured> {
     let segments = 4096;
     let (few, many) = (count(workload, segments)?, count(workload, 3 * segments)?);

@@ -22,7 +22,7 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// A figure of a program that knows nothing of Baton, with its connections in the kernel, and of the same one with them on the NIC.
+/// A figure of a server with its connections in the kernel, and of the same server with them on the NIC.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Both<T> {
     /// Connections in the kernel.
@@ -40,10 +40,10 @@ pub struct Latency {
     pub p99: Both<f64>,
 }
 
-/// What the demonstration measured and checked.
+/// Figures and checks of the demonstration.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct DemoReport {
-    /// The program that was served with.
+    /// Name of the server program.
     pub server: String,
     /// Requests answered per second.
     pub requests_per_second: Both<f64>,
@@ -51,7 +51,7 @@ pub struct DemoReport {
     pub host_cpu_us_per_request: Both<f64>,
     /// Busy time of the NIC per request.
     pub nic_cpu_us_per_request: Both<f64>,
-    /// From request to whole answer.
+    /// From the request to the last byte of the answer.
     pub latency_us: Latency,
     /// Moves made.
     pub moves: u64,
@@ -61,19 +61,19 @@ pub struct DemoReport {
     pub mismatches: u64,
     /// Connections that broke.
     pub resets_seen_by_peer: u64,
-    /// Largest gap in the answers to a probe every 20 µs around a move, less the usual gap.
+    /// Largest gap in the answers to a probe every 20 µs around a move, minus the usual gap.
     pub blackout_us: Percentiles,
-    /// Times that the NIC was killed, and connections that it had then and that went on in the kernel.
+    /// Number of times that the NIC was killed.
     pub nic_kills: u32,
-    /// See `nic_kills`.
+    /// Connections that were on the NIC when it was killed and went on in the kernel.
     pub connections_recovered: u64,
     /// Whether each host's receive work ran in a thread of its own.
     pub threaded_napi: bool,
     /// Rounds of the comparison, in order: place, requests per second, host CPU and NIC CPU per request.
     pub rounds: Vec<Round>,
-    /// What an ordinary HTTP client fetched while its connection moved, if there is one on this machine.
+    /// What an ordinary HTTP client fetched while its connection moved, if one is installed.
     pub http_client: Option<String>,
-    /// Checks that did not hold.
+    /// Checks that failed.
     pub failures: Vec<String>,
 }
 
@@ -99,7 +99,7 @@ const LENGTH: usize = 256;
 const PAIRS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1200);
 
-/// The servers' ports: one that knows nothing of Baton, and one under `baton run`.
+/// The servers' ports: without Baton, and under `baton run`.
 const PORTS: [u16; 2] = [8080, 8081];
 /// What an ordinary client fetches: stream and length.
 const LARGE: (u64, usize) = (424_242, 32 << 20);
@@ -128,7 +128,7 @@ fn address(side: usize) -> SocketAddr {
 /// Runs the demonstration and writes `demo.json` and `report.html` into `directory`.
 ///
 /// # Errors
-/// If it cannot be set up. Checks that fail are in the report.
+/// If it cannot be set up. Failed checks are in the report.
 pub fn run(directory: &Path) -> Result<DemoReport> {
     std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
     let program = Program::find();
@@ -173,7 +173,7 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     }
     drop(stage);
     drop(sides);
-    say("A probe every 20 µs on a connection that moves 200 times: how long does it fall silent?");
+    say("A probe every 20 µs on a connection that moves 200 times: the longest gap in its answers");
     let cores = process::cores();
     let blackout = probe::measure(&bed, 200, false, (cores > 1).then_some(cores - 1), 0)?;
     report.blackout_us = blackout.blackout;
@@ -227,7 +227,7 @@ impl Stage<'_> {
         self.tool.connections()
     }
 
-    /// The connections that are to move are on the NIC. They get there with their first requests.
+    /// Waits until the connections that are to move are on the NIC. They get there with their first requests.
     fn wait_for_connections(&mut self, count: usize) -> Result<()> {
         let deadline = monotonic_micros() + 10_000_000;
         self.counters().active.store(true, Ordering::Relaxed);
@@ -255,7 +255,7 @@ impl Stage<'_> {
         bail!("connection {connection} could not be moved in fifty tries");
     }
 
-    /// CPU nanoseconds of a server's host and of the NIC so far.
+    /// Nanoseconds of CPU that a server's host and the NIC have used so far.
     fn cpu(&mut self, side: &Side) -> Result<(u64, u64)> {
         let statistics = self.tool.statistics()?;
         let mut host = side.server.cpu().context("the server has ended")?;
@@ -317,7 +317,7 @@ impl Stage<'_> {
         Ok(done)
     }
 
-    /// One line: a sign per connection, where it is.
+    /// Prints one line: a sign per connection that shows where it is.
     fn show(&self, places: &[ConnectionInfo], done: u64) {
         let row: String = places.iter().map(|info| if info.place == Place::Nic { '█' } else { '·' }).collect();
         let requests = self.counters().requests.load(Ordering::Relaxed);
@@ -327,7 +327,7 @@ impl Stage<'_> {
         let _ = std::io::Write::flush(&mut std::io::stdout());
     }
 
-    /// An ordinary HTTP client fetches a large file while its connection moves.
+    /// Lets an ordinary HTTP client fetch a large file while its connection moves.
     fn fetch_with_curl(&mut self) -> Result<Option<String>> {
         let (key, size) = (LARGE.0, LARGE.1 as u64);
         let before: Vec<(u32, u32)> = self.list()?.iter().map(|info| (info.session, info.connection)).collect();
@@ -368,7 +368,7 @@ impl Stage<'_> {
 
     fn kill_nic(&mut self, report: &mut DemoReport) -> Result<()> {
         for info in self.list()?.iter().step_by(2) {
-            // One that curl has closed stays where it is.
+            // A connection that curl has closed stays where it is.
             let _ = self.move_one(info, Place::Nic);
         }
         let before = self.tool.statistics()?;
@@ -386,7 +386,7 @@ impl Stage<'_> {
         if after.lost > 0 {
             report.failures.push(format!("{} connections were lost with the NIC", after.lost));
         }
-        // The load must go on, on every connection.
+        // The load must continue on every connection.
         std::thread::sleep(Duration::from_millis(500));
         let served = self.counters().requests.load(Ordering::Relaxed) - requests;
         println!("  {} connections went on in the kernel, {served} requests answered in the half second after", after.recovered);

@@ -1,27 +1,27 @@
-//! Equations 1 to 3 of Friedman's "Mainstream NUMA and the TCP/IP stack": what interrupts a 10 Gb/s card needs, and what they cost a
-//! processor. The paper's numbers, and this machine's.
+//! Equations 1 to 3 of Friedman's "Mainstream NUMA and the TCP/IP stack": the interrupts that a 10 Gb/s card needs, and their
+//! cost to a processor. With the paper's numbers, and this machine's.
 
 use crate::lro::{Cell, LroSettings, Way};
 use crate::ntttcp::frequency;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-/// What goes into an equation.
+/// Terms of an equation.
 #[derive(Clone, Debug, Serialize)]
 pub struct Load {
-    /// Whose numbers they are.
+    /// Source of the numbers.
     pub name: String,
     /// Bytes per second.
     pub throughput: f64,
-    /// Bytes of a packet, in the mean.
+    /// Mean bytes of a packet.
     pub packet: f64,
     /// Share of the packets that are received.
     pub received: f64,
     /// Packets for each interrupt.
     pub per_interrupt: f64,
-    /// Instructions, or cycles, of an interrupt, all halves together.
+    /// Instructions or cycles of an interrupt, both halves together.
     pub path: f64,
-    /// What `path` counts.
+    /// Unit of `path`.
     pub unit: &'static str,
 }
 
@@ -37,7 +37,7 @@ impl Load {
     }
 }
 
-/// The paper's three.
+/// The paper's three loads.
 pub fn of_the_paper() -> [Load; 3] {
     [("1", 10_000.0, "instructions"), ("2", 200_000.0, "cycles"), ("3", 175_000.0, "cycles")].map(|(number, path, unit)| Load {
         name: format!("equation {number}"),
@@ -50,7 +50,7 @@ pub fn of_the_paper() -> [Load; 3] {
     })
 }
 
-/// The same load on this machine: cycles of the receiving kernel and program for each frame that a NIC without aggregation gave it, then
+/// The same load on this machine: cycles of the receiving kernel and program for each frame from a NIC without aggregation, then
 /// for each aggregate of large receive. All packets are received here.
 ///
 /// # Errors

@@ -1,4 +1,5 @@
-//! A load of HTTP requests from ordinary sockets that checks every byte: `GET /KEY/LENGTH` asks for the first LENGTH bytes of stream KEY.
+//! A load of HTTP requests from ordinary sockets that checks every byte: `GET /KEY/LENGTH` returns the first LENGTH bytes of
+//! stream KEY.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
@@ -10,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Counters that a load shares with whoever watches it.
+/// Counters that a load shares with its observer.
 #[derive(Default)]
 pub struct LoadCounters {
     /// Requests answered and checked.
@@ -21,11 +22,11 @@ pub struct LoadCounters {
     pub mismatches: AtomicU64,
     /// Connections that broke.
     pub broken: AtomicU64,
-    /// New requests are made.
+    /// Whether new requests are made.
     pub active: AtomicBool,
-    /// The load shall end.
+    /// Whether the load is to end.
     pub stop: AtomicBool,
-    /// Latencies are being taken.
+    /// Whether latencies are recorded.
     pub timing: AtomicBool,
 }
 
@@ -35,18 +36,18 @@ struct Client {
     key: u64,
     asked_at: u64,
     received: Vec<u8>,
-    /// Bytes of head and body that the answer has.
+    /// Bytes of the answer's head and body.
     expected: Option<(usize, usize)>,
     alive: bool,
-    /// It has no request under way.
+    /// Whether it has no request under way.
     idle: bool,
 }
 
-/// Streams that are asked for: 0 and so on.
+/// Keys of the streams: from 0 on.
 pub const KEYS: u64 = 256;
 
-/// While it is active, asks `length` bytes again and again on each of `connections` connections to `server`, one request at a time on
-/// each, and returns latencies in microseconds. Runs in the calling thread's namespace until the counters say stop.
+/// While it is active, requests `length` bytes again and again on each of `connections` connections to `server`, one request at
+/// a time on each. Returns latencies in microseconds. Runs in the calling thread's namespace until the counters say stop.
 ///
 /// # Errors
 /// If it cannot connect. What breaks later is counted.

@@ -1,4 +1,4 @@
-//! Test beds, loads, measurement, report.
+//! Test beds, loads, measurements and reports.
 #![forbid(unsafe_code)]
 
 pub mod bars;

@@ -1,8 +1,9 @@
 //! Large receive: throughput and the receiver's CPU per gigabyte, for frames of 1500 bytes on the wire and 1 to 64 connections, without
 //! aggregation, with the kernel's GRO, and with the NIC's two modes, interleaved.
 //!
-//! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP), so that it can be told from the NIC's, whose writes
-//! would else do it. Every cell has the same emulated link in it, also those without reordering; what that costs is the NIC's.
+//! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP). Otherwise the NIC's writes would do
+//! it, and could not be separated from the NIC's work. Every cell has the same emulated link, also those without reordering; its
+//! cost is the NIC's.
 
 use crate::bars::Bar;
 use crate::soak::connect_pairs;
@@ -24,27 +25,27 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Microseconds that go by before a cell counts.
+/// Microseconds before a cell's measurement.
 const WARMING: u64 = 300_000;
 
-/// Rounds of the cells that bars are about, at least, and the shares of segments held back in them.
+/// Least rounds of the cells with bounds, and the shares of segments held back in them, in percent.
 const BAR_ROUNDS: usize = 9;
 const BAR_REORDER: [f64; 2] = [0.0, 1.0];
 
 /// Gb/s at which the paper's large receive levels off (Figure 13), on its hardware.
 const PAPER: f64 = 4.75;
 
-/// Who aggregates.
+/// What aggregates segments.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
-    /// Nobody.
+    /// Nothing.
     Plain,
     /// The kernel.
     Gro,
     /// The NIC, by GRO's rules.
     InOrder,
-    /// The NIC, putting in order.
+    /// The NIC, with reordering.
     Reorder,
 }
 
@@ -90,10 +91,10 @@ impl Default for LroSettings {
     }
 }
 
-/// One cell.
+/// One cell's figures.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Cell {
-    /// Who aggregates.
+    /// What aggregates segments.
     pub way: Way,
     /// Connections.
     pub connections: usize,
@@ -101,17 +102,17 @@ pub struct Cell {
     pub reorder: f64,
     /// Payload that the receiver's program got, Gb/s.
     pub gigabits: f64,
-    /// CPU seconds per GB (10⁹ bytes) of the receiver's program, its kernel thread, and the NIC.
+    /// CPU seconds per GB (10⁹ bytes) of the receiver's program.
     pub program_cpu: f64,
-    /// See there.
+    /// CPU seconds per GB of the receiver's kernel thread.
     pub kernel_cpu: f64,
-    /// See there.
+    /// CPU seconds per GB of the NIC.
     pub nic_cpu: f64,
-    /// IP bytes of an aggregate of the NIC's, in the mean; 0 where it makes none.
+    /// Mean IP bytes of the NIC's aggregates; 0 if it makes none.
     pub mean_aggregate: f64,
     /// Frames that the NIC gave to the kernel, per MB.
     pub frames_per_mb: f64,
-    /// Segments that the sender sent again, in percent of the wire's.
+    /// Segments that the sender retransmitted, in percent of those on the wire.
     pub retransmitted: f64,
 }
 
@@ -126,16 +127,16 @@ impl Cell {
 pub struct LroReport {
     /// All cells.
     pub cells: Vec<Cell>,
-    /// What has to hold.
+    /// The figures with bounds.
     pub bars: Vec<Bar>,
 }
 
-/// Frames that wait at the sender's interface at most.
+/// Most frames that wait at the sender's interface.
 const QUEUE: u16 = 4096;
 
-/// The sender's memory for a connection, bytes, which limits what it has in flight: enough for the link many times over, and all together
-/// find room at its interface. A TAP does not hold its senders back as a card's driver does, and what is measured is the receiver, not
-/// how much a queue loses, nor how the sender recovers.
+/// The sender's memory for a connection in bytes, which limits its data in flight: enough for the link many times over, while
+/// all connections together fit into the interface's queue. A TAP does not hold its senders back as a card's driver does, and
+/// the receiver is measured here, not how much a queue loses, nor how the sender recovers.
 fn window(connections: usize) -> usize {
     (700_000 / connections).max(128 << 10)
 }
@@ -144,7 +145,7 @@ fn bed(way: Way, connections: usize, reorder: f64) -> Result<Testbed> {
     let link = LinkSettings { delay: 50, reorder: (reorder * 10_000.0) as u32, hold: 200, seed: 3, ..LinkSettings::default() };
     Testbed::new(&TestbedSettings {
         link,
-        // The moderation is the same for all: what a card's driver would have.
+        // The moderation is the same for all, as a card's driver would have it.
         offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, ..Offloads::default() },
         gro: way == Way::Gro,
         threaded_napi: true,
@@ -155,7 +156,7 @@ fn bed(way: Way, connections: usize, reorder: f64) -> Result<Testbed> {
     })
 }
 
-/// Sends as fast as it can until `over`. Keys of the streams are the connections' places.
+/// Sends as fast as it can until `over`. Keys of the streams are the connections' indexes.
 pub(crate) fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> Result<()> {
     process::pin(0, 0);
     let poller = Poller::new()?;
@@ -187,7 +188,7 @@ pub(crate) fn send(clients: &[TcpStream], verified: bool, over: &AtomicBool) -> 
     Ok(())
 }
 
-/// The receiver's program: reads what there is, and checks it if it is to.
+/// The receiver's program: reads all that arrives, and checks it if `verified`.
 pub(crate) struct Receiver<'a> {
     servers: &'a [TcpStream],
     poller: Poller,
@@ -212,7 +213,7 @@ impl<'a> Receiver<'a> {
         self.got.iter().sum()
     }
 
-    /// Until a moment, or until so many bytes have come.
+    /// Runs until a time, or until this many bytes have arrived.
     pub fn run(&mut self, until: u64, bytes: u64) -> Result<()> {
         while monotonic_micros() < until && self.total() < bytes {
             self.poller.wait(Some(Duration::from_millis(10)), &mut self.tokens)?;
@@ -235,11 +236,11 @@ impl<'a> Receiver<'a> {
     }
 }
 
-/// CPU that a host's interface and the NIC have used so far, nanoseconds, and the NIC's counters.
+/// Nanoseconds of CPU that a host's interface and the NIC have used so far, and the NIC's counters.
 fn used(bed: &Testbed, napi: &[u32]) -> Result<([u64; 2], Vec<u64>)> {
     let statistics = bed.tool()?.statistics()?;
     let kernel = napi.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum();
-    let nic = process::cpu_nanos(statistics.nic_process).context("the NIC is gone")?;
+    let nic = process::cpu_nanos(statistics.nic_process).context("the NIC has ended")?;
     Ok(([kernel, nic], statistics.counters))
 }
 
@@ -288,7 +289,7 @@ fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<C
     })
 }
 
-/// Receives so many bytes over four connections with reordering, and compares every one. Returns how many differ.
+/// Receives this many bytes over four connections with reordering, and compares every one. Returns how many differ.
 ///
 /// # Errors
 /// If the test bed cannot be made.
@@ -323,8 +324,8 @@ fn median(cells: &[Cell]) -> Cell {
     }
 }
 
-/// What has to hold. Both cells of a ratio are taken from one round, a few seconds apart, and the median of the rounds counts: the machine is
-/// faster in one minute than in the next.
+/// The figures with bounds. Both cells of a ratio are from one round, a few seconds apart, and the median of the rounds counts:
+/// the machine's speed changes from minute to minute.
 fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
     let in_rounds = |figure: &dyn Fn(&[Cell]) -> Option<f64>| {
         let mut found: Vec<f64> = rounds.iter().filter_map(|cells| figure(cells)).collect();
@@ -344,7 +345,7 @@ fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
         most("lro.cpu_ratio_gro", 0.9, cpu_over(Way::Gro)),
         least("lro.reorder_keep", 0.9, keep(Way::Reorder)),
         least("lro.mean_aggregate", 40_000.0, in_rounds(&|cells| Some(cell(cells, Way::Reorder, 0.0)?.mean_aggregate))),
-        // Beside, without a bound.
+        // For comparison, without a bound.
         least("lro.reorder_keep_gro", 0.0, keep(Way::Gro)),
     ]
     .into_iter()
@@ -352,7 +353,8 @@ fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
     .collect()
 }
 
-/// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those of all ways without.
+/// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those of all
+/// ways without reordering.
 fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
     let mut cells = Vec::new();
     for &connections in connections {
@@ -369,7 +371,7 @@ fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnM
     Ok(cells)
 }
 
-/// Runs the table. `each` hears of every cell as it is done.
+/// Runs the table. `each` is called with every cell when it is done.
 ///
 /// # Errors
 /// If a test bed cannot be made.
@@ -378,7 +380,7 @@ pub fn run(settings: &LroSettings, mut each: impl FnMut(&Cell)) -> Result<LroRep
     for _ in 0..settings.rounds.max(1) {
         rounds.push(round(&settings.reorder, &settings.connections, settings.length, &mut each)?);
     }
-    // Those that bars are about.
+    // The cells with bounds.
     let one: Vec<usize> = settings.connections.iter().copied().filter(|connections| *connections == 1).collect();
     for _ in rounds.len()..BAR_ROUNDS {
         rounds.push(round(&BAR_REORDER, &one, settings.length, &mut each)?);
@@ -394,7 +396,7 @@ pub fn run(settings: &LroSettings, mut each: impl FnMut(&Cell)) -> Result<LroRep
 /// A line of the table.
 pub fn line(cell: &Cell) -> String {
     format!(
-        "{:<15} {:>3} connections  {:>3} % held back  {:>6.2} Gb/s  CPU s/GB: program {:.3}  kernel {:.3}  NIC {:.3}   aggregates of {:>5.1} KB, {:>5.1} frames/MB, {:.2} % sent again",
+        "{:<15} {:>3} connections  {:>3} % held back  {:>6.2} Gb/s  CPU s/GB: program {:.3}  kernel {:.3}  NIC {:.3}   aggregates of {:>5.1} KB, {:>5.1} frames/MB, {:.2} % retransmitted",
         cell.way.name(),
         cell.connections,
         cell.reorder,
@@ -408,7 +410,7 @@ pub fn line(cell: &Cell) -> String {
     )
 }
 
-/// Throughput over the number of connections, as the paper's Figure 13 has it, without reordering.
+/// Plots throughput over the number of connections, as the paper's Figure 13 does, without reordering.
 ///
 /// # Errors
 /// If it cannot be drawn.

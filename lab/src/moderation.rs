@@ -1,5 +1,5 @@
-//! Interrupt moderation: what it costs a ping-pong and saves a bulk transfer, between two kernels through the NIC, and where the receiving
-//! program's connections are on the NIC. Off and adaptive in turn, on the same connections.
+//! Interrupt moderation: its cost to a ping-pong and its saving in a bulk transfer, between two kernels through the NIC, and
+//! with the receiving program's connections on the NIC. Off and adaptive in turn, on the same connections.
 
 use crate::bars::Bar;
 use crate::lro::{Receiver, send};
@@ -21,33 +21,33 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Exchanges of a block that go by before they count, and that count; and blocks of each mode.
+/// Exchanges of a block before the measurement, and measured ones; and blocks of each mode.
 const WARMING: usize = 200;
 const EXCHANGES: usize = 500;
 const BLOCKS: usize = 8;
-/// Microseconds of a bulk transfer, and those before it counts.
+/// Microseconds of a bulk transfer, and those before its measurement.
 const BULK: u64 = 500_000;
-/// Its connections.
+/// Number of its connections.
 const CONNECTIONS: usize = 4;
 
 const MODES: [Mode; 2] = [Mode::Off, Mode::Adaptive];
 
-/// Who is told.
+/// Who receives the moderated notifications.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Whom {
-    /// The kernel, of frames for its connections: interrupts.
+    /// The kernel, for frames of its connections: interrupts.
     Kernel,
-    /// A program, of data on its connections that the NIC has: doorbells.
+    /// A program, for data on its connections that are on the NIC: doorbells.
     Program,
 }
 
-/// One way, once.
+/// Figures of one receiver in one mode, in one round.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Measured {
-    /// Who is told.
+    /// Who receives the notifications.
     pub whom: Whom,
-    /// How that is moderated.
+    /// The moderation mode.
     pub mode: Mode,
     /// Median round trip of 64 bytes, microseconds.
     pub round_trip: f64,
@@ -59,17 +59,17 @@ pub struct Measured {
     pub per_mb: f64,
 }
 
-/// All rounds, and what has to hold.
+/// All rounds, and the figures with bounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct ModerationReport {
-    /// Each round of each way.
+    /// Each round of each receiver and mode.
     pub rounds: Vec<Measured>,
-    /// What has to hold.
+    /// The figures with bounds.
     pub bars: Vec<Bar>,
 }
 
 fn bed() -> Result<Testbed> {
-    // The wire takes no large frames, so that a bulk transfer is many.
+    // The wire takes no large frames, so a bulk transfer consists of many.
     let link = baton_protocol::nic::LinkSettings { delay: 10, ..Default::default() };
     Testbed::new(&TestbedSettings { threaded_napi: true, link, ..TestbedSettings::default() })
 }
@@ -109,7 +109,7 @@ impl Program {
         }
     }
 
-    /// Receives until a moment. Bytes.
+    /// Receives until a time. Returns bytes.
     fn receive(&mut self, until: u64) -> Result<u64> {
         match self {
             Program::InKernel(servers) => {
@@ -122,7 +122,7 @@ impl Program {
     }
 }
 
-/// Answers whatever comes.
+/// Answers all that arrives.
 fn echo(server: &TcpStream, over: &AtomicBool) -> Result<()> {
     let poller = Poller::new()?;
     poller.add(server.as_fd(), 0, Trigger::Readable)?;
@@ -172,7 +172,7 @@ fn receive_on_nic(session: &mut Session, ids: &[ConnectionId], until: u64) -> Re
     Ok(got)
 }
 
-/// A block of exchanges, added to `samples` in microseconds.
+/// One block of exchanges, added to `samples` in microseconds.
 fn round_trips(client: &TcpStream, samples: &mut Vec<f64>) -> Result<()> {
     let poller = Poller::new()?;
     poller.add(client.as_fd(), 0, Trigger::Readable)?;
@@ -199,7 +199,7 @@ fn round_trips(client: &TcpStream, samples: &mut Vec<f64>) -> Result<()> {
     Ok(())
 }
 
-/// Median round trips with each of the modes, block by block in turn.
+/// Median round trips in each of the modes, block by block in turn.
 fn ping_pong(bed: &Testbed, whom: Whom, program: &mut Program, client: &TcpStream) -> Result<[f64; 2]> {
     let over = AtomicBool::new(false);
     let mut samples = [Vec::new(), Vec::new()];
@@ -220,7 +220,7 @@ fn ping_pong(bed: &Testbed, whom: Whom, program: &mut Program, client: &TcpStrea
     Ok(samples.map(|mut samples| statistics::quantile(&mut samples, 0.5)))
 }
 
-/// Gb/s, frames per interrupt or doorbell, those per MB, with each of the modes.
+/// Gb/s, frames per interrupt or doorbell, and those per MB, in each of the modes.
 fn bulk(bed: &Testbed, whom: Whom, program: &mut Program, clients: &[TcpStream]) -> Result<[[f64; 3]; 2]> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -233,12 +233,12 @@ fn bulk(bed: &Testbed, whom: Whom, program: &mut Program, clients: &[TcpStream])
             let bytes = program.receive(started + BULK)? as f64;
             let (after, took) = (counted()?, (monotonic_micros() - started) as f64);
             let count = |counter: Counter| (after[counter as usize] - before[counter as usize]) as f64;
-            let (told, frames) = match whom {
+            let (notifications, frames) = match whom {
                 Whom::Kernel => (Counter::Interrupts, Counter::HostSent),
                 Whom::Program => (Counter::Doorbells, Counter::Segments),
             };
-            let told = count(told).max(1.0);
-            Ok([bytes * 8.0 / took / 1000.0, count(frames) / told, told / (bytes / 1e6)])
+            let notifications = count(notifications).max(1.0);
+            Ok([bytes * 8.0 / took / 1000.0, count(frames) / notifications, notifications / (bytes / 1e6)])
         };
         let measured = measure(MODES[0]).and_then(|off| Ok([off, measure(MODES[1])?]));
         over.store(true, Ordering::Relaxed);
@@ -259,7 +259,7 @@ fn round(whom: Whom) -> Result<[Measured; 2]> {
     }))
 }
 
-/// Runs so many rounds. `each` hears of every measurement.
+/// Runs this many rounds. `each` is called with every measurement.
 ///
 /// # Errors
 /// If a test bed cannot be made.
@@ -281,7 +281,7 @@ pub fn run(rounds: usize, mut each: impl FnMut(&Measured)) -> Result<ModerationR
         Bar::most("moderation.pingpong_ratio", 1.1, ratio(Whom::Kernel, |one| one.round_trip)),
         Bar::most("moderation.bulk_interrupts_ratio", 0.1, ratio(Whom::Kernel, |one| one.per_mb)),
         Bar::most("moderation.doorbell_pingpong_ratio", 1.1, ratio(Whom::Program, |one| one.round_trip)),
-        // Beside, without a bound: a program that is busy is never told.
+        // For comparison, without a bound: a program that is busy gets no doorbells.
         Bar::least("moderation.bulk_doorbells_ratio", 0.0, ratio(Whom::Program, |one| one.per_mb)),
     ];
     Ok(ModerationReport { rounds: all.into_iter().flatten().collect(), bars })

@@ -1,4 +1,4 @@
-//! NTttcp: throughput over kernel sockets, and what it costs this machine. It measures whatever NIC the route leads through.
+//! NTttcp: throughput over kernel sockets, and its cost to this machine. It measures whatever NIC the route leads through.
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
@@ -11,20 +11,20 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Duration;
 
-/// How a run is made.
+/// Settings of a run.
 #[derive(Clone, Debug)]
 pub struct NtttcpSettings {
     /// Connections.
     pub connections: usize,
-    /// Bytes of a send or a receive.
+    /// Bytes of each send and receive.
     pub length: usize,
-    /// Seconds that count, and those before them.
+    /// Seconds that are measured.
     pub seconds: f64,
-    /// See there.
+    /// Seconds before the measurement.
     pub warming: f64,
 }
 
-/// What was measured. Counts are those of the time that counts.
+/// Figures of the measured time.
 #[derive(Clone, Debug, Serialize)]
 pub struct NtttcpReport {
     /// Whether this side received.
@@ -35,39 +35,38 @@ pub struct NtttcpReport {
     pub seconds: f64,
     /// Payload bits per second, in millions.
     pub megabits: f64,
-    /// Payload bytes for each frame in the payload's direction, as this kernel counts its interfaces' packets.
+    /// Payload bytes per frame in the payload's direction, by this kernel's counts of its interfaces' packets.
     pub average_frame: f64,
-    /// Packets of all interfaces of this network namespace.
+    /// Packets that all interfaces of this network namespace sent.
     pub packets_sent: u64,
-    /// See there.
+    /// Packets that they received.
     pub packets_received: u64,
     /// Interrupts: those of Baton's NIC if there is one, else the machine's.
     pub interrupts: u64,
-    /// Whether they are the NIC's.
+    /// Whether `interrupts` are the NIC's.
     pub of_the_nic: bool,
-    /// Per second.
+    /// Interrupts per second.
     pub interrupts_per_second: f64,
-    /// Packets received for each.
+    /// Packets received per interrupt.
     pub packets_per_interrupt: f64,
     /// Runs of the deferred half (NET_RX soft interrupts) per second, of the machine.
     pub deferred_per_second: f64,
-    /// Share of the machine's time in the interrupts' first half and in the deferred half, in percent. None if this kernel does not account
-    /// for them.
+    /// Share of the machine's time in the interrupts' first half, in percent. None if this kernel does not account for it.
     pub first_half: Option<f64>,
-    /// See there.
+    /// The same for the deferred half.
     pub deferred_half: Option<f64>,
     /// Cycles of the machine's busy time per payload byte, at its nominal frequency.
     pub cycles_per_byte: f64,
 }
 
-/// Counts of the machine and this network namespace.
+/// Counters of the machine and of this network namespace.
 #[derive(Clone, Copy, Default)]
 struct Counts {
     received: u64,
     sent: u64,
     interrupts: u64,
     deferred: u64,
-    /// Clock ticks: busy (the halves among it), first half, deferred half, all.
+    /// Clock ticks: busy (both halves included), first half, deferred half, all.
     busy: u64,
     first: u64,
     second: u64,
@@ -114,7 +113,7 @@ pub fn frequency() -> Option<f64> {
     Some(line.split(':').nth(1)?.trim().parse::<f64>().ok()? * 1e6)
 }
 
-/// Both sides: moves bytes over connections until the time is over. `move_some` is a send or a receive.
+/// Both sides: transfers bytes over the connections until the time is over. `move_some` is a send or a receive.
 fn measure(
     settings: &NtttcpSettings,
     connections: &[TcpStream],
@@ -150,7 +149,7 @@ fn measure(
                     }
                     Ok(count) => bytes += count as u64,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // The other side has had its time.
+                    // The other side's time is over.
                     Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
                         open -= 1;
                         break;
@@ -171,7 +170,7 @@ fn report(before: &Counts, after: &Counts, bytes: u64, seconds: f64, received: b
     let (packets_received, packets_sent) = (of(|counts| counts.received), of(|counts| counts.sent));
     let (interrupts, all) = (of(|counts| counts.interrupts), of(|counts| counts.all).max(1) as f64);
     let share = |ticks: u64, ever: u64| (ever > 0).then(|| ticks as f64 / all * 100.0);
-    // All cores' ticks go by in `seconds`, times the cores.
+    // All cores together have this many ticks in `seconds`.
     let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
     let busy = of(|counts| counts.busy) as f64 / all * seconds * cores;
     NtttcpReport {
@@ -196,7 +195,7 @@ fn report(before: &Counts, after: &Counts, bytes: u64, seconds: f64, received: b
 /// Waits for the sender, and receives.
 ///
 /// # Errors
-/// If the address cannot be listened at, or the sender goes away before it counts.
+/// If it cannot listen at the address, or the sender disconnects before the measurement.
 pub fn receive(settings: &NtttcpSettings, address: SocketAddr, nic: Option<&Path>) -> Result<NtttcpReport> {
     let listener = TcpListener::bind(address).with_context(|| format!("listening at {address}"))?;
     let accepted: Vec<TcpStream> =
@@ -204,7 +203,7 @@ pub fn receive(settings: &NtttcpSettings, address: SocketAddr, nic: Option<&Path
     measure(settings, &accepted, true, nic, |stream, buffer| socket::receive(stream.as_fd(), buffer))
 }
 
-/// Connects to a receiver, waiting for it for ten seconds, and sends.
+/// Connects to a receiver, waits for it for ten seconds, and sends.
 ///
 /// # Errors
 /// If there is none.
@@ -222,7 +221,7 @@ pub fn send(settings: &NtttcpSettings, address: SocketAddr, nic: Option<&Path>) 
     measure(settings, &connected, false, nic, |stream, buffer| socket::send(stream.as_fd(), buffer))
 }
 
-/// The report as a table, in NTttcp's words.
+/// The report as a table, with NTttcp's names.
 pub fn table(report: &NtttcpReport) -> String {
     let share = |share: Option<f64>| share.map_or("not accounted for by this kernel".into(), |share| format!("{share:.2} %"));
     let whose = if report.of_the_nic { "the NIC's" } else { "the machine's" };

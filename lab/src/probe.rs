@@ -1,8 +1,8 @@
-//! Blackout: how long a connection falls silent when it moves, seen by its peer.
+//! Blackout: for how long a connection carries nothing when it moves, as its peer sees it.
 //!
 //! A peer sends a small message every 20 µs on two connections, one that moves and one that does not; the program on the other
-//! host answers each. The blackout of a move is the largest gap between answers around it, less the usual gap of the connection
-//! that stays. Peer and program take turns on one thread, so that what is measured is the move and not the scheduler.
+//! host answers each. The blackout of a move is the largest gap between answers around it, minus the usual gap of the connection
+//! that stays. Peer and program take turns on one thread, so that the move is measured and not the scheduler.
 
 use crate::statistics::Percentiles;
 use crate::testbed::Testbed;
@@ -22,13 +22,13 @@ use std::time::Duration;
 pub const PACE: u64 = 20;
 /// Bytes of a probe.
 const PROBE: usize = 16;
-/// Microseconds after a move's end that still count as its surroundings.
+/// Microseconds after a move's end that still belong to its window.
 const AFTER: u64 = 3_000;
 
-/// What a probe run found; microseconds.
+/// Figures of a probe run, in microseconds.
 #[derive(Clone, Debug, Default)]
 pub struct Blackout {
-    /// Largest gap around each move, less the median gap of the unmoved connection.
+    /// Largest gap around each move, minus the median gap of the unmoved connection.
     pub blackout: Percentiles,
     /// Largest gap of the unmoved connection in the same windows.
     pub unmoved: Percentiles,
@@ -45,16 +45,16 @@ struct Probed {
     pending: Vec<u8>,
     echoed: u64,
     answered: u64,
-    /// When answers came.
+    /// Times of answers.
     times: Vec<u64>,
 }
 
 impl Probed {
-    /// The peer sends, the program answers, the peer takes the answers.
+    /// One turn: the peer sends, the program answers, the peer reads the answers.
     fn turn(&mut self, session: &mut Session, now: u64) -> io::Result<()> {
         let mut probe = [0u8; PROBE];
         probe[..8].copy_from_slice(&self.sent.to_le_bytes());
-        // A full queue means that the program has not answered for long: nothing is gained by asking more.
+        // A full queue means that the program has not answered for long; more probes would add nothing.
         match socket::send(self.client.as_fd(), &probe) {
             Ok(PROBE) => self.sent += 1,
             Ok(_) => return Err(io::Error::other("a probe was cut")),
@@ -104,7 +104,8 @@ impl Probed {
     }
 }
 
-/// Measures `moves` moves of one connection, beside another that stays, over a link with `delay` microseconds one way.
+/// Measures `moves` moves of one connection, beside another that stays, over a link with a one-way delay of `delay`
+/// microseconds.
 ///
 /// # Errors
 /// If a connection breaks or cannot be moved.
@@ -175,7 +176,7 @@ fn move_back_and_forth(
             Reply::Stayed { transient: true, .. } => {}
             other => bail!("the probed connection could not be moved: {other:?}"),
         }
-        // Far enough apart that one move's surroundings hold no other.
+        // Far enough apart that the windows of two moves do not overlap.
         std::thread::sleep(Duration::from_micros(2 * AFTER + 20 * delay));
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Recovery: goodput over lossy links, the NIC's TCP as sender beside the kernel's, a kernel receiver, the same links with the same
-//! seeds. Both run CUBIC.
+//! Recovery: goodput over lossy links, with the NIC's TCP as sender and with the kernel's, a kernel receiver, the same links
+//! with the same seeds. Both run CUBIC.
 
 use crate::soak::connect_pairs;
 use crate::testbed::{Testbed, TestbedSettings};
@@ -30,7 +30,7 @@ pub struct Cell {
     pub rtt_ms: u64,
     /// Segments held back for a quarter of the round trip, in percent.
     pub reorder: f64,
-    /// Connections that share the work, so that a lossy cell sees enough losses in reasonable time.
+    /// Connections that share the work, so that a lossy cell has enough losses in reasonable time.
     pub connections: usize,
     /// Goodput of the NIC's TCP, Mb/s.
     pub nic: f64,
@@ -55,7 +55,7 @@ pub struct RecoveryReport {
     pub rate: u64,
 }
 
-/// A cell's condition.
+/// A cell's conditions.
 #[derive(Clone, Copy)]
 struct Condition {
     loss: f64,
@@ -72,7 +72,7 @@ impl Condition {
         }
     }
 
-    /// Seconds until enough losses have been seen, from the window that CUBIC reaches (RFC 9438 section 5) and the link's rate.
+    /// Seconds until enough losses have happened, from the window that CUBIC reaches (RFC 9438 section 5) and the link's rate.
     fn seconds(self) -> f64 {
         let p = self.loss / 100.0;
         if p == 0.0 {
@@ -82,7 +82,7 @@ impl Condition {
         let window = (1.2 / p.sqrt()).max(1.054 * (rtt / p).powf(0.75));
         let link = RATE as f64 / 8.0 / 1514.0;
         let segments = (window / rtt * self.connections() as f64).min(link * 0.8);
-        // Less than the formula says is reached in practice: time-outs, and a link's own buffer.
+        // In practice less than the formula's rate is reached, because of time-outs and the link's own buffer.
         (LOSSES / (segments * p) * 1.5).clamp(12.0, 180.0)
     }
 
@@ -104,7 +104,7 @@ impl Condition {
 
 /// Bytes received per block, and losses, of one run.
 fn run_one(condition: Condition, place: Place, seconds: f64) -> Result<(Vec<f64>, u64)> {
-    // The NIC sleeps between frames: many of them share the cores.
+    // The NIC sleeps between frames, since many NICs share the cores.
     let settings = TestbedSettings {
         link: condition.link(),
         spin: 0,
@@ -127,7 +127,7 @@ fn run_one(condition: Condition, place: Place, seconds: f64) -> Result<(Vec<f64>
     let mut sink = vec![0u8; 1 << 18];
     let mut ready = Vec::new();
     let started = monotonic_micros();
-    // The first block is warming up and does not count.
+    // The first block is for warming up and is not measured.
     let block = (seconds * 1e6 / BLOCKS as f64) as u64;
     let mut blocks = vec![0f64; BLOCKS + 1];
     loop {
@@ -187,7 +187,7 @@ fn run_cell(condition: Condition, scale: f64) -> Result<Cell> {
     })
 }
 
-/// Runs the table. `scale` shortens every cell; `progress` tells on standard error how far it is.
+/// Runs the table. `scale` shortens every cell; `progress` prints each finished cell to standard error.
 ///
 /// # Errors
 /// If a test bed cannot be made.
@@ -201,7 +201,7 @@ pub fn run(scale: f64, progress: bool) -> Result<RecoveryReport> {
         }
     }
     let mut cells = Vec::new();
-    // Cells of long round trips need little CPU: two of them at a time, the others alone.
+    // Cells of long round trips need little CPU, so two of them run at a time, the others alone.
     conditions.sort_by_key(|condition| condition.rtt_ms);
     for group in conditions.chunks(2) {
         let done: Vec<Result<Cell>> = std::thread::scope(|scope| {

@@ -51,7 +51,7 @@ fn row(label: &str, both: Both<f64>, digits: usize) -> String {
     format!("<tr><th>{label}</th><td>{:.digits$}</td><td>{:.digits$}</td><td>{change:+.0} %</td></tr>\n", both.kernel, both.nic)
 }
 
-/// The report as one HTML document that needs nothing from outside.
+/// The report as one self-contained HTML document.
 ///
 /// # Errors
 /// If a plot cannot be drawn.

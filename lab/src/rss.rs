@@ -1,7 +1,7 @@
-//! Receive-side scaling: many connections of very different weight (Zipf's law) over several workers, and what happens when the weights
-//! change hands. With the table that stays as it is, and with the one that is balanced.
+//! Receive-side scaling: many connections of very different weight (Zipf's law) over several workers, while the weights move to
+//! other connections. With a fixed table, and with the balanced one.
 //!
-//! The load is counted in frames, not in time, so that it does not matter on how many cores the workers are.
+//! The load is counted in frames, not in time, so that it does not matter how many cores the workers have.
 
 use crate::bars::Bar;
 use crate::soak::connect_pairs;
@@ -25,17 +25,17 @@ use std::time::Duration;
 /// Bytes of a message; one is a segment.
 const MESSAGE: usize = 512;
 
-/// Messages a second, of all connections.
+/// Messages per second, over all connections.
 const RATE: u64 = 25_000;
 
-/// Every so many connections one is on the NIC.
+/// One of this many connections is on the NIC.
 const ON_NIC: usize = 4;
 
-/// Microseconds after a shift that are not counted, and that are.
+/// Microseconds after a shift that are not measured, and that are.
 const SETTLING: u64 = 1_000_000;
 const COUNTED: u64 = 1_000_000;
 
-/// What a bench is made with.
+/// Settings of a bench.
 #[derive(Clone, Copy, Debug)]
 pub struct RssSettings {
     /// The NIC's workers.
@@ -44,49 +44,49 @@ pub struct RssSettings {
     pub flows: usize,
     /// Zipf's exponent.
     pub exponent: f64,
-    /// How often the weights change hands with each table.
+    /// Number of shifts (the weights move to other connections) with each table.
     pub shifts: usize,
 }
 
-/// A table, after a shift.
+/// Figures of a table after a shift.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
     /// The indirection table: `even` or `balanced`.
     pub table: String,
-    /// Which shift it was.
+    /// Number of the shift.
     pub shift: usize,
-    /// Frames of each worker in the second after the first.
+    /// Frames of each worker in the measured second.
     pub frames: Vec<u64>,
-    /// The busiest over the mean.
+    /// Load of the busiest worker over the mean.
     pub imbalance: f64,
     /// Buckets that changed hands since the shift.
     pub moved: u64,
-    /// Frames that came to a worker after their bucket had left it, or before it had come.
+    /// Frames that came to a worker after their bucket had left it, or before it had arrived.
     pub passed: u64,
 }
 
-/// All of them, and what has to hold.
+/// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct RssReport {
-    /// Connections, and how many of them were on the NIC.
+    /// Connections.
     pub flows: usize,
-    /// Of them on the NIC.
+    /// Those on the NIC.
     pub on_nic: usize,
     /// Each shift with each table.
     pub shifts: Vec<Measured>,
     /// Messages that were sent.
     pub messages: u64,
-    /// Those that a connection had no room for.
+    /// Messages for which a connection had no room.
     pub refused: u64,
-    /// Segments that came before others that were sent earlier, to either kernel or to the NIC's connections.
+    /// Segments that overtook earlier ones, at either kernel or at the NIC's connections.
     pub reordered: u64,
-    /// Segments that the peer sent again: tail loss probes, where an acknowledgement was slow.
+    /// Segments that the peer retransmitted: tail loss probes, where an acknowledgement was slow.
     pub retransmitted: u64,
-    /// What has to hold.
+    /// The figures with bounds.
     pub bars: Vec<Bar>,
 }
 
-/// Who sends how much: connections by rank.
+/// The weights: connections by rank.
 struct Weights {
     cumulative: Vec<f64>,
     order: Vec<usize>,
@@ -102,7 +102,7 @@ impl Weights {
         Weights { cumulative: cumulative.collect(), order: (0..flows).collect() }
     }
 
-    /// The ranks go to other connections.
+    /// Gives the ranks to other connections.
     fn shift(&mut self, random: &mut Rng) {
         for at in (1..self.order.len()).rev() {
             self.order.swap(at, random.below(at as u64 + 1) as usize);
@@ -119,7 +119,7 @@ impl Weights {
 #[derive(Default)]
 struct Sending {
     over: AtomicBool,
-    /// How often the weights are to have changed hands.
+    /// Number of shifts that have been asked for.
     shifts: AtomicU64,
     sent: AtomicU64,
     refused: AtomicU64,
@@ -136,7 +136,7 @@ fn send(clients: &[TcpStream], settings: &RssSettings, sending: &Sending) -> Res
             shifts += 1;
         }
         let due = (monotonic_micros() - started) * RATE / 1_000_000;
-        // Whoever was kept from sending does not make up for it.
+        // A sender that was held up does not catch up.
         done = done.max(due.saturating_sub(RATE / 100));
         while done < due {
             done += 1;
@@ -152,7 +152,7 @@ fn send(clients: &[TcpStream], settings: &RssSettings, sending: &Sending) -> Res
     Ok(())
 }
 
-/// Reads all that comes, wherever the connections are.
+/// Reads all that arrives, wherever the connections are.
 fn receive(session: &mut Session, over: &AtomicBool) -> Result<()> {
     let (mut ready, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
     while !over.load(Ordering::Relaxed) {
@@ -211,7 +211,7 @@ impl Bench<'_> {
     fn run(&self, each: &mut impl FnMut(&Measured)) -> Result<Vec<Measured>> {
         let mut all = Vec::new();
         for shift in 0..self.settings.shifts.max(1) {
-            // In turn, so that both see the same machine.
+            // In turn, so that both run on the machine in the same state.
             for indirection in [Indirection::Even, Indirection::Balanced] {
                 self.set(indirection)?;
                 let measured = self.shift(indirection, shift)?;
@@ -223,7 +223,7 @@ impl Bench<'_> {
     }
 }
 
-/// Runs the bench; `each` hears of every shift.
+/// Runs the bench; `each` is called with every shift's figures.
 ///
 /// # Errors
 /// If the test bed cannot be made, or a connection breaks.
@@ -285,7 +285,7 @@ pub fn line(one: &Measured) -> String {
     let total = one.frames.iter().sum::<u64>().max(1) as f64;
     let shares: Vec<String> = one.frames.iter().map(|frames| format!("{:>4.1} %", *frames as f64 * 100.0 / total)).collect();
     format!(
-        "shift {}  {:<9} busiest over mean {:>5.3}   [{}]   {:>3} buckets moved, {} frames passed on",
+        "shift {}  {:<9} busiest over mean {:>5.3}   [{}]   {:>3} buckets moved, {} frames forwarded",
         one.shift,
         one.table,
         one.imbalance,

@@ -1,5 +1,5 @@
-//! Unmodified web servers, as they are installed on this machine: nginx, or Python's http.server. They serve files whose bytes anybody can
-//! check: `/KEY/LENGTH` holds the first LENGTH bytes of stream KEY.
+//! Unmodified web servers, as installed on this machine: nginx, or Python's http.server. They serve files whose bytes can be
+//! checked: `/KEY/LENGTH` contains the first LENGTH bytes of stream KEY.
 
 use anyhow::{Context, Result};
 use baton_linux::events::monotonic_micros;
@@ -12,14 +12,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// A directory of files to serve, which goes with this value.
+/// A directory of files to serve, which is removed when this is dropped.
 #[derive(Debug)]
 pub struct Files {
     root: PathBuf,
 }
 
 impl Files {
-    /// Makes it.
+    /// Makes the directory.
     ///
     /// # Errors
     /// The system's.
@@ -29,7 +29,7 @@ impl Files {
         Ok(Files { root })
     }
 
-    /// The file of the first `length` bytes of stream `key`.
+    /// Makes the file of the first `length` bytes of stream `key`.
     ///
     /// # Errors
     /// The system's.
@@ -58,7 +58,8 @@ pub enum Program {
     Python,
 }
 
-/// One thread, as many requests on a connection as the clients like, and nothing that depends on where nginx is installed.
+/// nginx's configuration: one thread, any number of requests per connection, and nothing that depends on where nginx is
+/// installed.
 const NGINX: &str = "daemon off; master_process off; pid ROOT/nginx-PORT.pid; error_log stderr crit;
 worker_rlimit_nofile 8192;
 events { worker_connections 4096; }
@@ -69,7 +70,7 @@ http {
 }
 ";
 
-/// What `python3 -m http.server` does, for connections that stay.
+/// What `python3 -m http.server` does, with persistent connections.
 const PYTHON: &str = "
 import http.server as h, sys
 h.SimpleHTTPRequestHandler.protocol_version = 'HTTP/1.1'
@@ -79,7 +80,7 @@ h.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), h.SimpleHTTPRequestHandle
 ";
 
 impl Program {
-    /// The best that this machine has.
+    /// The best server that is installed.
     pub fn find() -> Program {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let places = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin"), PathBuf::from("/usr/local/sbin")]);
@@ -112,7 +113,7 @@ impl Program {
         })
     }
 
-    /// Starts it on a host, and waits until it listens; under `baton run` if there is an agent whose connections are to be its own.
+    /// Starts it on a host, under `baton run` if an agent is given, and waits until it listens.
     ///
     /// # Errors
     /// If it does not start.
@@ -148,7 +149,7 @@ impl Program {
     }
 }
 
-/// A running server; it ends with this value.
+/// A running server, which is ended when this is dropped.
 #[derive(Debug)]
 pub struct Server {
     child: Child,

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What a soak is asked to do.
+/// Settings of a soak.
 #[derive(Clone, Debug)]
 pub struct SoakSettings {
     /// Connections.
@@ -31,9 +31,9 @@ pub struct SoakSettings {
     pub seed: u64,
     /// Use IPv6.
     pub ipv6: bool,
-    /// Kill the NIC so many times.
+    /// Number of times to kill the NIC.
     pub kill_nic: u32,
-    /// Kill the agent, and with it the NIC, so many times.
+    /// Number of times to kill the agent, and with it the NIC.
     pub kill_agent: u32,
     /// The test bed, with its link.
     pub bed: TestbedSettings,
@@ -41,14 +41,15 @@ pub struct SoakSettings {
     pub progress: bool,
 }
 
-/// What a soak found.
+/// Results of a soak.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct SoakReport {
     /// Connections used.
     pub connections: usize,
     /// Moves done.
     pub moves: u64,
-    /// Share of the moves at whose request bytes were on their way in both directions: written by one program, not read by the other.
+    /// Share of the moves at whose request bytes were in flight in both directions: written by one program, not read by the
+    /// other.
     pub in_flight_share: f64,
     /// Moves of the connection that moved least.
     pub min_moves_per_connection: u64,
@@ -62,19 +63,20 @@ pub struct SoakReport {
     pub resets_seen_by_peer: u64,
     /// Moves that lost their connection.
     pub failed_moves: u64,
-    /// Segments that the peer retransmitted and we had already.
+    /// Segments that the peer retransmitted although we had received them.
     pub spurious_retransmits_by_peer: u64,
     /// Times that the NIC was killed.
     pub kills: u32,
     /// Connections that were on the NIC when it was killed, and went on in the kernel.
     pub connections_recovered: u64,
-    /// Connections that did not survive it.
+    /// Connections that were lost with the NIC.
     pub connections_lost: u64,
-    /// Largest gap in the answers to a probe on a moving connection, less the median gap of one that does not move; microseconds.
+    /// Largest gap in the answers to a probe on a moving connection, minus the median gap of one that does not move;
+    /// microseconds.
     pub blackout_us: Percentiles,
-    /// The gaps of connections that do not move.
+    /// The gaps of the connection that does not move.
     pub unmoved_gap_us: Percentiles,
-    /// Seconds that it took.
+    /// Seconds of the whole soak.
     pub seconds: f64,
 }
 
@@ -89,7 +91,7 @@ impl SoakReport {
 const TURN: u64 = 2;
 /// Bytes that each side of each connection writes and reads per turn.
 const CHUNK: usize = 2048;
-/// Bytes that a reader leaves lying, so that both directions carry something at any time.
+/// Bytes that a reader leaves unread, so that both directions carry something at any time.
 const BACKLOG: u64 = 6 * CHUNK as u64;
 
 /// One direction's progress, shared by its two ends.
@@ -99,7 +101,7 @@ struct Direction {
     read: AtomicU64,
 }
 
-/// What both programs share.
+/// State that both programs share.
 struct Shared {
     stop: AtomicBool,
     to_b: Vec<Direction>,
@@ -231,7 +233,7 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    /// Whether everything that was written to us has been read.
+    /// Whether everything that was written to this end has been read.
     fn drained(&self) -> bool {
         self.incoming.iter().zip(&self.alive).all(|(direction, alive)| {
             !alive || direction.read.load(Ordering::Acquire) >= direction.written.load(Ordering::Acquire)
@@ -239,7 +241,7 @@ impl<'a> Streams<'a> {
     }
 }
 
-/// Runs a program's turns until it is told to stop, then until nothing is on its way any more.
+/// Runs a program's turns until it is told to stop, then until nothing is in flight any more.
 fn run_program(pipe: &mut impl Pipe, streams: &mut Streams<'_>) {
     let connections = streams.alive.len();
     let mut next = monotonic_micros();
@@ -287,7 +289,7 @@ pub fn connect_pairs(bed: &Testbed, connections: usize, ipv6: bool) -> Result<(V
 /// Runs a soak.
 ///
 /// # Errors
-/// If the test bed cannot be made or the agent dies. What goes wrong with connections is in the report.
+/// If the test bed cannot be made or the agent dies. Errors of connections are in the report.
 pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     let started = monotonic_micros();
     let bed = Testbed::new(&settings.bed)?;
@@ -340,7 +342,7 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     for direction in shared.to_a.iter().chain(&shared.to_b) {
         let (written, read) = (direction.written.load(Ordering::Acquire), direction.read.load(Ordering::Acquire));
         report.bytes_verified += read;
-        // What never arrived is as wrong as what arrived wrong.
+        // Bytes that never arrived count as wrong.
         report.mismatches += written.saturating_sub(read);
     }
     measure_blackout(settings, &bed, &mut report)?;
@@ -348,7 +350,7 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     Ok(report)
 }
 
-/// The blackout is measured apart from the streams, which would be measured with it.
+/// Measures the blackout apart from the streams, which would be measured with it.
 fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakReport) -> Result<()> {
     let moves = (settings.moves / 10).clamp(20, 400);
     let measured = probe::measure(bed, moves, settings.ipv6, settings.bed.agent_core, settings.bed.link.delay)?;
@@ -357,7 +359,7 @@ fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakRep
     Ok(())
 }
 
-/// Asks for moves.
+/// Requests moves.
 struct Mover<'a> {
     settings: &'a SoakSettings,
     shared: &'a Shared,
@@ -367,7 +369,7 @@ struct Mover<'a> {
     places: Vec<Place>,
     moves: Vec<u64>,
     both_ways: u64,
-    /// Moves asked for: tag to connection and target.
+    /// Requested moves: tag to connection and target.
     asked: HashMap<u32, (usize, Place)>,
 }
 
@@ -439,10 +441,10 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Whether a move was done.
+    /// Handles an answer. Returns whether a move was done.
     fn take_answer(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<bool> {
         let answer = tool.receive()?;
-        let Some((at, to)) = self.asked.remove(&answer.tag) else { bail!("an answer that nobody waits for: {answer:?}") };
+        let Some((at, to)) = self.asked.remove(&answer.tag) else { bail!("unexpected answer from the agent: {answer:?}") };
         match answer.body {
             Reply::Done => {
                 self.places[at] = to;
@@ -451,13 +453,13 @@ impl<'a> Mover<'a> {
             }
             Reply::Stayed { transient: true, .. } => report.deferred += 1,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => bail!("connection {at} could not be moved: {reason}"),
-            other => bail!("an unexpected answer: {other:?}"),
+            other => bail!("unexpected answer from the agent: {other:?}"),
         }
         self.both_ways = self.both_ways.saturating_sub(1);
         Ok(false)
     }
 
-    /// Kills the NIC or the agent at a random moment, and waits until there is another.
+    /// Kills the NIC or the agent at a random moment, and waits until the next one runs.
     fn kill(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
         std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
         let before = tool.statistics()?;
@@ -467,7 +469,7 @@ impl<'a> Mover<'a> {
                 std::thread::sleep(Duration::from_millis(1));
             }
         } else {
-            // What it has counted dies with it.
+            // Its counters die with it.
             report.count(&before);
             baton_linux::process::signal(before.agent_process, 9)?;
             while tool.statistics()?.agent_process == before.agent_process {

@@ -1,4 +1,4 @@
-//! Figures from samples.
+//! Percentiles of samples.
 
 use serde::Serialize;
 
@@ -24,12 +24,12 @@ pub fn quantile(samples: &mut [f64], share: f64) -> f64 {
 }
 
 impl Percentiles {
-    /// Of these samples.
+    /// Percentiles of these samples. Sorts them.
     pub fn of(mut samples: Vec<f64>) -> Percentiles {
         Percentiles { p50: quantile(&mut samples, 0.5), p99: quantile(&mut samples, 0.99), max: quantile(&mut samples, 1.0) }
     }
 
-    /// The samples' percentiles less another's, not below 0.
+    /// These percentiles minus another set's, at least 0.
     #[must_use]
     pub fn less(self, other: Percentiles) -> Percentiles {
         let less = |a: f64, b: f64| (a - b).max(0.0);

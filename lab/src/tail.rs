@@ -1,7 +1,8 @@
-//! How long requests wait at worst, and what short connections cost: an ordinary web server in the kernel and under `baton run`, in turn.
+//! Longest waits of requests, and cost of short connections: an ordinary web server in the kernel and under `baton run`, in
+//! turn.
 //!
-//! Client and server are on the two ends of a veth, Baton is beside the kernel, and all share this machine's cores. Every round begins
-//! with a fresh server whose connections are all made at once, so that their moves are part of what is measured.
+//! Client and server are on the two ends of a veth, Baton is beside the kernel, and all share this machine's cores. Every round
+//! begins with a fresh server whose connections are all made at once, so that their moves are part of what is measured.
 
 use crate::bars::Bar;
 use crate::server::{Files, Program};
@@ -19,17 +20,17 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-/// Bytes of the file that is asked for.
+/// Bytes of the file that is requested.
 const LENGTH: usize = 256;
-/// Connections of the measurement of short ones, which last for a request each.
+/// Connections of the measurement of short ones, each of which lasts for one request.
 const SHORT: usize = 64;
-/// Most that the bars let p99 be, over the kernel's.
+/// Greatest p99 that the bars allow, over the kernel's.
 const MOST: f64 = 1.5;
-/// Least that the bars let the rate of short connections be, over the kernel's.
+/// Least rate of short connections that the bars allow, over the kernel's.
 const LEAST: f64 = 0.9;
 /// Ports of the servers: in the kernel, and under Baton.
 const PORTS: [u16; 2] = [8090, 8091];
-/// Bars by the number of connections.
+/// Names of bars by the number of connections.
 const BARS: [(usize, &str); 4] =
     [(64, "tail.p99_ratio_64"), (128, "tail.p99_ratio_128"), (512, "tail.p99_ratio_512"), (1024, "tail.p99_ratio_1024")];
 
@@ -38,11 +39,11 @@ const BARS: [(usize, &str); 4] =
 pub struct TailSettings {
     /// Numbers of connections.
     pub connections: Vec<usize>,
-    /// Pairs of rounds with each number; medians count.
+    /// Pairs of rounds for each number; the medians count.
     pub rounds: usize,
     /// Seconds of a round.
     pub seconds: f64,
-    /// Times and rates count, not only errors.
+    /// Whether times and rates have bounds, not only errors.
     pub judged: bool,
 }
 
@@ -66,21 +67,21 @@ pub struct Round {
     pub rate: f64,
     /// Median time from a request to its answer.
     pub p50: f64,
-    /// 99th percentile, with the requests that could not be made while one waited longer than all do on average.
+    /// 99th percentile, with the requests that could not be made while a request waited for longer than the average interval.
     pub p99: f64,
     /// Longest.
     pub max: f64,
     /// Connections that broke, and wrong answers.
     pub errors: f64,
-    /// Segments that the clients' kernel sent again.
+    /// Segments that the clients' kernel retransmitted.
     pub retransmitted: f64,
-    /// CPU per request of the client; of the server, with its agent; of the NIC (busy time).
+    /// CPU per request, microseconds, of the client.
     pub client_cpu: f64,
-    /// See `client_cpu`.
+    /// Of the server, with its agent.
     pub server_cpu: f64,
-    /// See `client_cpu`.
+    /// Of the NIC (busy time).
     pub nic_cpu: f64,
-    /// Connections that were on the NIC shortly before the end.
+    /// Connections on the NIC shortly before the end.
     pub on_nic: f64,
 }
 
@@ -89,7 +90,7 @@ pub struct Round {
 pub struct Row {
     /// Connections at a time.
     pub connections: usize,
-    /// They last for one request.
+    /// Whether each connection lasts for one request.
     pub short: bool,
     /// Medians in the kernel.
     pub kernel: Round,
@@ -108,7 +109,7 @@ pub struct TailReport {
     pub server: String,
     /// Every load.
     pub rows: Vec<Row>,
-    /// Which figures have to hold.
+    /// The figures with bounds.
     pub bars: Vec<Bar>,
     /// Errors of all rounds under Baton, beyond the kernel's.
     pub errors: f64,
@@ -143,12 +144,12 @@ pub fn run(settings: &TailSettings, progress: impl Fn(&Row)) -> Result<TailRepor
     Ok(TailReport { server: bench.program.name().into(), rows, bars, errors })
 }
 
-/// One line about a load.
+/// A load's result in a few lines of text.
 pub fn line(row: &Row) -> String {
     let what = if row.short { "short connections" } else { "connections" };
     let side = |name: &str, r: &Round| {
         format!(
-            "{name} {:.0}/s p50 {:.2} p99 {:.2} max {:.1} ms, {} errors, {} sent again, µs/request: client {:.1} server {:.1} NIC {:.1}",
+            "{name} {:.0}/s p50 {:.2} p99 {:.2} max {:.1} ms, {} errors, {} retransmitted, µs/request: client {:.1} server {:.1} NIC {:.1}",
             r.rate,
             r.p50 / 1e3,
             r.p99 / 1e3,
@@ -247,7 +248,7 @@ fn medians(rounds: &[Round]) -> Round {
         p50: median(|r| r.p50),
         p99: median(|r| r.p99),
         max: median(|r| r.max),
-        // None of these may hide behind a median.
+        // Errors must not be hidden by a median.
         errors: rounds.iter().map(|r| r.errors).sum(),
         retransmitted: median(|r| r.retransmitted),
         client_cpu: median(|r| r.client_cpu),
@@ -267,7 +268,7 @@ struct Load {
 
 struct Client {
     socket: TcpStream,
-    /// When the request was made, or its connection asked for.
+    /// When the request was sent, or its connection was begun.
     since: u64,
     asked: bool,
     received: usize,
@@ -278,9 +279,9 @@ struct Client {
 
 #[derive(Default)]
 struct Done {
-    /// Microseconds.
+    /// Waiting times in microseconds.
     times: Vec<f64>,
-    /// Those of requests without an answer at the end.
+    /// Waiting times of requests without an answer at the end.
     unanswered: Vec<f64>,
     requests: u64,
     errors: u64,
@@ -362,7 +363,7 @@ impl Client {
         let end = if short { "Connection: close\r\n\r\n" } else { "\r\n" };
         let request = format!("GET /0/{LENGTH} HTTP/1.1\r\nHost: a\r\n{end}");
         match socket::send(self.socket.as_fd(), request.as_bytes()) {
-            // The edge of a connection that is not made yet.
+            // The edge of a connection that is not established yet.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
             Ok(sent) if sent == request.len() => {}
             Ok(_) => return Err(io::ErrorKind::WriteZero.into()),
@@ -397,9 +398,9 @@ impl Client {
 }
 
 impl Done {
-    /// Percentiles of the waiting times. A connection that waits long makes fewer requests, so that its waiting would hardly count: as wrk
-    /// does, each waiting time longer than the usual interval between two requests of a connection also stands for those that could not
-    /// be made meanwhile.
+    /// Percentiles of the waiting times. A connection that waits long makes fewer requests, so its waiting would hardly count.
+    /// Therefore, as in wrk, each waiting time longer than the usual interval between two requests of a connection also stands
+    /// for the requests that could not be made meanwhile.
     fn times(&self, connections: usize, short: bool, seconds: f64) -> Round {
         let interval = (seconds * 1e6 * connections as f64 / self.requests.max(1) as f64).max(1.0);
         let mut all: Vec<f64> = self.times.iter().chain(&self.unanswered).copied().collect();
@@ -426,7 +427,7 @@ impl Done {
 mod tests {
     use super::*;
 
-    /// One connection that waits for a second while nine others are answered every millisecond is seen in the 99th percentile.
+    /// One connection that waits for a second while nine others are answered every millisecond shows in the 99th percentile.
     #[test]
     fn a_starved_connection_counts() {
         let done = Done { times: [vec![1_000.0; 9_000], vec![1_000_000.0]].concat(), requests: 9_001, ..Done::default() };

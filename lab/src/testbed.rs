@@ -5,8 +5,8 @@
 //!   programs, kernel ── TAP baton0 ── NIC ── link ── TAP eth0 ── kernel, clients
 //! ```
 //!
-//! The link is the NIC's wire: a TAP in host B, with an emulated link in front of it when faults are wanted. Everything has a
-//! descriptor for a name, so that nothing is left behind however this process ends.
+//! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a name in
+//! the file system that outlives this process: all is held by descriptors, so nothing is left behind however it ends.
 
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
@@ -31,51 +31,52 @@ pub const MAC_A: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0a];
 /// MAC address of host B's interface.
 pub const MAC_B: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0b];
 
-/// What a test bed is made with.
+/// Settings of a test bed.
 #[derive(Clone, Debug)]
 pub struct TestbedSettings {
     /// MTU of both hosts.
     pub mtu: u32,
-    /// The wire is a veth pair, and the NIC drives its end through a packet socket, instead of a TAP in host B.
+    /// The wire is a veth pair whose end the NIC drives through a packet socket, instead of a TAP in host B.
     pub packet_socket: bool,
-    /// The NIC is beside the kernel: host A's interface is its own, a veth, and there is no emulated link.
+    /// The NIC is beside the kernel: host A's interface is a veth of its own, and there is no emulated link.
     pub beside: bool,
     /// The emulated link.
     pub link: LinkSettings,
-    /// Let the kernels hand over frames of 64 KB, all the way to the other.
+    /// Let the kernels hand over frames of 64 KB, all the way to the other kernel.
     pub segmentation: bool,
-    /// What the NIC does for host A's kernel.
+    /// The NIC's offloads for host A's kernel.
     pub offloads: Offloads,
-    /// Large receive by host A's kernel itself (GRO); it needs `threaded_napi`.
+    /// GRO by host A's kernel; it needs `threaded_napi`.
     pub gro: bool,
-    /// Receive frames in kernel threads of their own, so that each host's work is on its own account.
+    /// Receive frames in kernel threads of their own, so that each host's work is accounted separately.
     pub threaded_napi: bool,
-    /// Connections that the NIC holds.
+    /// Number of connections that the NIC can hold.
     pub slots: usize,
     /// Microseconds that the NIC polls before it sleeps.
     pub spin: u64,
-    /// The NIC's workers.
+    /// Number of the NIC's workers.
     pub workers: usize,
-    /// Each has queues of its own, which the kernels fill as the NIC's indirection table says; else the first takes every frame.
+    /// Each worker has queues of its own, which the kernels fill according to the NIC's indirection table; otherwise the first
+    /// takes every frame.
     pub card: bool,
-    /// A copy engine gives the host what the workers have for it.
+    /// A copy engine writes the workers' frames to the host.
     pub copy_engine: bool,
-    /// Cores of the NIC's workers, as far as they are bound to any.
+    /// Cores to which the NIC's workers are bound, if any.
     pub nic_cores: Vec<usize>,
     /// Core of the agent.
     pub agent_core: Option<usize>,
     /// Seed of the lookup's key and the link's faults.
     pub seed: u64,
-    /// The `baton` program, if it is not the running one.
+    /// Path of the `baton` program, if it is not the running one.
     pub program: Option<PathBuf>,
-    /// Frames that wait at host B's interface at most, if not as many as the kernel has it. A TAP does not hold its senders back as a card's
-    /// driver does, so that where they may send much the wire loses what its queue does not hold.
+    /// Most frames that wait at host B's interface, instead of the kernel's default. A TAP does not hold its senders back as a
+    /// card's driver does, so where they may send much the wire loses what its queue does not hold.
     pub peer_queue: Option<u16>,
     /// Settings below /proc/sys/net of host B, by path.
     pub peer_sysctls: Vec<(&'static str, String)>,
-    /// Who is killed after which step of a move.
+    /// For tests: which process is killed, after which step of a move.
     pub crash: Option<Crash>,
-    /// Frames that come during a move are dropped.
+    /// Drop frames that come during a move.
     pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
@@ -147,12 +148,12 @@ fn make_interface<T: Send>(
     open: impl FnOnce() -> io::Result<T> + Send,
 ) -> Result<T> {
     let made = namespace.run(|| {
-        // The settings of interfaces are in /proc and /sys of this namespace.
+        // The settings of interfaces are in this namespace's /proc and /sys.
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
         let _ = std::fs::write("/proc/sys/net/ipv6/conf/all/accept_dad", "0");
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 8388608");
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
-        // Nothing is remembered from one connection to the next, so that measurements do not depend on their order.
+        // No metrics are cached from one connection to the next, so that measurements do not depend on their order.
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
         let fd = open()?;
         let netlink = rtnetlink::open()?;
@@ -171,7 +172,7 @@ fn make_interface<T: Send>(
         }
         if settings.threaded_napi {
             let name = host.name;
-            // Where it cannot be set the work is on the writer's account; the report says which it was.
+            // If it cannot be set, the work is accounted to the writer; the report says which it was.
             let thread = std::thread::spawn(move || {
                 baton_linux::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name))
             });
@@ -182,7 +183,7 @@ fn make_interface<T: Send>(
     made.with_context(|| format!("making interface {}", host.name))
 }
 
-/// What a card with several queues has besides, see [`Devices::card`]. The kernels of both hosts do what its silicon would.
+/// Descriptors that only a card with several queues has, see [`Devices::card`]. The kernels of both hosts do the card's work.
 fn make_card(
     settings: &TestbedSettings,
     hosts: [&Namespace; 2],
@@ -204,8 +205,8 @@ fn make_card(
     Ok(card)
 }
 
-/// A veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that nothing else is in: it lives as
-/// long as the socket.
+/// Makes a veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that contains nothing
+/// else: it lives as long as the socket.
 fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
     Namespace::new()?.run(|| {
         let netlink = rtnetlink::open()?;
@@ -220,7 +221,7 @@ impl Testbed {
     /// Makes the hosts and starts Baton on host A.
     ///
     /// # Errors
-    /// What is missing, and what to do about it.
+    /// If something is missing; the message says what to do.
     pub fn new(settings: &TestbedSettings) -> Result<Testbed> {
         let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
@@ -296,15 +297,15 @@ impl Testbed {
         Ok(Testbed { host_a, host_b, keeper, parent: Some(parent), directory })
     }
 
-    /// Where programs on host A find the agent.
+    /// Path at which programs on host A find the agent.
     pub fn socket(&self) -> PathBuf {
         self.directory.join("agent.sock")
     }
 
-    /// A tool's connection to the agent.
+    /// Connects a tool to the agent.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn tool(&self) -> Result<Tool> {
         Tool::connect(&self.socket())
     }
@@ -330,14 +331,14 @@ fn install_firewall(host: &Namespace, rules: &str) -> Result<()> {
 
 impl Drop for Testbed {
     fn drop(&mut self) {
-        // The keeper ends when its parent's connection does, after everything has been given back.
+        // The keeper ends when its parent's connection is closed, after everything has been restored.
         self.parent.take();
         let _ = self.keeper.wait();
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 
-/// A number of a host's /proc/net/netstat or /proc/net/snmp.
+/// A counter of a host's /proc/net/netstat or /proc/net/snmp.
 ///
 /// # Errors
 /// If there is none of that name.

@@ -1,5 +1,5 @@
-//! One connection over a long path: 1 Gb/s and 100 ms, the NIC's TCP and the kernel's in turn, over the same emulated link. The connection
-//! moves to its place right after it was opened, so that all windows have to grow there. Both run CUBIC.
+//! One connection over a long path: 1 Gb/s and 100 ms, with the NIC's TCP and the kernel's in turn, over the same emulated link.
+//! The connection moves to its place right after it was opened, so that all windows grow there. Both run CUBIC.
 
 use crate::bars::Bar;
 use crate::soak::connect_pairs;
@@ -17,16 +17,16 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-/// Bits per second of the link, its one-way delay in microseconds, and its buffer: what a round trip holds.
+/// Bits per second of the link, its one-way delay in microseconds, and its buffer: one bandwidth-delay product.
 const RATE: u64 = 1_000_000_000;
 const DELAY: u64 = 50_000;
 const BUFFER: u64 = RATE / 8 * 2 * DELAY / 1_000_000;
-/// Frames that wait at a host's interface at most: a TAP does not hold its sender back.
+/// Most frames that wait at a host's interface: a TAP does not hold its sender back.
 const QUEUE: u16 = 30_000;
-/// Memory that a connection may have, on both hosts.
+/// Most memory of a connection in bytes, on both hosts.
 const MEMORY: &str = "4096 131072 67108864";
 
-/// What is measured.
+/// Settings.
 #[derive(Clone, Copy, Debug)]
 pub struct WanSettings {
     /// Seconds of each transfer, slow start included.
@@ -35,7 +35,7 @@ pub struct WanSettings {
     pub rounds: usize,
 }
 
-/// Which way the bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
@@ -48,7 +48,7 @@ pub enum Way {
 /// One transfer.
 #[derive(Clone, Debug, Serialize)]
 pub struct Transfer {
-    /// Which way.
+    /// The direction.
     pub way: Way,
     /// Whether the NIC had the connection.
     pub nic: bool,
@@ -58,16 +58,16 @@ pub struct Transfer {
     pub seconds: Vec<f64>,
 }
 
-/// All transfers, and what has to hold.
+/// All transfers, and the figures with bounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct WanReport {
-    /// In their order.
+    /// In the order of measurement.
     pub transfers: Vec<Transfer>,
-    /// Median of the rounds' ratios, NIC over kernel, where the program sends.
+    /// Median of the rounds' ratios, NIC over kernel, with the program sending.
     pub sending_ratio: f64,
-    /// Where it receives.
+    /// With the program receiving.
     pub receiving_ratio: f64,
-    /// What has to hold.
+    /// The figures with bounds.
     pub bars: Vec<Bar>,
 }
 
@@ -84,7 +84,7 @@ fn bed() -> Result<Testbed> {
     Ok(bed)
 }
 
-/// What both sides do until the time is up: bytes of each second are counted where they arrive.
+/// What both sides do until the time is over: bytes of each second are counted where they arrive.
 struct Clock {
     begun: u64,
     seconds: f64,
@@ -108,7 +108,7 @@ impl Clock {
     }
 }
 
-/// Whether something could be done.
+/// Whether anything was transferred.
 fn done(result: io::Result<usize>) -> Result<usize> {
     match result {
         Ok(count) => Ok(count),
@@ -171,7 +171,7 @@ fn transfer(bed: &Testbed, way: Way, place: Place, seconds: f64) -> Result<Trans
     let mut bytes = if way == Way::Sending { there? } else { here? };
     let rate = bytes.iter().sum::<f64>() * 8.0 / 1e6 / seconds;
     bytes.iter_mut().for_each(|count| *count *= 8.0 / 1e6);
-    // Nothing of it is under way when the next one begins.
+    // Resets the connection on close, so that nothing of it is under way when the next one begins.
     socket::set_bytes(client.as_fd(), 1, 13, &[1, 0, 0, 0, 0, 0, 0, 0])?;
     drop(clients);
     drop(session);
@@ -179,7 +179,7 @@ fn transfer(bed: &Testbed, way: Way, place: Place, seconds: f64) -> Result<Trans
     Ok(Transfer { way, nic: place == Place::Nic, rate, seconds: bytes })
 }
 
-/// Measures, and tells of each transfer.
+/// Measures, and calls `progress` with every transfer.
 ///
 /// # Errors
 /// If the test bed cannot be made, or a connection breaks.
@@ -204,7 +204,7 @@ pub fn run(settings: &WanSettings, mut progress: impl FnMut(&Transfer)) -> Resul
     Ok(WanReport { transfers, sending_ratio, receiving_ratio, bars })
 }
 
-/// A transfer in a line.
+/// A transfer in one line.
 pub fn line(transfer: &Transfer) -> String {
     let seconds: Vec<String> = transfer.seconds.iter().map(|rate| format!("{rate:.0}")).collect();
     format!(

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""A machine of two NUMA nodes, emulated: do workers, memory and programs come where the policy says, and are programs told the truth?
+"""An emulated machine of two NUMA nodes. Checks that workers, memory and programs are placed by the policy, and that programs read the true
+processor and node.
 
 Boots a Debian kernel under QEMU's TCG (no /dev/kvm needed) with two nodes of two processors each, and runs in it what this checkout has
-built. Distances are told by the machine, but not felt: this checks places, not times. Takes half a minute; the kernel is downloaded once.
+built. The machine reports distances but does not emulate them: this checks places, not times. Takes half a minute; the kernel is downloaded once.
 
-    tests/numa/guest.py             what is to hold, line by line; exit status 1 if anything does not
+    tests/numa/guest.py             one line per check; exit status 1 if one fails
     tests/numa/guest.py --console   the guest's console, too
 """
 
@@ -51,7 +52,7 @@ echo @end
 poweroff -f
 """
 
-# While all connections are open: where they are, and what the NIC process is made of.
+# While all connections are open: prints where they are, and threads and memory of the NIC process.
 LOOK = """#!/bin/busybox sh
 export PATH=/bin
 {
@@ -96,7 +97,7 @@ def kernel():
 
 
 def libraries(binaries):
-    """Shared objects that they need, and the loader."""
+    """The loader, and the shared objects that these programs need."""
     paths = set()
     for binary in binaries:
         text = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
@@ -140,7 +141,7 @@ def boot(qemu, image, archive):
 
 
 def part(console, name):
-    """What the guest printed behind @name."""
+    """The guest's output after @name."""
     found = re.search(rf"^@{name}\b(.*?)(?=^@|\Z)", console, re.M | re.S)
     return found[1].strip() if found else ""
 
@@ -166,9 +167,9 @@ def judge(console):
     served = part(console, "served")
     mine = re.findall(r"program may use processor (\d+) of node (\d+)", served)
     check(mine == [("1", "0"), ("3", "1")], f"the program is beside the NIC's processors, not on them: {mine}")
-    told = re.findall(r"connection at processor (-?\d+) of node (-?\d+)", served)
-    counts = {pair: told.count(pair) for pair in sorted(set(told))}
-    check(len(told) == CONNECTIONS and set(counts) == {("0", "0"), ("2", "1")}, f"it is told where each connection is: {counts}")
+    found = re.findall(r"connection at processor (-?\d+) of node (-?\d+)", served)
+    counts = {pair: found.count(pair) for pair in sorted(set(found))}
+    check(len(found) == CONNECTIONS and set(counts) == {("0", "0"), ("2", "1")}, f"it reads where each connection is: {counts}")
     check(part(console, "status") == "0", f"it ended well: status {part(console, 'status')}")
 
     looked = part(console, "looked")

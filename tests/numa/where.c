@@ -1,5 +1,5 @@
 /* Where a server's connections are processed: for each its processor
- * (SO_INCOMING_CPU) and that processor's node, as the program is told.
+ * (SO_INCOMING_CPU) and that processor's node, as the program reads them.
  *
  *   where serve PORT COUNT
  *   where visit ADDRESS PORT COUNT COMMAND   runs COMMAND while all are open */

@@ -64,7 +64,7 @@ def redis(directory):
     return [tool("redis-server"), "--port", str(PORT), "--dir", str(directory), "--save", "", "--protected-mode", "no"]
 
 
-# ---- clients: what they run, and requests per second and errors from what they print ----------------------------------------------
+# ---- clients: their commands, and requests per second and errors from their output ----------------------------------------------
 
 URL = f"http://127.0.0.1:{PORT}/file"
 
@@ -90,7 +90,7 @@ def ab(seconds, *more):
 
 
 def redis_benchmark(seconds, *more):
-    # It knows no time limit: about as many requests as a slow machine does in that time.
+    # It has no time limit: about as many requests as a slow machine does in that time.
     count = str(int(20000 * seconds)) if "-k" not in more else str(int(3000 * seconds))
     command = [tool("redis-benchmark"), "-p", str(PORT), "-c", "50", "-n", count, "-t", "get,set", "-q", *more]
 
@@ -158,7 +158,7 @@ def cell(serve, client, more, mode, seconds):
         finally:
             server.terminate()
             server.wait(20)
-            # The Baton that was started for the server has ended when its directory is gone.
+            # The Baton that was started for the server has ended when its directory is removed.
             left = Path(tempfile.gettempdir()) / f"baton-run-{server.pid}"
             end = time.monotonic() + 20
             while left.exists() and time.monotonic() < end:

@@ -5,7 +5,7 @@ after many short connections, many idle ones, nginx's reload and binary upgrade 
     tests/programs/leaks.py
     tests/programs/leaks.py --only short,reload
 
-Each scenario runs once small, to warm up, and once large; what is held afterwards may not be more than a few descriptors more. It needs
+Each scenario runs once small, to warm up, and once large. Afterwards no more than a few additional descriptors may be held. It needs
 root and nginx, and makes a network namespace of its own.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import programs
 from programs import BATON, HERE, check, free_port, make_files, together, tool
 
-# More than that many descriptors are a leak. A pool that has grown by a page or a thread is none.
+# More additional descriptors than this are a leak. A pool may grow by a page or a thread.
 SLACK = 3
 
 
@@ -55,7 +55,7 @@ class Scene(programs.Trial):
         super().__init__("run", 4, directory)
 
     def counts(self):
-        """Once every connection is forgotten: what each process holds."""
+        """What each process holds once the agent has forgotten every connection."""
         place = next(Path(tempfile.gettempdir()).glob(f"baton-run-{self.processes[0].pid}/agent.sock"))
 
         def known():
@@ -136,7 +136,7 @@ def fetching(port, files, until, counts):
 
 
 def disturbed(disturb):
-    """nginx under load while something is done to it again and again."""
+    """nginx under load while an action is repeated on it."""
 
     def scenario(scene):
         files, port = nginx(scene)
@@ -234,7 +234,7 @@ def has_ended(process):
 
 
 def upgrade():
-    """nginx's binary upgrade (USR2, then QUIT to the old one) under load, as it is and under Baton: the same closed connections or fewer,
+    """nginx's binary upgrade (USR2, then QUIT to the old master) under load, natively and under Baton: as many closed connections or fewer,
     and the new master serves."""
     rows = []
     for mode in ("native", "run"):
@@ -242,7 +242,7 @@ def upgrade():
             os.chmod(directory, 0o755)
             scene = programs.Trial(mode, 4, Path(directory))
             try:
-                # One that was started in the foreground refuses to be upgraded.
+                # An nginx that was started in the foreground refuses to be upgraded.
                 files, port = nginx(scene, "on")
                 pid, ended, counts = scene.directory / "nginx.pid", [], {"answers": 0, "closed": 0}
                 masters = [master_of(pid)]

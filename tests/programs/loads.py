@@ -2,7 +2,7 @@
 """Servers under the clients that people measure them with: wrk, ab, redis-benchmark, pgbench. Each as it is, under `baton run` without
 a rule and with `--eager --rule accepted`, under `baton run --flip 5..50`, and under `baton attach --flip 5..50`.
 
-A client may see no more errors than natively, no process may die, and no log may say that something is wrong.
+A client may see no more errors than natively, no process may die, and no log may report a failure.
 
     tests/programs/loads.py                                  # everything that is installed here
     tests/programs/loads.py --only apache,gunicorn --modes native,accepted --seconds 1
@@ -41,7 +41,7 @@ class Load(programs.Trial):
         return self.server
 
     def client(self, command):
-        """Runs a client to its end; what it said."""
+        """Runs a client to its end and returns its output."""
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60 + 10 * self.seconds, cwd=self.directory)
         said = done.stdout + done.stderr
         check(done.returncode == 0, f"{command[0]} ended with {done.returncode}: {said[-400:]}")
@@ -49,7 +49,7 @@ class Load(programs.Trial):
 
     def wrk(self, port, path="/", connections=32):
         command = [tool("wrk"), "-t2", f"-c{connections}", f"-d{max(1, round(self.seconds))}s", "--timeout", "10s", f"http://{ADDRESS}:{port}{path}"]
-        # A machine that is busy otherwise may need longer to begin.
+        # A busy machine may need longer to begin.
         for _ in range(3):
             said = self.client(command)
             errors = sum(int(count) for line in re.findall(r"Socket errors: (.*)", said) for count in re.findall(r"\d+", line))
@@ -59,7 +59,7 @@ class Load(programs.Trial):
         self.note(errors, requests, said)
 
     def ab(self, port, path="/"):
-        # -k: kept alive; -s: seconds that it waits for an answer.
+        # -k: persistent connections; -s: seconds that it waits for an answer.
         said = self.client([tool("ab"), "-k", "-c", 16, "-s", 20, "-t", max(1, round(self.seconds)), "-n", 100_000, f"http://{ADDRESS}:{port}{path}"])
         errors = sum(int(count) for count in re.findall(r"(?:Failed requests|Non-2xx responses|Write errors):\s+(\d+)", said))
         self.note(errors, int(re.search(r"Complete requests:\s+(\d+)", said)[1]), said)
@@ -71,7 +71,7 @@ class Load(programs.Trial):
 
 
 def page(trial):
-    """A directory with a page of 20 KB, of which the default rule moves the connection with the fourth."""
+    """A directory with a page of 20 KB: the default rule (64 KiB) moves a connection at the fourth."""
     directory = trial.directory / "www"
     directory.mkdir()
     directory.chmod(0o755)
@@ -109,7 +109,7 @@ def redis_replica(trial):
     trial.await_port(ports[1], ADDRESS)
     replica = Redis(ports[1])
     trial.await_that(lambda: b"master_link_status:up" in replica.ask("INFO", "replication"), "the link")
-    # The child that sent the copy has ended, or does so now: the master answers who is connected, and who comes.
+    # The child that sent the copy has ended, or does so now: the master answers present and new clients.
     write(200)
     check(Redis(ports[0]).ask("PING") == b"+PONG", "a new connection is not answered")
     said = trial.client([tool("redis-benchmark"), "-h", ADDRESS, "-p", ports[0], "-t", "set,lpush", "-n", int(3000 * trial.seconds), "-c", 20, "-r", 50, "-d", 2000, "-q"])
@@ -122,8 +122,8 @@ def redis_replica(trial):
 
 
 def apache(trial):
-    """The event MPM: one thread waits and takes sockets out of its set, others put them in again. There are threads for all clients: an
-    Apache whose threads are all busy closes connections that are kept alive, and its clients count that as errors."""
+    """The event MPM: one thread waits and removes sockets from its set, others add them again. There are threads for all clients: an
+    Apache whose threads are all busy closes persistent connections, and its clients count that as errors."""
     directory, port, modules = page(trial), free_port(), Path("/usr/lib/apache2/modules")
     if not (modules / "mod_mpm_event.so").exists():
         raise Missing("apache2")
@@ -172,7 +172,7 @@ async def application(scope, receive, send):
 
 
 def gunicorn(trial):
-    """Threads share one set: a socket is taken out when it is read, and put in again when it is kept alive."""
+    """Threads share one set: a socket is removed when it is read, and added again when it is kept alive."""
     (trial.directory / "app.py").write_text(WSGI)
     port = free_port()
     trial.under_baton([tool("gunicorn"), "-k", "gthread", "--threads", 8, "-w", 1, "--keep-alive", 5, "-b", f"{ADDRESS}:{port}", "app:application"])
@@ -237,7 +237,7 @@ def postgresql(trial):
     plain = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     made = subprocess.run([places[-1] / "initdb", "-D", data, "-A", "trust", "--no-sync"], capture_output=True, cwd=trial.directory, **plain)
     check(made.returncode == 0, f"initdb: {made.stderr[-400:]}")
-    # What Baton is started by needs root; the server itself goes on as an ordinary user.
+    # Starting Baton needs root; the server itself runs as an ordinary user.
     lower = ["/usr/bin/setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     options = ["-p", port, "-c", f"listen_addresses={ADDRESS}", "-c", "fsync=off", "-c", f"unix_socket_directories={trial.directory}"]
     trial.under_baton([*lower, places[-1] / "postgres", "-D", data, *options])
@@ -253,7 +253,7 @@ def postgresql(trial):
 
 
 def java_threads(trial):
-    """A thread for each request; the dispatcher takes sockets out of its set and puts them in again."""
+    """A thread for each request; the dispatcher removes sockets from its set and adds them again."""
     port = free_port()
     trial.under_baton([tool("java"), HERE / "Web.java", port])
     started(trial, port)
@@ -273,7 +273,7 @@ PROGRAMS = {
 
 
 def trial_of(name, mode, seconds, allowed):
-    """One row; `allowed` errors at the client are as many as natively."""
+    """One row; `allowed`: errors that the client saw natively."""
     with tempfile.TemporaryDirectory(prefix="baton-loads-") as directory:
         os.chmod(directory, 0o755)
         trial = Load(mode, seconds, Path(directory))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whole programs: each serves or fetches the same bytes as it is, under `baton run`, under `baton run --flip 1..50`, and some under
+"""Whole programs: each serves or fetches the same bytes natively, under `baton run`, under `baton run --flip 1..50`, and some under
 `baton attach --flip 5..50`; every byte is compared. Prints a table; with --json, one object per line.
 
 A pass needs moves: `EXPECTED` has for each program the least number under flip, and the causes for which its connections may go back.
@@ -34,10 +34,10 @@ HERE = Path(__file__).resolve().parent
 BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 MODES = ("native", "run", "flip", "attach")
 
-# The least number of moves in four seconds, under flip and attached, and why connections go back, apart from moving at random:
-#   fork            a child that is started has the socket, too: until it is alone again the connection is in the kernel. redis starts one
+# The least number of moves in four seconds, under flip and attached, and the causes of restores, apart from random moves:
+#   fork            a child has the socket, too: the connection is in the kernel until the child has closed it. redis starts one
 #                   for BGSAVE, rsync and sshd for each session.
-#   option          ssh marks its packets (IP_TOS), which is the kernel's to do; then it moves on.
+#   option          ssh marks its packets (IP_TOS), which only the kernel can set; then the connection may move again.
 #   end of stream   attached: the peer has closed, and only the kernel can put that into the program's queue.
 #   detached        attached: the end of the trial.
 ATTACHED_CAUSES = {"end of stream", "detached"}
@@ -121,7 +121,7 @@ def check(holds, text):
 
 
 class Trial:
-    """One program in one mode: what it starts ends with it."""
+    """One program in one mode. Everything that it starts ends with it."""
 
     def __init__(self, mode, seconds, directory):
         self.mode, self.seconds, self.directory = mode, seconds, directory
@@ -130,7 +130,7 @@ class Trial:
         self.work = 0
 
     def under_baton(self, command, **options):
-        """Starts the program that is tried."""
+        """Starts the program under test."""
         prefix = inside()
         if self.mode in ("run", "flip"):
             prefix += [str(BATON), "run", "--log", str(self.directory / "baton.log")]
@@ -148,7 +148,7 @@ class Trial:
         return process
 
     def attach(self, process):
-        """The program runs and listens: now it is attached to, if it is to be."""
+        """Attaches to the program, which runs and listens, if the mode says so."""
         if self.mode == "attach":
             command = [*inside(), BATON, "attach", "--flip", "5..50", "--flip-report", self.report, "--json", process.pid]
             self.attacher = self.start(command, stdout=subprocess.DEVNULL)
@@ -162,7 +162,7 @@ class Trial:
 
     def await_port(self, port, address=None):
         def listens():
-            # Behind a router a port that nobody listens at may be one that nobody answers at.
+            # Behind a router a connect to a port without a listener may get no answer.
             with contextlib.suppress(OSError), socket.create_connection((address or REACHED, port), 1):
                 return True
             return False
@@ -170,7 +170,7 @@ class Trial:
         self.await_that(listens, f"port {port}")
 
     def finish(self, process):
-        """A program that ends by itself."""
+        """Runs a program that ends by itself."""
         check(process.wait(120) == 0, f"{process.args[-1]} ended with {process.returncode}")
 
     def end(self):
@@ -281,7 +281,7 @@ def web_server(files, directory):
             pass
 
         def handle(self):
-            # Clients that have what they want go away.
+            # Clients that have got what they want disconnect.
             with contextlib.suppress(ConnectionError):
                 super().handle()
 
@@ -480,7 +480,7 @@ def iperf3_server(trial):
 def iperf3_client(trial):
     port = free_port()
     server = trial.start([tool("iperf3"), "-s", "-p", port, "-B", OURS])
-    # The server has one client at a time, and whoever asks whether it listens is one.
+    # The server serves one client at a time, and a probe whether it listens counts as one.
     trial.await_that(lambda: any(f":{port:04X} " in Path("/proc/net/" + table).read_text() for table in ("tcp", "tcp6")), "the server")
     trial.finish(trial.under_baton([tool("iperf3"), "-c", OURS, "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
     server.terminate()
@@ -573,14 +573,14 @@ def modes_of(name):
 
 
 def judge(name, mode, report, seconds):
-    """What does not hold."""
+    """The checks that failed."""
     if mode == "native":
         return []
     wrong = [f"{report[what]} {what}" for what in ("resets", "errors") if report[what]]
     if mode == "run":
         return wrong
     flipped, attached, causes = EXPECTED[name]
-    # Short trials spend a good part of their time on starting.
+    # Short trials spend much of their time on starting.
     share = 1 if seconds >= 4 else seconds / 8
     least = max(1, int((attached if mode == "attach" else flipped) * share))
     if report["moves"] < least:
@@ -619,14 +619,14 @@ def show(row):
 
 
 def isolate(script, network="plain"):
-    """Goes on in a network namespace of its own, with what the network needs around it."""
+    """Continues in a network namespace of its own, with the namespaces that the network needs around it."""
     if os.environ.get("BATON_PROGRAMS_INSIDE") != "1":
         around = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *sys.argv[1:]]
         os.execvpe("unshare", around, os.environ | {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": network})
 
 
 def namespace():
-    """Another network namespace: a process in it, which ends with this one's interest in it."""
+    """Another network namespace: a process in it, which ends when its standard input is closed."""
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     mine = os.stat("/proc/self/ns/net").st_ino
     while os.stat(f"/proc/{holder.pid}/ns/net").st_ino == mine:
@@ -638,12 +638,12 @@ CONTAINER = None
 
 
 def inside():
-    """What a command is prefixed with to run where the tried program is."""
+    """The prefix of a command that is to run in the namespace of the program under test."""
     return [] if CONTAINER is None else ["nsenter", f"--net=/proc/{CONTAINER.pid}/ns/net"]
 
 
 def build(network):
-    """Makes the network around this namespace, and returns what counts the packets that were invalid, and what has to be ended."""
+    """Makes the network around this namespace. Returns the counters of invalid packets, and what has to be ended."""
     global CONTAINER
     if network in ("plain", "ipv6"):
         return lambda: 0, []
@@ -701,7 +701,7 @@ def main():
             except Missing as what:
                 missing.append(f"{name} ({what})")
                 break
-            # What an attached program has closed is put away with a reset, which the tracker may see before the NIC silences it.
+            # A socket that an attached program has closed is removed with a reset, which the tracker may see before the egress program drops it.
             if mode in ("run", "flip") and dropped() > before:
                 row["failures"].append(f"{dropped() - before} packets were invalid")
             failed |= bool(row["failures"])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""nginx and redis under load while the Baton that moves their connections is ended by SIGTERM and started again, and again: no request fails.
+"""nginx and redis under load while the Baton that moves their connections is repeatedly ended by SIGTERM and started: no request may fail.
 Everything on loopback, in a network namespace of its own. Run as root. Usage: restarts.py [--rounds N] [--only nginx,redis]"""
 import argparse, json, os, pathlib, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 

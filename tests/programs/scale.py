@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What one connection costs does not grow with the number of connections: a server accepts, exchanges, has moved, lists and closes few
-and many connections, under `baton run`, under `baton run --flip 1..50` and under `baton attach`. Every byte is compared, nothing may be
+"""The cost of a connection does not grow with the number of connections: few and many connections are accepted, used, moved, listed and
+closed, under `baton run`, under `baton run --flip 1..50` and under `baton attach`. Every byte is compared, nothing may be
 reset, and the time per connection with many is compared with that with few.
 
     tests/programs/scale.py                          # 125 and 1,000 connections
@@ -30,11 +30,11 @@ from pathlib import Path
 import programs
 from programs import BATON, HERE, check
 
-# With so many times more connections a connection may take so many times longer: this machine is noisy, and its caches are small.
+# With many connections each may take this many times longer than with few: this machine is noisy, and its caches are small.
 GROWTH = 3.0
-# No single answer may take longer: a program stands still, or is kept waiting, for a batch of moves and not for all of them.
+# Longest allowed time of an answer, in seconds: a program is stopped, or waits, for a batch of moves and not for all of them.
 PATIENCE = 3.0
-# Connections that are being made at a time.
+# Connections that are made at the same time.
 WINDOW = 64
 
 
@@ -55,7 +55,7 @@ class Scene(programs.Trial):
         self.attacher = self.start(command, stdout=subprocess.PIPE, env=self.environment)
 
     def known(self):
-        """What `baton ls` says."""
+        """The output of `baton ls`."""
         for place in self.directory.glob("baton-run-*/agent.sock"):
             done = subprocess.run([BATON, "ls", "--json", "--socket", place], capture_output=True, timeout=60)
             if done.returncode == 0:
@@ -64,7 +64,7 @@ class Scene(programs.Trial):
 
 
 class Client:
-    """Many connections to an echo server, each with at most one question on its way."""
+    """Many connections to an echo server, each with at most one request in flight."""
 
     def __init__(self, port):
         self.port, self.selector, self.links, self.slowest = port, selectors.DefaultSelector(), [], 0.0
@@ -93,7 +93,7 @@ class Client:
                     self.links.append(link)
 
     def ask_all(self, length):
-        """Every connection asks once."""
+        """Sends one request on every connection."""
         waiting, got, left = {}, {}, list(self.links)
         while left or waiting:
             while left and len(waiting) < WINDOW:
@@ -111,7 +111,7 @@ class Client:
                     self.done(waiting, link)
 
     def close(self):
-        """Every connection is closed, and the server's answer to that awaited."""
+        """Closes every connection, and waits until the server has closed it, too."""
         left, waiting = self.links, {}
         self.links = []
         while left or waiting:
@@ -143,7 +143,7 @@ def timed(times, name, work):
 
 
 def measure(mode, count):
-    """Seconds of each phase, and what else there is to say."""
+    """Seconds of each phase, and other figures."""
     with tempfile.TemporaryDirectory(prefix="baton-scale-") as directory:
         scene = Scene(mode, Path(directory))
         try:
@@ -224,7 +224,7 @@ def trial(mode, few, many):
         each = ", ".join(f"{name} {taken / count * 1e6:.0f}" for name, taken in times.items())
         print(f"{mode:<7} {count:>5} connections, µs for each: {each}; {said}", flush=True)
         check(said["slowest"] < PATIENCE, f"an answer took {said['slowest']} s")
-    # What does not depend on the number costs little with many.
+    # Costs that do not depend on the number are small with many connections.
     return {name: rows[many][name] / rows[few][name] for name in rows[few]}
 
 

@@ -61,7 +61,7 @@ def selectors_server():
 
 
 def many_server():
-    """For thousands of connections: what it does for one does not depend on the others."""
+    """For thousands of connections: the work for one does not depend on the number of others."""
     events = select.epoll()
     listener = socket.create_server((LISTENS, 0), family=FAMILY, backlog=4096)
     listener.setblocking(False)

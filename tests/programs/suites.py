@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Python's own test suites, as they are and under `baton run --flip 1..50`: the same result for each test, and no connection that lived
-longer than the longest interval without a move, but for those that had to stay.
+"""Python's own test suites, natively and under `baton run --flip 1..50`. Each test must have the same result, and every connection that
+lived longer than the longest interval must have moved, except those that had to stay.
 
     tests/programs/suites.py                        # asyncio, selectors, ssl, http, ftplib, imaplib
     tests/programs/suites.py test_ssl test_poplib
@@ -19,9 +19,9 @@ from pathlib import Path
 BATON = Path(os.environ.get("BATON_PROGRAM", Path(__file__).resolve().parent.parent.parent / "target/release/baton"))
 SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
 LONGEST = 50
-# A connection is registered a moment after it was made, and moved a moment after its time has come.
+# A connection is registered a moment after it was made, and moved a moment after its move is due.
 SLACK = 50
-# Why a connection may never move although it lived on: what only the kernel can do with it.
+# Allowed reasons for a connection that lived on and never moved: only the kernel can do these.
 STAYS = ("CLOSED", "MSG_OOB", "shutdown of receiving", "fork", "exec", "inherited", "SCM_RIGHTS", "end of both streams")
 
 

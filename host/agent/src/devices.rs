@@ -90,7 +90,7 @@ impl Devices {
         }
         for (index, known) in &now {
             if self.accepts.get(index) != Some(known) {
-                steering.hear_at(*index, known.0, known.1)?;
+                steering.accept_at(*index, known.0, known.1)?;
             }
         }
         self.accepts = now;

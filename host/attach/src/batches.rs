@@ -1,5 +1,5 @@
-//! What a program stands still for is done in batches: it stands still for a few milliseconds, and goes on for as long before it stands
-//! still again, however many connections it has.
+//! Batches of work for which a program stands still: it stands still for a few milliseconds at a time, and then runs for as long
+//! before the next one, however many connections it has.
 
 use crate::Attacher;
 use crate::relay::Joined;
@@ -11,56 +11,56 @@ use baton_protocol::program::{Place, Until};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-/// Microseconds of standing still after which nothing more is begun, and that a program has for itself then.
+/// Microseconds of standing still after which no further work is begun, and that the program runs at most before the next batch.
 const PAUSE: u64 = 3_000;
 
 /// Microseconds after which a process that did not stop is tried again.
 const AGAIN: u64 = 5_000;
 
-/// A process that did not stop so often in a row is not waited for when a program is attached to, nor asked for its sockets until it has
-/// new ones.
+/// After this many failures in a row to stop a process, it is not waited for any more when attaching, nor searched for sockets
+/// until it has new ones.
 const ATTEMPTS: u32 = 100;
 
-/// Looking through a process' descriptors may take one part in so many of this process' time.
+/// Searching a process's descriptors may take one part in this many of this process's time.
 const LOOKING: u64 = 10;
 
 /// Engines that are made while the program runs, for the next batch of moves.
 const SPARE: usize = 8;
 
-/// Microseconds without progress after which connections that do not leave the NIC are left behind.
+/// Microseconds without progress after which connections that do not leave the NIC are abandoned.
 const DETACH_PATIENCE: u64 = 20_000_000;
 
-/// What waits until its process can be stopped.
+/// Work that waits until its process can be stopped.
 #[derive(Default)]
 pub(crate) struct Work {
-    /// Processes that may have sockets that are not known.
+    /// Processes that may have sockets that are not registered.
     pub processes: BTreeSet<u32>,
-    /// Sockets that are not known: process, descriptor, inode.
+    /// Sockets that are not registered: process, descriptor, inode.
     found: VecDeque<(u32, i32, u64)>,
     /// Sockets whose state has changed.
     pub changed: BTreeSet<u32>,
-    /// Moves to the kernel with their causes.
+    /// Restores, with their causes.
     pub postponed: BTreeMap<u32, Option<(String, Until)>>,
     /// Moves that the agent wants.
     pub wanted: BTreeMap<u32, Place>,
-    /// The numbers after those of the last postponed move and of the last that was wanted: all have their turn.
+    /// The numbers after the last postponed and the last wanted move that were tried, so that all have their turn.
     next_postponed: u32,
     next_wanted: u32,
-    /// Engines for moves to the NIC.
+    /// Engines for offloads.
     pub engines: Vec<Joined>,
-    /// Not before this time does a program stand still again, and not before that one are descriptors looked through.
-    rests_until: u64,
-    looks_at: u64,
-    /// How often in a row a process did not stop.
+    /// Times before which no program stands still again, and before which no descriptors are searched.
+    next_pause: u64,
+    next_search: u64,
+    /// Number of failures in a row to stop a process.
     pub failures: u32,
 }
 
-/// What stands still.
-pub(crate) struct Still {
+/// The processes that stand still.
+pub(crate) struct Stopped {
     frozen: Frozen,
     processes: BTreeSet<u32>,
     since: u64,
-    /// When the last of its threads had come to stop.
+    /// Time when the last of their threads had stopped.
     stopped: u64,
 }
 
@@ -70,7 +70,7 @@ impl Work {
     }
 }
 
-/// Takes the entry at a number, or the next one behind it, and notes where it goes on.
+/// Takes the entry of a number, or the next one after it, and records where to go on.
 fn take_next<T>(entries: &mut BTreeMap<u32, T>, next: &mut u32) -> Option<(u32, T)> {
     let number = *entries.range(*next..).next().or_else(|| entries.first_key_value())?.0;
     *next = number.wrapping_add(1);
@@ -78,8 +78,8 @@ fn take_next<T>(entries: &mut BTreeMap<u32, T>, next: &mut u32) -> Option<(u32, 
 }
 
 impl Attacher {
-    /// Whether the sockets that there were at the beginning have not all been looked at, and moved if they are to.
-    pub(crate) fn has_begun_only(&self) -> bool {
+    /// Whether the sockets that existed at the beginning have not all been examined yet, and moved if they are to move.
+    pub(crate) fn is_starting(&self) -> bool {
         let work = &self.work;
         let moves = self.settings.flip.is_none() && !work.wanted.is_empty();
         (moves || !work.processes.is_empty() || !work.found.is_empty()) && work.failures < ATTEMPTS
@@ -88,33 +88,33 @@ impl Attacher {
     /// How long there is nothing to do.
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
-        let pause = self.work.waits_for_pause().then_some(self.work.rests_until);
-        let look = (!self.work.processes.is_empty()).then_some(self.work.looks_at);
+        let pause = self.work.waits_for_pause().then_some(self.work.next_pause);
+        let look = (!self.work.processes.is_empty()).then_some(self.work.next_search);
         let due = [late, pause, look].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
     /// Does what waits, for as long as a program may stand still.
-    pub(crate) fn do_a_batch(&mut self) -> Result<()> {
+    pub(crate) fn run_batch(&mut self) -> Result<()> {
         freeze::release_late();
         self.look_for_sockets();
-        if !self.work.waits_for_pause() || monotonic_micros() < self.work.rests_until {
+        if !self.work.waits_for_pause() || monotonic_micros() < self.work.next_pause {
             return Ok(());
         }
         while !self.work.wanted.is_empty() && self.work.engines.len() < SPARE {
             match Joined::new() {
                 Ok(engine) => self.work.engines.push(engine),
-                // The move will say so.
+                // The move will report the error.
                 Err(_) => break,
             }
         }
         let begun = monotonic_micros();
         let failures = self.work.failures;
-        // What does not come about waits for the next batch.
+        // What does not succeed waits for the next batch.
         let mut postponed = self.work.postponed.len();
         let mut wanted = self.work.wanted.len();
-        // Until its threads have come to stop the program runs.
-        let stopped = |attacher: &Attacher| attacher.frozen.as_ref().map_or(begun, |still| still.stopped);
+        // Until its threads have stopped, the program runs.
+        let stopped = |attacher: &Attacher| attacher.frozen.as_ref().map_or(begun, |stopped| stopped.stopped);
         while monotonic_micros() < stopped(self) + PAUSE && self.work.failures == failures {
             let work = &mut self.work;
             if let Some(number) = work.changed.pop_first() {
@@ -125,7 +125,7 @@ impl Attacher {
                 postponed -= 1;
                 self.move_to_kernel(number, cause.as_ref().map(|(reason, until)| (reason.as_str(), *until)))?;
             } else if let Some(socket) = work.found.pop_front() {
-                self.meet(socket)?;
+                self.register_found(socket)?;
             } else if wanted > 0
                 && let Some((number, to)) = take_next(&mut work.wanted, &mut work.next_wanted)
             {
@@ -142,17 +142,17 @@ impl Attacher {
         let now = monotonic_micros();
         if self.work.failures == failures {
             self.work.failures = 0;
-            self.work.rests_until = now + PAUSE.min(now - begun);
+            self.work.next_pause = now + PAUSE.min(now - begun);
         } else {
-            self.work.rests_until = now + AGAIN;
+            self.work.next_pause = now + AGAIN;
         }
         Ok(())
     }
 
-    /// Looks for new sockets of processes that may have some. They go on meanwhile.
+    /// Searches processes for sockets that may be new. They run meanwhile.
     fn look_for_sockets(&mut self) {
         let begun = monotonic_micros();
-        if self.work.processes.is_empty() || begun < self.work.looks_at {
+        if self.work.processes.is_empty() || begun < self.work.next_search {
             return;
         }
         let waiting: BTreeSet<u64> = self.work.found.iter().map(|(_, _, inode)| *inode).collect();
@@ -162,11 +162,11 @@ impl Attacher {
             self.work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
         }
         let now = monotonic_micros();
-        self.work.looks_at = now + (now - begun) * LOOKING;
+        self.work.next_search = now + (now - begun) * LOOKING;
     }
 
-    /// A socket that is not known: it is, as soon as its process has stopped.
-    fn meet(&mut self, (process, fd, inode): (u32, i32, u64)) -> Result<()> {
+    /// Stops a process and registers a socket that was found.
+    fn register_found(&mut self, (process, fd, inode): (u32, i32, u64)) -> Result<()> {
         if self.inodes.contains(&inode) {
             return Ok(());
         }
@@ -185,7 +185,7 @@ impl Attacher {
     pub(crate) fn stop_users(&mut self, process: u32) -> Result<()> {
         let stopped = self.stop(process);
         if stopped.is_err() {
-            // Whoever else stands still does not wait for it.
+            // Others that stand still must not wait for it.
             self.thaw();
             self.work.failures += 1;
         }
@@ -194,35 +194,35 @@ impl Attacher {
 
     fn stop(&mut self, process: u32) -> Result<()> {
         use anyhow::Context;
-        let still = self.frozen.get_or_insert_with(|| Still {
+        let stopped = self.frozen.get_or_insert_with(|| Stopped {
             frozen: Frozen::default(),
             processes: BTreeSet::new(),
             since: monotonic_micros(),
             stopped: 0,
         });
-        if still.processes.contains(&process) {
+        if stopped.processes.contains(&process) {
             return Ok(());
         }
-        still.frozen.add(process).with_context(|| format!("stopping process {process}"))?;
-        // It makes no more of them.
+        stopped.frozen.add(process).with_context(|| format!("stopping process {process}"))?;
+        // A stopped process starts no further children.
         for child in process::children(process) {
-            still.frozen.add(child).with_context(|| format!("stopping process {child}"))?;
+            stopped.frozen.add(child).with_context(|| format!("stopping process {child}"))?;
         }
-        still.processes.insert(process);
-        still.stopped = monotonic_micros();
+        stopped.processes.insert(process);
+        stopped.stopped = monotonic_micros();
         Ok(())
     }
 
-    /// Programs go on.
+    /// Lets the programs go on.
     pub(crate) fn thaw(&mut self) {
-        if let Some(Still { frozen, since, .. }) = self.frozen.take() {
+        if let Some(Stopped { frozen, since, .. }) = self.frozen.take() {
             drop(frozen);
             self.pauses.push((monotonic_micros() - since) as u32);
         }
     }
 
-    /// Every connection goes to the kernel; meanwhile the others' bytes are carried.
-    pub(crate) fn bring_everything_back(&mut self) -> Result<()> {
+    /// Restores every connection; meanwhile bytes of the others are copied.
+    pub(crate) fn restore_everything(&mut self) -> Result<()> {
         let numbers = self.entries.iter().filter(|(_, entry)| entry.joined.is_some()).map(|(number, _)| *number);
         self.work.postponed = numbers.map(|number| (number, Some(("detached".to_owned(), Until::Never)))).collect();
         let (mut left, mut since) = (usize::MAX, monotonic_micros());

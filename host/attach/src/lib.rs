@@ -1,8 +1,8 @@
-//! The attacher: gives the connections of programs that run already, and know nothing of Baton, to the NIC, and stands between. What a
-//! program sends is redirected to a socket of the attacher's and put into the NIC's memory, what the NIC receives goes into the
-//! program's receive queue.
+//! The attacher offloads connections of programs that run already and know nothing of Baton. What such a program sends is
+//! redirected to a socket of the attacher's, and copied into the NIC's memory; what the NIC receives goes into the program's
+//! receive queue.
 //!
-//! The program stands still while one of its connections moves. Outside of moves nobody but the program has its descriptors, so that
+//! The program stands still while one of its connections moves. Outside of moves only the program has its descriptors, so
 //! closing one means what it always meant. If the attacher dies its connections are reset.
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,7 @@ mod relay;
 mod target;
 
 use anyhow::{Context, Result};
-use batches::{Still, Work};
+use batches::{Stopped, Work};
 use baton_abi::layout::session;
 use baton_client::{Listener, Shared};
 use baton_linux::events::{Poller, Trigger};
@@ -32,7 +32,7 @@ use std::time::Duration;
 
 pub use target::Target;
 
-/// The attacher is one thread.
+/// Token of the attacher's one thread.
 const ME: Token = 1;
 
 const BELL: u64 = u64::MAX;
@@ -41,35 +41,35 @@ const EVENTS: u64 = u64::MAX - 2;
 const SIGNALS: u64 = u64::MAX - 3;
 const TARGET: u64 = u64::MAX - 4;
 
-/// How programs are attached to.
+/// Settings of an attacher.
 #[derive(Clone, Debug)]
 pub struct AttachSettings {
-    /// To which.
+    /// Whose connections are offloaded.
     pub target: Target,
-    /// Bytes after which a connection that is made later is worth moving.
+    /// Bytes after which a later connection is moved.
     pub after: u32,
-    /// Connections move to and fro at random.
+    /// Random moves there and back, if any.
     pub flip: Option<Flip>,
-    /// The group of the sessions, as the agent named it; 0 for none.
+    /// The group of the sessions, from the agent; 0 for none.
     pub group: u64,
 }
 
-/// What an attacher did.
+/// Figures of an attacher.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Summary {
-    /// Connections that were the agent's to move.
+    /// Connections that were registered with the agent.
     pub connections: u64,
     /// Moves made.
     pub moves: u64,
-    /// Moves that did not take place, and connections that could never move, by cause.
+    /// Moves that did not take place, and connections that can never move, by cause.
     pub stayed: BTreeMap<String, u64>,
-    /// Times that programs stood still.
+    /// Number of times that programs stood still.
     pub pauses: u64,
-    /// For how long, microseconds: the median, of a hundred the longest but one, and the longest.
+    /// How long they stood still, microseconds: the median.
     pub pause_p50: u64,
-    /// See above.
+    /// The 99th percentile.
     pub pause_p99: u64,
-    /// See above.
+    /// The longest.
     pub pause_max: u64,
 }
 
@@ -77,7 +77,7 @@ pub struct Summary {
 pub struct Attacher {
     settings: AttachSettings,
     shared: Arc<Shared>,
-    heard: Arc<Mutex<Vec<u32>>>,
+    notified: Arc<Mutex<Vec<u32>>>,
     bypass: SocketBypass,
     poller: Poller,
     signals: OwnedFd,
@@ -86,42 +86,43 @@ pub struct Attacher {
     entries: BTreeMap<u32, Entry>,
     by_cookie: BTreeMap<u64, u32>,
     processes: BTreeMap<u32, OwnedFd>,
-    /// Sockets that are known, or known not to be meant.
+    /// Inodes of sockets that are registered, or are known not to be selected.
     inodes: BTreeSet<u64>,
     /// What waits until its process can be stopped.
     work: Work,
-    /// What stands still.
-    frozen: Option<Still>,
+    /// The processes that stand still now.
+    frozen: Option<Stopped>,
     pauses: Vec<u32>,
     next_tag: u32,
-    /// Answers that came while something else was waited for.
+    /// Answers that arrived while another one was waited for.
     early_answers: Vec<Answer>,
     /// A signal has asked for the end, or the program has ended.
     ends: bool,
-    /// Room for bytes on their way.
+    /// Buffer for copies.
     piece: Vec<u8>,
     summary: Summary,
 }
 
 impl Attacher {
-    /// Attaches: the connections that there are move now.
+    /// Attaches to the programs; existing connections are moved now.
     ///
     /// # Errors
-    /// If there is nothing to attach to, the caller may not, or this kernel lacks something: with what to do.
+    /// If there is nothing to attach to, the caller may not attach, or this kernel lacks something; the message says what to do.
     pub fn attach(agent: &Path, settings: AttachSettings) -> Result<Attacher> {
         let processes = settings.target.processes();
         if let Some(absence) = settings.target.absence(&processes) {
             anyhow::bail!("{absence}");
         }
-        // Whoever may not stop a program may not take its connections. One that does not stop just now will do so later.
+        // A caller that may not stop a program may not take its connections. A program that does not stop now is tried again
+        // later.
         for process in &processes {
             match Frozen::freeze(&[*process]) {
                 Err(error) if error.kind() != std::io::ErrorKind::TimedOut => return Err(explain(&settings.target, &error)),
                 _ => {}
             }
         }
-        let heard = Arc::new(Mutex::new(Vec::new()));
-        let sink = heard.clone();
+        let notified = Arc::new(Mutex::new(Vec::new()));
+        let sink = notified.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
         let opening = Opening { version: VERSION, group: settings.group, program: settings.target.to_string(), attacher: true };
         let shared = Arc::new(Shared::connect(agent, opening, listener)?);
@@ -146,7 +147,7 @@ impl Attacher {
         let mut attacher = Attacher {
             settings,
             shared,
-            heard,
+            notified,
             bypass,
             poller,
             signals,
@@ -166,21 +167,22 @@ impl Attacher {
             summary: Summary::default(),
         };
         attacher.work.processes.extend(processes);
-        while !attacher.ends && attacher.has_begun_only() {
+        while !attacher.ends && attacher.is_starting() {
             attacher.round()?;
         }
         Ok(attacher)
     }
 
-    /// Connections on the NIC, and all that are known.
+    /// Number of connections on the NIC, and of all registered ones.
     pub fn connections(&self) -> (usize, usize) {
         (self.entries.values().filter(|entry| entry.joined.is_some()).count(), self.entries.len())
     }
 
-    /// Carries bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is in the kernel.
+    /// Copies bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is in the
+    /// kernel.
     ///
     /// # Errors
-    /// If the agent is gone for good.
+    /// If the agent has ended for good.
     pub fn run(mut self) -> Result<Summary> {
         while !self.ends {
             self.round()?;
@@ -188,12 +190,12 @@ impl Attacher {
         self.detach()
     }
 
-    /// Waits until something happens, and does what follows.
+    /// Waits until something happens, and handles it.
     fn round(&mut self) -> Result<()> {
         let mut tokens = Vec::new();
         self.shared.count_sleeper();
-        let heard = !self.heard.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        let limit = if heard || self.shared.has_events(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
+        let notified = !self.notified.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
+        let limit = if notified || self.shared.has_events(ME) { Some(Duration::ZERO) } else { self.until_next_batch() };
         let waited = self.poller.wait(limit, &mut tokens);
         self.shared.uncount_sleeper();
         waited?;
@@ -201,44 +203,44 @@ impl Attacher {
         for token in tokens.drain(..) {
             match token {
                 BELL => self.shared.bell().clear(),
-                CHANNEL => self.hear_agent()?,
+                CHANNEL => self.receive_from_agent()?,
                 EVENTS => {}
                 SIGNALS => self.ends = true,
-                // Its connections end first: their state tells.
-                TARGET => self.ends |= self.program_is_gone()?,
+                // Its connections end first, which their state shows.
+                TARGET => self.ends |= self.program_has_ended()?,
                 engine => drop(due.insert(engine as u32)),
             }
         }
-        self.hear_kernel(&mut due);
+        self.read_socket_events(&mut due);
         self.shared.catch_up(ME);
-        due.extend(std::mem::take(&mut *self.heard.lock().unwrap_or_else(PoisonError::into_inner)));
+        due.extend(std::mem::take(&mut *self.notified.lock().unwrap_or_else(PoisonError::into_inner)));
         for number in due {
             self.carry(number)?;
         }
-        self.do_a_batch()
+        self.run_batch()
     }
 
-    fn hear_kernel(&mut self, due: &mut BTreeSet<u32>) {
-        let mut strangers = BTreeSet::new();
+    fn read_socket_events(&mut self, due: &mut BTreeSet<u32>) {
+        let mut unwatched = BTreeSet::new();
         while let Some(event) = self.bypass.next_event() {
             match event {
                 SocketEvent::Read(cookie) => due.extend(self.by_cookie.get(&cookie)),
                 SocketEvent::State(cookie, _) => {
                     self.work.changed.extend(self.by_cookie.get(&cookie));
                 }
-                SocketEvent::Stranger(_, process) => drop(strangers.insert(process)),
+                SocketEvent::Unwatched(_, process) => drop(unwatched.insert(process)),
             }
         }
-        strangers.retain(|process| self.settings.target.covers(*process));
-        self.work.processes.extend(strangers);
+        unwatched.retain(|process| self.settings.target.covers(*process));
+        self.work.processes.extend(unwatched);
     }
 
-    fn program_is_gone(&mut self) -> Result<bool> {
+    fn program_has_ended(&mut self) -> Result<bool> {
         if let Some(target) = &self.target {
             let _ = self.poller.remove(target.as_fd());
         }
-        self.hear_kernel(&mut BTreeSet::new());
-        // What it started may go on.
+        self.read_socket_events(&mut BTreeSet::new());
+        // Processes that it has started may go on.
         let left = self.settings.target.processes();
         self.target = left.iter().find_map(|process| process::open_process(*process).ok());
         if let Some(target) = &self.target {
@@ -249,7 +251,7 @@ impl Attacher {
 
     fn detach(mut self) -> Result<Summary> {
         let _ = self.poller.remove(self.signals.as_fd());
-        self.bring_everything_back()?;
+        self.restore_everything()?;
         let _ = self.ask(&Ask::Goodbye, None)?;
         self.pauses.sort_unstable();
         let at = |share: usize| self.pauses.get((self.pauses.len() * share / 100).min(self.pauses.len().saturating_sub(1)));
@@ -263,14 +265,14 @@ impl Attacher {
     }
 }
 
-/// Why a program cannot be attached to.
+/// The error for a program that cannot be attached to, with what to do.
 fn explain(target: &Target, error: &std::io::Error) -> anyhow::Error {
     match error.raw_os_error() {
         Some(libc::EPERM) => anyhow::anyhow!(
-            "{target} is not yours to attach to: it belongs to another user, or a debugger is attached to it already. Run as its user or as \
-             root (and see /proc/sys/kernel/yama/ptrace_scope)"
+            "cannot attach to {target}: it belongs to another user, or a debugger is attached to it already. Run as its user or as root \
+             (and see /proc/sys/kernel/yama/ptrace_scope)"
         ),
-        _ => anyhow::anyhow!("{target} cannot be stopped for a moment: {error}"),
+        _ => anyhow::anyhow!("cannot attach to {target}, since it does not stop: {error}"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Moves, while programs stand still; what the agent asks for; sockets that come and go.
+//! Moves while programs stand still, messages from the agent, and sockets that appear and disappear.
 
 use crate::relay::{self, Joined, Next};
 use crate::{Attacher, ME, stays};
@@ -20,15 +20,15 @@ const ESTABLISHED: u8 = 1;
 const CLOSE: u8 = 7;
 
 impl Attacher {
-    /// What the agent says unasked.
-    pub(crate) fn hear_agent(&mut self) -> Result<()> {
+    /// Handles messages that the agent sends without a request.
+    pub(crate) fn receive_from_agent(&mut self) -> Result<()> {
         let shared = self.shared.clone();
         let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             match channel.try_receive::<Answer>() {
-                Ok((answer, _)) => self.unasked(&channel, answer.body)?,
+                Ok((answer, _)) => self.on_message(&channel, answer.body)?,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => bail!("the agent is gone ({error})"),
+                Err(error) => bail!("the agent has ended ({error})"),
             };
         }
         drop(channel);
@@ -36,8 +36,8 @@ impl Attacher {
         Ok(())
     }
 
-    /// Whether the agent has started anew: what it was asked is to be asked again.
-    fn unasked(&mut self, channel: &Channel, body: Reply) -> Result<bool> {
+    /// Handles one of them. Returns whether the agent has restarted, so that requests must be repeated.
+    fn on_message(&mut self, channel: &Channel, body: Reply) -> Result<bool> {
         match body {
             Reply::Wanted { connection, to } => {
                 self.work.wanted.insert(connection, to);
@@ -67,14 +67,14 @@ impl Attacher {
                     self.early_answers.clear();
                     return Ok(answer.body);
                 }
-                if self.unasked(&channel, answer.body)? {
+                if self.on_message(&channel, answer.body)? {
                     break;
                 }
             }
         }
     }
 
-    /// The NIC has died, or the agent: the agent needs descriptors to bring connections into the kernel.
+    /// Lends descriptors to the agent, which needs them to restore connections after its own or the NIC's death.
     fn lend(&mut self, channel: &Channel, mut connections: Vec<u32>) -> Result<bool> {
         let mut lent = Vec::new();
         loop {
@@ -103,12 +103,12 @@ impl Attacher {
                 }
                 Reply::Returned => false,
                 Reply::Restarted { .. } => true,
-                // To what was asked when the NIC died.
+                // An answer to a request from before the NIC's death.
                 _ if answer.tag != 0 => {
                     self.early_answers.push(answer);
                     continue;
                 }
-                // Moves that are wanted are asked for again.
+                // The agent asks again for moves that it wants.
                 _ => continue,
             };
             for (number, fd) in lent {
@@ -118,14 +118,14 @@ impl Attacher {
         }
     }
 
-    /// A copy of the descriptor of a connection, if any process still has it.
+    /// A duplicate of a connection's descriptor, if any process still has it.
     fn descriptor(&mut self, number: u32) -> Option<OwnedFd> {
         let entry = self.entries.get(&number)?;
         let (process, fd, cookie, inode) = (entry.process, entry.fd, entry.cookie, entry.inode);
         if let Some(copy) = self.copy(process, fd, cookie) {
             return Some(copy);
         }
-        // It may have got another number, or only a child of the process has it still.
+        // It may have another number now, or only a child of the process may still have it.
         let holders = std::iter::once(process).chain(process::children(process));
         for holder in holders.collect::<Vec<_>>() {
             for (at, found) in process::sockets_of(holder) {
@@ -141,7 +141,7 @@ impl Attacher {
         None
     }
 
-    /// The same, if its process has it under the number that is known.
+    /// The same, if its process has it under the known number.
     fn known_descriptor(&mut self, number: u32) -> Option<OwnedFd> {
         let entry = self.entries.get(&number)?;
         self.copy(entry.process, entry.fd, entry.cookie)
@@ -165,7 +165,7 @@ impl Attacher {
         self.stop_users(process)?;
         let Some(fd) = self.descriptor(number) else { return Ok(None) };
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(None) };
-        // What it says of that may come too late: the move makes the socket forget it.
+        // The tracepoint's event for that may come too late: the move resets the socket's state.
         entry.shut |= entry.joined.is_some() && TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state != ESTABLISHED);
         let unread = socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok();
         entry.settle(&self.shared, &self.bypass, &mut self.piece, unread)?;
@@ -183,19 +183,20 @@ impl Attacher {
         self.poller.add(joined.engine.as_fd(), number.into(), Trigger::Edge)?;
         self.bypass.join(entry.cookie, (&entry.flow, fd), (&joined.engine_flow, joined.engine.as_fd()))?;
         entry.joined = Some(joined);
-        // A program that has been told that there is something to read must find it when it goes on.
+        // A program for which poll has reported data must find it when it goes on.
         entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
-        // What follows from that is seen to then.
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(number);
+        // The rest is handled when the NIC's events are.
+        self.notified.lock().unwrap_or_else(PoisonError::into_inner).push(number);
         Ok(())
     }
 
-    /// The connection is in the kernel: what the program had sent and the NIC had no room for follows.
+    /// Handles a connection that is in the kernel again: bytes that the program had sent and for which the NIC had no room are
+    /// sent now.
     fn returned(&mut self, number: u32, fd: BorrowedFd<'_>) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let stash = std::mem::take(&mut entry.stash);
         match socket::send_beyond_limit(fd, &stash) {
-            // The peer has reset it; what that means the socket tells the program.
+            // The peer has reset it; the socket reports that to the program.
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
             other => other?,
         }
@@ -213,7 +214,7 @@ impl Attacher {
         if let Err(error) = self.stop_users(entry.process) {
             self.note_stay(&format!("{error:#}"));
             if self.settings.flip.is_none() {
-                // Nobody asks again.
+                // The agent does not ask again.
                 self.work.wanted.insert(number, Place::Nic);
             }
             return Ok(());
@@ -236,7 +237,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// Brings a connection back; with a cause, if it is not the agent that wants it.
+    /// Restores a connection; with a cause, if the attacher and not the agent wants it.
     pub(crate) fn move_to_kernel(&mut self, number: u32, cause: Option<(&str, Until)>) -> Result<()> {
         if self.entries.get(&number).is_none_or(|entry| entry.joined.is_none()) {
             return Ok(());
@@ -248,7 +249,7 @@ impl Attacher {
         }
         match self.take_out(number)? {
             Some(fd) => self.give_back(number, fd.as_fd(), cause),
-            // Its close has not been heard of yet.
+            // The event of its close has not been read yet.
             None => self.state_changed(number),
         }
     }
@@ -266,11 +267,11 @@ impl Attacher {
                 self.summary.moves += 1;
                 self.returned(number, fd)
             }
-            // The NIC died just then, and it came back in another way.
+            // The NIC died just then, and the connection was restored in another way.
             Some(_) if !on_nic => self.returned(number, fd),
             Some(reason) => {
                 self.note_stay(reason);
-                // It is still on the NIC, and tried again.
+                // It is still on the NIC, and will be tried again.
                 if let Err(error) = self.join(number, fd) {
                     bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
                 }
@@ -286,7 +287,7 @@ impl Attacher {
         self.work.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
     }
 
-    /// Carries a connection's bytes, and does what follows.
+    /// Copies a connection's bytes, and handles the result.
     pub(crate) fn carry(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let next = entry.carry(&self.shared, &self.bypass, &mut self.piece)?;
@@ -303,25 +304,25 @@ impl Attacher {
         Ok(())
     }
 
-    /// The program has done something to a socket: shut it down, or closed it.
+    /// Handles a change of a socket's state: the program has shut it down, or closed it.
     pub(crate) fn state_changed(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get(&number) else { return Ok(()) };
         let known = diagnosis::state_and_holder(&self.diagnosis, &entry.flow);
         let (state, held) = known.map_or((None, false), |(state, held)| (Some(state), held));
-        // Moves change it, too, for a moment.
+        // Moves change the state, too, for a moment.
         if state == Some(ESTABLISHED) {
             return Ok(());
         }
         let on_nic = entry.joined.is_some();
         if self.stop_users(entry.process).is_err() {
-            // Its end may be what is under way.
+            // The move under way may be its end.
             self.work.changed.insert(number);
             return Ok(());
         }
-        // What the kernel says nobody has need not be looked for among thousands of descriptors.
+        // If the kernel says that no process has it, searching thousands of descriptors is needless.
         let fd = if held { self.descriptor(number) } else { self.known_descriptor(number) };
         match (fd, on_nic) {
-            // It has ended, and nothing will be heard when the program closes it.
+            // It has ended, and there will be no event when the program closes it.
             (Some(fd), false) if TcpInfo::read(fd.as_fd()).is_ok_and(|info| info.state == CLOSE) => self.forget(number)?,
             (Some(_), false) => {}
             (Some(fd), true) => {
@@ -334,7 +335,7 @@ impl Attacher {
             (None, false) => self.forget(number)?,
             (None, true) => {
                 if let Some(entry) = self.entries.get_mut(&number) {
-                    // Closed in order it has a FIN to deliver; reset, there is nothing left.
+                    // Closed in order it has a FIN to deliver; if it was reset, nothing is left.
                     entry.closed.get_or_insert(state.is_none());
                 }
                 return self.carry(number);
@@ -343,7 +344,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// A connection whose program has closed it, and whose bytes are all in the NIC's memory: the agent ends it.
+    /// Ends a connection that its program has closed, and whose bytes are all in the NIC's memory: the agent does it.
     fn close(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let abort = entry.closed.unwrap_or(false);
@@ -356,7 +357,7 @@ impl Attacher {
         Ok(())
     }
 
-    /// A connection that is in the kernel, or no more: nobody here has to know it.
+    /// Forgets a connection that is in the kernel or does not exist any more.
     fn forget(&mut self, number: u32) -> Result<()> {
         let reply = self.ask(&Ask::Forget { connection: number }, None)?;
         if let Some(reason) = stays(&reply) {
@@ -377,14 +378,14 @@ impl Attacher {
         self.shared.let_go(&entry.connection, ME);
     }
 
-    /// A socket of a process that stands still.
+    /// Examines a socket of a process that stands still.
     pub(crate) fn discover(&mut self, process: u32, fd: i32, inode: u64) -> Result<()> {
         let Ok(pidfd) = self.pidfd(process) else { return Ok(()) };
         let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { return Ok(()) };
         self.consider(process, fd, inode, copy.as_fd())
     }
 
-    /// Registers a socket with the agent, if it is a connection that is meant.
+    /// Registers a socket with the agent, if it is a selected connection.
     fn consider(&mut self, process: u32, fd: i32, inode: u64, copy: BorrowedFd<'_>) -> Result<()> {
         const SO_PROTOCOL: i32 = 38;
         if socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok() != Some(libc::IPPROTO_TCP) {

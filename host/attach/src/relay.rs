@@ -1,4 +1,4 @@
-//! The bytes of one connection, between the program's socket and the NIC.
+//! Copies the bytes of one connection between the program's socket and the NIC.
 
 use crate::ME;
 use baton_abi::layout::Owner;
@@ -11,12 +11,12 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Bytes that lie in the program's queue unread at most: nothing but this limits that queue.
+/// Most bytes that lie unread in the program's queue, which has no other limit.
 const UNREAD: u64 = 1 << 17;
-/// Bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better off in the kernel,
-/// where the program is made to wait.
+/// Most bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better in the
+/// kernel, where the program has to wait.
 const BACKLOG: usize = 4 << 20;
-/// Bytes that go at once.
+/// Bytes that are copied at a time.
 pub(crate) const PIECE: usize = 1 << 16;
 
 /// A program's connection.
@@ -29,13 +29,13 @@ pub(crate) struct Entry {
     pub inode: u64,
     pub cookie: u64,
     pub flow: Flow,
-    /// While it is on the NIC.
+    /// Set while it is on the NIC.
     pub joined: Option<Joined>,
-    /// What the program has sent and the NIC had no room for.
+    /// Bytes that the program has sent and for which the NIC had no room.
     pub stash: Vec<u8>,
-    /// The program has shut its sending side down.
+    /// The program has shut down its sending side.
     pub shut: bool,
-    /// The program has closed it; true if the kernel has reset it then.
+    /// The program has closed it; true if the kernel had reset it by then.
     pub closed: Option<bool>,
 }
 
@@ -44,9 +44,9 @@ pub(crate) struct Entry {
 pub(crate) struct Joined {
     pub engine: TcpStream,
     pub engine_flow: Flow,
-    /// The engine's peer: nothing is ever sent to it, but the engine has to be connected.
+    /// The engine's peer. Nothing is ever sent to it, but the engine must be connected.
     _sink: TcpStream,
-    /// Bytes put into the program's queue, and of those what the NIC knows to be read.
+    /// Bytes put into the program's queue, and how many of them the NIC knows to be read.
     pushed: u64,
     accounted: u64,
 }
@@ -64,20 +64,20 @@ impl Joined {
     }
 }
 
-/// What is to become of a connection after its bytes have been carried.
+/// What to do with a connection after its bytes have been copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
     GoesOn,
     /// The peer has sent everything, and all of it is in the program's queue or on the NIC.
     AtEnd,
-    /// The program sends faster than the NIC can.
+    /// The program sends faster than the NIC takes.
     TooMuch,
     /// It has ended on the NIC.
     Ended,
 }
 
 impl Entry {
-    /// Carries what can be carried, both ways.
+    /// Copies what can be copied, in both directions.
     pub fn carry(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8]) -> io::Result<Next> {
         let Some(joined) = &mut self.joined else { return Ok(Next::GoesOn) };
         let Some(entered) = shared.enter(&self.connection, ME) else { return Ok(Next::GoesOn) };
@@ -96,8 +96,8 @@ impl Entry {
         })
     }
 
-    /// The program stands still, or has closed the socket: everything that it has sent is in the NIC's memory or in the stash, and what
-    /// it has read is accounted for. `unread`: bytes in its queue, if it still has one.
+    /// Copies what is left when the program stands still or has closed the socket: everything that it has sent is then in the
+    /// NIC's memory or in the stash, and what it has read is accounted for. `unread`: bytes in its queue, if it still has one.
     pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8], unread: Option<u32>) -> io::Result<()> {
         let Some(joined) = &mut self.joined else { return Ok(()) };
         let entered = shared.enter(&self.connection, ME);
@@ -122,7 +122,7 @@ impl Entry {
 }
 
 impl Joined {
-    /// Into the program's queue. Whether the peer's FIN is next.
+    /// Copies into the program's queue. Returns whether the peer's FIN is next.
     fn push(&mut self, connection: &Connection, shared: &Shared, piece: &mut [u8], read: u64) -> io::Result<bool> {
         let read = read.min(self.pushed);
         if read > self.accounted {
@@ -149,7 +149,7 @@ impl Joined {
     }
 }
 
-/// From the program to the NIC. Bytes that the NIC has no room for.
+/// Copies from the program to the NIC. Returns the bytes for which the NIC has no room.
 fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &Shared, piece: &mut [u8]) -> io::Result<usize> {
     let most = piece.len();
     let engine = joined.engine.as_fd();
@@ -175,7 +175,7 @@ fn queued(engine: BorrowedFd<'_>) -> usize {
     socket::queue_bytes(engine, socket::SIOCINQ).unwrap_or(0) as usize
 }
 
-/// None for what would have to be waited for, and for nothing.
+/// None if the call would block, or transferred nothing.
 fn later(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(0) => Ok(None),

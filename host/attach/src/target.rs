@@ -1,17 +1,17 @@
-//! What an attacher is attached to.
+//! The target of an attacher: which programs' connections it offloads.
 
 use baton_linux::process;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// Whose connections are meant.
+/// Selects connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// Those of a process and of what it starts.
     Process(u32),
-    /// Those of whatever process with this local port.
+    /// Those of any process with this local port.
     Port(u16),
-    /// Those of the processes of a control group and the groups in it, as a path from the hierarchy's root.
+    /// Those of the processes of a control group and of the groups in it, by its path from the hierarchy's root.
     Cgroup(String),
 }
 
@@ -26,7 +26,7 @@ impl std::fmt::Display for Target {
 }
 
 impl Target {
-    /// Whether a process' connections may be meant.
+    /// Whether connections of a process may be selected.
     pub(crate) fn covers(&self, process: u32) -> bool {
         match self {
             Target::Process(root) => descends(process, *root),
@@ -35,12 +35,12 @@ impl Target {
         }
     }
 
-    /// Whether a connection with this local port is meant, if its process is.
+    /// Whether a connection with this local port is selected, if its process is.
     pub(crate) fn fits(&self, local_port: u16) -> bool {
         !matches!(self, Target::Port(port) if *port != local_port)
     }
 
-    /// Processes that have, or may come to have, connections that are meant.
+    /// Processes that have, or may come to have, selected connections.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let port = match self {
             Target::Port(port) => *port,
@@ -51,7 +51,7 @@ impl Target {
         process::all().into_iter().filter(holds).collect()
     }
 
-    /// Why there is nothing to attach to, if so.
+    /// The reason why there is nothing to attach to; None if there is something.
     pub(crate) fn absence(&self, processes: &[u32]) -> Option<String> {
         match self {
             Target::Process(number) if !PathBuf::from(format!("/proc/{number}")).exists() => {
@@ -69,7 +69,7 @@ impl Target {
 }
 
 fn descends(mut process: u32, root: u32) -> bool {
-    // No deeper than processes are nested.
+    // Processes are not nested deeper than this.
     for _ in 0..64 {
         if process == root {
             return true;
@@ -87,7 +87,7 @@ fn is_in(group: &str, path: &str) -> bool {
     group == path || group.strip_prefix(path).is_some_and(|rest| rest.starts_with('/'))
 }
 
-/// Inodes of the TCP sockets with a local port, listeners among them.
+/// Inodes of the TCP sockets with a local port, listeners included.
 fn sockets_at(port: u16) -> BTreeSet<u64> {
     let mut found = BTreeSet::new();
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {

@@ -24,7 +24,7 @@ pub(crate) struct Ending {
     looked: AtomicU64,
 }
 
-/// The error of a request that nobody is left to answer.
+/// The error of a request after the session's end.
 pub(crate) fn ended() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "Baton has ended; its connections are in the kernel")
 }

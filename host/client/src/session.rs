@@ -64,7 +64,7 @@ impl Session {
     /// Opens a session with the agent that listens at `path`.
     ///
     /// # Errors
-    /// If nobody listens there, or the agent is of another version.
+    /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path) -> io::Result<Session> {
         let changed = Arc::new(Mutex::new(Vec::new()));
         let sink = changed.clone();

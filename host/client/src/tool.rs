@@ -6,7 +6,7 @@ use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Stati
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-/// A tool that asks an agent. It has no session.
+/// A tool's connection to the agent.
 pub struct Tool {
     channel: Channel,
     tag: u32,
@@ -16,7 +16,7 @@ impl Tool {
     /// Connects to the agent at a path.
     ///
     /// # Errors
-    /// If nobody listens there.
+    /// If no agent listens there.
     pub fn connect(path: &Path) -> Result<Tool> {
         let channel = Channel::connect(path).with_context(|| {
             format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
@@ -24,10 +24,10 @@ impl Tool {
         Ok(Tool { channel, tag: 0 })
     }
 
-    /// Sends a request whose answer is taken later, and returns its tag.
+    /// Sends a request whose answer is read later. Returns its tag.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn send(&mut self, body: Ask) -> Result<u32> {
         self.send_with(body, &[])
     }
@@ -38,10 +38,10 @@ impl Tool {
         Ok(self.tag)
     }
 
-    /// The next answer, waiting for it.
+    /// Waits for the next answer.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn receive(&mut self) -> Result<Answer> {
         loop {
             let answer = self.channel.receive::<Answer>()?.0;
@@ -51,10 +51,10 @@ impl Tool {
         }
     }
 
-    /// Asks and waits.
+    /// Sends a request and waits for the answer.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn ask(&mut self, body: Ask) -> Result<Reply> {
         self.ask_with(body, &[])
     }
@@ -62,13 +62,13 @@ impl Tool {
     /// As [`Tool::ask`], with descriptors that come along.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
         let mut tag = self.send_with(body.clone(), descriptors)?;
         loop {
             let answer = self.channel.receive::<Answer>()?.0;
             match answer.body {
-                // The question may have died with the agent; an answer that comes all the same is not waited for.
+                // The agent may have died with the request; a late answer to it is ignored.
                 Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,
                 body if answer.tag == tag => return Ok(body),
                 _ => {}
@@ -76,10 +76,10 @@ impl Tool {
         }
     }
 
-    /// Every connection that the agent knows.
+    /// All connections that the agent knows.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn connections(&mut self) -> Result<Vec<ConnectionInfo>> {
         let mut all: Vec<ConnectionInfo> = Vec::new();
         loop {
@@ -95,11 +95,11 @@ impl Tool {
     /// The agent's and the NIC's counters.
     ///
     /// # Errors
-    /// If the agent is gone.
+    /// If the agent has ended.
     pub fn statistics(&mut self) -> Result<Statistics> {
         match self.ask(Ask::Statistics)? {
             Reply::Statistics(statistics) => Ok(*statistics),
-            other => bail!("not statistics: {other:?}"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
     }
 }

@@ -61,7 +61,7 @@ impl<'a> Importer<'a> {
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
-        // An IPv6 socket works out its segment size when it connects, and cannot be told later.
+        // An IPv6 socket works out its segment size when it connects, and cannot be set later.
         let mss = (!image.flow.is_v4()).then_some(image.mss);
         shell::reassociate(fd, local, peer, snd_start, first_unread, mss).step("reconnect")?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;

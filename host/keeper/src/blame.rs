@@ -1,23 +1,24 @@
-//! Whether agents die of what they are given. A program's state that ends two agents is set aside, so that all others go on.
+//! Decides whether agents die of the state that they are given. State that ends two agents is withheld from the next one, so
+//! that everything else goes on.
 
-/// What the next agent is not given any more.
+/// State that the next agent is not given.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Aside {
+pub(crate) enum Withhold {
     Nothing,
-    /// How groups' connections move, and their reports.
+    /// How groups' connections move at random, and their reports.
     Groups,
-    /// A session, with all that is its.
+    /// A session, with all its connections.
     Session(u32),
     /// All sessions, and the journal of moves.
     Everything,
-    /// Nothing helps.
+    /// Nothing that could be withheld is left.
     GiveUp,
 }
 
-/// Deaths in a row before an agent was ready that are followed by another try.
+/// The keeper gives up after this many deaths in a row of agents that were not ready yet.
 const HASTY_DEATHS: u32 = 5;
 
-/// What the last deaths have shown.
+/// The recent deaths.
 #[derive(Debug, Default)]
 pub(crate) struct Blame {
     hasty: u32,
@@ -25,21 +26,21 @@ pub(crate) struct Blame {
 }
 
 impl Blame {
-    /// An agent has died: whether it had become ready, whether it ended by itself rather than by somebody's signal, and which session it
-    /// was seeing to.
-    pub fn judge(&mut self, ready: bool, by_itself: bool, session: Option<u32>) -> Aside {
+    /// Records an agent's death: whether it had become ready, whether it ended by itself rather than by a signal from outside,
+    /// and which session it was serving.
+    pub fn judge(&mut self, ready: bool, by_itself: bool, session: Option<u32>) -> Withhold {
         self.hasty = if ready { 0 } else { self.hasty + 1 };
         let suspect = session.filter(|_| by_itself);
         if suspect.is_some() && std::mem::replace(&mut self.suspect, suspect) == suspect {
             *self = Blame::default();
-            return suspect.map_or(Aside::Nothing, Aside::Session);
+            return suspect.map_or(Withhold::Nothing, Withhold::Session);
         }
         self.suspect = suspect;
         match self.hasty {
-            0 | 1 => Aside::Nothing,
-            2 => Aside::Groups,
-            HASTY_DEATHS.. => Aside::GiveUp,
-            _ => Aside::Everything,
+            0 | 1 => Withhold::Nothing,
+            2 => Withhold::Groups,
+            HASTY_DEATHS.. => Withhold::GiveUp,
+            _ => Withhold::Everything,
         }
     }
 }
@@ -49,26 +50,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_session_that_ends_two_agents_is_set_aside() {
+    fn a_session_that_ends_two_agents_is_withheld() {
         let mut blame = Blame::default();
-        assert_eq!(blame.judge(true, true, Some(3)), Aside::Nothing);
-        assert_eq!(blame.judge(true, true, Some(4)), Aside::Nothing, "another one");
-        assert_eq!(blame.judge(false, true, Some(4)), Aside::Session(4));
-        assert_eq!(blame.judge(false, true, Some(4)), Aside::Nothing, "counted anew");
+        assert_eq!(blame.judge(true, true, Some(3)), Withhold::Nothing);
+        assert_eq!(blame.judge(true, true, Some(4)), Withhold::Nothing, "another one");
+        assert_eq!(blame.judge(false, true, Some(4)), Withhold::Session(4));
+        assert_eq!(blame.judge(false, true, Some(4)), Withhold::Nothing, "counted anew");
     }
 
     #[test]
-    fn an_agent_that_was_killed_blames_nobody() {
+    fn a_killed_agent_is_no_evidence() {
         let mut blame = Blame::default();
         for _ in 0..10 {
-            assert_eq!(blame.judge(true, false, Some(3)), Aside::Nothing);
+            assert_eq!(blame.judge(true, false, Some(3)), Withhold::Nothing);
         }
     }
 
     #[test]
-    fn groups_are_set_aside_first_then_all_sessions() {
+    fn groups_are_withheld_first_then_all_sessions() {
         let mut blame = Blame::default();
-        let judged: Vec<Aside> = (0..5).map(|_| blame.judge(false, true, None)).collect();
-        assert_eq!(judged, [Aside::Nothing, Aside::Groups, Aside::Everything, Aside::Everything, Aside::GiveUp]);
+        let judged: Vec<Withhold> = (0..5).map(|_| blame.judge(false, true, None)).collect();
+        assert_eq!(judged, [Withhold::Nothing, Withhold::Groups, Withhold::Everything, Withhold::Everything, Withhold::GiveUp]);
     }
 }

@@ -1,21 +1,22 @@
-//! What is held for the next agent: what it is, and its descriptors. Taking in a message takes no longer the more there is.
+//! What the keeper holds for the next agent: messages and their descriptors. The time to record a message does not depend on how
+//! much is held.
 
 use baton_protocol::keeper::Kept;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
-/// A message that came with something to hold, and its descriptors.
+/// A message with something to hold, and its descriptors.
 type One = (Kept, Vec<OwnedFd>);
 
 /// Everything that is held.
 #[derive(Default)]
 pub(crate) struct Held {
-    /// What is no session's.
+    /// What belongs to no session.
     common: Vec<One>,
     sessions: BTreeMap<u32, Session>,
 }
 
-/// What is held of a session.
+/// What is held for a session.
 #[derive(Default)]
 struct Session {
     /// Its control connection, and its memory.
@@ -30,12 +31,12 @@ impl Session {
 }
 
 impl Held {
-    /// Takes in what an agent says.
+    /// Records a message from an agent.
     pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
         match kept {
             Kept::Ready => {}
             Kept::Offloads(_) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
-                // The offloads are set anew, the end is asked for once; the others come in addition.
+                // There is one current setting of the offloads, and one request to end; the others accumulate.
                 let set =
                     |held: &Kept| matches!((&kept, held), (Kept::Offloads(_), Kept::Offloads(_)) | (Kept::Ending, Kept::Ending));
                 self.common.retain(|(held, _)| !set(held));
@@ -59,8 +60,8 @@ impl Held {
         }
     }
 
-    /// Groups' connections are moved no more, and nothing is reported of them.
-    pub fn set_groups_aside(&mut self) {
+    /// Stops groups' random moves and reports.
+    pub fn stop_groups(&mut self) {
         for (kept, descriptors) in &mut self.common {
             if let Kept::Group(.., flip) = kept {
                 *flip = None;
@@ -69,8 +70,8 @@ impl Held {
         }
     }
 
-    /// Nothing is held of any session.
-    pub fn set_sessions_aside(&mut self) {
+    /// Drops everything that is held for sessions.
+    pub fn drop_sessions(&mut self) {
         self.sessions.clear();
     }
 
@@ -79,7 +80,7 @@ impl Held {
         !self.sessions.is_empty()
     }
 
-    /// Everything, what others depend on first.
+    /// Everything, in an order in which nothing comes before what it depends on.
     pub fn iter(&self) -> impl Iterator<Item = &One> {
         self.common.iter().chain(self.sessions.values().flat_map(Session::iter))
     }

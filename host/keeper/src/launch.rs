@@ -1,4 +1,4 @@
-//! Starting a Baton: the devices that it needs, and its keeper.
+//! Starts a Baton: its devices and its keeper.
 
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
@@ -10,21 +10,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
-/// What stands between a NIC and its host's network.
+/// Descriptors of the devices between a NIC and its host's network.
 #[derive(Debug)]
 pub struct Devices {
-    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that hears what it sends.
+    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that receives what the kernel sends.
     pub host: OwnedFd,
     /// The wire; beside the kernel, the packet socket on all devices.
     pub wire: OwnedFd,
-    /// What a NIC beside the kernel needs besides.
+    /// Descriptors that only a NIC beside the kernel needs.
     pub beside: Option<BesideDevices>,
-    /// What a card that distributes frames over several workers has besides: its registers, and for each worker but the first a queue of
-    /// the host's interface and one of the wire's.
+    /// Descriptors that only a NIC with several workers needs: the card's registers, and for each worker but the first a queue
+    /// of the host's interface and one of the wire's.
     pub card: Vec<OwnedFd>,
 }
 
-/// What a NIC beside the kernel needs.
+/// Descriptors that a NIC beside the kernel needs.
 #[derive(Debug)]
 pub struct BesideDevices {
     injector: OwnedFd,
@@ -33,24 +33,24 @@ pub struct BesideDevices {
 }
 
 impl Devices {
-    /// Those of a NIC beside the kernel, for so many connections, in the calling thread's network namespace.
+    /// Makes those of a NIC beside the kernel, for this many connections, in the calling thread's network namespace.
     ///
     /// # Errors
-    /// With what is missing and what to do about it.
+    /// With what is missing, and what to do about it.
     pub fn beside(connections: usize) -> Result<Devices> {
         let steering = Steering::new(connections as u32)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            steering.hear_outgoing(fd)
+            steering.filter_outgoing(fd)
         });
         let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            steering.hear_incoming(fd)
+            steering.filter_incoming(fd)
         });
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
         let name = interface::tap_name(injector.as_fd())?;
-        // Nothing of the host's own is sent through it.
+        // The host's own packets are not to be sent through it.
         let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
         let routes = rtnetlink::open()?;
         let index = rtnetlink::link(&routes, &name)?.index;
@@ -63,11 +63,11 @@ impl Devices {
 
 const SO_MARK: i32 = 36;
 
-/// Starts a keeper in the calling thread's network namespace, and waits until programs may come. It ends when the returned channel is
-/// closed; or, if `process` (a pidfd) is given, with that and the last session.
+/// Starts a keeper in the calling thread's network namespace, and waits until programs can connect. It ends when the returned
+/// channel is closed; or, if `process` (a pidfd) is given, when that process and the last session have ended.
 ///
 /// # Errors
-/// If it does not start; what is wrong it has said itself.
+/// If it does not start. It has printed the cause itself.
 pub fn launch(
     mut command: Command,
     settings: &AgentSettings,
@@ -85,7 +85,7 @@ pub fn launch(
     descriptors.extend(devices.card.iter().map(AsFd::as_fd));
     descriptors.extend(process);
     process::inherit(&mut command, &descriptors, false);
-    // Out of the terminal's reach: when the starter is interrupted the keeper still gives everything back.
+    // In another process group: when Ctrl-C interrupts the starter, the keeper still restores everything.
     if process.is_some() {
         process::orphan(&mut command);
     } else {
@@ -102,13 +102,13 @@ pub fn launch(
     }
 }
 
-/// Linux's number of the error that there are too many open files.
+/// Linux's error number for too many open files.
 const EMFILE: i32 = 24;
 
-/// Says what to type where the limit on open files is the cause.
+/// Says what to type if the limit on open files is the cause.
 fn explain(error: std::io::Error) -> anyhow::Error {
     match error.raw_os_error() {
-        Some(EMFILE) => anyhow::anyhow!("the limit on open files is too low: `ulimit -n 1024` or more"),
+        Some(EMFILE) => anyhow::anyhow!("the limit on open files is too low: raise it with `ulimit -n 1024` or more"),
         _ => error.into(),
     }
 }

@@ -1,12 +1,12 @@
-//! The keeper: holds what must survive agent and NIC (device descriptors, NIC memory, doorbells), starts the agent, and the next one
-//! when that dies. It decides nothing, so that it has no reason to die.
+//! The keeper holds what must survive agent and NIC (device descriptors, NIC memory, doorbells), starts the agent, and starts
+//! the next one when that dies. It makes no decisions about connections, so it has little reason to die.
 #![forbid(unsafe_code)]
 
 mod blame;
 mod held;
 mod launch;
 
-use crate::blame::{Aside, Blame};
+use crate::blame::{Blame, Withhold};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, slot};
 use baton_agent::AgentSettings;
@@ -25,7 +25,7 @@ use std::sync::atomic::Ordering;
 
 pub use launch::{BesideDevices, Devices, launch};
 
-/// Descriptors that a keeper inherits from whoever made the devices, in this order from 3 on.
+/// Descriptors that a keeper inherits from the process that made the devices, numbered from 3 on.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub enum Descriptor {
@@ -33,16 +33,15 @@ pub enum Descriptor {
     Host = 3,
     /// The wire.
     Wire = 4,
-    /// The connection to whoever started the keeper.
+    /// The control connection to the process that started the keeper.
     Parent = 5,
 }
 
-/// Behind those, for a NIC beside the kernel: the injector, the link of its program, the steering; for one with several queues: the card's.
-/// Last, for a keeper that lingers: the
-/// process (a pidfd) whose end it waits for.
+/// First number of the further descriptors. For a NIC beside the kernel: the injector, the link of its program, the steering;
+/// for one with several queues: the card's. Last, for a keeper that lingers: a pidfd of the process whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
-/// Runs a keeper until its parent is gone.
+/// Runs a keeper until its parent has ended.
 ///
 /// # Errors
 /// If a descriptor is missing, or agents die as soon as they start.
@@ -52,7 +51,8 @@ pub fn run() -> Result<()> {
     };
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     let parent = Channel::from_fd(take(Descriptor::Parent)?);
-    let settings = &receive_settings::<AgentSettings>(&parent).context("settings, which whoever starts a keeper sends")?;
+    let settings = &receive_settings::<AgentSettings>(&parent)
+        .context("receiving the settings, which the process that starts a keeper sends")?;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
     let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
@@ -83,46 +83,44 @@ pub fn run() -> Result<()> {
         let mut agent = command.spawn().context("starting the agent")?;
         drop(theirs);
         let mut ready = false;
-        // An agent that has died already is found out below.
+        // If the agent has died already, `watch` notices.
         let _ = hand_over(&ours, &held);
         if watch(&mut agent, ours, &end, &mut held, &mut ready, &mut announced)? {
             return Ok(());
         }
         let attended = memory.word32(nic::ATTENDED).swap(0, Ordering::AcqRel).checked_sub(1);
-        // One that was killed by a signal from outside has not died of what it was given.
+        // An agent that was killed by a signal from outside has not died of what it was given.
         let by_itself = agent.wait()?.signal().is_none_or(|signal| signal != SIGKILL && signal != SIGTERM);
         match blame.judge(ready, by_itself, attended) {
-            Aside::Nothing => {}
-            Aside::Groups => {
-                eprintln!(
-                    "baton keeper: two agents have died before they were ready; the next one moves no groups' connections at random"
-                );
-                held.set_groups_aside();
+            Withhold::Nothing => {}
+            Withhold::Groups => {
+                eprintln!("baton keeper: two agents have died before they were ready; the next one makes no random moves");
+                held.stop_groups();
             }
-            Aside::Session(number) => {
-                eprintln!("baton keeper: two agents have died of session {number}; it is given up");
+            Withhold::Session(number) => {
+                eprintln!("baton keeper: two agents have died while they served session {number}; the session is dropped");
                 held.note(Kept::Ended(number), Vec::new());
             }
-            Aside::Everything => {
-                eprintln!("baton keeper: agents go on dying before they are ready; all sessions are given up");
-                held.set_sessions_aside();
+            Withhold::Everything => {
+                eprintln!("baton keeper: agents still die before they are ready; all sessions are dropped");
+                held.drop_sessions();
                 for slot in 0..settings.nic.slots as u32 {
                     memory.word32(nic::slot(slot) + slot::JOURNAL).store(0, Ordering::Release);
                 }
             }
-            Aside::GiveUp => bail!("agents go on dying before they are ready; see their messages above"),
+            Withhold::GiveUp => bail!("agents still die before they are ready; see their messages above"),
         }
     }
 }
 
-/// Signals by which somebody ends an agent.
+/// Signals with which somebody ends an agent.
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 
-/// What a NIC beside the kernel needs.
+/// Descriptors that a NIC beside the kernel needs.
 struct Beside {
     injector: OwnedFd,
-    /// Its program is there as long as this is open.
+    /// The program is attached as long as this is open.
     injector_link: OwnedFd,
     steering: [OwnedFd; baton_steering::DESCRIPTORS],
 }
@@ -133,7 +131,7 @@ impl Beside {
     }
 }
 
-/// The agent's socket, of which nothing is left when the keeper ends, however its agents have ended.
+/// The path of the agent's socket, which is removed when the keeper ends, however its agents have ended.
 struct Socket<'a>(&'a AgentSettings);
 
 impl Drop for Socket<'_> {
@@ -142,7 +140,7 @@ impl Drop for Socket<'_> {
         if Channel::connect(path).is_err() {
             let _ = std::fs::remove_file(path);
         }
-        // A directory that was made for this socket alone goes with it.
+        // A directory that was made only for this socket is removed with it.
         if self.0.lingers
             && let Some(directory) = path.parent()
         {
@@ -153,11 +151,11 @@ impl Drop for Socket<'_> {
 
 /// What ends a keeper.
 struct End {
-    /// Whoever started it is gone.
+    /// The process that started it has ended.
     parent: Channel,
-    /// Or, instead, this process.
+    /// If given, this process has ended, instead.
     process: Option<OwnedFd>,
-    /// Or somebody asks for it. While the process lives its connections go to the kernel and the rest waits for it.
+    /// A signal asks for it. While the process lives its connections go to the kernel, and the keeper waits for it.
     signals: OwnedFd,
 }
 
@@ -167,7 +165,7 @@ impl End {
     }
 }
 
-/// Gives an agent what its predecessor has left.
+/// Gives an agent everything that is held.
 fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
     for (kept, descriptors) in held.iter() {
         let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
@@ -176,7 +174,8 @@ fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
     Ok(agent.send(&Kept::Ready, &[])?)
 }
 
-/// Holds what the agent gives, until its end or the parent's. True if the parent is gone: the agent then gives everything back and ends.
+/// Records what the agent sends, until the agent or the parent has ended. True if the parent has ended; then the agent has
+/// restored everything and ended, too.
 fn watch(
     agent: &mut Child,
     channel: Channel,
@@ -192,7 +191,7 @@ fn watch(
     let mut tokens = Vec::new();
     let mut over = false;
     loop {
-        // Programs that the watched process has left behind keep their connections.
+        // Programs that the watched process has started, and that outlive it, keep their connections.
         if over && !(end.process.is_some() && held.has_sessions()) {
             drop(channel);
             agent.wait()?;
@@ -208,7 +207,7 @@ fn watch(
             if token == 2 {
                 process::take_signals(&end.signals);
                 over |= end.process.is_none();
-                // An agent that has died already is found out below; the next one finds it among what is held.
+                // If the agent has died already, that is noticed below, and the next agent is given this message.
                 let _ = channel.send(&Kept::Ending, &[]);
                 held.note(Kept::Ending, Vec::new());
                 continue;

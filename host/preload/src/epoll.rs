@@ -256,7 +256,7 @@ impl Set {
                 }
                 if tcp.is_managed() {
                     self.join_bell(&mut inner, epfd);
-                    // The connection may have moved before the socket was told of this set.
+                    // The connection may have moved before this set was added to the socket.
                     inner.interest.enqueue(slot);
                     drop(inner);
                     self.alert();

@@ -1,5 +1,5 @@
-//! A BPF assembler: as much of the instruction set as the programs here need (RFC 9669). It stands in for a compiler, so that the
-//! build needs none for BPF.
+//! A BPF assembler, with the part of the instruction set that the programs here need (RFC 9669). With it the build needs no BPF
+//! compiler.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,17 +10,17 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 pub(crate) enum R {
     /// Return value.
     R0,
-    /// First argument; the context on entry.
+    /// First argument; on entry, the context.
     R1,
     R2,
     R3,
     R4,
     R5,
-    /// Kept across calls.
+    /// Preserved across calls.
     R6,
-    /// Kept across calls.
+    /// Preserved across calls.
     R7,
-    /// The stack's top.
+    /// Top of the stack.
     R10,
 }
 
@@ -44,7 +44,7 @@ pub(crate) enum Size {
     Double = 0x18,
 }
 
-/// Helper functions of the kernel.
+/// The kernel's helper functions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Helper {
     MapLookup = 1,
@@ -59,7 +59,7 @@ pub(crate) enum Helper {
     RedirectNeighbour = 152,
 }
 
-/// A program under construction. Jumps go forward to labels.
+/// A program under construction. Jumps go forward to labels only.
 #[derive(Default)]
 pub(crate) struct Assembler {
     code: Vec<[u8; 8]>,
@@ -118,12 +118,12 @@ impl Assembler {
         self.push(0xaf, to, from, 0, 0)
     }
 
-    /// Swaps the lowest two bytes if the machine's order is not the network's.
+    /// Swaps the lowest two bytes if the machine's byte order is not the network's.
     pub fn swap_half(&mut self, register: R) -> &mut Self {
         self.push(0xdc, register, R::R0, 0, 16)
     }
 
-    /// Adds to eight bytes in memory that others may add to.
+    /// Adds atomically to eight bytes in memory.
     pub fn atomic_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
         self.push(0xdb, base, from, offset, 0)
     }
@@ -136,21 +136,21 @@ impl Assembler {
         self.push(0x63 | size as u8, base, from, offset, 0)
     }
 
-    /// Stores a number; into the context through a register, since the kernel wants that there.
+    /// Stores a constant. Into the context it must be stored through a register, since the verifier demands that.
     pub fn store_word(&mut self, base: R, offset: i16, value: i32) -> &mut Self {
         self.push(0x62, base, R::R0, offset, value)
     }
 
     /// Loads the address of a map.
     pub fn map(&mut self, to: R, map: BorrowedFd<'_>) -> &mut Self {
-        // The source register says that the immediate is a map's descriptor.
+        // The source register marks the immediate as a map's descriptor.
         self.push(0x18, to, R::R1, 0, map.as_raw_fd());
         self.push(0, R::R0, R::R0, 0, 0)
     }
 
     /// Loads the address of a byte in the only value of an array map.
     pub fn map_value(&mut self, to: R, map: BorrowedFd<'_>, offset: i32) -> &mut Self {
-        // The source register says that the immediates are a map's descriptor and an offset in its value.
+        // The source register marks the immediates as a map's descriptor and an offset in its value.
         self.push(0x18, to, R::R2, 0, map.as_raw_fd());
         self.push(0, R::R0, R::R0, 0, offset)
     }
@@ -188,7 +188,7 @@ impl Assembler {
         self.push(0x5d, register, other, 0, 0)
     }
 
-    /// Jumps unless the register, as a signed number, is above zero.
+    /// Jumps unless the register, as a signed number, is greater than zero.
     pub fn jump_unless_positive(&mut self, register: R, label: &'static str) -> &mut Self {
         self.jumps.push((self.code.len(), label));
         self.push(0xd5, register, R::R0, 0, 0)
@@ -209,7 +209,7 @@ impl Assembler {
         self
     }
 
-    /// The program's bytes.
+    /// The program's instructions.
     ///
     /// # Panics
     /// If a label is missing.

@@ -1,4 +1,4 @@
-//! The bpf system call, as far as it is needed here.
+//! The bpf system call, the part that is needed here.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -18,7 +18,7 @@ const MESSAGE_VERDICT: u32 = 7;
 /// BPF_TRACE_RAW_TP.
 const TRACEPOINT: u32 = 23;
 
-/// What a map is.
+/// Kind of a map.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub(crate) enum MapKind {
@@ -29,21 +29,21 @@ pub(crate) enum MapKind {
     RingBuffer = 27,
 }
 
-/// What a program is for.
+/// Where a program runs.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub(crate) enum ProgramKind {
-    /// A socket's filter.
+    /// As a socket's filter.
     Socket = 1,
-    /// A device's tc hook.
+    /// At a device's tc hook.
     Device = 3,
-    /// A send on a socket of a map of sockets.
+    /// At a send on a socket in a map of sockets.
     SocketMessage = 16,
-    /// A tracepoint.
+    /// At a tracepoint.
     Tracing = 26,
 }
 
-/// Where at a device.
+/// Hook of a device.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub(crate) enum Hook {
@@ -61,7 +61,7 @@ fn bpf(command: i32, attributes: &mut [u32; 32]) -> io::Result<i32> {
 }
 
 fn owned(raw: i32) -> OwnedFd {
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just made this descriptor for this process, and nothing else owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }
 
@@ -93,7 +93,7 @@ pub(crate) fn create_map_of(kind: MapKind, key: u32, value: u32, entries: u32) -
     bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
 }
 
-/// An array of one value, which can be mapped into memory.
+/// Makes an array map of one value that can be mapped into memory.
 pub(crate) fn create_mappable_array(value: u32) -> io::Result<OwnedFd> {
     const MAPPABLE: u32 = 1 << 10;
     let mut attributes = [0; 32];
@@ -148,7 +148,7 @@ pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
     }
 }
 
-/// Loads a program. What the verifier has to say goes into the error.
+/// Loads a program. The verifier's messages are in the error.
 pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
     load_for(kind, 0, 0, instructions)
 }
@@ -165,7 +165,7 @@ fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) ->
             attributes[7] = log.len() as u32;
             point(&mut attributes, 8, log);
         }
-        // expected_attach_type, attach_btf_id.
+        // The fields expected_attach_type and attach_btf_id.
         (attributes[17], attributes[27]) = (attach, target);
         bpf(PROGRAM_LOAD, &mut attributes).map(owned)
     };
@@ -180,7 +180,7 @@ fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) ->
     })
 }
 
-/// Attaches a program to a device; detached when the returned descriptor is closed everywhere.
+/// Attaches a program to a device until the returned descriptor is closed everywhere.
 pub(crate) fn attach_to_device(program: BorrowedFd<'_>, interface: u32, hook: Hook) -> io::Result<OwnedFd> {
     let mut attributes = [0; 32];
     attributes[..3].copy_from_slice(&[program.as_raw_fd() as u32, interface, hook as u32]);
@@ -192,17 +192,17 @@ pub(crate) fn attach_to_device(program: BorrowedFd<'_>, interface: u32, hook: Ho
     })
 }
 
-/// Puts a program before what is sent on the sockets of a map.
+/// Attaches a program to the sends on the sockets of a map.
 pub(crate) fn attach_to_map(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io::Result<()> {
     let mut attributes = [0; 32];
     attributes[..3].copy_from_slice(&[map.as_raw_fd() as u32, program.as_raw_fd() as u32, MESSAGE_VERDICT]);
     bpf(PROGRAM_ATTACH, &mut attributes).map(|_| ())
 }
 
-/// Programs at a control group that is told at most.
+/// Most programs that are read of a control group.
 const MOST_PROGRAMS: usize = 64;
 
-/// Numbers of the programs that the packets of a control group's sockets meet, those of its ancestors included: on the way in
+/// Ids of the programs that packets of a control group's sockets pass, its ancestors' included: on the way in
 /// (BPF_CGROUP_INET_INGRESS), then on the way out.
 ///
 /// # Errors
@@ -223,7 +223,7 @@ pub fn cgroup_programs(group: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
     Ok(programs)
 }
 
-/// Loads a program and puts it at a tracepoint, by the number of its type; it is there as long as the returned descriptor is open.
+/// Loads a program and attaches it to a tracepoint, by its type id, until the returned descriptor is closed.
 pub(crate) fn attach_to_tracepoint(target: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
     let program = load_for(ProgramKind::Tracing, TRACEPOINT, target, instructions)?;
     let mut attributes = [0; 32];
@@ -246,10 +246,10 @@ pub(crate) fn attach_to_socket(program: &OwnedFd, socket: BorrowedFd<'_>) -> io:
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Whether this process may use BPF here, and this kernel has it; else why not.
+/// Whether this process may use BPF here, and this kernel has it.
 ///
 /// # Errors
-/// Why not, and what to do.
+/// The reason, and what to do.
 pub fn supported() -> io::Result<()> {
     create_map(4, 4, 1).map(|_| ())
 }

@@ -1,4 +1,4 @@
-//! BPF type information of the running kernel, as far as a program at a tracepoint needs it: the number of the tracepoint's type.
+//! BPF type information (BTF) of the running kernel: finds the type id of a tracepoint.
 
 use std::io;
 
@@ -26,7 +26,7 @@ fn tail(kind: u32, members: u32) -> usize {
     }
 }
 
-/// The number of a type definition.
+/// The id of a type definition.
 fn find(btf: &[u8], name: &str) -> Option<u32> {
     if btf.get(..2)? != MAGIC.to_ne_bytes() {
         return None;
@@ -51,10 +51,10 @@ fn find(btf: &[u8], name: &str) -> Option<u32> {
     None
 }
 
-/// The number of a tracepoint's type.
+/// The id of a tracepoint's type.
 ///
 /// # Errors
-/// `Unsupported` if this kernel describes no such tracepoint.
+/// `Unsupported` if this kernel does not describe such a tracepoint.
 pub(crate) fn tracepoint(name: &str) -> io::Result<u32> {
     let unsupported = |why: String| io::Error::new(io::ErrorKind::Unsupported, why);
     let btf = std::fs::read(PATH).map_err(|error| {
@@ -67,7 +67,7 @@ pub(crate) fn tracepoint(name: &str) -> io::Result<u32> {
 mod tests {
     use super::*;
 
-    /// An INT, a STRUCT with one member, then the definition that is looked for.
+    /// An INT, a STRUCT with one member, then the definition that is searched.
     #[test]
     fn a_definition_is_found_behind_types_of_other_lengths() {
         let strings = b"\0int\0btf_trace_x\0btf_trace_xy\0";

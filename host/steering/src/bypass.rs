@@ -1,44 +1,45 @@
-//! The bypass of running programs, which can be given no library: their sockets are in a map of sockets, and what a program sends is put
-//! into the receive queue of another socket, its *engine*, and the reverse. Nothing of it goes through TCP.
+//! The bypass for programs that run already, into which no library can be loaded. Their sockets are in a map of sockets, and
+//! what a program sends is put into the receive queue of another socket, its *engine*, and the reverse. None of it goes through
+//! TCP.
 //!
-//! One map holds both: under a socket's own addresses it has the socket that gets what is sent there. Three programs at tracepoints
-//! tell what else has to be known: how much a program has read (nothing else limits what is put into its queue), when it closes a
-//! socket, and when a socket that nobody here knows has carried so many bytes.
+//! One map holds both: its key is a socket's own addresses, its value the socket that gets what is sent there. Three programs at
+//! tracepoints report what else is needed: how much a program has read (nothing else limits what is put into its queue), when it
+//! closes a socket, and when an unwatched socket has carried a given number of bytes.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::bpf::{self, MapKind, ProgramKind};
-use crate::news::News;
 use crate::programs::KEY_BYTES;
+use crate::ring_buffer::{RECORD, RingBuffer};
 use crate::{btf, key};
 use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// Sockets that are remembered as strangers.
-const STRANGERS: u32 = 1 << 16;
+/// Number of unwatched sockets whose bytes are counted.
+const UNWATCHED_SOCKETS: u32 = 1 << 16;
 
-/// What happened to a socket, by its cookie.
+/// An event of a socket, which is identified by its cookie.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SocketEvent {
-    /// Its program has read, after it was asked to be told.
+    /// Its program has read, after [`SocketBypass::watch`] asked for that event.
     Read(u64),
-    /// It has come to this state (numbered as Linux does): its program has closed it, or shut it down.
+    /// It has entered this state (numbered as in Linux): its program has closed it, or shut it down.
     State(u64, u8),
-    /// Nobody knows it, it has carried as many bytes as make it worth knowing, and this process used it.
-    Stranger(u64, u32),
+    /// An unwatched socket has carried the given number of bytes; the second number is the process id that used it.
+    Unwatched(u64, u32),
 }
 
 const READ: i32 = 1;
 const STATE: i32 = 2;
-const STRANGER: i32 = 3;
+const UNWATCHED: i32 = 3;
 
-/// The maps and programs. All is gone when this is dropped.
+/// The maps and programs. Dropping this removes them.
 #[derive(Debug)]
 pub struct SocketBypass {
     sockets: OwnedFd,
     known: OwnedFd,
-    _strangers: OwnedFd,
-    news: News,
+    _unwatched: OwnedFd,
+    ring: RingBuffer,
     _links: Vec<OwnedFd>,
 }
 
@@ -54,30 +55,31 @@ mod message {
 }
 
 impl SocketBypass {
-    /// For so many sockets; strangers are told of after so many bytes (1 for at once).
+    /// Makes it for `sockets` sockets. Unwatched ones are reported after this many bytes (1: at once).
     ///
     /// # Errors
-    /// With what to do about it, if this process may not load BPF programs, or this kernel lacks something; else the system's.
-    pub fn new(sockets: u32, strangers_after: u32) -> io::Result<SocketBypass> {
+    /// The failed system call's. If this process may not load BPF programs, or this kernel lacks something, the message says
+    /// what to do.
+    pub fn new(sockets: u32, unwatched_after: u32) -> io::Result<SocketBypass> {
         let map = bpf::create_map_of(MapKind::SocketHash, KEY_BYTES as u32, 8, 2 * sockets)?;
         let known = bpf::create_map(8, 16, 2 * sockets)?;
-        let strangers = bpf::create_map_of(MapKind::LeastRecentlyUsedHash, 8, 8, STRANGERS)?;
-        let news = News::new()?;
+        let unwatched = bpf::create_map_of(MapKind::LeastRecentlyUsedHash, 8, 8, UNWATCHED_SOCKETS)?;
+        let ring = RingBuffer::new()?;
         let verdict = bpf::load(ProgramKind::SocketMessage, &redirect(map.as_fd()))?;
         bpf::attach_to_map(verdict.as_fd(), map.as_fd())?;
-        let maps = Maps { known: known.as_fd(), strangers: strangers.as_fd(), news: news.fd() };
+        let maps = Maps { known: known.as_fd(), unwatched: unwatched.as_fd(), ring: ring.fd() };
         let links = [
-            ("sock_recv_length", transferred(&maps, strangers_after, true)),
-            ("sock_send_length", transferred(&maps, strangers_after, false)),
+            ("sock_recv_length", transferred(&maps, unwatched_after, true)),
+            ("sock_send_length", transferred(&maps, unwatched_after, false)),
             ("inet_sock_set_state", changed_state(&maps)),
         ]
         .map(|(name, program)| bpf::attach_to_tracepoint(btf::tracepoint(name)?, &program));
         let links = links.into_iter().collect::<io::Result<Vec<_>>>()?;
-        Ok(SocketBypass { sockets: map, known, _strangers: strangers, news, _links: links })
+        Ok(SocketBypass { sockets: map, known, _unwatched: unwatched, ring, _links: links })
     }
 
-    /// What the program sends on its socket goes to `engine`, what is sent on that goes to the program. No thread of the program may
-    /// be inside a call on the socket. Both must be ESTABLISHED.
+    /// Makes what the program sends on its socket go to `engine`, and what is sent on `engine` go to the program. No thread of
+    /// the program may be inside a call on the socket. Both must be ESTABLISHED.
     ///
     /// # Errors
     /// The failed system call's.
@@ -85,19 +87,19 @@ impl SocketBypass {
         self.watch(cookie)?;
         let put =
             |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes());
-        // The engine first: there is no moment at which the program's bytes have nowhere to go.
+        // The engine first, so that the program's bytes have a destination at every moment.
         put(program.0, engine.1).and_then(|()| put(engine.0, program.1)).inspect_err(|_| self.part(program.0, engine.0))
     }
 
-    /// Undoes [`SocketBypass::join`]. What the program has not read of what was put into its queue is dropped.
+    /// Undoes [`SocketBypass::join`]. Bytes in the program's queue that it has not read are dropped.
     pub fn part(&self, program: &Flow, engine: &Flow) {
         for at in [engine, program] {
-            // One that was closed is gone from the map already.
+            // A closed socket is not in the map any more.
             let _ = bpf::delete(self.sockets.as_fd(), &key(at));
         }
     }
 
-    /// Tells of a socket's reads and states from now on.
+    /// Reports a socket's reads and states from now on.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if there are too many.
@@ -105,7 +107,7 @@ impl SocketBypass {
         bpf::update(self.known.as_fd(), &cookie.to_ne_bytes(), &[0; 16])
     }
 
-    /// Tells of it no more.
+    /// Stops reporting them.
     pub fn forget(&self, cookie: u64) {
         let _ = bpf::delete(self.known.as_fd(), &cookie.to_ne_bytes());
     }
@@ -119,35 +121,35 @@ impl SocketBypass {
         }
     }
 
-    /// Events in their order. One that finds no room is dropped.
+    /// The next event, in order. Events for which the ring has no room are lost.
     pub fn next_event(&mut self) -> Option<SocketEvent> {
         loop {
-            let news = self.news.next()?;
-            let cookie = u64::from_ne_bytes(std::array::from_fn(|at| news[at]));
-            let value = u32::from_ne_bytes(std::array::from_fn(|at| news[12 + at]));
-            match i32::from_ne_bytes(std::array::from_fn(|at| news[8 + at])) {
+            let record = self.ring.next()?;
+            let cookie = u64::from_ne_bytes(std::array::from_fn(|at| record[at]));
+            let value = u32::from_ne_bytes(std::array::from_fn(|at| record[12 + at]));
+            match i32::from_ne_bytes(std::array::from_fn(|at| record[8 + at])) {
                 READ => return Some(SocketEvent::Read(cookie)),
                 STATE => return Some(SocketEvent::State(cookie, value as u8)),
-                STRANGER => return Some(SocketEvent::Stranger(cookie, value)),
+                UNWATCHED => return Some(SocketEvent::Unwatched(cookie, value)),
                 _ => {}
             }
         }
     }
 
-    /// Readable when there are events.
+    /// A descriptor that is readable when there are events.
     pub fn events(&self) -> BorrowedFd<'_> {
-        self.news.fd()
+        self.ring.fd()
     }
 }
 
 struct Maps<'a> {
     known: BorrowedFd<'a>,
-    strangers: BorrowedFd<'a>,
-    news: BorrowedFd<'a>,
+    unwatched: BorrowedFd<'a>,
+    ring: BorrowedFd<'a>,
 }
 
-/// At a send on a socket of the map: what is sent goes to the socket that the map has under the sender's own addresses. It must never
-/// be refused: that would stick to the socket.
+/// Program at a send on a socket of the map: redirects what is sent to the map's value for the sender's own addresses. It must
+/// never refuse: the refusal would stick to the socket.
 fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
     const KEY: i16 = -40;
     const INTERNET: i32 = 2;
@@ -165,7 +167,7 @@ fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
         a.store_word(R::R10, to + 8, i32::from_ne_bytes([0, 0, 0xff, 0xff]));
         a.load(Size::Word, R::R1, R::R6, from).store(Size::Word, R::R10, to + 12, R::R1);
     }
-    // The local port comes in host order, the peer's in network order, in the upper half on this (little-endian) machine.
+    // The local port is in host order, the peer's in network order, in the upper half on this (little-endian) machine.
     a.label("ports").load(Size::Word, R::R1, R::R6, message::LOCAL_PORT).swap_half(R::R1);
     a.store(Size::Half, R::R10, KEY + 32, R::R1);
     a.load(Size::Word, R::R1, R::R6, message::REMOTE_PORT)
@@ -179,34 +181,34 @@ fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
 const TO_INGRESS: i32 = 1;
 const PASS: i32 = 1;
 
-/// Where things lie on the stack of the programs at tracepoints.
+/// Stack offsets of the programs at tracepoints.
 const COOKIE: i16 = -16;
 const KIND: i16 = -8;
 const VALUE: i16 = -4;
 const COUNT: i16 = -24;
 
-/// Keeps the socket's cookie on the stack, with the tracepoint's arguments in R6.
+/// Keeps the tracepoint's arguments in R6, and the socket's cookie on the stack.
 fn note_cookie(a: &mut Assembler) {
     a.mov(R::R6, R::R1).load(Size::Double, R::R1, R::R6, 0).call(Helper::SocketCookie).store(Size::Double, R::R10, COOKIE, R::R0);
 }
 
-/// Looks the cookie up; R0 is its value, or `absent` is reached.
+/// Looks up the cookie. R0 points to its value; without one, jumps to `absent`.
 fn look_up(a: &mut Assembler, map: BorrowedFd<'_>, absent: &'static str) {
     a.map(R::R1, map).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE)).call(Helper::MapLookup).jump_if(R::R0, 0, absent);
 }
 
-fn tell(a: &mut Assembler, maps: &Maps<'_>, kind: i32) {
+fn submit(a: &mut Assembler, maps: &Maps<'_>, kind: i32) {
     a.store_word(R::R10, KIND, kind);
-    a.map(R::R1, maps.news).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE)).set(R::R3, crate::news::NEWS as i32).set(R::R4, 0);
+    a.map(R::R1, maps.ring).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE)).set(R::R3, RECORD as i32).set(R::R4, 0);
     a.call(Helper::RingBufferOutput);
 }
 
-/// At the end of a receive or a send: (socket, result, flags).
-fn transferred(maps: &Maps<'_>, strangers_after: u32, receive: bool) -> Vec<u8> {
+/// Program at the end of a receive or a send, whose arguments are (socket, result, flags).
+fn transferred(maps: &Maps<'_>, unwatched_after: u32, receive: bool) -> Vec<u8> {
     const PEEK: i32 = 2;
     let mut a = Assembler::default();
     note_cookie(&mut a);
-    // The result is an int; what is left of it is a count of bytes.
+    // The result is an int; if it is positive it is a number of bytes.
     a.load(Size::Double, R::R7, R::R6, 8).shift_left(R::R7, 32).shift_right_signed(R::R7, 32);
     a.jump_unless_positive(R::R7, "done");
     if receive {
@@ -216,31 +218,31 @@ fn transferred(maps: &Maps<'_>, strangers_after: u32, receive: bool) -> Vec<u8> 
     if receive {
         a.atomic_add(R::R0, 0, R::R7);
         a.store_word(R::R10, VALUE, 0);
-        tell(&mut a, maps, READ);
+        submit(&mut a, maps, READ);
     }
     a.jump("done").label("stranger");
-    look_up(&mut a, maps.strangers, "new");
+    look_up(&mut a, maps.unwatched, "new");
     a.load(Size::Double, R::R1, R::R0, 0).atomic_add(R::R0, 0, R::R7);
-    // Only whoever crosses the line tells.
-    a.jump_if_not_below(R::R1, strangers_after as i32, "done").add_register(R::R1, R::R7);
-    a.jump_if_below(R::R1, strangers_after as i32, "done").jump("tell");
+    // Only the call that reaches the number reports it.
+    a.jump_if_not_below(R::R1, unwatched_after as i32, "done").add_register(R::R1, R::R7);
+    a.jump_if_below(R::R1, unwatched_after as i32, "done").jump("submit");
     a.label("new").store(Size::Double, R::R10, COUNT, R::R7);
-    a.map(R::R1, maps.strangers).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE));
+    a.map(R::R1, maps.unwatched).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE));
     a.mov(R::R3, R::R10).add(R::R3, i32::from(COUNT)).set(R::R4, 0).call(Helper::MapUpdate);
-    a.jump_if_below(R::R7, strangers_after as i32, "done");
-    a.label("tell").call(Helper::CurrentProcess).shift_right(R::R0, 32).store(Size::Word, R::R10, VALUE, R::R0);
-    tell(&mut a, maps, STRANGER);
+    a.jump_if_below(R::R7, unwatched_after as i32, "done");
+    a.label("submit").call(Helper::CurrentProcess).shift_right(R::R0, 32).store(Size::Word, R::R10, VALUE, R::R0);
+    submit(&mut a, maps, UNWATCHED);
     a.label("done").set(R::R0, 0).exit();
     a.finish()
 }
 
-/// When a socket changes its state: (socket, old state, new state).
+/// Program at a socket's change of state, whose arguments are (socket, old state, new state).
 fn changed_state(maps: &Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     note_cookie(&mut a);
     look_up(&mut a, maps.known, "done");
     a.load(Size::Double, R::R1, R::R6, 16).store(Size::Word, R::R10, VALUE, R::R1);
-    tell(&mut a, maps, STATE);
+    submit(&mut a, maps, STATE);
     a.label("done").set(R::R0, 0).exit();
     a.finish()
 }
@@ -259,7 +261,7 @@ mod tests {
     fn cookie(socket: &TcpStream) -> u64 {
         let mut cookie = [0u8; 8];
         let mut length = 8;
-        // SAFETY: room for eight bytes.
+        // SAFETY: `cookie` has room for eight bytes.
         let done = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, 57, cookie.as_mut_ptr().cast(), &mut length) };
         assert_eq!(done, 0);
         u64::from_ne_bytes(cookie)
@@ -274,7 +276,7 @@ mod tests {
 
     /// Needs the right to load BPF programs.
     #[test]
-    fn bytes_go_round_tcp_and_events_are_told() {
+    fn bytes_bypass_tcp_and_events_are_reported() {
         if let Err(error) = crate::supported() {
             eprintln!("skipped: {error}");
             assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
@@ -289,9 +291,9 @@ mod tests {
             program.write_all(&[1; 60]).unwrap();
             peer.read_exact(&mut [0; 120]).unwrap();
             let me = std::process::id();
-            let told = |bypass: &mut SocketBypass| std::iter::from_fn(|| bypass.next_event()).collect::<Vec<_>>();
-            let strangers = told(&mut bypass);
-            assert!(strangers.contains(&SocketEvent::Stranger(known, me)), "{strangers:?}");
+            let events_of = |bypass: &mut SocketBypass| std::iter::from_fn(|| bypass.next_event()).collect::<Vec<_>>();
+            let unwatched = events_of(&mut bypass);
+            assert!(unwatched.contains(&SocketEvent::Unwatched(known, me)), "{unwatched:?}");
             bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
             let mut buffer = [0; 16];
             program.write_all(b"to the engine").unwrap();
@@ -299,13 +301,13 @@ mod tests {
             engine.write_all(b"to the program").unwrap();
             assert_eq!(program.read(&mut buffer[..4]).unwrap(), 4);
             assert_eq!(bypass.read_by(known), 4);
-            assert!(told(&mut bypass).contains(&SocketEvent::Read(known)));
+            assert!(events_of(&mut bypass).contains(&SocketEvent::Read(known)));
             bypass.part(&flow(&program), &flow(&engine));
             program.write_all(b"to the peer").unwrap();
             assert_eq!(peer.read(&mut buffer).unwrap(), 11);
             bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
             drop(program);
-            let states = told(&mut bypass);
+            let states = events_of(&mut bypass);
             assert!(states.iter().any(|event| matches!(event, SocketEvent::State(of, 4) if *of == known)), "{states:?}");
         }
     }

@@ -1,16 +1,16 @@
-//! Steering, for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
+//! Steering for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map says which 4-tuples are the NIC's, another by which devices the kernel takes packets whose answers leave by others. Four small
-//! programs look into them: two at the devices (tc) keep the kernel from hearing
-//! and from speaking for those, two at packet sockets let the NIC hear exactly those. A fifth gives frames to the kernel as if a
-//! device had received them. Everything lives as long as somebody holds its descriptor, and no longer.
+//! One map holds the 4-tuples that the NIC owns, another the devices at which the kernel accepts packets whose answers leave by
+//! other devices. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
+//! connections' frames; two at packet sockets let the NIC receive exactly those. A fifth gives frames to the kernel as if a
+//! device had received them. All of it exists as long as a process holds its descriptors.
 
 mod assembler;
 mod bpf;
 mod btf;
 mod bypass;
-mod news;
 mod programs;
+mod ring_buffer;
 pub mod rss;
 
 use baton_wire::Flow;
@@ -20,49 +20,49 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub use bpf::{cgroup_programs, supported};
 pub use bypass::{SocketBypass, SocketEvent};
 
-/// What is done with a connection's frames.
+/// What happens to a connection's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Steer {
-    /// The NIC gets copies of what comes and of what the kernel sends.
+    /// The NIC gets copies of the frames that come in, and of those that the kernel sends.
     Mirror = 1,
-    /// The NIC gets what comes, the kernel gets nothing, and nothing of the kernel's leaves.
+    /// The NIC gets the frames that come in, the kernel gets none, and none of the kernel's leave.
     Steal = 2,
 }
 
-/// The mark on frames that the NIC sends, by which they are told from the kernel's.
+/// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
 
-/// The mark on them once they have a route, on the loopback device.
+/// Mark on them once they have a route, on the loopback device.
 const ROUTED: u32 = 0x4e49_4302;
 
 /// Index of the loopback device in every network namespace.
 pub const LOOPBACK: u32 = 1;
 
-/// The first two bytes of the source address of a frame that is to be injected; the device's index follows.
+/// First two bytes of the source address of a frame to inject; the device's index follows.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
 pub const DESCRIPTORS: usize = 4;
 
-/// Devices that a connection can be heard at besides those of the map of devices and the one by which its frames leave.
+/// Devices at which a connection can be received, besides those in the map of devices and the one by which its frames leave.
 pub const FURTHER: usize = 5;
 
-/// Devices that the map of devices holds.
+/// Entries of the map of devices.
 const MOST_DEVICES: u32 = 4096;
 
-/// Where a connection's frames go, and where its peer's are heard.
+/// Devices by which a connection's frames leave, and at which its peer's are received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Path {
-    /// The device by which they leave, and at which they are heard in any case.
+    /// The device by which they leave, and at which they are received in any case.
     pub leaves_by: u32,
-    /// They are heard at every device of the map of devices, too: its socket is bound to none.
+    /// They are received at every device in the map of devices, too: the socket is bound to none.
     pub anywhere: bool,
-    /// And at these; 0 for none.
+    /// They are also received at these devices; 0 for none.
     pub also_at: [u32; FURTHER],
 }
 
-/// For which families the kernel takes a connection's packets at a device by which its own do not leave.
+/// Families for which the kernel accepts a connection's packets at a device by which its own do not leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accepts {
     /// IPv4: there is no strict reverse path filter.
@@ -103,7 +103,7 @@ impl Steering {
         Ok(Steering { flows, devices, ingress, egress })
     }
 
-    /// One that another process made.
+    /// A steering that another process made.
     pub fn from_fds([flows, devices, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
         Steering { flows, devices, ingress, egress }
     }
@@ -113,7 +113,7 @@ impl Steering {
         [self.flows.as_fd(), self.devices.as_fd(), self.ingress.as_fd(), self.egress.as_fd()]
     }
 
-    /// Puts the programs at a device of the calling thread's network namespace.
+    /// Attaches the programs to a device of the calling thread's network namespace.
     ///
     /// # Errors
     /// The failed system call's; `EINVAL` from kernels before 6.6, which have no tcx links.
@@ -123,7 +123,8 @@ impl Steering {
         Ok(Attached { links: [ingress, egress] })
     }
 
-    /// Puts the program that injects at a device: what that receives counts as received by the device that the frame names.
+    /// Attaches the injecting program to a device: a frame that this device receives counts as received by the device that the
+    /// frame names.
     ///
     /// # Errors
     /// See [`Steering::attach`].
@@ -132,24 +133,24 @@ impl Steering {
         bpf::attach_to_device(program.as_fd(), interface, bpf::Hook::Ingress)
     }
 
-    /// Lets a packet socket hear what comes for the NIC's connections, and all of ICMP.
+    /// Sets a packet socket's filter, so that it receives what comes in for the NIC's connections, and all ICMP.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn hear_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn filter_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         let program = programs::incoming(self.flows.as_fd(), self.devices.as_fd());
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
-    /// Lets a packet socket hear what the kernel sends of connections that are being mirrored.
+    /// Sets a packet socket's filter, so that it receives what the kernel sends for connections that are being mirrored.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn hear_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn filter_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
     }
 
-    /// Says what is done with a connection's frames.
+    /// Sets what happens to a connection's frames.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
@@ -163,12 +164,12 @@ impl Steering {
         bpf::update(self.flows.as_fd(), &key(flow), &value)
     }
 
-    /// Says which connections are heard at a device besides those whose frames leave by it, and what its address is, to which injected
-    /// frames are sent.
+    /// Sets for which families connections are received at a device by which their frames do not leave, and the device's
+    /// address, to which injected frames are sent.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
-    pub fn hear_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
+    pub fn accept_at(&self, device: u32, accepts: Accepts, address: [u8; 6]) -> io::Result<()> {
         let families = if accepts.v4 { V4 } else { 0 } | if accepts.v6 { V6 } else { 0 };
         let mut value = [0u8; programs::DEVICE_BYTES];
         value[..4].copy_from_slice(&families.to_ne_bytes());
@@ -176,7 +177,7 @@ impl Steering {
         bpf::update(self.devices.as_fd(), &device.to_ne_bytes(), &value)
     }
 
-    /// There is no such device any more.
+    /// Removes a device that does not exist any more.
     ///
     /// # Errors
     /// The failed system call's.
@@ -184,21 +185,21 @@ impl Steering {
         bpf::delete(self.devices.as_fd(), &device.to_ne_bytes())
     }
 
-    /// The kernel has the connection alone.
+    /// Removes a connection: the kernel alone handles its frames.
     ///
     /// # Errors
-    /// The failed system call's; a flow that is not there is none.
+    /// The failed system call's. A flow that is not in the map is no error.
     pub fn remove(&self, flow: &Flow) -> io::Result<()> {
         bpf::delete(self.flows.as_fd(), &key(flow))
     }
 
-    /// How many flows are steered.
+    /// Number of flows that are steered.
     pub fn count(&self) -> usize {
         bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
     }
 }
 
-/// A flow as the programs read it off a frame: addresses, then ports in network order.
+/// A flow in the byte order in which the programs read it from a frame: addresses, then ports in network order.
 fn key(flow: &Flow) -> [u8; programs::KEY_BYTES] {
     let mut key = [0; programs::KEY_BYTES];
     key[..16].copy_from_slice(&flow.local.address);
@@ -232,7 +233,7 @@ mod tests {
         steering.set(&flow, &path, Steer::Mirror).unwrap();
         steering.set(&flow, &path, Steer::Steal).unwrap();
         steering.set(&flow.reversed(), &path, Steer::Steal).unwrap();
-        steering.hear_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
+        steering.accept_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
         steering.forget_device(7).unwrap();
         assert_eq!(steering.count(), 2);
         steering.remove(&flow).unwrap();

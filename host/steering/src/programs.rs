@@ -1,7 +1,7 @@
-//! The programs.
+//! The BPF programs.
 //!
-//! All but the injector begin alike: they read the frame's headers through a helper (so that it does not matter how the frame lies in
-//! memory), build the flow's key as this host sees it, and look it up.
+//! All but the injector begin alike: they read the frame's headers through a helper (so that the frame may be in pieces), build
+//! the flow's key as this host sees it, and look it up.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::{FURTHER, LOOPBACK, MARK, ROUTED, Steer};
@@ -10,10 +10,10 @@ use std::os::fd::BorrowedFd;
 /// Bytes of the map's key.
 pub(crate) const KEY_BYTES: usize = 36;
 
-/// Bytes of its value: the state, the device by which the connection's frames leave, whether and with which family's bit in the map of
-/// devices it is heard at others, and further devices at which it is heard whatever that map says.
+/// Bytes of its value: the state; the device by which the connection's frames leave; the bit of the connection's family, if it
+/// is received at the devices of the map of devices, too; and further devices at which it is received in any case.
 pub(crate) const VALUE_BYTES: usize = 12 + 4 * FURTHER;
-/// Bytes of the map of devices' value: families, then the device's address.
+/// Bytes of a value of the map of devices: families, then the device's address.
 pub(crate) const DEVICE_BYTES: usize = 12;
 const DEVICE_ADDRESS: i32 = 4;
 
@@ -21,7 +21,7 @@ const LEAVES_BY: i16 = 4;
 const ANYWHERE: i16 = 8;
 const ALSO_AT: i16 = 12;
 
-/// Where things lie on the stack.
+/// Stack offsets.
 const KEY: i16 = -40;
 const LOCAL: i16 = KEY;
 const REMOTE: i16 = KEY + 16;
@@ -47,10 +47,10 @@ const ETHERNET: i32 = 14;
 const TCP: i32 = 6;
 const ICMP: i32 = 1;
 const ICMPV6: i32 = 58;
-/// IPv6's fragment header, and what [`find`] says of IPv4's fragments of TCP.
+/// IPv6's fragment header; [`find`] returns it for IPv4 fragments of TCP, too.
 const FRAGMENT: i32 = 44;
 
-/// Which way the frame goes: its source is the peer, or this host.
+/// Direction of the frame: its source is the peer, or this host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Incoming,
@@ -58,7 +58,7 @@ enum Way {
 }
 
 impl Way {
-    /// Where the source's and the destination's halves of the key go.
+    /// Stack offsets of the key's halves for the source and the destination.
     fn places(self) -> [i16; 2] {
         match self {
             Way::Incoming => [REMOTE, LOCAL],
@@ -72,8 +72,9 @@ fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
     a.jump_unless(R::R0, 0, "other");
 }
 
-/// Looks the frame's flow up. Goes to `other` if it is no TCP segment, with its IP protocol in R7 (0 if it is not even that), to
-/// `unknown` if the map does not have it; else on, with the state in R7, and a pointer to the map's value in R0.
+/// Looks up the frame's flow. Jumps to `other` if the frame is no TCP segment, with its IP protocol in R7 (0 if it is not IP),
+/// and to `unknown` if the map does not contain the flow. Else goes on, with the state in R7, and a pointer to the map's value
+/// in R0.
 fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     let [source, destination] = way.places();
     a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
@@ -84,13 +85,13 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     a.label("v4").set(R::R2, ETHERNET);
     load_bytes(a, HEADER, 20);
     a.load(Size::Byte, R::R7, R::R10, HEADER + 9).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
-    // A later fragment has no ports, and a datagram is one owner's.
+    // A later fragment has no ports, so only the whole datagram shows whose it is.
     a.load(Size::Half, R::R1, R::R10, HEADER + 6).and(R::R1, i32::from(0x3fffu16.to_be())).jump_if(R::R1, 0, "whole v4");
     a.set(R::R7, FRAGMENT).jump("other");
     a.label("whole v4").set(R::R1, 0);
     for half in [LOCAL, REMOTE] {
         a.store(Size::Double, R::R10, half, R::R1);
-        // IPv4-mapped.
+        // The IPv4-mapped form.
         a.store_word(R::R10, half + 8, i32::from_ne_bytes([0, 0, 0xff, 0xff]));
     }
     for (from, to) in [(12, source), (16, destination)] {
@@ -117,15 +118,15 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     a.load(Size::Word, R::R7, R::R0, 0);
 }
 
-/// Goes to `unknown` unless the flow's frames leave by this device.
+/// Jumps to `unknown` unless the flow's frames leave by this device.
 fn leaves_here(a: &mut Assembler) {
     a.load(Size::Word, R::R1, R::R0, LEAVES_BY);
     a.load(Size::Word, R::R2, R::R6, INTERFACE).jump_unless_equal(R::R1, R::R2, "unknown");
 }
 
-/// Goes to `unknown` unless the kernel would accept the flow's frames at this device: where they leave, at the further devices of its
-/// value, and at those that the map of devices has for its family. What is tagged for a VLAN, or addressed to another host, is not this
-/// device's: where it belongs it is seen again, as that device's.
+/// Jumps to `unknown` unless the kernel would accept the flow's frames at this device: where they leave, at the further devices
+/// of its value, and at those in the map of devices that have the flow's family. A frame that is tagged for a VLAN, or addressed
+/// to another host, does not count for this device: it is seen again at the device that it belongs to.
 fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
     a.load(Size::Word, R::R1, R::R6, TAGGED).jump_unless(R::R1, 0, "unknown");
     a.load(Size::Word, R::R1, R::R6, PACKET_TYPE).jump_if(R::R1, OTHER_HOST, "unknown");
@@ -140,13 +141,13 @@ fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
     a.jump_if(R::R1, 0, "unknown").label("here");
 }
 
-/// Index of no device.
+/// Index that no device has.
 const NOWHERE: i32 = i32::MAX;
 
-/// At a device's ingress: the kernel does not hear the NIC's connections.
+/// Program at a device's ingress: the kernel receives nothing for the NIC's connections.
 pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
-    // Nobody behind this point is to see the mark.
+    // No later program may see the mark.
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
     find(&mut a, Way::Incoming, flows);
@@ -156,27 +157,27 @@ pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8>
     a.finish()
 }
 
-/// At a device's egress: the kernel does not speak for the NIC's connections, by whichever device.
+/// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device.
 pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours").jump_if(R::R2, ROUTED as i32, "other");
     find(&mut a, Way::Outgoing, flows);
     a.jump("theirs");
-    // What comes in at the loopback device without a route is a martian to the kernel: the NIC's frames get the route that the
-    // kernel's own have.
+    // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get the route
+    // that the kernel's own have.
     a.label("ours").load(Size::Word, R::R2, R::R1, INTERFACE).jump_unless(R::R2, LOOPBACK as i32, "other");
     a.store_word(R::R1, SKB_MARK, ROUTED as i32);
     a.set(R::R1, LOOPBACK as i32).set(R::R2, 0).set(R::R3, 0).set(R::R4, 0).call(Helper::RedirectNeighbour).exit();
-    // To a device that there is not: the sender takes it for sent. Of a plain drop the kernel's TCP is told, and would not count what
-    // it holds to have sent.
+    // To a device that does not exist: this counts as sent. A plain drop would be reported to the kernel's TCP, which would then
+    // not count the data as sent.
     a.label("theirs").jump_unless(R::R7, Steer::Steal as i32, "other");
     a.set(R::R1, NOWHERE).set(R::R2, 0).call(Helper::Redirect).exit();
     a.label("unknown").label("other").set(R::R0, NEXT).exit();
     a.finish()
 }
 
-/// At the NIC's packet socket: what comes for its connections, and ICMP and fragments, which may be about them. The kernel gets the
-/// fragments, too: whose they are is seen when they are whole, and a shell is deaf.
+/// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them. The
+/// kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
 pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
@@ -189,7 +190,7 @@ pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8
     a.finish()
 }
 
-/// At the NIC's second packet socket: what the kernel sends of connections that are being mirrored.
+/// Filter of the NIC's second packet socket: what the kernel sends for connections that are being mirrored.
 pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
@@ -200,7 +201,8 @@ pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// At the injector's ingress: the frame counts as received by the device whose index its source address holds, and is addressed to it.
+/// Program at the injector's ingress: the frame counts as received by the device whose index is in its source address, and is
+/// addressed to it.
 pub(crate) fn inject(devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.mov(R::R6, R::R1).set(R::R2, 8);

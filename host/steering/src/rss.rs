@@ -1,5 +1,5 @@
-//! Receive-side scaling by the kernel's TAP driver, which stands in for a card's silicon: a program at the interface hashes each frame
-//! and looks its queue up. Its tables lie in a map that can be mapped into memory: the card's registers, in the layout of
+//! Receive-side scaling by the kernel's TAP driver, in place of a card: a program at the interface hashes each frame and looks
+//! up its queue. Its tables are in a map that can be mapped into memory: the card's registers, in the layout of
 //! `baton_datapath::Registers`.
 
 use crate::assembler::{Assembler, Helper, R, Size};
@@ -8,23 +8,23 @@ use baton_rss::{BUCKETS, From};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Where things lie on the stack.
+/// Stack offsets.
 const SMALL: i16 = -8;
 const HEADER: i16 = -48;
 
 const ETHERNET: i32 = 14;
 const TCP: i32 = 6;
 
-/// The registers of a card, for [`distribute`].
+/// Makes the registers of a card, for [`distribute`].
 ///
 /// # Errors
-/// With what to do about it, if this process may not use BPF; else the system's.
+/// The failed system call's. If this process may not use BPF, the message says what to do.
 pub fn registers(bytes: usize) -> io::Result<OwnedFd> {
     bpf::create_mappable_array(bytes as u32)
 }
 
-/// The program that gives each frame that the kernel sends through a TAP to one of its queues; `from` says whether these frames are the
-/// host's own or come to it. For TUNSETSTEERINGEBPF.
+/// Makes the program that selects the queue of each frame that the kernel sends through a TAP, for TUNSETSTEERINGEBPF. `from`:
+/// whether the frames are the host's own or come to it.
 ///
 /// # Errors
 /// The failed system call's.
@@ -37,7 +37,7 @@ fn load_bytes(a: &mut Assembler, at: i16, length: i32, otherwise: &'static str) 
     a.jump_unless(R::R0, 0, otherwise);
 }
 
-/// Adds bytes on the stack to the hash in R7; `place` counts the hash's input.
+/// Adds bytes on the stack to the hash in R7; `place` is the position in the hash's input.
 fn hash(a: &mut Assembler, registers: BorrowedFd<'_>, place: &mut i32, from: i16, count: i16) {
     for at in from..from + count {
         for high in [true, false] {
@@ -55,7 +55,7 @@ fn hash(a: &mut Assembler, registers: BorrowedFd<'_>, place: &mut i32, from: i16
     }
 }
 
-/// As `baton_rss::Input`: addresses, the peer's first, and the ports of a whole TCP segment.
+/// Hashes the input of `baton_rss::Input`: addresses, the peer's first, and the ports of a whole TCP segment.
 fn program(registers: BorrowedFd<'_>, from: From) -> Vec<u8> {
     let mut a = Assembler::default();
     let order = |source: i16, destination: i16| match from {

@@ -1,4 +1,4 @@
-//! Builds only if none of these crates brings in std: std has a panic handler of its own, and there can be but one.
+//! Builds only if none of these crates brings in std: std has a panic handler of its own, and there can be only one.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -8,7 +8,7 @@ pub use {
     baton_abi, baton_device, baton_image, baton_lro, baton_moderation, baton_offloads, baton_tables, baton_tcp, baton_tso, baton_wire,
 };
 
-/// The crates allocate, so that somebody has to say from where.
+/// The crates allocate, so a global allocator is needed. This one is never called.
 #[global_allocator]
 static ALLOCATOR: emballoc::Allocator<4096> = emballoc::Allocator::new();
 

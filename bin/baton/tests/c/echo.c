@@ -1,5 +1,5 @@
-/* Accepts one connection, echoes what comes until the peer closes, and moves the
- * connection to the NIC or back after every kilobyte. argv: agent's socket.
+/* Accepts one connection, echoes what arrives until the peer closes, and moves the
+ * connection to the NIC or back after every kilobyte. argv: path of the agent's socket.
  * The listener is descriptor 3. Prints how often the connection moved. With a second
  * argument it receives into posted buffers, and prints how many bytes the NIC put there. */
 #define _GNU_SOURCE
@@ -16,7 +16,7 @@
 static int posts;
 static size_t by_nic;
 
-/* Like baton_receive(), by way of buffers of which four are posted at any time. */
+/* Like baton_receive(), through buffers, four of which are posted at any time. */
 static ssize_t receive(baton_session *s, int c, char *bytes, size_t length)
 {
     static int posted;
@@ -50,7 +50,7 @@ static int echo(baton_session *s, int c)
         }
         while (done < held && (n = baton_send(s, c, bytes + done, held - done)) >= 0) done += n;
         if (done < held && errno != EAGAIN) CHECK(-1);
-        /* With buffers it stays for a while, so that something arrives when they are posted and not while it moves. */
+        /* With buffers it stays in place for a while, so that bytes arrive after they are posted and not during a move. */
         if (since >= (posts ? 50000 : 1024)) {
             place = place == BATON_KERNEL ? BATON_NIC : BATON_KERNEL;
             int moved = baton_move(s, c, place);
@@ -66,7 +66,7 @@ static int echo(baton_session *s, int c)
     CHECK(baton_set_option(s, c, 6, 1, 1));
     CHECK(baton_get_option(s, c, 6, 1, &value));
     if (value != 1) return fprintf(stderr, "TCP_NODELAY is %d\n", value), 1;
-    /* A system without nodes knows none. */
+    /* On a system without nodes the node is unknown. */
     if (baton_node(s, c) < 0 && errno != ENODATA) CHECK(-1);
     CHECK(baton_get_option(s, c, SOL_SOCKET, SO_INCOMING_CPU, &value));
     if (value < 0) return fprintf(stderr, "SO_INCOMING_CPU is %d\n", value), 1;

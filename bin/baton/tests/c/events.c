@@ -1,9 +1,9 @@
-/* Two programs that watch their sockets with epoll and count what epoll_wait should not have said.
+/* Programs that watch their sockets with epoll and count events that epoll_wait should not have reported.
 
-   events churn SECONDS CONNECTIONS WORKERS   A thread waits, takes each socket that is reported out of the set (EPOLL_CTL_DEL), has it
-                                              read and answered by a worker (itself if WORKERS is 0), who puts it in again (EPOLL_CTL_ADD).
+   events churn SECONDS CONNECTIONS WORKERS   A thread waits and removes each reported socket from the set (EPOLL_CTL_DEL). A worker (the
+                                              thread itself if WORKERS is 0) reads, answers and adds it again (EPOLL_CTL_ADD).
    events oneshot SECONDS CONNECTIONS WORKERS Several threads wait with one set; sockets are EPOLLONESHOT, and armed with EPOLL_CTL_MOD.
-   events client SECONDS CONNECTIONS THREADS  Clients as wrk and redis have them: a connect that does not block, EPOLL_CTL_MOD to
+   events client SECONDS CONNECTIONS THREADS  Clients like wrk and redis: a non-blocking connect, EPOLL_CTL_MOD to
                                               EPOLLIN | EPOLLOUT, write, EPOLL_CTL_MOD to EPOLLIN, read.
 
    Prints "requests REQUESTS outside N twice N empty N late N": events of sockets that were not in the set (or not armed), sockets that were
@@ -65,7 +65,7 @@ static void exactly(int fd, char *bytes, int sending) {
     }
 }
 
-/* ---- the server that takes sockets out ---- */
+/* ---- the server that removes sockets from its set ---- */
 
 static int set, sockets[MOST];
 static int queue[MOST * 4];
@@ -73,7 +73,7 @@ static unsigned head, tail;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t some = PTHREAD_COND_INITIALIZER;
 
-/* Answers what there is; whether there was anything. */
+/* Answers all requests that wait. Returns whether there were any. */
 static int answer(int at) {
     char bytes[LENGTH];
     ssize_t count = read(sockets[at], bytes, LENGTH);
@@ -208,7 +208,7 @@ static void *client(void *unused) {
         got[at] = LENGTH;
         asked[at] = now();
     }
-    /* From the first answers on: before them the connections are made, and go to the NIC. */
+    /* Counted from the first answers on: before that the connections are made and moved to the NIC. */
     while (answers < 2 * connections || now() < end) {
         if (answers < 2 * connections) end = now() + seconds;
         struct epoll_event events[48];

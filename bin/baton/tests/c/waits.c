@@ -75,7 +75,7 @@ static void wrong(struct end *end, int role, const char *what, long got)
             wrong(end, role, what, got);                                                                                             \
     } while (0)
 
-/* Waits until the descriptor is ready, in one of six ways. What may not be reported is checked here. */
+/* Waits until the descriptor is ready, in one of six ways. Fails if an event is reported that cannot be true. */
 static void await(struct end *end, int role, int way, int epoll, short events)
 {
     struct pollfd entry = {.fd = end->fd, .events = events};
@@ -95,8 +95,8 @@ static void await(struct end *end, int role, int way, int epoll, short events)
         }
     } while (got < 0 && errno == EINTR);
     CHECK(got == 1, "what it returns", got);
-    short told = way < 2 ? entry.revents : way < 4 ? events : (short)reported[0].events;
-    CHECK(told && !(told & (POLLERR | POLLNVAL)), "what it reports", told);
+    short seen = way < 2 ? entry.revents : way < 4 ? events : (short)reported[0].events;
+    CHECK(seen && !(seen & (POLLERR | POLLNVAL)), "what it reports", seen);
 }
 
 static int set_for(struct end *end, int role, int way, unsigned events)
@@ -157,7 +157,7 @@ static void *receive(void *argument)
             end->doing[role] = "recv, all";
             got = recv(end->fd, buffer, most, MSG_WAITALL);
             size_t left = end->incoming - done;
-            /* A signal ends it early. */
+            /* A signal interrupted the call. */
             CHECK(end->signals || got == (ssize_t)(left < most ? left : most), "not all", got);
             break;
         case 12:
@@ -221,7 +221,7 @@ static void *send_all(void *argument)
             end->doing[role] = "sendfile";
             sent = sendfile(end->fd, file, &offset, most);
             if (sent > 0)
-                most = sent; /* A signal ends it early. */
+                most = sent; /* A signal interrupted the call. */
         }
         if (sent < 0 && errno == EINTR)
             continue;
@@ -239,7 +239,7 @@ static void *send_all(void *argument)
     return NULL;
 }
 
-/* Waits for the peer to close its side, and sees nothing else. */
+/* Waits for the peer to close its side; no other event may be reported. */
 static void *watch(void *argument)
 {
     struct end *end = argument;

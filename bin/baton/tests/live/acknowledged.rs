@@ -1,5 +1,5 @@
-//! Active acknowledgements between two kernels: large receive waits for 64 KB, and nobody sends anything again; what was acknowledged arrives,
-//! though the NIC that has it dies.
+//! Active acknowledgements between two kernels: large receive waits for 64 KB, and neither side retransmits; acknowledged data
+//! arrives although the NIC that holds it dies.
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
@@ -30,7 +30,7 @@ fn count(bed: &Testbed, of: Counter) -> u64 {
     bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters[of as usize]
 }
 
-/// Sends `bytes` to a receiver that reads 16 KB every 2 ms. How many segments the sender put on the wire again.
+/// Sends `bytes` to a receiver that reads 16 KB every 2 ms. Returns the number of segments that the sender retransmitted.
 fn slow_transfer(bed: &Testbed, ipv6: bool, bytes: u64) -> u64 {
     let (mut server, client) = connect(bed, ipv6, 8080);
     server.set_nonblocking(false).expect("a blocking socket");
@@ -62,7 +62,7 @@ fn slow_transfer(bed: &Testbed, ipv6: bool, bytes: u64) -> u64 {
 }
 
 #[test]
-fn a_threshold_of_64_kb_and_a_slow_receiver_make_nobody_send_again() {
+fn a_threshold_of_64_kb_and_a_slow_receiver_cause_no_retransmissions() {
     for (mode, ipv6) in [(Mode::InOrder, false), (Mode::Reorder, true)] {
         let bed = bed(patient(mode));
         assert_eq!(slow_transfer(&bed, ipv6, 3_000_000), 0, "{mode:?}");
@@ -90,7 +90,7 @@ fn what_was_acknowledged_survives_the_nic() {
     survives(1);
 }
 
-/// Whichever worker had it, and whichever has it afterwards.
+/// Whichever worker held the data, and whichever worker has the connection afterwards.
 #[test]
 fn what_one_of_several_workers_acknowledged_survives_the_nic() {
     survives(3);
@@ -98,7 +98,7 @@ fn what_one_of_several_workers_acknowledged_survives_the_nic() {
 
 fn survives(workers: usize) {
     let link = LinkSettings { delay: 2000, ..LinkSettings::default() };
-    // Which also waits where timestamps change.
+    // Large receive also waits where timestamps change.
     let offloads = patient(Mode::Reorder);
     let cores = if workers > 1 { Vec::new() } else { TestbedSettings::default().nic_cores };
     let bed =
@@ -109,12 +109,12 @@ fn survives(workers: usize) {
     let mut sent = 0;
     for round in 0..5 {
         if workers > 1 {
-            // Its connection is another worker's from now on, and after the NIC's death, too.
+            // The connection is another worker's from now on, also after the NIC's death.
             let indirection = (round % workers).to_string().parse().expect("a table");
             let set = Offloads { rss: baton_rss::RssSettings { indirection, ..Default::default() }, ..offloads };
             let reply = bed.tool().and_then(|mut tool| tool.ask(Ask::SetOffloads(Box::new(set)))).expect("an answer");
             assert!(matches!(reply, Reply::Done), "{reply:?}");
-            // A bucket that moves takes what large receive holds to the kernel: until none does any more.
+            // A bucket that moves passes what large receive holds to the kernel: wait until no bucket moves any more.
             let mut moved = u64::MAX;
             wait_until("buckets move for ever", || {
                 std::thread::sleep(Duration::from_millis(30));
@@ -127,7 +127,7 @@ fn survives(workers: usize) {
         stream::fill(9, sent, &mut piece);
         assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
         wait_until("the NIC does not acknowledge", || unacknowledged(&client) == 0);
-        // The sender has forgotten all of it; large receive waits for more.
+        // The sender has dropped all of it from its queue; large receive waits for more.
         let waiting = socket::queue_bytes(server.as_fd(), socket::SIOCINQ).expect("SIOCINQ");
         let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
         process::signal(nic, 9).expect("a signal");
@@ -139,6 +139,6 @@ fn survives(workers: usize) {
         wait_until("there is no next NIC", || {
             bed.tool().and_then(|mut tool| tool.statistics()).is_ok_and(|statistics| statistics.nic_process != nic)
         });
-        // The connection was known to have its window scaled; the next NIC knows, too.
+        // The old NIC had seen that the connection's window is scaled; the next NIC must know that, too.
     }
 }

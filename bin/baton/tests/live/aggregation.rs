@@ -1,5 +1,5 @@
-//! Which segments are merged, which end an aggregate, which pass untouched: one table of cases, run through the NIC's large receive by GRO's
-//! rules and, through a TAP, through Linux's GRO. Where the two differ the case says why.
+//! Which segments are merged, which end an aggregate, which pass unchanged: one table of cases, run through the NIC's large
+//! receive by GRO's rules and, through a TAP, through Linux's GRO. Where the two differ, the case says why.
 
 use baton_backends::VnetDevice;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
@@ -25,7 +25,7 @@ const AE: u16 = 0x100;
 const TIMESTAMPS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 7, 0, 0, 0, 9];
 const MSS: usize = 1000;
 
-/// One frame, field by field. Its payload is its number, over and over, by which it is found again in an aggregate.
+/// One frame, field by field. Its payload repeats its number, by which it is recognised in an aggregate.
 #[derive(Clone)]
 struct Piece {
     v6: bool,
@@ -144,7 +144,7 @@ impl Piece {
     }
 }
 
-/// Frames that come one after the other, and what goes to the kernel: numbers from 1, those that became one joined by "+".
+/// Frames in order of arrival, and what must go to the kernel: numbers from 1, merged ones joined by "+".
 struct Case {
     name: &'static str,
     pieces: Vec<Piece>,
@@ -153,7 +153,7 @@ struct Case {
     gro: Option<(&'static str, &'static str)>,
 }
 
-/// Full segments 0, 1, …, of which some are changed.
+/// Full segments 0, 1, …, some of them changed.
 fn row(count: u32, change: impl Fn(usize, &mut Piece)) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = (0..count).map(segment).collect();
     pieces.iter_mut().enumerate().for_each(|(at, piece)| change(at + 1, piece));
@@ -181,7 +181,7 @@ fn cases() -> Vec<Case> {
             &*format!("{} 66", (1..=65).map(|n| n.to_string()).collect::<Vec<_>>().join("+")).leak(),
             row(66, |_, _| {}),
         ),
-        // What ends an aggregate.
+        // Segments that end an aggregate.
         case("PSH is the last of its aggregate", "1+2 3", second(|piece| piece.flags |= PSH)),
         case(
             "PSH on the first",
@@ -234,7 +234,7 @@ fn cases() -> Vec<Case> {
                 Piece { seq: START + 1010, ..segment(2) },
             ],
         ),
-        // Order.
+        // Order of segments.
         case("a gap", "1 2+3", vec![segment(0), Piece { ident: 101, ..segment(2) }, Piece { ident: 102, ..segment(3) }]),
         case("a duplicate", "1+2 3", vec![segment(0), segment(1), segment(1)]),
         case("the second comes late", "1 2 3", vec![segment(0), segment(2), segment(1)]),
@@ -328,7 +328,7 @@ fn cases() -> Vec<Case> {
             "no DF, numbers stand still",
             "1 2 3",
             "1+2+3|1 2 3",
-            "later kernels merge these, too; a sender that neither counts nor forbids fragments could not be told from a repeater",
+            "later kernels merge these, too; a sender that neither counts nor forbids fragments cannot be distinguished from one that repeats itself",
             all(|piece| (piece.ident, piece.fragment) = (7, 0)),
         ),
         case(
@@ -347,7 +347,7 @@ fn cases() -> Vec<Case> {
         case("later fragment", "1 2 3", second(|piece| piece.fragment = 0x0010)),
         case("wrong IP checksum", "1 2 3", second(|piece| piece.bad_ip_checksum = true)),
         case("wrong TCP checksum", "1 2 3", second(|piece| piece.bad_tcp_checksum = true)),
-        case("padding behind the packet", "1 2 3", second(|piece| piece.padding = 3)),
+        case("padding after the packet", "1 2 3", second(|piece| piece.padding = 3)),
         case("another sender's link address", "1 2 3", second(|piece| piece.mac = 9)),
         // Network header, IPv6.
         case("another hop limit", "1 2 3", row(3, |at, piece| (piece.v6, piece.ttl) = (true, if at == 2 { 63 } else { 64 }))),
@@ -363,10 +363,10 @@ fn cases() -> Vec<Case> {
             "an extension header on all",
             "1 2 3",
             "1+2+3",
-            "GRO looks behind the headers that it knows; here IPv6 extension headers pass untouched",
+            "GRO parses the extension headers that it knows; here IPv6 extension headers pass untouched",
             all(|piece| (piece.v6, piece.extension) = (true, Some(60))),
         ),
-        // Not ours, and several connections.
+        // Other protocols, and several connections.
         case("UDP between", "1+3 2", vec![segment(0), Piece { protocol: 17, ..segment(9) }, segment(1)]),
         case(
             "two connections interleaved",
@@ -403,7 +403,7 @@ fn pieces_in(frame: &Frame, case: &Case) -> String {
             numbers.dedup();
             numbers
         }
-        // What has no payload is known by its bytes.
+        // Frames without payload are recognised by their bytes.
         Ok(_) => {
             (1..=case.pieces.len() as u8).filter(|at| case.pieces[usize::from(*at) - 1].frame(*at) == bytes).take(1).collect()
         }
@@ -412,7 +412,7 @@ fn pieces_in(frame: &Frame, case: &Case) -> String {
     numbers.iter().map(u8::to_string).collect::<Vec<_>>().join("+")
 }
 
-/// The numbers of which a frame's end consists, of one that is not TCP to the NIC.
+/// The repeated numbers at the end of a frame that is not TCP for the NIC.
 fn payload_at_the_end(bytes: &[u8]) -> Vec<u8> {
     let mut numbers: Vec<u8> = bytes.chunk_by(|a, b| a == b).rev().take_while(|run| run.len() > 100).map(|run| run[0]).collect();
     numbers.reverse();
@@ -437,7 +437,7 @@ fn ours(case: &Case) -> String {
     in_order(groups)
 }
 
-/// A TAP whose interface lets GRO hold segments over several writes, and what listens behind it.
+/// A TAP whose interface lets GRO hold segments over several writes, and a socket that receives from it.
 struct Gro {
     _host: Namespace,
     tap: VnetDevice,
@@ -500,7 +500,7 @@ fn aggregates_are_those_of_linux() {
             wrong.push(format!("{}: ours gives {got}, not {}", case.name, case.ours));
         }
         let expected = case.gro.map_or(case.ours, |(gro, _)| gro);
-        // GRO lets go what it holds when a tick of the kernel's clock has passed: a case that met one is tried again.
+        // GRO releases what it holds after a tick of the kernel's clock: a case that was hit by one is tried again.
         let mut tries = (0..5).map(|_| gro.run(case));
         let mut got = String::new();
         if !tries.any(|other| {

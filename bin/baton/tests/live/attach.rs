@@ -19,7 +19,7 @@ fn attach(host: &Namespace, scratch: &Scratch, arguments: &[&str]) -> Child {
     host.spawn(&mut command).expect("baton")
 }
 
-/// What it says at its end.
+/// The summary that it prints at its end.
 fn summary(attacher: Child, scratch: &Scratch) -> Value {
     let ended = attacher.wait_with_output().expect("its output");
     let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
@@ -98,7 +98,7 @@ impl Server {
         connect().map(|mut tool| tool.connections().expect("a list")).unwrap_or_default()
     }
 
-    /// A client's connection, once the server's end is on the NIC.
+    /// A client's connection, whose server end is on the NIC.
     fn connection(&mut self) -> TcpStream {
         let port = self.port;
         let client = self.host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection");
@@ -112,7 +112,7 @@ impl Server {
         client
     }
 
-    /// Nothing of a closed connection is left.
+    /// A closed connection must leave nothing behind.
     fn expect_nothing_left(&mut self) {
         self.wait_for(|server| server.connections().is_empty());
     }
@@ -126,7 +126,7 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Nothing goes on after a test that fails.
+    /// Ends the programs even if the test fails.
     fn drop(&mut self) {
         let _ = self.program.kill();
         let _ = self.program.wait();
@@ -148,9 +148,9 @@ fn everything(mut client: &TcpStream) -> (usize, Option<std::io::ErrorKind>) {
     }
 }
 
-/// Closing a socket whose connection is on the NIC means what it always meant, and no event of it comes afterwards.
+/// Closing a socket whose connection is on the NIC means what it always meant, and causes no later event.
 #[test]
-fn closing_means_what_it_meant() {
+fn closing_on_the_nic_is_close() {
     let mut server = Server::start("attach-close");
     for _ in 0..5 {
         let client = server.connection();
@@ -171,18 +171,18 @@ fn closing_means_what_it_meant() {
         assert_eq!(server.line(), "reading no more");
         (&client).write_all(b"nobody reads this").expect("sent");
         server.wait_for(|server| server.connections().iter().any(|info| info.detail.unread == 17));
-        server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+        server.input.as_mut().expect("its input").write_all(b"\n").expect("written");
         assert_eq!(everything(&client), (0, Some(std::io::ErrorKind::ConnectionReset)), "unread data makes a close a reset");
         assert_eq!(server.line(), "closed");
         server.expect_nothing_left();
     }
-    // Had epoll spoken of a closed socket the server would be gone.
+    // If epoll had reported a closed socket, the server would have ended.
     drop(server.connection());
     let summary = server.end();
     assert!(summary["moves"].as_u64() >= Some(16), "{summary}");
 }
 
-/// One half is shut down, by either side; the other goes on.
+/// Either side shuts down one half; the other half goes on.
 #[test]
 fn halves_are_shut_down() {
     let mut server = Server::start("attach-halves");
@@ -197,18 +197,18 @@ fn halves_are_shut_down() {
     assert_eq!(everything(&client), (0, None));
     assert_eq!(server.line(), "closed");
     server.expect_nothing_left();
-    // The connection ends before its program closes the socket: the close is no event then.
+    // The connection ends before its program closes the socket, so the close is no event.
     let client = server.connection();
     (&client).write_all(b"late\n").expect("sent");
     assert_eq!(everything(&client), (100_000, None));
     client.shutdown(Shutdown::Write).expect("shut down");
     server.expect_nothing_left();
-    server.input.as_mut().expect("its input").write_all(b"\n").expect("told");
+    server.input.as_mut().expect("its input").write_all(b"\n").expect("written");
     assert_eq!(server.line(), "closed");
     server.end();
 }
 
-/// A program that ends sends what it had sent, and its FIN; one that is detached from goes on.
+/// A program that ends still sends what it has written, and its FIN; a program that is detached from goes on.
 #[test]
 fn ends_are_orderly() {
     let mut server = Server::start("attach-exit");
@@ -231,7 +231,7 @@ fn ends_are_orderly() {
     server.end();
 }
 
-/// What cannot be attached to is explained, and nothing is left behind.
+/// The error for a target that cannot be attached to says why, and nothing is left behind.
 #[test]
 fn refusals_are_explained() {
     let scratch = Scratch::new("attach-refusals");
@@ -244,11 +244,11 @@ fn refusals_are_explained() {
     assert!(refused(&["4194305"]).contains("there is no process 4194305"));
     assert!(refused(&["--port", "9"]).contains("no process here listens at port 9"));
     assert!(refused(&["--cgroup", "/no/such/group"]).contains("no process is in control group"));
-    // Somebody else's: this test's own process is traced by nobody, but a traced one is its tracer's.
+    // A process that is traced already cannot be attached to. (This test's own process is traced by nobody.)
     let mut sleeper = Command::new("sleep").arg("30").spawn().expect("sleep");
     let frozen = baton_linux::freeze::Frozen::freeze(&[sleeper.id()]).expect("frozen");
     let said = refused(&[&sleeper.id().to_string()]);
-    assert!(said.contains("not yours to attach to"), "{said}");
+    assert!(said.contains("cannot attach to"), "{said}");
     drop(frozen);
     process::signal(sleeper.id(), libc::SIGKILL).expect("our child");
     sleeper.wait().expect("our child");

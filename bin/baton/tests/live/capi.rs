@@ -1,4 +1,4 @@
-//! A program in C, through libbaton: its connection moves under it, and every byte comes back.
+//! A program in C, through libbaton: its connection moves while it is used, and every byte comes back.
 
 use crate::common::hosts;
 use baton_lab::testbed::{TestbedSettings, address_a};
@@ -11,12 +11,12 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Bytes that are under way at a time: a multiple of the program's buffers, of which some are posted before the bytes come,
-/// and of which each move takes two: every other piece finds the connection on the NIC.
+/// Bytes in flight at a time: a multiple of the program's buffers, some of which are posted before the bytes arrive. Each move
+/// takes two of these pieces, so every other piece finds the connection on the NIC.
 const PIECE: usize = 21_000;
 const BYTES: usize = 100 * PIECE;
 
-/// Compiles the program against the header and the library that lie beside the `baton` program.
+/// Compiles the program against the header and the library that lie next to the `baton` program.
 fn compile(into: &Path) -> std::path::PathBuf {
     let built = Path::new(env!("CARGO_BIN_EXE_baton")).parent().expect("the directory of programs");
     assert!(
@@ -38,7 +38,7 @@ fn compile(into: &Path) -> std::path::PathBuf {
     program
 }
 
-/// How often the connection moved, and how many bytes the NIC put into posted buffers.
+/// Returns how often the connection moved, and how many bytes the NIC put into posted buffers.
 fn echoes(arguments: &[&str]) -> [u64; 2] {
     let program = compile(Path::new(env!("CARGO_TARGET_TMPDIR")));
     let bed = hosts(TestbedSettings::default());

@@ -1,4 +1,4 @@
-//! What changes on the host while a connection is on the NIC counts for it, too.
+//! Changes on the host count for connections that are on the NIC, too.
 
 use crate::common::{Scene, scene};
 use baton_lab::testbed::{TestbedSettings, address_b};
@@ -12,7 +12,7 @@ fn on_host_a(scene: &Scene, program: &str, arguments: &[&str]) {
     assert!(status.success(), "{program} {arguments:?}");
 }
 
-/// How long it takes until the connection is in the kernel.
+/// Waits until the connection is in the kernel. Returns how long that took.
 fn until_in_the_kernel(scene: &Scene) -> Duration {
     let started = Instant::now();
     while scene.session.place(scene.id) != Some(Place::Kernel) {
@@ -46,7 +46,7 @@ fn a_new_drop_rule_stops_a_connection_on_the_nic() {
     }
 }
 
-/// The peer's link address changes: the connection goes back, and on at the new one.
+/// The peer's link address changes: the connection is restored, and sends to the new address.
 #[test]
 fn a_changed_neighbour_brings_the_connection_back() {
     let mut scene = scene(TestbedSettings { beside: true, ..TestbedSettings::default() });
@@ -59,7 +59,7 @@ fn a_changed_neighbour_brings_the_connection_back() {
     scene.exchange(10_000, Place::Kernel);
 }
 
-/// A connection whose route or address is taken away says nothing more, wherever it is, and goes on when that comes back.
+/// A connection whose route or address is removed sends nothing, wherever it is, and goes on when the route or address is back.
 #[test]
 fn without_a_route_nothing_is_sent() {
     let commands: [[&[&str]; 2]; 3] = [

@@ -1,4 +1,4 @@
-//! What a socket says and does, case by case, in the kernel, on the NIC, and when its connection moves in between: the same.
+//! Behaviour of sockets, case by case: the same in the kernel, on the NIC, and when the connection moves in between.
 
 use crate::scratch::{Scratch, agent_socket, script};
 use baton_client::tool::Tool;
@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
 
-/// Runs all cases in one column: what each gave, and how many moves were asked for and made.
+/// Runs all cases in one column. Returns each result, and how many moves were requested and made.
 fn run(column: &str, family: &str) -> (Vec<(String, Value)>, usize, usize) {
     let scratch = Scratch::new(&format!("conformance-{column}-{family}"));
     let file = scratch.file("cases");
@@ -17,7 +17,7 @@ fn run(column: &str, family: &str) -> (Vec<(String, Value)>, usize, usize) {
     let mut command = if column == "kernel" {
         Command::new("python3")
     } else {
-        // Registered, but moved by nobody but this test.
+        // Registered, but only this test moves connections.
         let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
         command.args(["run", "--flip", "100000000..100000000", "--log", &scratch.file("log"), "--", "python3"]);
         command
@@ -44,7 +44,7 @@ fn run(column: &str, family: &str) -> (Vec<(String, Value)>, usize, usize) {
     (text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect(), asked, made)
 }
 
-/// Whether the connection with this local port is there now. One that has ended stays where it is.
+/// Moves the connection with this local port. Returns whether it is there now. One that has ended stays where it is.
 fn relocate(tool: &mut Tool, port: u16, to: Place) -> bool {
     let list = tool.connections().expect("a list");
     let local = |text: &str| text.parse::<SocketAddr>().expect("an address").port();
@@ -66,7 +66,7 @@ fn compare(family: &str) {
             .map(|((name, expected), (_, got))| format!("{name}\n  kernel {expected}\n  {column:6} {got}"))
             .collect();
         assert!(different.is_empty(), "{} of {} cases differ:\n{}", different.len(), kernel.len(), different.join("\n"));
-        // Connections that have been reset have no place to go to.
+        // Connections that have been reset cannot move.
         assert!(made * 10 >= asked * 8, "{column}: {made} of {asked} moves were made");
     }
 }

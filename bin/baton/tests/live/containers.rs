@@ -1,5 +1,5 @@
-//! Baton in a container: its connections come through a published port, which another namespace translates, and past a firewall that
-//! drops what it does not understand.
+//! Baton in a container: its connections come through a published port, which another namespace translates, and pass a firewall
+//! that drops invalid packets.
 
 use crate::scratch::{Scratch, script};
 use baton_linux::namespace::Namespace;
@@ -12,10 +12,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Both cores of a small machine are busy with one of these tests: one at a time.
+/// Each of these tests keeps both cores of a small machine busy, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// What the host of containers does with frames: port 8080 is the container's, and what conntrack calls invalid is counted and dropped.
+/// Rules of the containers' host: port 8080 is the container's, and what conntrack calls invalid is counted and dropped.
 const RULES: &str = "table ip nat {
   chain prerouting { type nat hook prerouting priority -100; tcp dport 8080 dnat to 10.88.0.2:PORT; }
   chain postrouting { type nat hook postrouting priority 100; oifname c0 masquerade; }
@@ -50,7 +50,7 @@ impl Network {
         shell(&gateway, "ip addr add 10.87.0.1/24 dev b0; ip addr add 10.88.0.1/24 dev c0; ip link set b0 up; ip link set c0 up");
         shell(&client, "ip addr add 10.87.0.2/24 dev eth0; ip link set eth0 up; ip route add default via 10.87.0.1");
         shell(&container, "ip addr add 10.88.0.2/24 dev eth0; ip link set eth0 up; ip route add default via 10.88.0.1");
-        // The setting is the namespace's that the writing thread is in.
+        // The setting is that of the writing thread's namespace.
         gateway.run(|| std::fs::write("/proc/sys/net/ipv4/ip_forward", "1")).expect("forwarding");
         Network { client, gateway, container }
     }
@@ -68,7 +68,7 @@ impl Network {
     }
 }
 
-/// Echoes for a while over `count` connections to the published port; every byte is compared.
+/// Exchanges bytes for a while over `count` connections to the published port; every byte is compared.
 fn talk(network: &Network, count: usize) {
     std::thread::scope(|scope| {
         for number in 0..count {

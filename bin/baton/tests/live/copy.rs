@@ -1,5 +1,5 @@
-//! The copy engine between several workers and one queue of the kernel's: what it delivers is whole, and new connections come about while
-//! others take all that it has.
+//! The copy engine between several workers and one queue of the kernel's: what it delivers is complete, and new connections are
+//! established while others keep it busy.
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 const BULK: u16 = 6;
 
-/// After this a SYN is sent again (RFC 6298).
+/// Time after which a SYN is retransmitted (RFC 6298).
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 #[test]
-fn new_connections_come_about_beside_bulk_transfers() {
+fn new_connections_are_established_beside_bulk_transfers() {
     let offloads = Offloads { lro: baton_lro::LroSettings { mode: Mode::InOrder, ..Default::default() }, ..Offloads::default() };
-    // Nothing is lost on the way to the NIC, so that a late connection is the engine's fault.
+    // Nothing is lost on the way to the NIC, so only the engine can delay a connection.
     let bed = hosts(TestbedSettings {
         workers: 4,
         copy_engine: true,

@@ -1,11 +1,11 @@
-//! What epoll says of connections that move: never what is not in the set, nothing twice in a call, nothing that is not so.
+//! Events that epoll reports for connections that move: only for sockets in the set, at most once per call, and only true ones.
 
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Runs a program with these arguments of `baton run`; what it printed.
+/// Runs a program with these arguments of `baton run`. Returns its output.
 fn run(scratch: &Scratch, arguments: &[&str], program: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["run", "--log", &scratch.file("log")]).args(arguments).arg("--").args(program);
@@ -25,14 +25,14 @@ fn compile(scratch: &Scratch) -> PathBuf {
     program
 }
 
-/// Under every rule and under random moves: no event of a socket that is not in the set, or that has fired and was not armed again; none
-/// twice in a call; and what is reported as readable can be read.
+/// Under every rule and under random moves: no event of a socket that is not in the set, or that has reported and was not armed
+/// again; none twice in a call; and a socket that is reported as readable can be read.
 fn expect_nothing_wrong(name: &str, way: &str, connections: [&str; 2], others: &str) {
     let scratch = Scratch::new(name);
     let program = compile(&scratch);
     let rules = ["bytes:5000", "accepted", "connected", "established"].map(|rule| vec!["--eager", "--rule", rule]);
     for arguments in rules.into_iter().chain([vec!["--flip", "10..40"]]) {
-        // Each end of each connection moves: more than the agent can move in time would be another test.
+        // Each end of each connection moves. With more connections the agent's speed would be tested instead.
         let connections = connections[usize::from(arguments[0] == "--flip")];
         let printed = run(&scratch, &arguments, &[&program.to_string_lossy(), way, "0.5", connections, others]);
         let words: Vec<&str> = printed.split_whitespace().collect();
@@ -44,32 +44,32 @@ fn expect_nothing_wrong(name: &str, way: &str, connections: [&str; 2], others: &
     }
 }
 
-/// A server that takes each socket that is reported out of its set, and puts it in again when it has answered.
+/// A server that removes each reported socket from its set, and adds it again when it has answered.
 #[test]
-fn sockets_that_were_taken_out_are_not_reported() {
+fn removed_sockets_are_not_reported() {
     expect_nothing_wrong("churn", "churn", ["48", "12"], "0");
 }
 
-/// As Apache does it: one thread waits and takes out, others answer and put in again.
+/// As in Apache: one thread waits and removes sockets, others answer and add them again.
 #[test]
-fn sockets_that_others_put_in_are_reported_once() {
+fn sockets_that_other_threads_add_are_reported_once() {
     expect_nothing_wrong("workers", "churn", ["48", "12"], "3");
 }
 
-/// Several threads wait with one set, and each socket is one thread's at a time (EPOLLONESHOT).
+/// Several threads wait with one set, and each event is for one thread (EPOLLONESHOT).
 #[test]
-fn one_shot_sockets_are_one_threads() {
+fn one_shot_events_reach_one_thread() {
     expect_nothing_wrong("oneshot", "oneshot", ["48", "12"], "3");
 }
 
-/// Clients as wrk and redis have them: a false EPOLLIN is an error to them.
+/// Clients like wrk and redis: a false EPOLLIN is an error for them.
 #[test]
-fn clients_are_told_what_is_true() {
+fn clients_get_only_true_events() {
     expect_nothing_wrong("clients", "client", ["32", "8"], "2");
 }
 
-/// A child that shares its parent's set closes everything and ends: the parent's set still reports its sockets, old and new. Also before
-/// any connection has moved.
+/// A child that shares its parent's set closes everything and ends: the parent's set still reports its sockets, old and new.
+/// This also holds before any connection has moved.
 #[test]
 fn children_leave_their_parents_sets_alone() {
     let scratch = Scratch::new("children");

@@ -9,13 +9,13 @@ use baton_protocol::program::Place;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// A round trip of 20 ms.
+/// A test bed with a round trip of 20 ms.
 fn long_path() -> TestbedSettings {
     let link = LinkSettings { delay: 10_000, ..LinkSettings::default() };
     TestbedSettings { link, peer_queue: Some(10_000), ..TestbedSettings::default() }
 }
 
-/// So many bytes both ways, each one checked.
+/// Sends this many bytes both ways, and checks each one.
 fn transfer(scene: &mut Scene, bytes: u64) {
     let goal = [scene.sent[0] + bytes, scene.sent[1] + bytes];
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -36,7 +36,7 @@ fn transfer(scene: &mut Scene, bytes: u64) {
     }
 }
 
-/// Bytes that the program's receive and send memory take when nobody reads.
+/// Bytes that the program's receive and send memory take while neither side reads.
 fn memory(scene: &mut Scene) -> [u64; 2] {
     scene.fill(48 << 20);
     let queue = |request| u64::from(socket::queue_bytes(scene.peer.as_fd(), request).expect("a queue's bytes"));
@@ -60,7 +60,7 @@ fn windows_grow_with_the_path() {
     }
 }
 
-/// Without a long path the memory that a connection begins with is enough, and stays.
+/// On a short path the initial memory is enough, and stays.
 #[test]
 fn a_short_path_needs_no_more() {
     let mut scene = scene(TestbedSettings::default());
@@ -71,7 +71,7 @@ fn a_short_path_needs_no_more() {
     scene.drain();
 }
 
-/// What the program has set by SO_RCVBUF and SO_SNDBUF stands, as in the kernel.
+/// Sizes that the program has set with SO_RCVBUF and SO_SNDBUF stay, as in the kernel.
 #[test]
 fn buffers_that_the_program_has_set_do_not_grow() {
     let mut scene = scene(long_path());
@@ -85,7 +85,7 @@ fn buffers_that_the_program_has_set_do_not_grow() {
     scene.drain();
 }
 
-/// The NIC dies, or the agent, when the bytes have been copied and the connection has not gone on yet: no byte is lost, wherever it is then.
+/// The NIC or the agent dies when the bytes have been copied and the connection has not gone on yet: no byte is lost.
 #[test]
 fn deaths_while_memory_grows_lose_nothing() {
     for agent in [false, true] {

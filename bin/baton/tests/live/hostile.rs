@@ -1,5 +1,5 @@
-//! What one user can do to another: nothing. Each attack is a program of `nobody`'s, beside an honest one whose bytes go on, while agent and
-//! NIC stay the processes that they are.
+//! One user cannot harm another. Each attack is a program of user `nobody`, beside an honest one whose bytes go on, while agent
+//! and NIC remain the same processes.
 
 use crate::common::{Scene, scene};
 use crate::hostile_client::Hostile;
@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Both cores of a small machine are busy with one of these tests: one at a time.
+/// Each of these tests keeps both cores of a small machine busy, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
@@ -35,7 +35,7 @@ impl Honest {
         Honest { scene, before }
     }
 
-    /// Bytes both ways, and a move there and back, in a time that an idle machine needs a hundredth of.
+    /// Bytes both ways, and a move there and back, in a time of which an idle machine needs a hundredth.
     fn goes_on(&mut self) {
         let began = Instant::now();
         for place in [Place::Kernel, Place::Nic] {
@@ -59,14 +59,14 @@ impl Honest {
         let now = tool.statistics().expect("statistics");
         assert_eq!((now.agent_process, now.nic_process), (self.before.agent_process, self.before.nic_process));
         assert_eq!((now.failed_moves, now.lost), (0, 0));
-        // The agent sees a program's control connection close a moment later.
+        // The agent sees the hang-up of a program's control connection a moment later.
         let deadline = Instant::now() + Duration::from_secs(10);
         while tool.connections().expect("a list").len() > 1 {
             assert!(Instant::now() < deadline, "more than the honest program's is left");
         }
     }
 
-    /// The agent is killed, and its NIC with it; the next one is there, and the honest program goes on.
+    /// The agent is killed, and its NIC with it; the next one starts, and the honest program goes on.
     fn survives_the_agent(&mut self) {
         let agent = self.scene.bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
         process::signal(agent, libc::SIGKILL).expect("the agent");
@@ -81,7 +81,7 @@ fn alone() -> std::sync::MutexGuard<'static, ()> {
 }
 
 #[test]
-fn a_ring_that_lies_ends_its_session_and_no_other() {
+fn an_impossible_ring_ends_its_session_and_no_other() {
     let _alone = alone();
     for settings in [TestbedSettings::default(), TestbedSettings { workers: 2, ..TestbedSettings::default() }] {
         let mut honest = Honest::new(settings);
@@ -92,7 +92,7 @@ fn a_ring_that_lies_ends_its_session_and_no_other() {
 }
 
 #[test]
-fn random_words_in_a_session_harm_nobody_else() {
+fn random_words_in_a_session_harm_no_other() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let hostile = Hostile::start(&honest.scene.bed, "rings");
@@ -105,7 +105,7 @@ fn random_words_in_a_session_harm_nobody_else() {
 }
 
 #[test]
-fn requests_without_sense_end_no_agent() {
+fn invalid_requests_end_no_agent() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let mut hostile = Hostile::start(&honest.scene.bed, "requests");
@@ -118,7 +118,7 @@ fn requests_without_sense_end_no_agent() {
 }
 
 #[test]
-fn a_session_that_never_reads_keeps_no_agent_waiting() {
+fn a_session_that_never_reads_does_not_block_the_agent() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let mut hostile = Hostile::start(&honest.scene.bed, "deaf");
@@ -131,7 +131,7 @@ fn a_session_that_never_reads_keeps_no_agent_waiting() {
 }
 
 #[test]
-fn a_doorbell_that_blocks_stops_nobody() {
+fn a_blocking_doorbell_blocks_nobody_else() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let hostile = Hostile::start(&honest.scene.bed, "bells");
@@ -155,7 +155,7 @@ fn no_user_takes_all_namespaces_or_sessions() {
     assert!(said.contains("with 3 sessions: user 65534 has 3 sessions, of 3"), "{said}");
     let said = Hostile::start_at(&second, socket.as_ref(), "", "many").await_attack();
     assert!(said.contains("with 0 sessions") && said.contains("user 65534 has 1 network namespaces"), "{said}");
-    // Others are served, there and elsewhere.
+    // Other users are served, there and elsewhere.
     for namespace in [&first, &second] {
         let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));
         let listed = namespace.spawn(list.args(["ls", "--socket", &socket])).expect("baton").wait().expect("its end");

@@ -1,4 +1,4 @@
-//! How Baton ends and begins again, in order and by violence, and what its programs notice: nothing, or ECONNRESET within a second.
+//! How Baton ends and starts again, in order or killed, and what its programs notice: nothing, or ECONNRESET within a second.
 
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
@@ -15,8 +15,8 @@ const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 const SIGSTOP: i32 = 19;
 
-/// Kills keeper and agent, and the NIC if it is given. The agent stands still first, since it would restore connections once the keeper is
-/// dead; the keeper dies first, since it would start another agent.
+/// Kills keeper and agent, and the NIC if it is given. The agent is stopped first, since it would restore connections once the
+/// keeper is dead. The keeper is killed first, since it would start another agent.
 fn kill_at_once(helpers: &[u32]) {
     process::signal(helpers[1], SIGSTOP).expect("a signal");
     helpers.iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
@@ -25,7 +25,7 @@ fn kill_at_once(helpers: &[u32]) {
 /// The ways in which a program may wait.
 const WAYS: [&str; 6] = ["block", "poll", "select", "epoll", "edge", "spin"];
 
-/// Waits until something holds, ten seconds at most.
+/// Waits until a condition holds, ten seconds at most.
 fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !holds() {
@@ -34,7 +34,7 @@ fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A host with a Baton that stays, or that is its program's.
+/// A host with a Baton that stays, or that was started for its program.
 struct Host {
     namespace: Namespace,
     scratch: Scratch,
@@ -46,14 +46,14 @@ impl Host {
         Host { namespace: Namespace::new().expect("a namespace"), scratch: Scratch::new(name), up: None }
     }
 
-    /// With `baton up`.
+    /// A host with `baton up`.
     fn with_baton(name: &str) -> Host {
         let mut host = Host::new(name);
         host.up();
         host
     }
 
-    fn door(&self) -> PathBuf {
+    fn socket_path(&self) -> PathBuf {
         self.scratch.0.join("door/agent.sock")
     }
 
@@ -61,10 +61,13 @@ impl Host {
         self.up_with("exec \"$@\"");
     }
 
-    /// `baton up`, by a line of shell.
+    /// Starts `baton up` from a line of shell.
     fn up_with(&mut self, line: &str) {
         let mut command = Command::new("sh");
-        command.args(["-c", line, "sh", env!("CARGO_BIN_EXE_baton"), "up", "--socket"]).arg(self.door()).stderr(Stdio::piped());
+        command
+            .args(["-c", line, "sh", env!("CARGO_BIN_EXE_baton"), "up", "--socket"])
+            .arg(self.socket_path())
+            .stderr(Stdio::piped());
         let mut up = self.namespace.spawn(&mut command).expect("baton");
         let mut said = String::new();
         BufReader::new(up.stderr.take().expect("its errors")).read_line(&mut said).expect("a line");
@@ -81,12 +84,12 @@ impl Host {
         assert!(left.is_empty(), "left: {left:?}");
     }
 
-    /// A survivor with so many connections to itself, under these rules.
+    /// A survivor with this many connections to itself, under these rules.
     fn program(&self, rule: &str, way: &str, count: usize) -> Survivor {
         let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
         command.args(["run", "--eager", "--rule", rule]);
         if self.up.is_some() {
-            command.arg("--socket").arg(self.door());
+            command.arg("--socket").arg(self.socket_path());
         } else {
             command.args(["--log", &self.scratch.file("log")]).env_remove("BATON_SOCKET");
         }
@@ -109,7 +112,7 @@ impl Host {
     }
 
     fn agents_path(&self) -> Option<PathBuf> {
-        // Whoever comes to the door itself is served in its own namespace, which is another.
+        // A client that connects to the path itself is served in its own namespace, which is another one.
         let entries = std::fs::read_dir(self.scratch.0.join("door")).into_iter().flatten().flatten();
         let inner = entries.map(|entry| entry.path()).find(|path| path.extension().is_some_and(|number| number != "sock"));
         inner.or_else(|| agent_socket(&self.scratch))
@@ -177,7 +180,7 @@ impl Survivor {
         assert!(said["longest"].as_f64() < Some(1.0), "{way}: {said}");
     }
 
-    /// It has used hardly any CPU since the last answer, and does not while it is not asked anything.
+    /// It has used hardly any CPU since the last answer, and uses hardly any while it has nothing to do.
     fn rests(&mut self, way: &str) {
         let _ = self.ask("echo");
         std::thread::sleep(Duration::from_millis(100));
@@ -194,9 +197,10 @@ impl Survivor {
     }
 }
 
-/// `baton up` ended by SIGTERM and started again: programs go on, rest when they have nothing to do, and move again.
+/// `baton up` is ended by SIGTERM and started again: programs go on, sleep when they have nothing to do, and their connections
+/// move again.
 #[test]
-fn an_orderly_end_hurts_nobody_and_a_new_beginning_is_used() {
+fn an_orderly_end_goes_unnoticed_and_the_next_baton_is_used() {
     for way in WAYS {
         let mut host = Host::with_baton(&format!("orderly-{way}"));
         let mut program = host.program("established", way, 4);
@@ -206,7 +210,7 @@ fn an_orderly_end_hurts_nobody_and_a_new_beginning_is_used() {
             program.is_well(4, way);
             program.rests(way);
             host.up();
-            // The next agent is asked for a second after the last was there no more.
+            // Programs try the next agent a second after the previous one has ended.
             wait_for("connections on the next NIC", || {
                 program.is_well(4, way);
                 host.on_nic() == 8
@@ -217,9 +221,9 @@ fn an_orderly_end_hurts_nobody_and_a_new_beginning_is_used() {
     }
 }
 
-/// The keeper alone is killed: the agent restores what the NIC had.
+/// Only the keeper is killed: the agent restores what the NIC had.
 #[test]
-fn a_killed_keeper_hurts_nobody() {
+fn a_killed_keeper_goes_unnoticed() {
     for way in ["block", "poll", "edge"] {
         let host = Host::with_baton(&format!("keeper-{way}"));
         let mut program = host.program("established", way, 4);
@@ -233,8 +237,8 @@ fn a_killed_keeper_hurts_nobody() {
     }
 }
 
-/// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, whoever waits in whatever
-/// way, and nobody spins. What was in the kernel goes on.
+/// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, in every way to
+/// wait, and no program spins. What was in the kernel goes on.
 #[test]
 fn when_all_are_killed_connections_are_reset_at_once() {
     for (at, way) in WAYS.into_iter().enumerate() {
@@ -256,10 +260,11 @@ fn when_all_are_killed_connections_are_reset_at_once() {
     }
 }
 
-/// The agent is killed while it restores what a killed keeper has left to it: each connection works in the kernel or is reset. Where one side
-/// was restored and the other lost, the kernel learns of it by its next retransmission, whose timer begins at a second.
+/// The agent is killed while it restores connections after the keeper was killed: each connection works in the kernel or is
+/// reset. Where one side was restored and the other lost, the kernel finds out by its next retransmission, whose timer begins at
+/// a second.
 #[test]
-fn an_agent_killed_while_it_restores_leaves_each_connection_well_or_reset() {
+fn an_agent_killed_while_it_restores_leaves_each_connection_working_or_reset() {
     for (at, way) in WAYS.into_iter().enumerate() {
         let host = Host::with_baton(&format!("restoring-{way}"));
         let mut program = host.program("established", way, 4);
@@ -277,9 +282,9 @@ fn an_agent_killed_while_it_restores_leaves_each_connection_well_or_reset() {
     }
 }
 
-/// A program that only writes learns of it, too.
+/// A program that only writes gets the error, too.
 #[test]
-fn writers_learn_that_all_are_killed() {
+fn writers_get_the_error_when_all_are_killed() {
     let host = Host::with_baton("writers");
     let mut program = host.program("accepted", "block", 2);
     host.wait_until_on_nic(2);
@@ -293,7 +298,8 @@ fn writers_learn_that_all_are_killed() {
     }
 }
 
-/// As systemd stops a unit: SIGTERM to all processes at once. A program that shuts down by itself does so in peace, and then nothing is left.
+/// A unit is stopped as systemd does it: SIGTERM to all processes at once. A program that shuts down by itself can do so, and
+/// then nothing is left.
 #[test]
 fn a_stopped_unit_ends_in_order() {
     for way in ["block", "epoll"] {
@@ -337,7 +343,7 @@ fn leftovers(scratch: &Scratch) -> bool {
     entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with("baton-run-"))
 }
 
-/// Where Baton cannot start it says why, and leaves nothing.
+/// Where Baton cannot start, the message says why, and nothing is left.
 #[test]
 fn a_start_that_fails_leaves_nothing() {
     let scratch = Scratch::new("start");

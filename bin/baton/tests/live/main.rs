@@ -1,4 +1,4 @@
-//! Against the real kernel, in namespaces: connections that move, programs, what changes on the host, who does harm. They need root.
+//! Tests against the real kernel, in network namespaces: moves, programs, changes on the host, hostile programs. They need root.
 
 mod acknowledged;
 mod aggregation;

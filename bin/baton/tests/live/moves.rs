@@ -1,4 +1,4 @@
-//! Moves of real kernel connections in every condition that a connection can be in.
+//! Moves of real kernel connections in every state and condition.
 
 use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_agent::{Crash, Step};
@@ -32,7 +32,7 @@ fn bytes_are_equal_over_ipv4_and_ipv6_and_at_every_mtu() {
     }
 }
 
-/// The NIC's wire is a packet socket on a veth: partial checksums and frames of 64 KB come over it.
+/// The NIC's wire is a packet socket on a veth, with partial checksums and frames of 64 KB.
 #[test]
 fn bytes_are_equal_over_a_packet_socket() {
     for ipv6 in [false, true] {
@@ -41,7 +41,7 @@ fn bytes_are_equal_over_a_packet_socket() {
     }
 }
 
-/// With receive threads the kernel still works on frames that came before the steal while its sockets are read.
+/// With receive threads the kernel still processes frames from before the steal while its sockets are read.
 #[test]
 fn bytes_are_equal_with_receive_threads() {
     let mut scene = scene(TestbedSettings { threaded_napi: true, ..TestbedSettings::default() });
@@ -82,7 +82,7 @@ fn full_queues_move() {
         scene.fill(6 << 20);
         let waiting = [scene.sent[0] - scene.received[1], scene.sent[1] - scene.received[0]];
         if to == Place::Nic {
-            // The window of the program's kernel grew to what its buffer allows; the rest waits at the sender.
+            // The window of the program's kernel has grown as far as its buffer allows; the rest waits at the sender.
             assert!(waiting.iter().all(|bytes| *bytes > 2 << 20), "not enough is on its way: {waiting:?}");
         }
         scene.move_to(to);
@@ -95,7 +95,7 @@ fn socket_buffer(stream: &std::net::TcpStream, option: i32) -> i32 {
     socket::get(stream.as_fd(), libc::SOL_SOCKET, option).expect("a buffer size")
 }
 
-/// Losses keep both senders in fast recovery and both receivers with holes, at whatever moment the move comes.
+/// Losses keep both senders in fast recovery and both receivers with holes, whenever the move happens.
 #[test]
 fn moves_during_fast_recovery_and_with_data_out_of_order() {
     let mut scene = scene(TestbedSettings { link: LinkSettings { loss: 50_000, ..lossy() }, ..TestbedSettings::default() });
@@ -104,8 +104,8 @@ fn moves_during_fast_recovery_and_with_data_out_of_order() {
     }
 }
 
-/// Segments came out of order once, and the program has not read since: the kernel does not say that the hole is filled until it is
-/// asked.
+/// Segments arrived out of order once, and the program has not read since: the kernel does not report that the hole is filled
+/// unless it is made to acknowledge.
 #[test]
 fn a_quiet_connection_that_saw_reordering_moves() {
     let mut scene = scene(TestbedSettings { link: LinkSettings { reorder: 300_000, ..lossy() }, ..TestbedSettings::default() });
@@ -120,7 +120,7 @@ fn a_quiet_connection_that_saw_reordering_moves() {
     scene.exchange(10_000, Place::Kernel);
 }
 
-/// Frames that come during a move may also be dropped: the peer sends them again.
+/// Frames that come during a move may also be dropped: the peer retransmits them.
 #[test]
 fn bytes_are_equal_when_frames_are_dropped_during_moves() {
     let mut scene = scene(TestbedSettings { drop_during_moves: true, ..TestbedSettings::default() });
@@ -169,7 +169,7 @@ fn several_sessions_move_side_by_side() {
     }
 }
 
-/// The NIC dies, and then the agent in the middle of bringing its connection back: the next agent brings it back all the same.
+/// The NIC dies, and then the agent while it restores its connection: the next agent restores it nevertheless.
 #[test]
 fn an_agent_may_die_while_it_recovers() {
     let crash = Some(Crash { after: Step::Restored, agent: true });
@@ -191,9 +191,10 @@ fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
     testbed::counter(host, table, row, name).expect("a counter")
 }
 
-/// Host B marks every packet both ways as having met congestion: the NIC says so to the peer, and slows down when it is told.
+/// Host B marks every packet both ways as having met congestion (CE): the NIC echoes that to the peer, and slows down on the
+/// peer's echo.
 #[test]
-fn congestion_marks_are_echoed_and_obeyed() {
+fn congestion_marks_are_echoed_and_reduce_the_rate() {
     let mut scene =
         scene(TestbedSettings { peer_sysctls: vec![("ipv4/tcp_ecn", "1".to_string())], ..TestbedSettings::default() });
     let ecn = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").options & baton_linux::tcp_info::OPTION_ECN;
@@ -247,7 +248,7 @@ fn fins_move() {
             let after = if before == Place::Kernel { Place::Nic } else { Place::Kernel };
             match scene.session.move_to(scene.id, after) {
                 Ok(()) => {}
-                // With both FINs acknowledged there may be no connection left to move.
+                // With both FINs acknowledged the connection may have ended.
                 Err(error) if program_first && peer_first => eprintln!("stayed: {error}"),
                 Err(error) => panic!("FINs {program_first} {peer_first} from {before:?}: {error}"),
             }
@@ -277,7 +278,7 @@ impl Scene {
     }
 }
 
-/// The program closes while the NIC has the connection: the peer sees what close(2) means.
+/// The program closes while the NIC has the connection: the peer sees what close(2) causes.
 #[test]
 fn close_on_the_nic_is_close() {
     let mut scene = scene(TestbedSettings::default());
@@ -304,7 +305,8 @@ fn close_on_the_nic_is_close() {
     }
 }
 
-/// Moves there and back with data in flight and out of order, while somebody dies after every second time that the step is made.
+/// Moves there and back with data in flight and out of order, while a process dies after every second time that the step is
+/// made.
 fn die_after(step: Step, agent: bool) {
     for link in [LinkSettings::default(), lossy()] {
         eprintln!("after {step:?}, loss {}", link.loss);
@@ -318,7 +320,7 @@ fn die_after(step: Step, agent: bool) {
         let before = process(&scene);
         for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(6) {
             scene.fill(60_000);
-            // It may be in the kernel again by the time it is looked at: that is what recovery is for.
+            // Recovery may have restored it to the kernel by the time it is checked.
             scene.try_to_move(to);
             scene.fill(60_000);
             scene.drain();
@@ -332,7 +334,7 @@ fn a_nic_may_die_after_any_step() {
     Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, false));
 }
 
-/// Moves that have only begun, and wait for the copy to cover what the kernel holds out of order, are answered, too.
+/// Moves that have only begun, and wait for the mirror to cover what the kernel holds out of order, are answered, too.
 #[test]
 fn a_nic_may_die_while_a_move_waits() {
     let link = LinkSettings { delay: 2000, reorder: 300_000, hold: 3000, seed: 7, ..LinkSettings::default() };
@@ -350,7 +352,7 @@ fn a_nic_may_die_while_a_move_waits() {
     over.recv_timeout(Duration::from_secs(60)).expect("every move is answered");
 }
 
-/// The keeper starts the next agent, and the program's session goes on with that.
+/// The keeper starts the next agent, and the program's session goes on with it.
 #[test]
 fn an_agent_may_die_after_any_step() {
     Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, true));
@@ -361,10 +363,10 @@ fn resets_sent(host: &Namespace) -> u64 {
     counter(host, "snmp", "Tcp:", "OutRsts")
 }
 
-/// A connection that both sides have closed ends on the NIC, at whatever moment its program closes the descriptor: no refusal, and
-/// its shell says nothing that the peer would have to answer with a RST.
+/// A connection that both sides have closed ends on the NIC, and its program may close the descriptor at any moment: the close
+/// succeeds, and the shell sends nothing that the peer would answer with a RST.
 #[test]
-fn what_ended_on_the_nic_closes_in_silence() {
+fn closing_an_ended_connection_sends_nothing() {
     let bed = hosts(TestbedSettings::default());
     let mut session = Session::connect(&bed.socket()).expect("a session");
     let before = resets_sent(&bed.host_b);
@@ -372,7 +374,7 @@ fn what_ended_on_the_nic_closes_in_silence() {
         let (server, peer) = connect(&bed, false, 8000 + round);
         let id = session.adopt(server.into()).expect("adoption");
         session.move_to(id, Place::Nic).expect("a move");
-        // The peer's FIN first, so that ours is the last word and nothing waits in TIME-WAIT.
+        // The peer's FIN first, so that ours is the last segment and nothing waits in TIME-WAIT.
         peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
         let deadline = Instant::now() + Duration::from_secs(10);
         while session.receive(id, &mut [0; 16]).is_err() {
@@ -411,7 +413,8 @@ fn a_reset_reaches_the_program() {
     drop(bed);
 }
 
-/// KEEPIDLE=1, KEEPINTVL=1, KEEPCNT=2: with the peer there, the connection lives on; with the peer gone, it ends with ETIMEDOUT.
+/// KEEPIDLE=1, KEEPINTVL=1, KEEPCNT=2: while the peer answers, the connection stays; once it does not, the connection ends with
+/// ETIMEDOUT.
 #[test]
 fn keep_alive_is_the_nics() {
     let mut scene = scene(TestbedSettings::default());
@@ -438,7 +441,7 @@ fn keep_alive_is_the_nics() {
     scene.exchange(1000, Place::Kernel);
     assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
     scene.move_to(Place::Nic);
-    // Now the peer falls silent: a filter that drops everything makes its kernel deaf.
+    // Now the peer stops answering: a filter drops everything that its kernel receives.
     baton_handoff::shell::deafen(scene.peer.as_fd()).expect("a deaf peer");
     let silent = Instant::now();
     loop {
@@ -452,7 +455,7 @@ fn keep_alive_is_the_nics() {
     assert!(silent.elapsed() > Duration::from_secs(2), "the kernel would have waited for three seconds");
 }
 
-/// A hundred outgoing connections share one ephemeral port, and go on to while they move.
+/// A hundred outgoing connections share one ephemeral port, also after they have moved.
 #[test]
 fn connections_that_share_a_port_keep_sharing_it() {
     const SO_REUSEADDR_OFF: i32 = 0;
@@ -484,7 +487,7 @@ fn connections_that_share_a_port_keep_sharing_it() {
         for id in &ids {
             session.move_to(*id, to).expect("a move");
         }
-        // The port is as free for another destination as it was.
+        // The port can still be used for another destination.
         let more = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
         connect_from(41_000, &more).expect("the port is still shared");
     }
@@ -493,7 +496,7 @@ fn connections_that_share_a_port_keep_sharing_it() {
     }
 }
 
-/// A firewall that drops what its tracker finds invalid lets moved connections go on.
+/// A firewall that drops what its tracker finds invalid lets moved connections pass.
 #[test]
 fn a_stateful_firewall_lets_moved_connections_pass() {
     let rules = "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; };
@@ -504,7 +507,7 @@ fn a_stateful_firewall_lets_moved_connections_pass() {
     }
 }
 
-/// Everything that is not offloaded crosses the NIC unharmed: another TCP connection, UDP with fragments, ping.
+/// Everything that is not offloaded crosses the NIC unchanged: another TCP connection, UDP with fragments, ping.
 #[test]
 fn other_traffic_crosses_the_nic() {
     let mut scene = scene(TestbedSettings::default());

@@ -1,5 +1,5 @@
-//! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that reorders: every
-//! byte is compared, and whatever is not TCP crosses as it is.
+//! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that
+//! reorders: every byte is compared, and frames that are not TCP cross unchanged.
 
 use crate::common::hosts;
 use baton_abi::layout::Counter;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 const BYTES: u64 = 6_000_000;
 
-/// One direction of a connection: what was sent and received so far.
+/// One direction of a connection: what has been sent and received.
 struct Direction<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
@@ -34,7 +34,7 @@ struct Direction<'a> {
 }
 
 impl Direction<'_> {
-    /// Whether anything went on.
+    /// Sends and receives what it can. Returns whether that was anything.
     fn advance(&mut self, buffer: &mut [u8]) -> bool {
         let piece = buffer.len().min((BYTES - self.sent) as usize);
         stream::fill(self.key, self.sent, &mut buffer[..piece]);
@@ -55,7 +55,7 @@ fn later(result: io::Result<usize>) -> usize {
     }
 }
 
-/// Moves bytes both ways over several connections until all have come.
+/// Sends bytes both ways over several connections until all have arrived.
 fn exchange(bed: &Testbed, ipv6: bool) {
     let (servers, clients) = connect_pairs(bed, 3, ipv6).expect("connections");
     let pairs = servers.iter().zip(&clients);
@@ -77,7 +77,7 @@ fn exchange(bed: &Testbed, ipv6: bool) {
     }
 }
 
-/// Datagrams that fit, and some that have to be cut into fragments, both ways.
+/// Sends datagrams that fit, and some that must be fragmented, both ways.
 fn datagrams(bed: &Testbed, ipv6: bool) {
     let bound = |host: &Namespace, address| host.run(|| UdpSocket::bind(SocketAddr::new(address, 0)));
     let a = bound(&bed.host_a, address_a(ipv6)).expect("a socket");
@@ -104,12 +104,12 @@ fn raw(host: &Namespace, name: &str) -> VnetDevice {
     VnetDevice::new(opened.expect("a packet socket"), false)
 }
 
-/// Frames of every other kind, both ways, as they are.
+/// Sends frames of every other kind both ways, which must arrive unchanged.
 fn everything_else(bed: &Testbed) {
     let mut ends = [raw(&bed.host_a, "baton0"), raw(&bed.host_b, "eth0")];
     let mut buffer = Frame::with_capacity(MAX_FRAME);
     for (number, sent) in of_every_kind().into_iter().enumerate() {
-        // The kernel takes the outermost tag off before it shows a frame.
+        // The kernel removes the outermost tag before it shows a frame.
         let tagged = matches!(sent.get(12..14), Some([0x81, 0x00] | [0x88, 0xa8]));
         let untagged = if tagged { [&sent[..12], &sent[16..]].concat() } else { sent.clone() };
         for _ in 0..2 {
@@ -180,7 +180,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Settings change while bytes flow, and while the agent dies; nobody notices but the counters.
+/// Settings change while bytes flow, and while the agent dies; only the counters show it.
 #[test]
 fn settings_change_under_load() {
     let link = LinkSettings { delay: 50, reorder: 20_000, hold: 300, seed: 3, ..LinkSettings::default() };
@@ -244,7 +244,8 @@ fn wrong_settings_are_explained() {
     assert!(String::from_utf8_lossy(&refused.stderr).contains("beside the kernel"), "{refused:?}");
 }
 
-/// Sender and receiver of `baton ntttcp` on the two hosts: with large receive and moderation there are many packets to an interrupt.
+/// Sender and receiver of `baton ntttcp` on the two hosts: with large receive and moderation there are many packets per
+/// interrupt.
 #[test]
 fn ntttcp_measures_both_sides() {
     let link = LinkSettings { delay: 20, ..LinkSettings::default() };

@@ -37,13 +37,13 @@ fn options_survive_moves_both_ways() {
             }
             let (server, _peer) = connect(&bed, ipv6, 8080);
             let server = OwnedFd::from(server);
-            // The test's own view of the socket.
+            // The test's own descriptor of the socket.
             let view = server.try_clone().expect("a duplicate");
             let id = session.adopt(server).expect("adoption");
             if let Some(value) = option.value
                 && session.set_option(id, option.level, option.number, value).is_err()
             {
-                // This kernel does not have it, or not for this family: nothing can be lost.
+                // This kernel does not have it, or not for this family.
                 session.close(id).expect("close");
                 continue;
             }
@@ -51,13 +51,13 @@ fn options_survive_moves_both_ways() {
             let names = (socket::local_address(view.as_fd()).ok(), socket::peer_address(view.as_fd()).ok());
             for to in [Place::Nic, Place::Kernel, Place::Nic, Place::Kernel] {
                 session.move_to(id, to).unwrap_or_else(|error| panic!("{}: {error}", option.name));
-                // On the NIC the shell is without keep-alive; the session answers for it.
+                // The shell has no keep-alive on the NIC; the session answers for it.
                 let now = if (option.level, option.number) == (1, 9) {
                     session.option(id, 1, 9).ok().map(|value| value.to_ne_bytes().to_vec())
                 } else if to == Place::Nic && (option.level, option.number) == (1, 26) {
                     before.clone()
                 } else if to == Place::Nic && matches!((option.level, option.number), (1, 2) | (6, 2) | (6, 10)) {
-                    // Repair mode, in which the shell is, shows its own.
+                    // Repair mode, which the shell is in, shows values of its own.
                     before.clone()
                 } else {
                     read(&view, option)

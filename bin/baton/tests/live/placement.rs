@@ -1,4 +1,4 @@
-//! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings where a NIC is started.
+//! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings at its start.
 
 use crate::scratch::{Scratch, text};
 use baton_lab::testbed::TestbedSettings;
@@ -72,9 +72,9 @@ fn a_program_runs_near_its_nic() {
     assert_eq!(anywhere != near, process::cores() > 1, "{anywhere:?}, {near:?}");
 }
 
-/// Where a connection is: the processor of the NIC's worker while the NIC has it, and the node of that.
+/// A program can ask for the processor of the NIC's worker while the NIC has its connection, and for that processor's node.
 #[test]
-fn a_program_is_told_where_its_connection_is() {
+fn a_program_can_ask_where_its_connection_is() {
     let mut scene = crate::common::scene(TestbedSettings { nic_cores: vec![0], ..TestbedSettings::default() });
     scene.exchange(100_000, Place::Nic);
     assert_eq!(scene.session.processor(scene.id).expect("a processor"), Some(0));
@@ -85,7 +85,7 @@ fn a_program_is_told_where_its_connection_is() {
     assert!((0..process::cores() as i32).contains(&kernels), "{kernels}");
 }
 
-/// On the program's own processors as long as the kernel has the connection, on the NIC's own as soon as the NIC does.
+/// One of the program's processors while the kernel has the connection, one of the NIC's while the NIC has it.
 const ASKS: &str = "
 import os, socket, time
 listener = socket.create_server(('127.0.0.1', 0))
@@ -102,8 +102,8 @@ while time.monotonic() < deadline:
 ";
 
 #[test]
-fn an_unmodified_program_is_told_too() {
-    let scratch = Scratch::new("told");
+fn an_unmodified_program_can_ask_too() {
+    let scratch = Scratch::new("asked");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["run", "--place", "near-nic", "--rule", "established", "--", "python3", "-c", ASKS]);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());

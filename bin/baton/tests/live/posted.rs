@@ -1,5 +1,5 @@
-//! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with faults and the NIC's
-//! death.
+//! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with faults and
+//! across the NIC's death.
 
 use crate::common::{Scene, scene};
 use baton_client::{Buffer, Filled};
@@ -11,7 +11,7 @@ use std::io;
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-/// Of the stream that the peer sends.
+/// State of the reader of the peer's stream.
 const KEY: u64 = 1 << 40;
 
 struct Reader {
@@ -33,7 +33,7 @@ impl Reader {
         self.waiting += 1;
     }
 
-    /// As many buffers as may be posted, and more, of all lengths.
+    /// Posts as many buffers as may be posted, and more, of all lengths.
     fn post_several(&mut self) {
         while self.waiting < 7 {
             let most = 1 << (6 + self.rng.below(14));
@@ -51,7 +51,7 @@ impl Reader {
         self.waiting -= 1;
     }
 
-    /// Takes what is full. False if the stream has ended.
+    /// Takes full buffers. False if the stream has ended.
     fn take(&mut self) -> bool {
         loop {
             match self.scene.session.take_posted(self.scene.id) {
@@ -132,7 +132,7 @@ fn what_lies_in_buffers_survives_the_nic() {
         reader.scene.try_to_move(Place::Nic);
         reader.receive(300_000);
         reader.receive_placed(20_000);
-        // Something lies in buffers, and nobody has looked at it.
+        // Bytes are in buffers that have not been taken.
         reader.scene.peer_sends(1 << 16);
         std::thread::sleep(Duration::from_millis(5));
         let mut tool = reader.scene.bed.tool().expect("a tool");

@@ -1,4 +1,4 @@
-//! What Baton's processes may do, and what others can see of them.
+//! Rights of Baton's processes, and what others can see of them.
 
 use crate::common::scene;
 use baton_lab::testbed::TestbedSettings;
@@ -14,8 +14,8 @@ fn status(process: u32, thread: u32) -> impl Fn(&str) -> String {
     }
 }
 
-/// Whatever the network or a program makes it do: the NIC is a user of its own, without capabilities, files and system calls that it does not
-/// need. It works all the same, with several workers and a copy engine, too.
+/// Whatever the network or a program makes it do: the NIC has a user id of its own, and no capabilities, files or system calls
+/// that it does not need. It works nevertheless, with several workers and a copy engine, too.
 #[test]
 fn the_nic_has_no_rights() {
     for settings in [
@@ -49,10 +49,10 @@ fn the_nic_has_no_rights() {
     }
 }
 
-/// Arguments are everybody's to read; the key of the lookup's hash, with which somebody could aim at one bucket, is not among them, nor is
-/// anything else that a Baton is started with.
+/// Any user can read a process's arguments. They contain neither the key of the lookup's hash, with which an attacker could aim
+/// at one bucket, nor any other setting.
 #[test]
-fn no_process_is_told_anything_by_its_arguments() {
+fn arguments_contain_no_settings() {
     let scene = scene(TestbedSettings::default());
     let statistics = scene.bed.tool().expect("a tool").statistics().expect("statistics");
     let keeper = process::parent(statistics.agent_process).expect("the keeper");

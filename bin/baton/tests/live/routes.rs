@@ -1,5 +1,5 @@
-//! Frames leave by the device that the kernel would use, and are received at each that it would accept them at: several devices, policy
-//! routing, IPsec, MTUs.
+//! Frames leave by the device that the kernel would use, and are received at each device at which it would accept them: several
+//! devices, policy routing, IPsec, MTUs.
 
 use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_client::Session;
@@ -26,7 +26,7 @@ fn run(host: &Namespace, line: &str) {
 const MAC_SECOND_A: &str = "02:00:00:00:01:0a";
 const MAC_SECOND_B: &str = "02:00:00:00:01:0b";
 
-/// A second link between the hosts: `second0` on host A, `second1` on host B. Nothing is routed by it yet.
+/// A second link between the hosts: `second0` on host A, `second1` on host B. No route leads over it yet.
 fn second_link(bed: &Testbed) {
     let made = bed.host_b.run(|| rtnetlink::add_veth(&rtnetlink::open()?, "second1", "second0", bed.host_a.as_fd()));
     made.expect("a second link");
@@ -52,14 +52,14 @@ fn reverse_path_filter(host: &Namespace, value: u32) {
     set.expect("rp_filter");
 }
 
-/// Packets that a host has sent by a device.
+/// Number of packets that a host has sent by a device.
 fn sent_by(host: &Namespace, device: &str) -> u64 {
     let table = host.run(|| std::fs::read_to_string("/proc/thread-self/net/dev")).expect("counters");
     let line = table.lines().find_map(|line| line.trim().strip_prefix(device)?.strip_prefix(':')).expect("the device");
     line.split_whitespace().nth(9).expect("a counter").parse().expect("a number")
 }
 
-/// Moves to the NIC and back happen by themselves here: bytes both ways, wherever the connection is.
+/// Bytes both ways, wherever the connection is: it moves by itself here.
 fn exchange(scene: &mut Scene, bytes: u64) {
     scene.fill(bytes);
     scene.drain();
@@ -74,9 +74,9 @@ fn wait_for(scene: &Scene, place: Place) -> String {
     reason(&scene.bed)
 }
 
-/// The answers come by another device than the one by which our frames leave, from the start or from when it appears.
+/// The answers come by another device than our frames leave by, from the start or from when it appears.
 #[test]
-fn what_comes_by_another_device_is_heard() {
+fn frames_by_another_device_are_received() {
     for (ipv6, filter, early) in [(false, 0, true), (false, 2, false), (true, 0, true)] {
         let mut scene = scene_at(beside(), ipv6, 8080);
         if early {
@@ -86,7 +86,7 @@ fn what_comes_by_another_device_is_heard() {
         if !early {
             second_link(&scene.bed);
         }
-        // A loose filter takes nothing at a device without an address.
+        // A loose filter accepts nothing at a device without an address.
         run(&scene.bed.host_a, "ip address add 10.78.0.1/24 dev second0");
         reverse_path_filter(&scene.bed.host_a, filter);
         let family = if ipv6 { "-6" } else { "-4" };
@@ -95,15 +95,15 @@ fn what_comes_by_another_device_is_heard() {
         let before = sent_by(&scene.bed.host_b, "second1");
         exchange(&mut scene, 300_000);
         assert!(sent_by(&scene.bed.host_b, "second1") > before + 10, "it does not come by the second link");
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "it is not the NIC that hears");
+        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "the NIC does not receive");
         scene.exchange(10_000, Place::Kernel);
         scene.exchange(10_000, Place::Nic);
     }
 }
 
-/// A strict filter takes what comes by any of several equal paths.
+/// A strict filter accepts what comes by any of several equal paths.
 #[test]
-fn every_path_of_a_route_is_heard() {
+fn frames_by_every_path_of_a_route_are_received() {
     let mut scene = scene_at(beside(), false, 8080);
     second_link(&scene.bed);
     reverse_path_filter(&scene.bed.host_a, 1);
@@ -117,14 +117,15 @@ fn every_path_of_a_route_is_heard() {
     }
 }
 
-/// Inline only one device is the NIC's: what comes by another shows at the shell, and the kernel has the connection again.
+/// Inline only one device is the NIC's: frames that come by another one reach the shell, which counts them, and the connection
+/// is restored.
 #[test]
 fn inline_a_connection_that_comes_by_another_device_returns() {
     let mut scene = scene(TestbedSettings::default());
     second_link(&scene.bed);
     reverse_path_filter(&scene.bed.host_a, 0);
     scene.exchange(10_000, Place::Nic);
-    // Nothing comes elsewhere: it stays.
+    // No frames come elsewhere: it stays.
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
     run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1");
@@ -132,7 +133,7 @@ fn inline_a_connection_that_comes_by_another_device_returns() {
     let reason = wait_for(&scene, Place::Kernel);
     assert!(reason.contains("by a device at which the NIC does not hear"), "{reason}");
     exchange(&mut scene, 100_000);
-    let error = scene.session.move_to(scene.id, Place::Nic).expect_err("it would be deaf again");
+    let error = scene.session.move_to(scene.id, Place::Nic).expect_err("its frames would be lost again");
     assert!(error.to_string().contains("does not hear"), "{error}");
 }
 
@@ -162,7 +163,7 @@ fn connected(bed: Testbed, prepare: impl Fn(&OwnedFd) -> io::Result<()> + Sync) 
 const SO_MARK: i32 = 36;
 const SO_BINDTOIFINDEX: i32 = 62;
 
-/// Routing rules may ask for ports, users and bound devices: frames leave by the device that the kernel would use.
+/// Routing rules may match ports, users and bound devices: frames leave by the device that the kernel would use.
 #[test]
 fn frames_leave_by_the_device_that_the_rules_say() {
     let rules = ["ip rule add ipproto tcp dport 8080 lookup 100", "ip rule add uidrange 4242-4242 lookup 100", ""];
@@ -195,14 +196,14 @@ fn frames_leave_by_the_device_that_the_rules_say() {
             exchange(&mut scene, 100_000);
             let after = sent(&scene);
             assert_eq!(scene.session.place(scene.id), Some(place));
-            // A neighbour may be asked for now and then.
+            // A neighbour solicitation may be among them.
             assert!(after[0] < before[0] + 5, "{rule:?}, {place:?}: frames leave by the wrong device: {before:?} {after:?}");
             assert!(after[1] > before[1] + 2, "{rule:?}, {place:?}: {before:?} {after:?}");
         }
     }
 }
 
-/// A mark is no part of the NIC's frames: a connection with one stays in the kernel, and returns when its program sets one.
+/// The NIC's frames have no mark: a connection with one stays in the kernel, and is restored when its program sets one.
 #[test]
 fn what_has_a_mark_is_the_kernels() {
     let bed = hosts(beside());
@@ -231,19 +232,20 @@ fn what_has_a_mark_is_the_kernels() {
     let output = scene.bed.host_a.spawn(&mut list).expect("nft").wait_with_output().expect("its output");
     let counted = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(!counted.contains("packets 0 "), "the mark is not counted: {counted}");
-    // Without it the connection may go again.
+    // Without a mark the connection may move again.
     socket::set(fd.as_fd(), 1, SO_MARK, 0).expect("SO_MARK");
     scene.exchange(10_000, Place::Nic);
 }
 
-/// What the agent says of the connection.
+/// The agent's reason for the connection's place.
 fn reason(bed: &Testbed) -> String {
     let mut tool = bed.tool().expect("the agent");
     tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
 }
 
-/// A policy of IPsec's that is added while the connection is on the NIC counts at once; one about others does not hinder. What comes in is the
-/// kernel's to judge; what must not go out could not even be given back, and stays silent where it is.
+/// An IPsec policy that is added while the connection is on the NIC counts at once; one for other addresses does not. The kernel
+/// must judge what comes in. A connection that must not send could not be imported either, so it stays where it is and sends
+/// nothing.
 #[test]
 fn an_ipsec_policy_counts() {
     for shape in [true, false] {
@@ -275,7 +277,7 @@ fn an_ipsec_policy_counts() {
     }
 }
 
-/// A message to host A from host B: a datagram to port 7001 was too big for a link with an MTU of 1000.
+/// An ICMP message to host A from host B: a datagram to port 7001 was too big for a link with an MTU of 1000.
 const TOO_BIG: &str = "
 import socket, struct
 def sum16(data):
@@ -290,7 +292,8 @@ out = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
 out.sendto(head(sum16(head(0) + inner)) + inner, ('10.77.0.1', 0))
 ";
 
-/// A smaller MTU of the route, of the device, or of an exception to the route that another socket's packet has made: the NIC's segments fit it.
+/// A smaller MTU of the route, of the device, or of a route exception caused by another socket's packet: the NIC's segments fit
+/// it.
 #[test]
 fn a_smaller_path_mtu_reaches_the_nic() {
     for shape in [true, false] {
@@ -298,7 +301,7 @@ fn a_smaller_path_mtu_reaches_the_nic() {
             let settings = TestbedSettings { beside: shape, segmentation: false, ..TestbedSettings::default() };
             let mut scene = scene(settings);
             scene.exchange(100_000, Place::Nic);
-            // Whatever is larger vanishes without a word.
+            // Larger packets are dropped without an ICMP message.
             let rules = "add table inet t; add chain inet t c { type filter hook prerouting priority 0; }; \
                          add rule inet t c tcp sport 8080 meta length > 1000 counter drop";
             let mut nft = Command::new("nft");
@@ -323,7 +326,7 @@ fn a_smaller_path_mtu_reaches_the_nic() {
     }
 }
 
-/// What cannot be heard at a device of the kernel's choice is found out before the move: a look-up for a socket that is bound elsewhere.
+/// A socket is bound to another device while on the NIC: the connection is restored, since the NIC does not receive there.
 #[test]
 fn a_socket_that_is_bound_while_on_the_nic_returns() {
     let bed = hosts(beside());
@@ -342,7 +345,7 @@ fn a_socket_that_is_bound_while_on_the_nic_returns() {
     socket::set(again.as_fd(), 1, SO_BINDTOIFINDEX, index as i32).expect("SO_BINDTOIFINDEX");
     let reason = wait_for(&scene, Place::Kernel);
     assert!(reason.contains("SO_BINDTODEVICE"), "{reason}");
-    // And it may go again, by the device that it is bound to.
+    // It may move again, by the device to which it is bound.
     scene.try_to_move(Place::Nic);
     exchange(&mut scene, 100_000);
     assert!(sent_by(&scene.bed.host_a, "second0") > left + 2);

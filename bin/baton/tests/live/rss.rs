@@ -1,5 +1,5 @@
-//! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections, the kernel's and the NIC's, go on while
-//! the indirection table and the key change.
+//! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections of the kernel's and of the
+//! NIC's go on while the indirection table and the key change.
 
 use crate::common::{Scene, connect, scene};
 use baton_abi::layout::Counter;
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 const QUEUES: usize = 4;
 
-/// A frame of some kind, all of its addresses and ports from `seed`.
+/// A frame of some kind, with all addresses and ports derived from `seed`.
 fn frame(kind: usize, seed: u8) -> Vec<u8> {
     let mut frame = vec![0u8; 120];
     frame.iter_mut().enumerate().for_each(|(at, byte)| *byte = seed.wrapping_mul(37).wrapping_add((at * 11) as u8));
@@ -77,7 +77,7 @@ fn the_tap_driver_hashes_as_the_nic_does() {
                 interface::set_steering(taps[0].as_fd(), program.as_fd())?;
                 let netlink = rtnetlink::open()?;
                 let link = rtnetlink::link(&netlink, "rss0")?;
-                // Quiet, so that nothing but the test's frames comes.
+                // No IPv6, so that only the test's frames arrive.
                 std::fs::write("/proc/sys/net/ipv6/conf/rss0/disable_ipv6", "1")?;
                 rtnetlink::set_up(&netlink, link.index, None, None)?;
                 let sender = VnetDevice::new(interface::open_packet_socket(link.index)?, false);
@@ -92,7 +92,7 @@ fn the_tap_driver_hashes_as_the_nic_does() {
         let mut elsewhere = 0;
         let mut tokens = Vec::new();
         let early = frame(0, 0);
-        // What is sent before the kernel has the link up is lost.
+        // Frames that are sent before the kernel has the link up are lost.
         let deadline = Instant::now() + Duration::from_secs(20);
         while tokens.is_empty() {
             assert!(Instant::now() < deadline, "the link does not come up");
@@ -110,13 +110,13 @@ fn the_tap_driver_hashes_as_the_nic_does() {
                     poller.wait(Some(Duration::from_millis(200)), &mut tokens).expect("epoll");
                     assert!(Instant::now() < deadline, "kind {kind} never came");
                     let Some(queue) = tokens.first().map(|token| *token as usize) else {
-                        // Lost with the link's coming up.
+                        // Lost while the link came up.
                         buffer.fill(&sent);
                         sender.transmit(&mut buffer);
                         continue;
                     };
                     assert!(devices[queue].receive(&mut buffer));
-                    // Those from before may be late.
+                    // Earlier frames may be late.
                     if buffer.bytes()[..20] != sent[..20] {
                         continue;
                     }
@@ -124,7 +124,7 @@ fn the_tap_driver_hashes_as_the_nic_does() {
                     if queue as u32 == wanted {
                         break queue;
                     }
-                    // While the link comes up the kernel may have fewer queues than it will have.
+                    // While the link comes up the kernel may use fewer queues than later.
                     elsewhere += 1;
                     assert!(elsewhere < 5, "kind {kind}, seed {seed}, {from:?}: queue {queue} instead of {wanted}");
                     buffer.fill(&sent);
@@ -146,7 +146,7 @@ fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
 }
 
 fn goes_on_while_buckets_change_hands(card: bool) {
-    // With what else is done for the kernel's connections, so that it changes hands, too.
+    // With other offloads for the kernel's connections, so that their state changes hands, too.
     let lro = baton_lro::LroSettings { mode: Mode::Reorder, ..Default::default() };
     let settings = TestbedSettings {
         workers: 3,
@@ -181,7 +181,7 @@ fn goes_on_while_buckets_change_hands(card: bool) {
                 rounds += 1;
             }
         });
-        // The scene ends before the changes do, on whichever way.
+        // The scene ends before the thread of changes does, however this function ends.
         struct Over<'a>(&'a AtomicBool);
         impl Drop for Over<'_> {
             fn drop(&mut self) {
@@ -222,7 +222,7 @@ fn buckets_change_hands_with_one_queue() {
 }
 
 #[test]
-fn workers_that_there_are_not_are_refused() {
+fn missing_workers_are_refused() {
     let bed = crate::common::hosts(TestbedSettings { workers: 2, ..TestbedSettings::default() });
     assert!(set(&bed, &["queues=2", "rss-key=microsoft", "rss-indir=01"]).status.success());
     let refused = set(&bed, &["queues=3"]);

@@ -1,5 +1,5 @@
-//! Rules whose verdict changes from packet to packet, and rules of whose changes nothing tells: what they may judge stays in the kernel,
-//! and what they cannot moves.
+//! Firewall rules whose verdict changes from packet to packet, and rules whose changes cannot be observed: connections that they
+//! may judge stay in the kernel, others move.
 
 use crate::common::{Scene, scene};
 use baton_lab::testbed::TestbedSettings;
@@ -26,7 +26,7 @@ fn stays(scene: &mut Scene, why: &str) {
     assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
 }
 
-/// What the agent says of a connection that is in the kernel again.
+/// The agent's reason for a connection that was restored.
 fn returned(scene: &Scene) -> String {
     let deadline = Instant::now() + Duration::from_secs(5);
     while scene.session.place(scene.id) != Some(Place::Kernel) {
@@ -37,7 +37,7 @@ fn returned(scene: &Scene) -> String {
     tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
 }
 
-/// Packets put their sender into a set, and what comes from there is dropped: a connection's own packets have to be looked at, too.
+/// Packets put their sender into a set, and packets from members are dropped: a connection's own packets must be checked, too.
 const BLACKLIST: &str = "table inet t {
   set bad { type ipv4_addr; flags dynamic,timeout; timeout 1m; }
   chain input { type filter hook input priority 0; RULE udp dport 7 add @bad { ip saddr }; ip saddr @bad drop; }
@@ -54,10 +54,10 @@ fn a_set_that_packets_change_counts() {
     assert_eq!(scene.receive(), 0, "the set does not count");
 }
 
-/// Rules that cannot judge the connection do not hinder: others' ports, new connections, what comes behind the one that accepts it; counters,
-/// logs, and the translations and verdict maps of containers' hosts.
+/// Rules that cannot judge the connection do not keep it: other ports, new connections, rules after the one that accepts it;
+/// counters, logs, and the translations and verdict maps of containers' hosts.
 #[test]
-fn rules_that_cannot_judge_it_do_not_hinder() {
+fn rules_that_cannot_judge_it_do_not_keep_it() {
     let harmless = [
         &BLACKLIST.replace("RULE", "ct state established,related accept;"),
         &BLACKLIST.replace("RULE", "ct state vmap { established : accept, invalid : drop };"),
@@ -80,7 +80,7 @@ fn rules_that_cannot_judge_it_do_not_hinder() {
     }
 }
 
-/// And those that can do, wherever they are on its way.
+/// Rules that may judge it keep it, wherever they are on its way.
 #[test]
 fn rules_that_may_judge_it_keep_it() {
     let rules = [
@@ -113,7 +113,7 @@ fn rules_that_may_judge_it_keep_it() {
     }
 }
 
-/// This kernel may have no queues to programs.
+/// Whether this kernel has queues to programs.
 fn has_queue() -> bool {
     let namespace = Namespace::new().expect("a namespace");
     let mut nft = Command::new("nft");
@@ -149,9 +149,9 @@ fn iptables_matches_are_known() {
     }
 }
 
-/// Of rules of iptables-legacy, and of filters at a device's ingress, the packets of the NIC meet none.
+/// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a connection in the kernel.
 #[test]
-fn what_the_nics_packets_do_not_meet_keeps_it() {
+fn rules_that_the_nics_packets_do_not_pass_keep_it() {
     for (lines, why) in [
         (vec!["iptables-legacy -A INPUT -p tcp --dport 22 -j DROP"], "iptables-legacy"),
         (

@@ -1,4 +1,4 @@
-//! `baton run`: unmodified programs, on the machine's own loopback device, in a namespace of their own.
+//! `baton run`: unmodified programs, on the loopback device, in a network namespace of their own.
 
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
@@ -13,7 +13,7 @@ fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
     Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
 }
 
-/// Runs a program under random moves. Its report, after it has ended well.
+/// Runs a program under random moves. Returns its report, after it has ended with success.
 fn flip(name: &str, program: &[&str]) -> Value {
     let scratch = Scratch::new(name);
     let report = scratch.file("report");
@@ -28,7 +28,8 @@ fn flip(name: &str, program: &[&str]) -> Value {
     report
 }
 
-/// Both ends move: a program that talks to itself, every way to wait for a socket, IPv4 and IPv6. Every byte is compared by the program.
+/// Both ends move: a program with connections to itself, every way to wait for a socket, IPv4 and IPv6. The program compares
+/// every byte.
 #[test]
 fn programs_that_talk_to_themselves_do_not_notice() {
     let program = script("itself.py");
@@ -41,10 +42,10 @@ fn programs_that_talk_to_themselves_do_not_notice() {
     }
 }
 
-/// What is sent in one call leaves as one, be it in pieces, or around the end of the send memory: nothing waits for an acknowledgement that
-/// the peer's kernel delays by 40 ms.
+/// What one call sends leaves as one piece, whether it is in several buffers or wraps around the end of send memory: nothing
+/// waits for an acknowledgement that the peer's kernel delays by 40 ms.
 #[test]
-fn what_is_sent_at_once_leaves_at_once() {
+fn one_call_leaves_as_one_piece() {
     let scratch = Scratch::new("rounds");
     let ran = baton_run(&scratch, &["--rule", "accepted", "--", "python3", &script("rounds.py")]);
     assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
@@ -54,7 +55,7 @@ fn what_is_sent_at_once_leaves_at_once() {
 
 /// A connection is back in the kernel before its process forks, whatever signals come meanwhile.
 #[test]
-fn forks_and_signals_meet() {
+fn signals_do_not_disturb_forks() {
     let scratch = Scratch::new("forks");
     for arguments in [&["--rule", "accepted"][..], &["--rule", "established"], &["--flip", "1..2"]] {
         let program = ["--", "python3", &script("forks.py"), "1.5"];
@@ -64,7 +65,8 @@ fn forks_and_signals_meet() {
     }
 }
 
-/// A program at the connection's control group that drops its packets stops it within 100 ms, and lets it go on when it is gone.
+/// A BPF program at the connection's control group that drops its packets stops it within 100 ms; once it is detached the
+/// connection goes on.
 #[test]
 fn programs_at_control_groups_count() {
     let scratch = Scratch::new("cgroup");
@@ -77,9 +79,9 @@ fn programs_at_control_groups_count() {
     assert!(took.parse::<u64>().expect("milliseconds") < 100, "it took {took} ms");
 }
 
-/// Process number, exit status, signals and standard streams are the program's own.
+/// Process id, exit status, signals and standard streams are the program's own.
 #[test]
-fn the_program_is_itself() {
+fn the_process_is_the_program() {
     let scratch = Scratch::new("itself");
     let ran = baton_run(&scratch, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"]);
     assert_eq!((ran.status.code(), text(&ran.stdout), text(&ran.stderr)), (Some(7), "out\n".into(), "err\n".into()));
@@ -92,9 +94,10 @@ fn the_program_is_itself() {
     assert_eq!(text(&seen.stdout).trim(), std::process::id().to_string(), "the program's parent is baton's");
 }
 
-/// A connection that is handed over after its first request, and whose requests are all of one length: an edge-triggered set tells of each.
+/// A connection that is handed over after its first request, and whose requests all have one length: an edge-triggered set
+/// reports each.
 #[test]
-fn edges_are_told_across_the_handover() {
+fn edges_are_reported_across_the_handover() {
     const PROGRAM: &str = "
 import select, socket, threading
 listener = socket.create_server(('127.0.0.1', 0))
@@ -132,8 +135,8 @@ thread.join()
     }
 }
 
-/// The first connections of a listener that close soon teach that the next ones are not worth a move: hardly any of them is handed to the
-/// agent. One that lives on is.
+/// The first connections of a listener close soon, so the next ones are not worth a move: hardly any of them is handed to the
+/// agent. A connection that lives on is.
 #[test]
 fn short_connections_stay_in_the_kernel() {
     const PROGRAM: &str = "
@@ -163,7 +166,7 @@ while time.monotonic() < end:
     assert!(still_there, "the last one never moved: {report}");
 }
 
-/// A program that goes on as another user has its connections moved all the same.
+/// A program that changes its user has its connections moved nevertheless.
 #[test]
 fn programs_may_change_their_user() {
     const PROGRAM: &str = "
@@ -178,7 +181,7 @@ for n in range(100):
     assert data == bytes([n]) * 1000
 ";
     let scratch = Scratch::new("user");
-    // Nobody may read the library where this test runs, perhaps; it is loaded before that matters.
+    // The new user may not be able to read the library where this test runs; it is loaded before.
     let report = scratch.file("report");
     let ran = baton_run(&scratch, &["--rule", "accepted", "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
     assert!(ran.status.success(), "{}", text(&ran.stderr));
@@ -187,7 +190,7 @@ for n in range(100):
     assert!(report["moves"].as_u64() >= Some(1), "{report}");
 }
 
-/// What is wrong with a configuration is named with its place and what is allowed.
+/// The error for a wrong configuration has its line and what is allowed.
 #[test]
 fn wrong_configurations_are_explained() {
     let scratch = Scratch::new("config");
@@ -215,7 +218,7 @@ fn nothing_is_left() {
     let listed = baton_run(&scratch, &["--rule", "established", "--", "sh", "-c", "ls $TMPDIR"]);
     let directory = text(&listed.stdout).lines().find(|line| line.starts_with("baton-run-")).expect("a directory").to_string();
     let gone = || !scratch.0.join(&directory).exists();
-    // The keeper notices the program's end; it is nobody's child, so nobody can wait for it.
+    // The keeper notices the program's end; it is a child of init, so this test cannot wait for it.
     assert!(
         (0..500).any(|_| gone() || {
             std::thread::sleep(std::time::Duration::from_millis(10));

@@ -1,5 +1,5 @@
-//! Segments that a peer seldom sends, and what becomes of them on the NIC: fragments of a router's, probes into a closed window, a FIN that
-//! overtakes data; and more in flight than this host would ever have sent.
+//! Segments that a peer seldom sends, on the NIC: fragments made by a router, probes into a closed window, a FIN that overtakes
+//! data; and more in flight than this host would ever have sent.
 
 use crate::common::{Scene, connect, hosts, scene};
 use baton_backends::VnetDevice;
@@ -31,14 +31,14 @@ fn sysctl(host: &Namespace, path: &str, value: &str) {
     host.run(|| std::fs::write(format!("/proc/sys/net/{path}"), value)).expect(path);
 }
 
-/// A sender that does not forbid fragments, behind a router whose next link has an MTU of 1000.
+/// A sender that allows fragmentation, behind a router whose next link has an MTU of 1000.
 #[test]
-fn what_a_router_cuts_arrives() {
+fn fragments_made_by_a_router_arrive() {
     for beside in [false, true] {
         let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
         let far = Namespace::new().expect("a third host");
         bed.host_b.run(|| rtnetlink::add_veth(&rtnetlink::open()?, "far0", "eth1", far.as_fd())).expect("a veth");
-        // The kernel's names for the two ends: `far0` is here or there.
+        // The kernel's names for the two ends: `far0` is in this namespace or in the other.
         let here = bed.host_b.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, "far0").is_ok())).expect("links");
         let (router_side, far_side) = if here { ("far0", "eth1") } else { ("eth1", "far0") };
         ip(&bed.host_b, &format!("addr add 10.78.0.1/24 dev {router_side}"));
@@ -91,19 +91,19 @@ fn what_a_router_cuts_arrives() {
     }
 }
 
-/// Somebody who writes segments of a connection's peer by hand, and reads the answers, at host B's end of the link.
+/// Forges segments of a connection's peer, and reads the answers, at host B's end of the link.
 struct Forger {
     device: VnetDevice,
     template: Template,
     frame: Frame,
-    /// What the peer said last.
+    /// The peer's latest sequence number.
     seq: u32,
     ack: u32,
     clock: u32,
 }
 
 impl Forger {
-    /// The program sends a byte, from whose segment the numbers are read.
+    /// Makes the program send a byte, and reads the numbers from its segment.
     fn new(scene: &mut Scene) -> Forger {
         let open = || {
             let index = rtnetlink::link(&rtnetlink::open()?, "eth0")?.index;
@@ -119,20 +119,20 @@ impl Forger {
         let link = Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() };
         let template = Template::new(&flow, &link, true);
         let mut forger = Forger { device, template, frame: Frame::with_capacity(MAX_FRAME), seq: 0, ack: 0, clock: 0 };
-        // After a move the NIC knows the peer's clock from what the peer says first.
+        // After a move the NIC learns the peer's timestamp clock from the peer's first segment.
         assert_eq!(scene.peer_sends(1), 1);
         scene.drain();
         assert_eq!(scene.send(1), 1);
-        let heard = forger.hear(|parsed| parsed.payload_length == 1).expect("the program's byte");
-        forger.seq = heard.ack;
-        forger.ack = heard.seq.wrapping_add(1);
-        // The echoed timestamp is the peer's clock; a little ahead of it, since the peer goes on sending.
-        forger.clock = heard.options.timestamps.expect("timestamps").1.wrapping_add(200);
+        let segment = forger.receive(|parsed| parsed.payload_length == 1).expect("the program's byte");
+        forger.seq = segment.ack;
+        forger.ack = segment.seq.wrapping_add(1);
+        // The echoed timestamp is the peer's clock; a little later, since the peer's clock goes on.
+        forger.clock = segment.options.timestamps.expect("timestamps").1.wrapping_add(200);
         scene.drain();
         forger
     }
 
-    fn say(&mut self, seq: u32, flags: Flags, payload: &[u8]) {
+    fn send(&mut self, seq: u32, flags: Flags, payload: &[u8]) {
         let options = TcpOptions { timestamps: Some((self.clock, self.clock)), ..TcpOptions::default() };
         let header = Header { seq, ack: self.ack, flags, window: 512, options: &options, ecn: 0, ident: 1 };
         self.frame.set_length(MAX_HEADER + payload.len());
@@ -146,8 +146,8 @@ impl Forger {
         assert!(self.device.transmit(&mut self.frame), "the link takes a frame");
     }
 
-    /// The next segment of the program's side for which this holds, for five seconds at most.
-    fn hear(&mut self, mut wanted: impl FnMut(&TcpFrame) -> bool) -> Option<TcpFrame> {
+    /// Waits for the next segment of the program's side for which this holds, five seconds at most.
+    fn receive(&mut self, mut wanted: impl FnMut(&TcpFrame) -> bool) -> Option<TcpFrame> {
         let deadline = Instant::now() + Duration::from_secs(5);
         while Instant::now() < deadline {
             while self.device.receive(&mut self.frame) {
@@ -162,7 +162,7 @@ impl Forger {
         None
     }
 
-    /// What is under way is heard, and forgotten.
+    /// Reads and drops all frames in flight.
     fn settle(&mut self) {
         let mut quiet = Instant::now();
         while quiet.elapsed() < Duration::from_millis(60) {
@@ -175,7 +175,7 @@ impl Forger {
     }
 }
 
-/// The kernel answers a byte that comes into a closed window (RFC 9293 section 3.8.6.1), and so does the NIC.
+/// The kernel answers a byte that arrives in a closed window (RFC 9293 section 3.8.6.1), and so does the NIC.
 #[test]
 fn a_byte_into_a_closed_window_is_answered() {
     for place in [Place::Kernel, Place::Nic] {
@@ -186,11 +186,11 @@ fn a_byte_into_a_closed_window_is_answered() {
         scene.fill(64 << 20);
         forger.settle();
         let waiting = socket::queue_bytes(scene.peer.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ");
-        // Of what the peer has sent the forger knows of one byte.
+        // The forger knows of one byte that the peer has sent.
         let next = forger.seq.wrapping_add(scene.sent[1] as u32 - 1 - waiting);
         for _ in 0..3 {
-            forger.say(next, Flags::ACK | Flags::PSH, b"?");
-            let answer = forger.hear(|parsed| parsed.payload_length == 0);
+            forger.send(next, Flags::ACK | Flags::PSH, b"?");
+            let answer = forger.receive(|parsed| parsed.payload_length == 0);
             let answer = answer.unwrap_or_else(|| panic!("no answer at {place:?}"));
             assert_eq!((answer.ack, answer.window), (next, 0), "at {place:?}");
         }
@@ -198,18 +198,18 @@ fn a_byte_into_a_closed_window_is_answered() {
     }
 }
 
-/// A FIN alone overtakes ten bytes: it counts once they have come, in the kernel and on the NIC.
+/// A FIN alone overtakes ten bytes: it counts once they have arrived, in the kernel and on the NIC.
 #[test]
 fn a_fin_that_overtakes_its_data_counts() {
     for place in [Place::Kernel, Place::Nic] {
         let mut scene = scene(TestbedSettings::default());
         scene.move_to(place);
         let mut forger = Forger::new(&mut scene);
-        forger.say(forger.seq.wrapping_add(10), Flags::ACK | Flags::FIN, b"");
-        let hole = forger.hear(|parsed| parsed.payload_length == 0).expect("an acknowledgement of the hole");
+        forger.send(forger.seq.wrapping_add(10), Flags::ACK | Flags::FIN, b"");
+        let hole = forger.receive(|parsed| parsed.payload_length == 0).expect("an acknowledgement of the hole");
         assert_eq!(hole.ack, forger.seq, "at {place:?}");
-        forger.say(forger.seq, Flags::ACK | Flags::PSH, b"0123456789");
-        let all = forger.hear(|parsed| parsed.ack == forger_end(hole.ack));
+        forger.send(forger.seq, Flags::ACK | Flags::PSH, b"0123456789");
+        let all = forger.receive(|parsed| parsed.ack == forger_end(hole.ack));
         assert!(all.is_some(), "the FIN was forgotten at {place:?}");
         let mut got = [0; 16];
         let deadline = Instant::now() + Duration::from_secs(5);
@@ -220,7 +220,7 @@ fn a_fin_that_overtakes_its_data_counts() {
     }
 }
 
-/// Behind ten bytes and a FIN.
+/// The sequence number after ten bytes and a FIN.
 fn forger_end(seq: u32) -> u32 {
     seq.wrapping_add(11)
 }
@@ -234,7 +234,7 @@ fn thousands_of_segments_in_flight_move() {
     let link = LinkSettings { delay: 90_000, ..LinkSettings::default() };
     let bed = hosts(TestbedSettings { link, peer_queue: Some(10_000), ..TestbedSettings::default() });
     let (server, peer) = connect(&bed, false, 8080);
-    // Slow start that nothing but a loss ends.
+    // Slow start that only a loss ends.
     socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"reno").expect("reno");
     for (socket, force) in [(&peer, SO_RCVBUFFORCE), (&server, SO_SNDBUFFORCE)] {
         socket::set(socket.as_fd(), libc::SOL_SOCKET, force, 16 << 20).expect("a large buffer");
@@ -243,7 +243,7 @@ fn thousands_of_segments_in_flight_move() {
     let id = session.adopt(server.into()).expect("adoption");
     let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
     let in_flight = |scene: &Scene| {
-        // What was sent and has not arrived: sent by the program, less what waits unsent, less what the peer has.
+        // Sent and not arrived: sent by the program, minus what waits unsent, minus what the peer has.
         let arrived = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").bytes_received;
         scene.sent[0] - arrived
     };

@@ -1,4 +1,4 @@
-//! Connections that cannot be moved stay where they are, and say why.
+//! Connections that cannot be moved stay where they are, with the reason in the error.
 
 use crate::common::{hosts, scene};
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
@@ -25,7 +25,7 @@ fn mptcp_stays() {
     // Protocol 262 is Multipath TCP.
     let fd = bed.host_b.run(|| baton_linux::socket::stream(false, 262));
     let Ok(fd) = fd else {
-        eprintln!("this kernel has no MPTCP: there is nothing that could be moved");
+        eprintln!("skipped: this kernel has no MPTCP");
         return;
     };
     baton_linux::socket::connect(fd.as_fd(), listener.local_addr().expect("an address")).expect("an MPTCP connection");
@@ -66,7 +66,7 @@ fn signed_connections_stay() {
     key[136..140].copy_from_slice(b"key!");
     let set = baton_linux::socket::set_bytes(server.as_fd(), libc::IPPROTO_TCP, TCP_MD5SIG, &key);
     let Ok(()) = set else {
-        eprintln!("this kernel has no TCP MD5: there is nothing that could be moved");
+        eprintln!("skipped: this kernel has no TCP MD5");
         return;
     };
     let id = scene.session.adopt(OwnedFd::from(server)).expect("adoption");
@@ -98,7 +98,7 @@ fn options_that_the_nic_does_not_act_on_stay() {
         }
     }
     assert_eq!(seen, 10);
-    // A congestion control that its program has asked for: the host's default is not that.
+    // A congestion control that the program has set; the host's default does not count as that.
     for (wanted, default, moves) in
         [("bbr", "cubic", false), ("reno", "cubic", true), ("cubic", "bbr", true), ("bbr", "bbr", true)]
     {
@@ -144,7 +144,7 @@ fn no_route_and_a_changed_source_address_stay() {
 }
 
 #[test]
-fn what_is_no_connection_is_refused() {
+fn sockets_that_are_no_connections_are_refused() {
     let bed = hosts(TestbedSettings::default());
     let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
     let listener = bed.host_a.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
@@ -160,7 +160,7 @@ fn what_is_no_connection_is_refused() {
     assert!(error.to_string().contains("interface") || error.to_string().contains("address"), "{error}");
 }
 
-/// What is on the wire is not what the socket knows: destinations that this host translates, whoever opened the connection.
+/// The addresses on the wire are not the socket's: destinations that this host translates, whoever opened the connection.
 #[test]
 fn translated_connections_stay() {
     const RULES: &str = "table ip nat {
@@ -185,14 +185,14 @@ fn translated_connections_stay() {
             bed.host_b.run(|| connect(SocketAddr::new(address_a(false), 9998))).expect("a connection to a translated port");
         stays(here.accept().expect("its other end").0);
         drop(peer);
-        // And what is not translated moves.
+        // Connections that are not translated move.
         let (server, _peer) = crate::common::connect(&bed, false, 8083);
         let id = session.adopt(OwnedFd::from(server)).expect("adoption");
         session.move_to(id, Place::Nic).expect("a move");
     }
 }
 
-/// A socket of another namespace may have any addresses, those of this host's connections too.
+/// A socket of another namespace may have any addresses, even those of this host's connections.
 #[test]
 fn sockets_of_other_namespaces_are_refused() {
     let bed = hosts(TestbedSettings::default());

@@ -31,7 +31,7 @@ impl Program {
         Program { shared, connection, _server: server, _peer: peer }
     }
 
-    /// Says that a thread is inside an operation, or that none is.
+    /// Sets that a thread is inside an operation, or that none is.
     fn is_inside(&self, inside: bool) {
         let memory = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", self.shared.descriptors()[1]));
         let memory = Region::map(memory.expect("session memory").into()).expect("session memory");
@@ -48,9 +48,9 @@ fn time_of_a_close(bed: &Testbed, port: u16) -> Duration {
     begun.elapsed()
 }
 
-/// A move that waits for its program does so while others' connections are moved and closed, and is given up after a while.
+/// A move that waits for its program does not hold up moves and closes of others' connections, and is given up after a while.
 #[test]
-fn a_program_inside_an_operation_holds_up_nobody_else() {
+fn a_program_inside_an_operation_delays_no_other() {
     let bed = hosts(TestbedSettings::default());
     let stuck: Vec<Program> = (0..24).map(|at| Program::start(&bed, 8000 + at)).collect();
     let is_over = AtomicBool::new(false);
@@ -69,7 +69,7 @@ fn a_program_inside_an_operation_holds_up_nobody_else() {
         times
     });
     times.sort_unstable();
-    // One after the other they would be waited for 24 times 20 ms before it is anybody else's turn.
+    // If they were waited for one after the other, everybody else would wait 24 times 20 ms.
     assert!(times[4] < Duration::from_millis(120), "closes took {times:?}");
     for program in &stuck {
         program.is_inside(false);
@@ -77,9 +77,9 @@ fn a_program_inside_an_operation_holds_up_nobody_else() {
     }
 }
 
-/// A program that closes a connection and stays inside an operation on it harms itself: the connection goes.
+/// A program that closes a connection and stays inside an operation on it harms only itself: the connection is closed.
 #[test]
-fn a_close_is_not_put_off_for_ever() {
+fn a_close_is_not_delayed_for_ever() {
     let bed = hosts(TestbedSettings::default());
     let program = Program::start(&bed, 8000);
     program.is_inside(true);

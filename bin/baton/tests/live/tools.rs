@@ -1,4 +1,4 @@
-//! The tools as a person uses them.
+//! The tools, used as a person uses them.
 
 use crate::common::scene;
 use baton_lab::testbed::TestbedSettings;
@@ -51,7 +51,7 @@ fn every_baton_is_found() {
 }
 
 #[test]
-fn what_is_wrong_is_said() {
+fn errors_name_the_cause() {
     let absent = baton(&["ls", "--socket", "/nowhere/agent.sock"]);
     assert_eq!(absent.status.code(), Some(2));
     assert!(text(&absent.stderr).contains("no agent at /nowhere/agent.sock: start Baton (baton up)"), "{}", text(&absent.stderr));
@@ -60,9 +60,9 @@ fn what_is_wrong_is_said() {
     assert!(text(&filter.stderr).contains("a local port as `:80`"), "{}", text(&filter.stderr));
 }
 
-/// Every finding says what it is for, and one that does not work what to do.
+/// Every finding says what it is needed for, and, if something is missing, what to do.
 #[test]
-fn the_doctor_knows_this_machine() {
+fn the_doctor_examines_this_machine() {
     let ran = baton(&["doctor", "--json"]);
     let findings: serde_json::Value = serde_json::from_slice(&ran.stdout).expect("JSON");
     let findings = findings.as_array().expect("findings");
@@ -73,7 +73,7 @@ fn the_doctor_knows_this_machine() {
     assert!(broken.is_empty(), "these tests need all of it: {broken:?}");
 }
 
-/// The program's exit status and output are its own, the peer's command reaches it, and nothing is left behind.
+/// The program's exit status and output are its own, the peer's command runs on the other host, and nothing is left behind.
 #[test]
 fn a_program_runs_on_one_of_two_hosts() {
     let script = "test -S $BATON_SOCKET || exit 9; echo $BATON_SOCKET; timeout 10 ping -c 1 -W 5 $BATON_B >&2 || exit 8; exit 7";

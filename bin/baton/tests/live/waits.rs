@@ -1,5 +1,5 @@
-//! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and compares every
-//! result with what it would be in the kernel.
+//! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and compares
+//! every result with the kernel's.
 
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
@@ -19,7 +19,7 @@ fn compile(name: &str, scratch: &Scratch) -> PathBuf {
     program
 }
 
-/// `baton run` with these arguments, in a network namespace of its own. The program's output, and the report.
+/// `baton run` with these arguments, in a network namespace of its own. Returns the program's output, and the report.
 fn baton_run(scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {
     let report = scratch.file("report");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
@@ -33,8 +33,8 @@ fn baton_run(scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {
     (ran, report)
 }
 
-/// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move meanwhile: no call sees
-/// anything of that, and none sleeps on. BATON_WAITS_MOVES asks for that many moves by each rule.
+/// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move meanwhile: no
+/// call is disturbed, and none sleeps on. BATON_WAITS_MOVES sets the number of moves by each rule.
 #[test]
 fn blocked_threads_do_not_notice_moves() {
     let scratch = Scratch::new("waits");
@@ -57,7 +57,7 @@ fn blocked_threads_do_not_notice_moves() {
     }
 }
 
-/// A thread that sleeps in recv, and one that sleeps in select, for as long as the connection lives: it moves all the same.
+/// A thread sleeps in recv, and one in select, as long as the connection lives: it moves nevertheless.
 #[test]
 fn a_sleeping_reader_does_not_keep_its_connection_in_the_kernel() {
     const PROGRAM: &str = "
@@ -83,18 +83,18 @@ assert ends == [b'', b''], ends
     assert!(report["connections_by_moves"].get("0").is_none(), "{report}");
 }
 
-/// What is asked of a socket in the middle of a move is answered as before and after it.
+/// Queries of a socket during a move return what they return before and after it.
 #[test]
-fn a_moving_socket_answers_what_it_always_did() {
+fn a_moving_socket_answers_as_before() {
     let scratch = Scratch::new("asks");
     let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", "python3", &crate::scratch::script("asks.py"), "1.5"]);
     assert!(report["moves"].as_u64() > Some(100), "{report}");
 }
 
-/// Two connections with full queues and a FIN behind what is not sent yet: neither a byte nor the FIN is lost, though the ring of commands
-/// to the NIC had no more room when the FIN was asked for.
+/// Two connections with full queues and a FIN after unsent data: neither a byte nor the FIN is lost, although the NIC's command
+/// ring was full when the FIN was requested.
 #[test]
-fn a_fin_behind_a_full_queue_is_sent() {
+fn a_fin_after_a_full_queue_is_sent() {
     const PROGRAM: &str = "
 import socket, threading
 listener = socket.create_server(('127.0.0.1', 0))
@@ -123,7 +123,7 @@ for attempt in range(10):
     }
 }
 
-/// Urgent data that comes for a connection on the NIC: it goes back first, and the program sees what it sees in the kernel.
+/// Urgent data arrives for a connection on the NIC: it is restored first, and the program sees what it sees in the kernel.
 #[test]
 fn urgent_data_is_seen_as_such() {
     const PROGRAM: &str = "
@@ -189,7 +189,7 @@ talk()
     assert!(report["moves"].as_u64() >= Some(2), "{report}");
 }
 
-/// More than the NIC's receive memory is asked for at a time (SO_RCVLOWAT): the connection becomes readable all the same.
+/// A program asks for more than the NIC's receive memory at a time (SO_RCVLOWAT): the connection becomes readable nevertheless.
 #[test]
 fn a_low_water_mark_above_receive_memory_is_reached() {
     const PROGRAM: &str = "
@@ -219,9 +219,9 @@ sender.join()
     assert!(report["moves"].as_u64() >= Some(1), "{report}");
 }
 
-/// `baton run` under `baton run`; with few descriptors; beside a directory that is there already.
+/// `baton run` under `baton run`; with few descriptors; and with a directory of that name in place already.
 #[test]
-fn it_starts_where_others_have_been() {
+fn it_starts_in_unusual_surroundings() {
     let scratch = Scratch::new("starts");
     let baton = env!("CARGO_BIN_EXE_baton");
     baton_run(&scratch, &["--", baton, "run", "--", "true"]);

@@ -1,4 +1,4 @@
-"""Asks what sockets are set to, and named, all the time while their connections move: nothing changes. Usage: asks.py SECONDS"""
+"""Reads options and addresses of sockets again and again while their connections move: they must not change. Usage: asks.py SECONDS"""
 
 import socket
 import sys

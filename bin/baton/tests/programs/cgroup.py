@@ -1,5 +1,5 @@
-"""Talks to itself inside a control group of its own, at which a program that drops everything is attached while its connections are on the
-NIC. Prints how long that took to count, in milliseconds, and how many connections were there."""
+"""Exchanges bytes with itself inside a control group of its own. While its connections are on the NIC, a BPF program that drops everything
+is attached to the group. Prints after how many milliseconds that took effect, and how many connections were on the NIC."""
 import ctypes
 import os
 import socket

@@ -1,5 +1,5 @@
-"""A server whose children inherit its epoll set, as redis has them: each closes its descriptors, or waits with the set, and ends. The
-parent goes on being told of its listener, of its connection, and of sets in its set."""
+"""A server whose children inherit its epoll set, as in redis: each closes its descriptors, or waits with the set, and ends. The parent
+still gets the events of its listener, of its connection, and of sets in its set."""
 
 import os
 import select
@@ -43,7 +43,7 @@ def close_all():
 
 
 def wait_with_it():
-    # What the parent registered, the child is told of, by the data that the parent gave.
+    # The child gets events of what the parent has registered, with the parent's data.
     client.sendall(b"x")
     found = {fd for fd, _ in epoll.poll(10)}
     os._exit(0 if found == {server.fileno()} else 1)

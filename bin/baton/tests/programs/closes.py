@@ -1,6 +1,6 @@
-"""A server that echoes, and closes a connection in the way that a line says which the client sends: `close`, `unread`, `shutdown`,
-`late` (shut down at once, closed when a line is read from standard input), `linger` or `exit`. It watches its connections with epoll,
-and fails if that ever speaks of one that was closed. It prints its port, and `closed` when a connection is.
+"""A server that echoes, and closes a connection in the way that the client's line says: `close`, `unread`, `shutdown`, `late` (shut down at
+once, closed when a line is read from standard input), `linger` or `exit`. It watches its connections with epoll, and fails if that
+reports a closed one. It prints its port, and `closed` when it has closed a connection.
 """
 
 import os
@@ -30,7 +30,7 @@ while True:
         line = sock.recv(4096)
         what = line.split(b"\n")[-2].decode() if b"\n" in line else ""
         if what == "unread":
-            # What comes now is not read.
+            # Bytes that arrive now are not read.
             print("reading no more", flush=True)
             sys.stdin.readline()
         elif what == "linger":

@@ -1,8 +1,8 @@
-"""What a socket says and does: every situation with every operation, watched in every way that there is. One line of JSON per case.
+"""Behaviour of a socket: every situation with every operation, and every way to wait for events. One line of JSON per case.
 
-Usage: conformance.py COLUMN FAMILY FILE. The column says where the connection is: `kernel`, `nic`, `moved` (in the kernel until the
-situation has come about, then on the NIC for the operation, then in the kernel again) or `returned` (the other way round). Moves are
-asked for on the standard output, and answered on the standard input.
+Usage: conformance.py COLUMN FAMILY FILE. The column is where the connection is: `kernel`, `nic`, `moved` (in the kernel until the
+situation is reached, then on the NIC for the operation, then in the kernel again) or `returned` (the other way round). Moves are
+requested on the standard output, and answered on the standard input.
 """
 
 import array
@@ -53,7 +53,7 @@ def between(first):
 
 
 def wait(sock, events):
-    """Waits for what is on its way. What is waited for is there afterwards in every column."""
+    """Waits for what is in flight, so that it has arrived afterwards in every column."""
     poll = select.poll()
     poll.register(sock, events)
     poll.poll(PATIENCE)
@@ -64,7 +64,7 @@ def reset(sock):
     sock.close()
 
 
-# Situations: what has happened to the socket (s) and its peer (p).
+# Situations: events that the socket (s) and its peer (p) have been through.
 
 
 def nothing(s, p):
@@ -141,7 +141,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def raw_recv(s, length, flags):
-    """recv with flags that Python's would interpret, or lengths that it would not pass on."""
+    """recv with flags that Python's own would interpret, or lengths that it would not pass on."""
     buffer = ctypes.create_string_buffer(max(length, 1))
     got = libc.recv(s.fileno(), buffer, ctypes.c_size_t(length), flags)
     return [got, errno.errorcode.get(ctypes.get_errno()) if got < 0 else buffer.raw[:max(got, 0)].hex() if got <= length else got]
@@ -235,7 +235,7 @@ def names(s):
 
 def state(s):
     number = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-    # FIN-WAIT-1 becomes FIN-WAIT-2 whenever the peer's acknowledgement comes.
+    # FIN-WAIT-1 becomes FIN-WAIT-2 whenever the peer's acknowledgement arrives.
     return 4 if number == 5 else number
 
 
@@ -289,7 +289,7 @@ def attempt(operation, s):
         return errno.errorcode.get(error.errno, error.errno)
 
 
-# Ways to watch a socket: each says what it sees now, as a number or as lists.
+# Ways to wait for events of a socket: each returns the present events, as a number or as lists.
 
 
 def by_select(s):
@@ -321,7 +321,7 @@ WATCHES = {
 
 
 def from_the_peer(p):
-    """What the peer has got in the end: how much, and how it ended."""
+    """What the peer has received in the end: how many bytes, and how the stream ended."""
     total = 0
     p.setblocking(False)
     try:
@@ -351,7 +351,7 @@ def case(situation, operation, watch):
     results.append(seen())
     between(False)
     results.append(seen())
-    # And what is left goes on.
+    # The rest of the connection must still work.
     results.append(attempt(lambda s: s.recv(1000).hex(), s))
     if situation is not full:
         results.append(attempt(lambda s: sent(s.send(b"last"), 4), s))
@@ -364,13 +364,13 @@ def case(situation, operation, watch):
 
 
 def may_be_acknowledged_meanwhile(situation, name):
-    """Whether the peer acknowledges a FIN while the socket is watched: that is an edge, whenever it comes."""
+    """Whether the peer acknowledges a FIN while the socket is watched: that causes an edge whenever it arrives."""
     shuts = name in ("shutdown WR", "shutdown RDWR") and situation is not both_shut
     return shuts or situation in (half_shut, half_shut_with_few)
 
 
 def without_room(result):
-    """How much fits differs from place to place: whether there is room is not compared."""
+    """Kernel and NIC have buffers of different sizes, so whether there is room is not compared."""
     if isinstance(result, list) and len(result) == 3:
         return [result[0], 0, result[2]]
     if isinstance(result, list) and len(result) == 1 and isinstance(result[0], int):

@@ -1,4 +1,4 @@
-"""An echo server at an address: it prints its port, and ends when its input does."""
+"""An echo server at an address. It prints its port, and ends at the end of its input."""
 
 import selectors
 import socket

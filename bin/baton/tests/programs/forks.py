@@ -1,4 +1,5 @@
-"""A forking server and its client. Children die, and a timer ticks, while the parent accepts and forks: whatever signals interrupt goes on."""
+"""A forking server and its client. Children end, and a timer ticks, while the parent accepts and forks: calls that signals interrupt are
+restarted."""
 import os
 import signal
 import socket

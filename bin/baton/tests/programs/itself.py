@@ -1,4 +1,4 @@
-"""A program that talks to itself over loopback, in every way that Python has: blocking sockets in threads, select, poll, epoll, asyncio.
+"""A program that exchanges bytes with itself over loopback, in every way that Python has: blocking sockets in threads, select, poll, epoll, asyncio.
 
 Every byte that comes back is compared. Usage: itself.py SECONDS FAMILY WAY
 """

@@ -1,6 +1,6 @@
-"""Talks to itself, one end in the kernel: messages of several sizes, each in one call or in one of several pieces, back and forth. Prints the
-90th percentile of a round in microseconds. Nagle's algorithm is on, so that whatever leaves in two small pieces waits for the peer's
-delayed acknowledgement.
+"""Exchanges messages with itself, one end in the kernel: messages of several sizes, each sent in one call, of one or of several buffers.
+Prints the 90th percentile of a round trip in microseconds. Nagle's algorithm is on, so a message that leaves in two small segments waits
+for the peer's delayed acknowledgement.
 """
 
 import os
@@ -32,7 +32,7 @@ def rounds():
         yield 48_000, 1 + number % 4
 
 
-# The connecting end is the kernel's alone.
+# The connecting end stays in the kernel.
 thread = threading.Thread(target=serve)
 thread.start()
 client = socket.create_connection(listener.getsockname())

@@ -1,10 +1,10 @@
-"""Connections to itself, and what becomes of them when Baton ends. Usage: survivor.py WAY COUNT
+"""Connections to itself, and what happens to them when Baton ends. Usage: survivor.py WAY COUNT
 
-The server's side waits in one of several ways: block (a thread for each connection), poll, select, epoll, edge, spin (it does not sleep at
-all, but for short naps). The client's side is driven by lines on the standard input, each answered with one line of JSON:
+The server's side waits in one of several ways: block (a thread for each connection), poll, select, epoll, edge, spin (it does not wait,
+except for short sleeps). The client's side is driven by lines on the standard input, each answered with one line of JSON:
   echo    one round on every connection: how it ended on either side, the longest round, CPU seconds since the last answer
   wait    waits until the server's side of every connection has ended by itself, a second at most
-  write   sends on every connection until something goes wrong, a second at most
+  write   sends on every connection until a send fails, a second at most
 """
 import errno, json, select, socket, sys, threading, time
 

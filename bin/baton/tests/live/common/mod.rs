@@ -1,4 +1,4 @@
-//! What the tests against the real kernel share: two hosts, a program with one connection that can move, its peer.
+//! Helpers of the tests against the real kernel: two hosts, a program with one connection that can move, its peer.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use baton_client::{ConnectionId, Session};
@@ -12,7 +12,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Two hosts with Baton on the first. These tests need root (or a user namespace with /dev/net/tun): without, they fail and say so.
+/// Two hosts with Baton on the first. Without root (or a user namespace with /dev/net/tun) the test fails and says so.
 pub fn hosts(settings: TestbedSettings) -> Testbed {
     let program = Some(env!("CARGO_BIN_EXE_baton").into());
     Testbed::new(&TestbedSettings { program, ..settings }).expect("two test hosts (root is needed)")
@@ -68,7 +68,7 @@ fn later(result: io::Result<usize>) -> usize {
 impl Scene {
     pub fn move_to(&mut self, to: Place) {
         self.try_to_move(to);
-        // Its memory may grow just now: then it is nowhere for a moment.
+        // Its memory may be growing now; then it is moving for a moment.
         let deadline = Instant::now() + Duration::from_secs(5);
         let place = loop {
             match self.session.place(self.id) {
@@ -79,7 +79,7 @@ impl Scene {
         assert_eq!(place, Some(to));
     }
 
-    /// Moves it, however often that is put off; where it is a moment later is not looked at.
+    /// Moves it, and tries again while that is put off. Does not check where it is a moment later.
     pub fn try_to_move(&mut self, to: Place) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -91,7 +91,7 @@ impl Scene {
         }
     }
 
-    /// The program sends what fits now. Bytes sent.
+    /// The program sends what fits now. Returns bytes sent.
     pub fn send(&mut self, most: usize) -> usize {
         let mut piece = vec![0; most];
         stream::fill(KEYS[0], self.sent[0], &mut piece);
@@ -109,7 +109,7 @@ impl Scene {
         sent
     }
 
-    /// The program reads and checks what there is.
+    /// The program reads and checks what has arrived.
     pub fn receive(&mut self) -> usize {
         let mut buffer = vec![0; 1 << 16];
         let got = later(self.session.receive(self.id, &mut buffer));
@@ -118,7 +118,7 @@ impl Scene {
         got
     }
 
-    /// The peer reads and checks what there is.
+    /// The peer reads and checks what has arrived.
     pub fn peer_receives(&mut self) -> usize {
         let mut buffer = vec![0; 1 << 16];
         let got = later(socket::receive(self.peer.as_fd(), &mut buffer));
@@ -146,7 +146,7 @@ impl Scene {
         }
     }
 
-    /// Sends on both sides until `bytes` more are on their way or nothing more fits for a while, without reading.
+    /// Sends on both sides until `bytes` more are in flight or nothing more fits for a while, without reading.
     pub fn fill(&mut self, bytes: u64) {
         let goal = [self.sent[0] + bytes, self.sent[1] + bytes];
         let mut quiet = Instant::now();

@@ -21,7 +21,7 @@ const SOCKET: &str = "HOSTILE_SOCKET";
 const PEER: &str = "HOSTILE_PEER";
 const NOBODY: u32 = 65534;
 
-/// How long an attack lasts that has no end of its own.
+/// Duration of attacks that do not end by themselves.
 const LONG: Duration = Duration::from_secs(3);
 
 /// The hostile program, as the test that started it sees it.
@@ -42,7 +42,7 @@ impl Hostile {
 
     /// Starts it in a namespace, with the path of an agent.
     pub fn start_at(namespace: &Namespace, socket: &Path, peer: &str, attack: &str) -> Hostile {
-        // Not by its path, which may lead through a directory that is not everybody's.
+        // Not by its path, which may be inside a directory that only some users can read.
         let mut command = Command::new("/proc/self/exe");
         command.args(["--exact", "hostile::hostile_program", "--ignored", "--nocapture", "--test-threads=1"]);
         command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdout(Stdio::piped());
@@ -52,7 +52,7 @@ impl Hostile {
         Hostile(child, output)
     }
 
-    /// Waits until the attack is under way. What it says of that.
+    /// Waits until the attack has begun. Returns what the program printed about it.
     pub fn await_attack(&mut self) -> String {
         let mut line = String::new();
         while !line.contains("attacking") {
@@ -66,7 +66,7 @@ impl Hostile {
         self.0.try_wait().expect("our child").is_some()
     }
 
-    /// Waits until it has found what it expects.
+    /// Waits until it reports success.
     pub fn expect_success(mut self) {
         let mut rest = String::new();
         self.1.read_to_string(&mut rest).expect("its output");
@@ -81,7 +81,7 @@ impl Drop for Hostile {
     }
 }
 
-/// A session that keeps no rule.
+/// A session that breaks every rule.
 struct Client {
     channel: Channel,
     memory: Arc<Region>,
@@ -135,7 +135,7 @@ impl Client {
 
     fn ring(&self) {
         for bell in &self.bells {
-            // A doorbell is whatever takes eight bytes.
+            // Whatever takes eight bytes counts as a doorbell.
             write_once(bell.as_fd(), &1u64.to_ne_bytes());
         }
     }
@@ -154,12 +154,12 @@ impl Client {
     }
 }
 
-/// Whether a single write took anything.
+/// Whether a single write wrote anything.
 fn write_once(fd: BorrowedFd<'_>, bytes: &[u8]) -> bool {
     std::fs::File::from(fd.try_clone_to_owned().expect("a descriptor")).write(bytes).is_ok()
 }
 
-/// Of any descriptor, and everybody's who shares it.
+/// Changes a flag that everybody shares who has the same description.
 fn set_nonblocking(fd: BorrowedFd<'_>, on: bool) {
     let socket = std::os::unix::net::UnixStream::from(fd.try_clone_to_owned().expect("a descriptor"));
     socket.set_nonblocking(on).expect("a flag");
@@ -169,7 +169,7 @@ fn alone() -> Opening {
     Opening::alone()
 }
 
-/// What the hostile program does; `hostile_program` of the test calls it.
+/// Runs the attack; called by `hostile_program` of the test.
 pub fn run() {
     let (Ok(attack), Ok(socket)) = (std::env::var(ATTACK), std::env::var(SOCKET)) else { return };
     let socket = Path::new(&socket);
@@ -178,9 +178,9 @@ pub fn run() {
         let _ = std::io::stdout().flush();
     };
     match attack.as_str() {
-        "ring" => lie_once(socket, say),
-        "rings" => lie_for_long(socket, say),
-        "requests" => ask_nonsense(socket, say),
+        "ring" => corrupt_once(socket, say),
+        "rings" => corrupt_for_long(socket, say),
+        "requests" => send_nonsense(socket, say),
         "deaf" => never_read(socket, say),
         "bells" => stop_doorbells(socket, say),
         "many" => take_all_sessions(socket),
@@ -188,16 +188,16 @@ pub fn run() {
     }
 }
 
-/// The command ring's head is far away; the connection is to go to the kernel, which makes the NIC read the whole ring.
-fn lie_once(socket: &Path, say: impl Fn()) {
+/// Moves the command ring's head far away; the connection is then moved to the kernel, which makes the NIC read the whole ring.
+fn corrupt_once(socket: &Path, begun: impl Fn()) {
     let client = Client::open(socket, alone()).expect("a session");
     let (mut stream, connection) = client.offload().expect("a connection on the NIC");
-    say();
+    begun();
     client.memory.words(at::COMMANDS, 1)[0].store(1 << 40, Ordering::SeqCst);
     let _ = client.channel.try_send(&Request { tag: 8, body: Ask::Move { connection, to: Place::Kernel } }, &[]);
     client.ring();
     assert!(client.is_cut_off(), "the session goes on");
-    // The connection is the kernel's, whole.
+    // The connection must be in the kernel, and undamaged.
     stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
     stream.write_all(b"still here").expect("sent");
     let mut echo = [0; 10];
@@ -205,12 +205,12 @@ fn lie_once(socket: &Path, say: impl Fn()) {
     assert_eq!(&echo, b"still here");
 }
 
-/// Any words, all over its session, again and again, while its connections are on the NIC.
-fn lie_for_long(socket: &Path, say: impl Fn()) {
+/// Writes random words all over its session, again and again, while its connections are on the NIC.
+fn corrupt_for_long(socket: &Path, begun: impl Fn()) {
     let (deadline, mut rng) = (Instant::now() + LONG, Rng::new(3));
-    say();
+    begun();
     while Instant::now() < deadline {
-        // A NIC or an agent that was killed meanwhile closes the session; the next one opens another.
+        // A NIC or an agent that was killed meanwhile closes the session; the next agent opens another.
         let Some(client) = Client::open(socket, alone()) else { continue };
         let Some(_connection) = client.offload() else { continue };
         let until = Instant::now() + Duration::from_millis(1 + rng.below(200));
@@ -233,10 +233,10 @@ fn lie_for_long(socket: &Path, say: impl Fn()) {
     }
 }
 
-/// Requests whose numbers and strings nobody should believe, and bytes that are no request.
-fn ask_nonsense(socket: &Path, say: impl Fn()) {
+/// Sends requests with impossible numbers and strings, and bytes that are no request.
+fn send_nonsense(socket: &Path, begun: impl Fn()) {
     let mut rng = Rng::new(4);
-    say();
+    begun();
     for (min, max) in [(0, u64::MAX), (u64::MAX, u64::MAX), (1, u64::MAX), (9, 1), (0, 0)] {
         let channel = Channel::connect(socket).expect("the agent");
         let reply = ask_on(&channel, Ask::Group { flip: Some(Flip { min, max, seed: 1 }) }, &[]);
@@ -276,29 +276,29 @@ fn ask_nonsense(socket: &Path, say: impl Fn()) {
         write_once(client.channel.as_fd(), &bytes);
         while client.channel.try_receive::<Answer>().is_ok() {}
     }
-    // They are still there while the test lists connections.
+    // They must still be open while the test lists connections.
     std::thread::sleep(Duration::from_millis(500));
 }
 
-/// Asks and asks, and reads no answer.
-fn never_read(socket: &Path, say: impl Fn()) {
+/// Sends requests without end, and reads no answer.
+fn never_read(socket: &Path, begun: impl Fn()) {
     let channels: Vec<Channel> = (0..4).map(|_| Channel::connect(socket).expect("the agent")).collect();
     let attacher = Client::open(socket, Opening { attacher: true, ..alone() }).expect("a session");
     let began = Instant::now();
-    let mut said = false;
+    let mut full = false;
     loop {
         for channel in channels.iter().chain([&attacher.channel]) {
             let _ = channel.try_send(&Request { tag: 9, body: Ask::Statistics }, &[]);
         }
-        if !said && began.elapsed() > Duration::from_millis(300) {
+        if !full && began.elapsed() > Duration::from_millis(300) {
             // By now no answer finds room.
-            said = true;
-            say();
+            full = true;
+            begun();
         }
     }
 }
 
-/// Opens sessions until there are no more.
+/// Opens sessions until the agent refuses.
 fn take_all_sessions(socket: &Path) {
     let (mut kept, mut refused) = (Vec::new(), String::new());
     while refused.is_empty() && kept.len() < 20 {
@@ -314,14 +314,14 @@ fn take_all_sessions(socket: &Path) {
     std::thread::sleep(Duration::from_secs(60));
 }
 
-/// Doorbells that block whoever rings or silences them.
-fn stop_doorbells(socket: &Path, say: impl Fn()) {
+/// Makes doorbells block whoever rings or clears them.
+fn stop_doorbells(socket: &Path, begun: impl Fn()) {
     let client = Client::open(socket, alone()).expect("a session");
     let (mut stream, connection) = client.offload().expect("a connection on the NIC");
-    // Nobody reads the echo: what is sent has no room some time.
+    // The test reads no echo, so at some time sends find no room.
     stream.set_nonblocking(true).expect("a flag");
     client.memory.word32(at::PROGRAM_SLEEPING).store(1, Ordering::SeqCst);
-    say();
+    begun();
     let deadline = Instant::now() + LONG;
     while Instant::now() < deadline {
         for bell in &client.bells {

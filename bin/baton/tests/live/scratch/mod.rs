@@ -1,13 +1,13 @@
-//! Files of tests, and programs that they run.
+//! Temporary files of tests, and the programs that tests run.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Tests of one process, each with a directory of its own.
+/// Number of the next directory: each test of a process has its own.
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
-/// A directory that goes with its test.
+/// A directory that is removed when this is dropped.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -34,12 +34,12 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A program of these tests.
+/// Path of a program of these tests.
 pub fn script(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).to_string_lossy().into_owned()
 }
 
-/// The socket of the Baton that was started for a program with its temporary files in `scratch`.
+/// Path of the socket of the Baton that was started for a program with its temporary files in `scratch`.
 pub fn agent_socket(scratch: &Scratch) -> Option<PathBuf> {
     let entries = std::fs::read_dir(&scratch.0).ok()?;
     let sockets = entries.flatten().map(|entry| entry.path().join("agent.sock"));

@@ -1,4 +1,4 @@
-//! BPF's ring buffer: what programs in the kernel tell this process.
+//! BPF's ring buffer: records from programs in the kernel to this process.
 
 use crate::bpf;
 use std::io;
@@ -12,36 +12,37 @@ const BUSY: u32 = 1 << 31;
 const DISCARDED: u32 = 1 << 30;
 const HEADER: usize = 8;
 
-/// Bytes of one piece of news.
-pub(crate) const NEWS: usize = 16;
+/// Bytes of a record.
+pub(crate) const RECORD: usize = 16;
 
-/// The ring, mapped: the consumer's page, which this process writes, and the producer's page with the data behind it, twice in a row.
+/// The ring, mapped: the consumer's page, which this process writes, and the producer's page followed by the data, which is
+/// mapped twice in a row.
 #[derive(Debug)]
-pub(crate) struct News {
+pub(crate) struct RingBuffer {
     fd: OwnedFd,
     page: usize,
     consumer: NonNull<u8>,
     producer: NonNull<u8>,
 }
 
-// SAFETY: the pointers are to mappings that live as long as this does; positions are atomics.
-unsafe impl Send for News {}
+// SAFETY: the pointers are to mappings that live as long as this; the positions in them are atomics.
+unsafe impl Send for RingBuffer {}
 
 fn map(fd: BorrowedFd<'_>, offset: usize, length: usize, protection: i32) -> io::Result<NonNull<u8>> {
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: a new mapping, at an address that the kernel chooses.
     let raw =
         unsafe { libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, fd.as_raw_fd(), offset as libc::off_t) };
     if raw == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(NonNull::new(raw.cast()).expect("a mapping")) }
 }
 
-impl News {
-    pub fn new() -> io::Result<News> {
+impl RingBuffer {
+    pub fn new() -> io::Result<RingBuffer> {
         // SAFETY: no pointers are involved.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let fd = bpf::create_map_of(bpf::MapKind::RingBuffer, 0, 0, BYTES as u32)?;
         let consumer = map(fd.as_fd(), 0, page, libc::PROT_READ | libc::PROT_WRITE)?;
         let producer = map(fd.as_fd(), page, page + 2 * BYTES, libc::PROT_READ)?;
-        Ok(News { fd, page, consumer, producer })
+        Ok(RingBuffer { fd, page, consumer, producer })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -53,8 +54,8 @@ impl News {
         unsafe { page.cast::<AtomicU64>().as_ref() }
     }
 
-    /// The next piece of news.
-    pub fn next(&mut self) -> Option<[u8; NEWS]> {
+    /// The next record.
+    pub fn next(&mut self) -> Option<[u8; RECORD]> {
         loop {
             let at = self.position(self.consumer).load(Ordering::Relaxed);
             if at >= self.position(self.producer).load(Ordering::Acquire) {
@@ -67,24 +68,24 @@ impl News {
                 return None;
             }
             let length = (header & !(BUSY | DISCARDED)) as usize;
-            let mut news = [0; NEWS];
-            if header & DISCARDED == 0 && length == NEWS {
-                // SAFETY: the record's bytes lie behind its header, within the doubled mapping; the kernel does not write them
+            let mut record = [0; RECORD];
+            if header & DISCARDED == 0 && length == RECORD {
+                // SAFETY: the record's bytes lie after its header, within the doubled mapping; the kernel does not write them
                 // until the consumer's position has passed.
-                unsafe { self.producer.add(offset + HEADER).as_ptr().copy_to_nonoverlapping(news.as_mut_ptr(), NEWS) };
+                unsafe { self.producer.add(offset + HEADER).as_ptr().copy_to_nonoverlapping(record.as_mut_ptr(), RECORD) };
             }
             let whole = (HEADER + length).next_multiple_of(8) as u64;
             self.position(self.consumer).store(at + whole, Ordering::Release);
-            if header & DISCARDED == 0 && length == NEWS {
-                return Some(news);
+            if header & DISCARDED == 0 && length == RECORD {
+                return Some(record);
             }
         }
     }
 }
 
-impl Drop for News {
+impl Drop for RingBuffer {
     fn drop(&mut self) {
-        // SAFETY: the two mappings made in `new`.
+        // SAFETY: the two mappings were made in `new`, and are not used any more.
         unsafe {
             libc::munmap(self.consumer.as_ptr().cast(), self.page);
             libc::munmap(self.producer.as_ptr().cast(), self.page + 2 * BYTES);
