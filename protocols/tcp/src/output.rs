@@ -61,10 +61,14 @@ impl Connection {
 
     fn next_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
         if self.due.contains(Due::RESET) {
-            return Some(self.emit_reset(now));
+            return self.emit_refusal().or_else(|| Some(self.emit_reset(now)));
         }
         match self.state {
-            State::SynSent | State::SynReceived => return self.poll_open(now),
+            State::SynSent | State::SynReceived => {
+                let handshake = self.poll_open(now);
+                // RFC 7413 section 4.2.2: the server may answer a SYN's data before the handshake is over.
+                return if handshake.is_none() && self.opening.fast { self.poll_new(now, most) } else { handshake };
+            }
             State::Closed => return None,
             _ => {}
         }
@@ -207,7 +211,7 @@ impl Connection {
 
     /// After a pause longer than a time-out the window is worn down (RFC 5681 section 4.1, RFC 2861 as in Linux).
     fn restart_after_idle(&mut self, now: Instant) {
-        if !self.scoreboard.is_empty() || self.recovery.last_sent == Instant(0) {
+        if !self.scoreboard.is_empty() || self.recovery.last_sent == Instant(0) || !self.config.slow_start_after_idle {
             return;
         }
         let mut idle = now.since(self.recovery.last_sent);

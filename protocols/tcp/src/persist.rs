@@ -53,6 +53,7 @@ impl Connection {
             keepalive_count: image.keepalive_count,
             user_timeout: image.user_timeout,
             ecn: image.ecn,
+            ..Config::default()
         };
         let mut connection = Connection::new(config, agreed, now);
         connection.state = image.state.into();

@@ -58,7 +58,19 @@ pub(crate) struct Recovery {
     /// The window was the limit until this is acknowledged.
     pub limited_until: Option<u32>,
     pub retransmissions: u64,
+    /// Segments acknowledged or SACKed so far, the SYN counted.
+    pub delivered: u32,
     pub last_sent: Instant,
+}
+
+impl Recovery {
+    /// The handshake is over, and what it met says nothing about what follows.
+    pub fn begin(&mut self, acknowledged: u32) {
+        self.phase = Phase::Open;
+        self.high_seq = acknowledged;
+        self.undo = None;
+        self.forward_rto = false;
+    }
 }
 
 impl Connection {

@@ -1,0 +1,157 @@
+//! A connection with its memory: the bytes that `protocols/tcp` names by their sequence numbers.
+
+use crate::packet::CookieOption;
+use crate::socket::SocketId;
+use baton_tcp::segment::Transmit;
+use baton_tcp::{Connection, Received, State};
+use baton_wire::{Flags, Flow};
+use std::collections::VecDeque;
+
+/// Bytes of receive memory of every connection; no window is larger.
+const RECEIVE_MEMORY: usize = 1 << 24;
+
+/// A write whose completion its program wants to hear of.
+#[derive(Clone, Debug)]
+pub struct Watched {
+    /// Sequence number behind its last byte.
+    pub end: u32,
+    /// What it wants to hear.
+    pub what: Watch,
+}
+
+/// What a program wants to hear of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watch {
+    /// MSG_ZEROCOPY: the number of the send.
+    ZeroCopy(u32),
+    /// SO_TIMESTAMPING: when it was acknowledged; the byte's number in the stream.
+    Acknowledged(u32),
+    /// SO_TIMESTAMPING: when it left.
+    Sent(u32),
+}
+
+/// A connection and what belongs to it.
+pub struct Stream {
+    /// The protocol.
+    pub tcp: Connection,
+    /// Its 4-tuple.
+    pub flow: Flow,
+    /// The listener that it came to, until it is accepted.
+    pub parent: Option<SocketId>,
+    /// It was put into its listener's queue.
+    pub queued: bool,
+    /// connect() has reported success.
+    pub connect_reported: bool,
+    /// The Fast Open option for the SYN, or the SYN-ACK.
+    pub cookie: Option<CookieOption>,
+    /// The SYN that left carried data, and all of it was acknowledged with the SYN; or one that came did.
+    pub syn_data_acked: bool,
+    /// Bytes of data that the SYN carried.
+    pub syn_data: u32,
+    /// Writes whose completion is waited for.
+    pub watched: Vec<Watched>,
+    /// When data last came.
+    pub last_data_received: u64,
+    /// Sequence numbers at which a write with MSG_EOR ends: no segment crosses them.
+    pub first_sent: u32,
+    send: VecDeque<u8>,
+    send_base: u32,
+    memory: Vec<u8>,
+}
+
+impl Stream {
+    /// A connection whose first byte to be sent will have sequence number `first`.
+    pub fn new(tcp: Connection, flow: Flow, first: u32, now: u64) -> Stream {
+        Stream {
+            tcp,
+            flow,
+            parent: None,
+            queued: false,
+            connect_reported: false,
+            cookie: None,
+            syn_data_acked: false,
+            syn_data: 0,
+            watched: Vec::new(),
+            last_data_received: now,
+            first_sent: first,
+            send: VecDeque::new(),
+            send_base: first,
+            memory: vec![0; RECEIVE_MEMORY],
+        }
+    }
+
+    /// Bytes queued and not acknowledged.
+    pub fn queued_bytes(&self) -> u32 {
+        self.send.len() as u32
+    }
+
+    /// Bytes queued and not sent.
+    pub fn unsent(&self) -> u32 {
+        let nxt = self.tcp.snd_nxt().wrapping_sub(self.send_base);
+        let sent = if (nxt as i32) < 0 { 0 } else { nxt };
+        self.queued_bytes().saturating_sub(sent)
+    }
+
+    /// Queues bytes. Whether sending is still open.
+    pub fn write(&mut self, bytes: &[u8]) -> bool {
+        let open = self.tcp.queue(bytes.len() as u32);
+        if open {
+            self.send.extend(bytes);
+        }
+        open
+    }
+
+    /// The payload of a segment that leaves.
+    pub fn payload(&self, transmit: &Transmit) -> Vec<u8> {
+        let syn = u32::from(transmit.flags.contains(Flags::SYN));
+        let from = transmit.seq.wrapping_add(syn).wrapping_sub(self.send_base) as usize;
+        let length = transmit.length as usize;
+        if length == 0 { Vec::new() } else { self.send.range(from..from + length).copied().collect() }
+    }
+
+    /// Does what an inbound segment asks of the memory.
+    pub fn apply(&mut self, received: &Received, payload: &[u8], now: u64) {
+        let bytes = &payload[received.skip as usize..][..received.place as usize];
+        let mask = RECEIVE_MEMORY - 1;
+        for (at, byte) in bytes.iter().enumerate() {
+            self.memory[received.place_seq.wrapping_add(at as u32) as usize & mask] = *byte;
+        }
+        if received.place > 0 {
+            self.last_data_received = now;
+        }
+        let acked = (received.acked as usize).min(self.send.len());
+        self.send.drain(..acked);
+        self.send_base = self.send_base.wrapping_add(acked as u32);
+    }
+
+    /// The first `length` readable bytes, `skip` bytes in; fewer if there are fewer.
+    pub fn peek(&self, skip: u32, length: usize) -> Vec<u8> {
+        let length = (self.tcp.readable().saturating_sub(skip)).min(length as u32);
+        let seq = self.tcp.rcv_read().wrapping_add(skip);
+        (0..length).map(|at| self.memory[seq.wrapping_add(at) as usize & (RECEIVE_MEMORY - 1)]).collect()
+    }
+
+    /// Whether the handshake is over, or need not be waited for since the SYN's data was taken.
+    pub fn is_connected(&self) -> bool {
+        match self.tcp.state() {
+            State::SynSent | State::Closed => false,
+            State::SynReceived => self.queued,
+            _ => true,
+        }
+    }
+
+    /// Whether the program may still send.
+    pub fn can_send(&self) -> bool {
+        match self.tcp.state() {
+            State::Established | State::CloseWait | State::SynSent => true,
+            State::SynReceived => !self.tcp.fin_queued(),
+            _ => false,
+        }
+    }
+
+    /// Sequence number behind the last queued byte, and its number in the stream from 0.
+    pub fn write_end(&self) -> (u32, u32) {
+        let end = self.send_base.wrapping_add(self.queued_bytes());
+        (end, end.wrapping_sub(self.first_sent).wrapping_sub(1))
+    }
+}
