@@ -1,7 +1,7 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
 use crate::connection::{Connection, Due, State};
-use crate::scoreboard::EVER;
+use crate::scoreboard::{EVER, PUSHED};
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
 use crate::time::Instant;
@@ -107,6 +107,7 @@ impl Connection {
         let fin = self.send.fin_queued && sent.end() == self.send.end.wrapping_add(1);
         let length = u32::from(sent.length) - u32::from(fin);
         let flags = if fin { Flags::ACK | Flags::FIN } else { Flags::ACK };
+        let flags = if sent.flags & PUSHED == 0 { flags } else { flags | Flags::PSH };
         Some(self.data(sent.seq, length, flags, now))
     }
 
@@ -189,8 +190,10 @@ impl Connection {
         }
         self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
-        if push {
+        // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux does).
+        if length > mss || push && length > 0 {
             flags = flags | Flags::PSH;
+            self.scoreboard.push_last();
         }
         if fin {
             flags = flags | Flags::FIN;

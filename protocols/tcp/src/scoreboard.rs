@@ -15,6 +15,8 @@ pub(crate) const LOST: u8 = 2;
 pub(crate) const RETRANSMITTED: u8 = 4;
 /// It was retransmitted at some time: no round-trip sample (Karn).
 pub(crate) const EVER: u8 = 8;
+/// It carries PSH, also when it is sent again.
+pub(crate) const PUSHED: u8 = 16;
 
 /// A sent segment.
 #[derive(Clone, Copy, Debug)]
@@ -113,6 +115,13 @@ impl Scoreboard {
     pub fn push(&mut self, seq: u32, length: u32, now: Instant, flags: u8) {
         self.queue.push_back(Sent { sent_at: now, seq, length: length as u16, flags });
         self.timeline.push_back((now, seq.wrapping_add(length)));
+    }
+
+    /// The segment that was pushed last carries PSH.
+    pub fn push_last(&mut self) {
+        if let Some(last) = self.queue.back_mut() {
+            last.flags |= PUSHED;
+        }
     }
 
     pub fn front(&self) -> Option<&Sent> {
@@ -360,6 +369,7 @@ impl Scoreboard {
             let sent = self.queue[at];
             if u32::from(sent.length) > mss && self.queue.len() < 2 * MAX_SEGMENTS {
                 self.queue[at].length = mss as u16;
+                self.queue[at].flags &= !PUSHED;
                 let rest = Sent { seq: sent.seq.wrapping_add(mss), length: sent.length - mss as u16, ..sent };
                 self.queue.insert(at + 1, rest);
                 self.sacked += u32::from(sent.flags & SACKED != 0);

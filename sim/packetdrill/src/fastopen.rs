@@ -171,7 +171,8 @@ impl World {
         }
         stream.cookie = Some(known.cookie).filter(|option| !option.cookie.is_empty());
         let header = if stream.flow.is_v4() { 40 } else { 60 };
-        let mss = if known.mss == 0 { 1500 - header } else { u32::from(known.mss).min(1500 - header) };
+        let most = self.flags.mtu - header;
+        let mss = if known.mss == 0 { most } else { u32::from(known.mss).min(most) };
         // Room for the most options that a header holds.
         let room = mss.saturating_sub(40) as usize;
         let carried = opening.data.len().min(room);

@@ -27,12 +27,12 @@ fn covers(bound: &Endpoint, wanted: &Endpoint) -> bool {
 }
 
 /// The protocol's configuration for a socket.
-pub fn config(options: &Options, sysctls: &Sysctls, v4: bool, ecn: bool, retries: u8) -> Config {
+pub fn config(options: &Options, sysctls: &Sysctls, mtu: u32, v4: bool, ecn: bool, retries: u8) -> Config {
     let limit = if options.fixed_receive_buffer { options.receive_buffer } else { sysctls.rmem[2] };
     Config {
         receive_buffer: options.receive_buffer,
         receive_limit: limit,
-        mtu: 1500,
+        mtu,
         ip_header: if v4 { 20 } else { 40 },
         nodelay: options.nodelay,
         keepalive: options.keepalive,
@@ -96,7 +96,7 @@ impl World {
         let now = self.instant();
         let sysctls = self.sysctls.clone();
         let Some(socket) = self.sockets.get(&id) else { return };
-        let config = config(&socket.options, &sysctls, tcp.flow.is_v4(), sysctls.ecn > 0, sysctls.synack_retries);
+        let config = config(&socket.options, &sysctls, self.flags.mtu, tcp.flow.is_v4(), sysctls.ecn > 0, sysctls.synack_retries);
         let Some(connection) = Connection::accept(config, segment, isn, ts, now) else { return };
         let mut stream = Stream::new(connection, tcp.flow, isn.wrapping_add(1), self.now);
         stream.parent = Some(id);

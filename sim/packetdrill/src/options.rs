@@ -56,7 +56,6 @@ impl World {
     pub fn option(&mut self, fd: i32, level: i32, name: i32, length: usize) -> Answer<Vec<u8>> {
         let id = self.socket_of(fd)?;
         let now = self.now;
-        let lowat = self.sysctls.notsent_lowat;
         let socket = self.socket(id)?;
         let value = match (level, name) {
             (libc::SOL_TCP, libc::TCP_INFO) => return Ok(socket.tcp_info(now)),
@@ -69,7 +68,6 @@ impl World {
                 return Ok(name);
             }
             (libc::SOL_SOCKET, libc::SO_ERROR) => socket.take_error().err().unwrap_or(0),
-            (libc::SOL_TCP, libc::TCP_NOTSENT_LOWAT) if socket.options.notsent_lowat == 0 => lowat as i32,
             _ => socket.integer_option(level, name)?,
         };
         Ok(value.to_ne_bytes()[..length.min(4)].to_vec())

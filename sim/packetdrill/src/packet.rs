@@ -39,8 +39,6 @@ pub struct TcpIn<'a> {
     pub payload: &'a [u8],
     /// Its Fast Open option, if any.
     pub cookie: Option<CookieOption>,
-    /// The reserved bit that RFC 9768 calls AE.
-    pub ae: bool,
 }
 
 /// An ICMP error message about a TCP segment (RFC 792, RFC 4443).
@@ -95,7 +93,6 @@ fn parse_tcp(packet: &[u8], version: u8) -> Inbound<'_> {
         segment: Segment::from(&tcp),
         payload: &packet[start..start + tcp.payload_length],
         cookie: if tcp.flags.contains(Flags::SYN) { find_cookie(options) } else { None },
-        ae: packet[header + 12] & 1 == 1,
     }))
 }
 

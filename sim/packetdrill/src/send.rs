@@ -110,6 +110,7 @@ impl World {
         let port = 32768 + (self.draw() % 20_000) as u16;
         let (now, sysctls) = (self.instant(), self.sysctls.clone());
         let v4 = remote.is_v4();
+        let mtu = self.flags.mtu;
         let fallback = if v4 { Endpoint::v4([192, 168, 0, 1], port) } else { Endpoint::v6([0xfd; 16], port) };
         let socket = self.socket(id)?;
         let local = match socket.local {
@@ -118,7 +119,7 @@ impl World {
             None => fallback,
         };
         socket.local = Some(local);
-        let config = config(&socket.options, &sysctls, v4, sysctls.ecn == 1, sysctls.syn_retries);
+        let config = config(&socket.options, &sysctls, mtu, v4, sysctls.ecn == 1, sysctls.syn_retries);
         let tcp = Connection::connect(config, isn, ts, now);
         let mut stream = Stream::new(tcp, Flow { local, remote }, isn.wrapping_add(1), now.0);
         stream.tcp.set_cork(socket.options.cork);

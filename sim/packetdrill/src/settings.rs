@@ -3,12 +3,20 @@
 use std::fs;
 
 /// The flags given with `--so_flags`, separated by commas.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flags {
     /// Connections are moved through an image before every event whose number is a multiple of this; 0 for never.
     pub move_every: u32,
     /// Use the values of [`Sysctls::default`] and not the namespace's.
     pub no_sysctls: bool,
+    /// MTU of the device in bytes, as packetdrill's `--mtu` says.
+    pub mtu: u32,
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Flags { move_every: 0, no_sysctls: false, mtu: 1500 }
+    }
 }
 
 impl Flags {
@@ -19,12 +27,12 @@ impl Flags {
     pub fn parse(text: &str) -> Result<Flags, String> {
         let mut flags = Flags::default();
         for flag in text.split(',').map(str::trim).filter(|flag| !flag.is_empty()) {
+            let number = |text: &str| text.parse().map_err(|_| format!("--so_flags: {flag}: not a number"));
             match flag.split_once('=') {
-                Some(("move", number)) => {
-                    flags.move_every = number.parse().map_err(|_| format!("--so_flags: move={number} is not a number"))?;
-                }
+                Some(("move", value)) => flags.move_every = number(value)?,
+                Some(("mtu", value)) => flags.mtu = number(value)?,
                 None if flag == "no-sysctls" => flags.no_sysctls = true,
-                _ => return Err(format!("--so_flags: {flag} is not known: move=N and no-sysctls are")),
+                _ => return Err(format!("--so_flags: {flag} is not known: move=N, mtu=N and no-sysctls are")),
             }
         }
         Ok(flags)
@@ -149,7 +157,7 @@ mod tests {
     #[test]
     fn flags_are_read_or_refused() {
         assert_eq!(Flags::parse(""), Ok(Flags::default()));
-        assert_eq!(Flags::parse("move=3, no-sysctls"), Ok(Flags { move_every: 3, no_sysctls: true }));
+        assert_eq!(Flags::parse("move=3, no-sysctls"), Ok(Flags { move_every: 3, no_sysctls: true, mtu: 1500 }));
         assert!(Flags::parse("move=x").is_err());
         assert!(Flags::parse("shake=3").is_err());
     }

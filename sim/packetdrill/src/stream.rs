@@ -52,7 +52,7 @@ pub struct Stream {
     pub watched: Vec<Watched>,
     /// When data last came.
     pub last_data_received: u64,
-    /// Sequence numbers at which a write with MSG_EOR ends: no segment crosses them.
+    /// Sequence number of the first byte of data.
     pub first_sent: u32,
     send: VecDeque<u8>,
     send_base: u32,
@@ -129,15 +129,6 @@ impl Stream {
         let length = (self.tcp.readable().saturating_sub(skip)).min(length as u32);
         let seq = self.tcp.rcv_read().wrapping_add(skip);
         (0..length).map(|at| self.memory[seq.wrapping_add(at) as usize & (RECEIVE_MEMORY - 1)]).collect()
-    }
-
-    /// Whether the handshake is over, or need not be waited for since the SYN's data was taken.
-    pub fn is_connected(&self) -> bool {
-        match self.tcp.state() {
-            State::SynSent | State::Closed => false,
-            State::SynReceived => self.queued,
-            _ => true,
-        }
     }
 
     /// Whether the program may still send.
