@@ -435,6 +435,11 @@ impl Connection {
         self.cork
     }
 
+    /// Largest window that the peer ever advertised, in bytes.
+    pub fn largest_window(&self) -> u32 {
+        self.send.max_wnd
+    }
+
     /// Bytes of receive memory.
     pub fn receive_memory(&self) -> u32 {
         self.config.receive_buffer

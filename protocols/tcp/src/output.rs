@@ -89,7 +89,7 @@ impl Connection {
     }
 
     fn poll_retransmission(&mut self, now: Instant) -> Option<Transmit> {
-        let in_flight = self.scoreboard.in_flight();
+        let in_flight = self.in_flight();
         let sent = if core::mem::take(&mut self.recovery.tail_probe_pending) {
             self.due.remove(Due::FORCE);
             *self.scoreboard.back()?
@@ -116,7 +116,7 @@ impl Connection {
             return None;
         }
         self.restart_after_idle(now);
-        let in_flight = self.scoreboard.in_flight();
+        let in_flight = self.in_flight();
         let forced = self.due.contains(Due::FORCE);
         let slots = self.congestion.cwnd.saturating_sub(in_flight).max(u32::from(forced));
         if slots == 0 {
@@ -133,17 +133,28 @@ impl Connection {
         // A FIN takes no window of its own in practice (Linux sends it into a closed window, too, when all data is out).
         let fin = send.fin_queued && last;
         if length == 0 && !fin {
+            self.watch_what_waits(now);
             return None;
         }
         if !self.worth_sending(length, unsent, fin, forced) {
             // What is full goes; the partial tail waits.
             let full = length - length % self.send.mss;
             if full == 0 || full == length {
+                self.watch_what_waits(now);
                 return None;
             }
             return Some(self.send_new(full, false, false, now));
         }
         Some(self.send_new(length, fin, last, now))
+    }
+
+    /// Data waits for the window or for a cork to be drawn, and nothing is in flight whose acknowledgement would come: the persist timer runs
+    /// (RFC 9293 section 3.8.6.1).
+    #[cold]
+    fn watch_what_waits(&mut self, now: Instant) {
+        if self.timers.send == SendTimer::Off {
+            self.rearm_send_timer(now);
+        }
     }
 
     /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
@@ -191,9 +202,11 @@ impl Connection {
         self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
         // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux does).
+        if push && length > 0 {
+            self.scoreboard.push_last();
+        }
         if length > mss || push && length > 0 {
             flags = flags | Flags::PSH;
-            self.scoreboard.push_last();
         }
         if fin {
             flags = flags | Flags::FIN;

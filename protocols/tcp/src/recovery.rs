@@ -74,6 +74,11 @@ impl Recovery {
 }
 
 impl Connection {
+    /// Segments in the network. Without SACK each duplicate acknowledgement says that one has left it (RFC 5681 section 3.2, RFC 3042).
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.scoreboard.in_flight().saturating_sub(self.recovery.duplicates)
+    }
+
     pub(crate) fn reducing(&self) -> bool {
         matches!(self.recovery.phase, Phase::Reduced | Phase::Recovery)
     }
@@ -188,7 +193,9 @@ impl Connection {
     /// Duplicate acknowledgements without SACK (RFC 5681 and 6582).
     fn count_duplicate(&mut self, sample: &Sample, advanced: bool) {
         if advanced {
-            self.recovery.duplicates = 0;
+            // One of those acknowledged filled the hole, the others had caused duplicates.
+            let left = self.recovery.duplicates.saturating_sub(sample.delivered.saturating_sub(1));
+            self.recovery.duplicates = left.min(self.scoreboard.len().saturating_sub(1));
             if self.recovery.phase == Phase::Recovery {
                 self.scoreboard.mark_first_lost();
             }
@@ -360,7 +367,8 @@ impl Connection {
         if !unsent {
             self.recovery.tail_probe_pending = true;
         }
-        self.rearm_retransmission(now);
+        // RFC 8985 section 7.3: the retransmission time-out runs from the probe on.
+        self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout()));
     }
 
     /// Whether a tail loss probe has repaired a loss (RFC 8985 section 7.4).

@@ -176,7 +176,7 @@ impl World {
         // Room for the most options that a header holds.
         let room = mss.saturating_sub(40) as usize;
         let carried = opening.data.len().min(room);
-        stream.write(&opening.data[..carried]);
+        stream.write(&opening.data[..carried], false);
         stream.tcp.send_data_in_syn(room as u32);
         Ok(carried)
     }

@@ -58,7 +58,12 @@ impl World {
         let now = self.now;
         let socket = self.socket(id)?;
         let value = match (level, name) {
-            (libc::SOL_TCP, libc::TCP_INFO) => return Ok(socket.tcp_info(now)),
+            (libc::SOL_TCP, libc::TCP_INFO) => {
+                let mut info = socket.tcp_info(now);
+                // What later kernels add is not known here.
+                info.resize(length.min(512), 0);
+                return Ok(info);
+            }
             (libc::SOL_TCP, TCP_CC_INFO) => return Ok(Vec::new()),
             (libc::SOL_SOCKET, libc::SO_MEMINFO) => return Ok(socket.memory_info()),
             (libc::SOL_TCP, libc::TCP_CONGESTION) => {
@@ -110,7 +115,10 @@ impl Socket {
             libc::SO_REUSEADDR => o.reuse_address = i32::from(number != 0),
             libc::SO_KEEPALIVE => o.keepalive = number != 0,
             // The kernel doubles it, for its own overhead.
-            libc::SO_SNDBUF => o.send_buffer = (number.max(0) as u32 * 2).max(4608),
+            libc::SO_SNDBUF => {
+                o.send_buffer = (number.max(0) as u32 * 2).max(4608);
+                o.fixed_send_buffer = true;
+            }
             libc::SO_RCVBUF => {
                 o.receive_buffer = (number.max(0) as u32 * 2).max(2304);
                 o.fixed_receive_buffer = true;

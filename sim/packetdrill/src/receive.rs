@@ -66,6 +66,7 @@ impl World {
 
     fn input_stream(&mut self, id: SocketId, tcp: &TcpIn<'_>) {
         let now = self.instant();
+        let (most, lowat) = (self.sysctls.wmem[2], self.sysctls.notsent_lowat);
         if self.must_wait_for_backlog(id, tcp) {
             return;
         }
@@ -93,7 +94,8 @@ impl World {
         }
         if acked {
             socket.report_acknowledged(now.0);
-            socket.wake_writer();
+            socket.expand_send_buffer(most);
+            socket.wake_writer(lowat);
         }
         if was_open == State::SynSent {
             self.remember_cookie(id, tcp);

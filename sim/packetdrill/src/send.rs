@@ -156,6 +156,7 @@ impl World {
         {
             return self.write_deferred(id, remote, bytes, done);
         }
+        let lowat = self.sysctls.notsent_lowat;
         let socket = self.socket(id)?;
         let wait = !socket.nonblocking && flags & libc::MSG_DONTWAIT == 0;
         let state = socket.stream().map_or(State::Closed, |stream| stream.tcp.state());
@@ -171,10 +172,14 @@ impl World {
         if !socket.stream().is_some_and(Stream::can_send) {
             return Err(libc::EPIPE);
         }
-        let room = socket.room() as usize;
-        let taken = room.min(bytes.len() - *done);
-        if taken > 0 {
-            socket.put(&bytes[*done..*done + taken], flags, *done + taken == bytes.len());
+        loop {
+            let socket = self.socket(id)?;
+            let taken = (socket.room(lowat) as usize).min(bytes.len() - *done);
+            if taken == 0 {
+                break;
+            }
+            let last = *done + taken == bytes.len();
+            socket.put(&bytes[*done..*done + taken], flags, last);
             *done += taken;
             self.flush(id);
         }
@@ -245,19 +250,26 @@ impl World {
 }
 
 impl Socket {
-    /// Bytes that the program may write now.
-    pub fn room(&self) -> u32 {
-        let queued = self.stream().map_or(0, Stream::queued_bytes);
-        self.options.send_buffer.saturating_sub(queued)
+    /// Bytes that go into one piece of the send queue now: behind the last one whatever the limits, in a new one if they allow it.
+    pub fn room(&self, lowat: u32) -> u32 {
+        let Some(stream) = self.stream() else { return 0 };
+        match stream.tail_room() {
+            0 if stream.queue_cost() < self.options.send_buffer && stream.unsent() < self.notsent_limit(lowat) => stream.fresh_room(),
+            room => room,
+        }
+    }
+
+    fn notsent_limit(&self, lowat: u32) -> u32 {
+        if self.options.notsent_lowat > 0 { self.options.notsent_lowat } else { lowat }
     }
 
     /// Whether a writer is woken, or told that it may write: a third of the buffer is free (Linux's sk_stream_is_writeable), and no more
     /// than TCP_NOTSENT_LOWAT waits to be sent.
     pub fn is_writable(&self, lowat: u32) -> bool {
         let Some(stream) = self.stream() else { return true };
-        let queued = stream.queued_bytes();
-        let limit = if self.options.notsent_lowat > 0 { self.options.notsent_lowat } else { lowat };
-        self.room() >= queued / 2 && stream.unsent() < limit
+        let queued = stream.queue_cost();
+        let free = self.options.send_buffer.saturating_sub(queued);
+        free >= queued / 2 && free > 0 && u64::from(stream.unsent()) * 2 < u64::from(self.notsent_limit(lowat))
     }
 
     /// Puts bytes into the send queue, and notes what the program wants to hear of them.
@@ -268,7 +280,7 @@ impl Socket {
         self.zerocopy_sends = number.wrapping_add(u32::from(zerocopy));
         let cork = self.options.cork || flags & libc::MSG_MORE != 0;
         let Some(stream) = self.stream_mut() else { return };
-        stream.write(bytes);
+        stream.write(bytes, flags & libc::MSG_EOR != 0 && last);
         stream.tcp.set_cork(cork);
         let (end, byte) = stream.write_end();
         let mut watch = |what| stream.watched.push(Watched { end, what });
@@ -297,9 +309,19 @@ impl Socket {
         self.report(done, now);
     }
 
+    /// Lets the send buffer follow the congestion window unless the program has set it (Linux's tcp_sndbuf_expand): twice the window, each
+    /// segment with its bookkeeping.
+    pub fn expand_send_buffer(&mut self, most: u32) {
+        let fixed = self.options.fixed_send_buffer;
+        let Some(stream) = self.stream().filter(|_| !fixed) else { return };
+        let segment = (stream.tcp.segment_size() + 640).next_power_of_two() + 256;
+        let wanted = 2 * stream.tcp.cwnd().max(10) * segment;
+        self.options.send_buffer = self.options.send_buffer.max(wanted.min(most));
+    }
+
     /// Wakes a writer that was told to wait, if it may write again.
-    pub fn wake_writer(&mut self) {
-        if self.no_space && self.is_writable(u32::MAX) {
+    pub fn wake_writer(&mut self, lowat: u32) {
+        if self.no_space && self.is_writable(lowat) {
             self.no_space = false;
             self.wakeups += 1;
         }

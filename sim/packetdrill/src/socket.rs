@@ -45,6 +45,7 @@ pub struct Options {
     pub send_buffer: u32,
     pub receive_buffer: u32,
     pub fixed_receive_buffer: bool,
+    pub fixed_send_buffer: bool,
     pub nodelay: bool,
     pub cork: bool,
     pub user_timeout: u32,

@@ -3,6 +3,7 @@
 use crate::packet::CookieOption;
 use crate::socket::SocketId;
 use baton_tcp::segment::Transmit;
+use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Connection, Received, State};
 use baton_wire::{Flags, Flow};
 use std::collections::VecDeque;
@@ -30,6 +31,17 @@ pub enum Watch {
     Sent(u32),
 }
 
+/// A piece of the send queue.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    end: u32,
+    /// Nothing is put behind its last byte (MSG_EOR).
+    closed: bool,
+}
+
+/// Bytes that a piece costs beside its own (Linux's SKB_TRUESIZE of an empty buffer).
+const PIECE: u32 = 1280;
+
 /// A connection and what belongs to it.
 pub struct Stream {
     /// The protocol.
@@ -54,6 +66,9 @@ pub struct Stream {
     pub last_data_received: u64,
     /// Sequence number of the first byte of data.
     pub first_sent: u32,
+    /// Ends of the pieces in which the send queue lies, as Linux's socket buffers: what is written goes behind the last one while that is
+    /// unsent, and into a new one when it is full.
+    pieces: VecDeque<Piece>,
     send: VecDeque<u8>,
     send_base: u32,
     memory: Vec<u8>,
@@ -74,6 +89,7 @@ impl Stream {
             watched: Vec::new(),
             last_data_received: now,
             first_sent: first,
+            pieces: VecDeque::new(),
             send: VecDeque::new(),
             send_base: first,
             memory: vec![0; RECEIVE_MEMORY],
@@ -92,13 +108,56 @@ impl Stream {
         self.queued_bytes().saturating_sub(sent)
     }
 
-    /// Queues bytes. Whether sending is still open.
-    pub fn write(&mut self, bytes: &[u8]) -> bool {
+    /// Bytes that the send queue takes, its bookkeeping counted.
+    pub fn queue_cost(&self) -> u32 {
+        self.queued_bytes() + PIECE * self.pieces.len() as u32
+    }
+
+    /// Bytes of a full piece (Linux's size goal): no more than half of the largest window.
+    fn goal(&self) -> u32 {
+        let mss = self.tcp.segment_size();
+        let half = (self.tcp.largest_window() / 2).clamp(mss, 65_000);
+        half - half % mss
+    }
+
+    /// Bytes that fit behind the last piece, if that is still open and not all sent.
+    pub fn tail_room(&self) -> u32 {
+        let Some(last) = self.pieces.back().filter(|last| !last.closed) else { return 0 };
+        let count = self.pieces.len();
+        let start = if count > 1 { self.pieces[count - 2].end } else { self.send_base };
+        let sent = self.tcp.snd_nxt();
+        if at_or_before(last.end, sent) {
+            return 0;
+        }
+        self.goal().saturating_sub(last.end.wrapping_sub(start))
+    }
+
+    /// Bytes that a new piece holds.
+    pub fn fresh_room(&self) -> u32 {
+        self.goal()
+    }
+
+    /// Queues bytes, behind the last piece as far as they fit there, else in a new one. Whether sending is still open.
+    pub fn write(&mut self, bytes: &[u8], closes: bool) -> bool {
         let open = self.tcp.queue(bytes.len() as u32);
         if open {
+            let extends = self.tail_room() >= bytes.len() as u32;
             self.send.extend(bytes);
+            let end = self.send_base.wrapping_add(self.queued_bytes());
+            match self.pieces.back_mut().filter(|_| extends) {
+                Some(last) => *last = Piece { end, closed: closes },
+                None => self.pieces.push_back(Piece { end, closed: closes }),
+            }
         }
         open
+    }
+
+    /// A segment that ends within a piece splits it.
+    pub fn split_at(&mut self, end: u32) {
+        let at = self.pieces.partition_point(|piece| before(piece.end, end));
+        if self.pieces.get(at).is_some_and(|piece| piece.end != end) {
+            self.pieces.insert(at, Piece { end, closed: false });
+        }
     }
 
     /// The payload of a segment that leaves.
@@ -122,6 +181,9 @@ impl Stream {
         let acked = (received.acked as usize).min(self.send.len());
         self.send.drain(..acked);
         self.send_base = self.send_base.wrapping_add(acked as u32);
+        while self.pieces.front().is_some_and(|piece| at_or_before(piece.end, self.send_base)) {
+            self.pieces.pop_front();
+        }
     }
 
     /// The first `length` readable bytes, `skip` bytes in; fewer if there are fewer.

@@ -134,6 +134,7 @@ impl World {
             send_buffer: s.wmem[1],
             receive_buffer: s.rmem[1],
             fixed_receive_buffer: false,
+            fixed_send_buffer: false,
             nodelay: false,
             cork: false,
             user_timeout: 0,
@@ -225,6 +226,10 @@ impl World {
             let flow = stream.flow;
             let cookie = stream.cookie_for(&transmit);
             stream.note_sent(&transmit);
+            if transmit.length > 0 {
+                let syn = u32::from(transmit.flags.contains(baton_wire::Flags::SYN));
+                stream.split_at(transmit.seq.wrapping_add(syn + transmit.length));
+            }
             socket.report_sent(&transmit, now.0);
             self.transmit(&flow, &transmit, tos, cookie.as_ref(), &payload);
         }
