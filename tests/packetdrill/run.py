@@ -69,6 +69,9 @@ def run(options, path):
         return None
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     about = [line for line in lines if line.startswith(f"{path.name}:")]
+    asserted = [line for line in lines if line.startswith("AssertionError")]
+    if about and asserted:
+        return f"{about[0]}: {asserted[-1]}"
     # A failed assertion of a script's Python code ends with what it is.
     return (about + lines[-1:] + [f"exit status {done.returncode}"])[0]
 

@@ -321,7 +321,7 @@ impl Connection {
         }
     }
 
-    fn report_duplicate(&mut self, left: u32, right: u32) {
+    pub(crate) fn report_duplicate(&mut self, left: u32, right: u32) {
         if self.agreed.sack && before(left, right) {
             self.reassembly.duplicate = Some((left, right));
             self.due |= Due::DUPLICATE;

@@ -18,6 +18,8 @@ pub(crate) struct Opening {
     pub fast: bool,
     /// Bytes of data that our SYN may carry.
     syn_data: u32,
+    /// Our timestamp clock when the first SYN left.
+    first_ts: u32,
     /// How often the SYN or SYN-ACK was sent again.
     pub syn_retransmissions: u8,
     /// A RST goes out with this sequence number: an acknowledgement of what was never sent.
@@ -116,7 +118,10 @@ impl Connection {
         let mut received = Received::default();
         let has_ack = segment.flags.contains(Flags::ACK);
         let acceptable = has_ack && before(self.send.una, segment.ack) && at_or_before(segment.ack, self.send.nxt);
-        if has_ack && !acceptable {
+        // An echo of what this end never said is of another connection (Linux checks it like the acknowledgement).
+        let echo = segment.options.timestamps.map(|(_, echo)| echo).filter(|echo| has_ack && self.config.timestamps && *echo != 0);
+        let foreign = echo.is_some_and(|echo| before(echo, self.opening.first_ts) || before(self.ts_now(now), echo));
+        if has_ack && (!acceptable || foreign) {
             if !segment.flags.contains(Flags::RST) {
                 self.refuse_acknowledgement(segment.ack);
             }
@@ -162,6 +167,9 @@ impl Connection {
     pub(crate) fn input_second_syn(&mut self, segment: &Segment, now: Instant) -> Received {
         self.due |= Due::ACK;
         let completes = segment.flags.contains(Flags::ACK) && self.complete_handshake(segment, now);
+        if completes {
+            self.report_duplicate(segment.seq, segment.seq.wrapping_add(1));
+        }
         Received { events: if completes { Events::ESTABLISHED } else { Events::empty() }, ..Received::default() }
     }
 
@@ -230,10 +238,12 @@ impl Connection {
     pub(crate) fn poll_open(&mut self, now: Instant) -> Option<Transmit> {
         let isn = self.send.una;
         if self.scoreboard.is_empty() {
+            self.opening.first_ts = self.ts_now(now);
             let data = self.send.end.wrapping_sub(isn.wrapping_add(1)).min(self.opening.syn_data);
             self.scoreboard.push(isn, 1, now, 0);
             if data > 0 {
                 self.scoreboard.push(isn.wrapping_add(1), data, now, 0);
+                self.scoreboard.push_last();
             }
             self.send.nxt = isn.wrapping_add(1 + data);
             self.rearm_send_timer(now);

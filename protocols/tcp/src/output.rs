@@ -118,7 +118,9 @@ impl Connection {
         self.restart_after_idle(now);
         let in_flight = self.in_flight();
         let forced = self.due.contains(Due::FORCE);
-        let slots = self.congestion.cwnd.saturating_sub(in_flight).max(u32::from(forced));
+        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows (as in Linux).
+        let half = (self.congestion.cwnd / 2).max(1);
+        let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced));
         if slots == 0 {
             self.recovery.limited_until = Some(self.send.nxt);
             return None;
@@ -293,6 +295,13 @@ impl Connection {
     pub fn on_mtu_change(&mut self, mtu: u32, now: Instant) {
         let before_change = self.send.mss;
         self.set_mtu(mtu);
+        if self.state == State::SynSent {
+            // Data in the SYN made it too large: it goes out again at once, without (RFC 7413 section 4.1.3).
+            if self.scoreboard.len() > 1 {
+                self.scoreboard.mark_all_lost(false);
+            }
+            return;
+        }
         if self.send.mss < before_change {
             self.scoreboard.split(self.send.mss);
             self.scoreboard.mark_all_lost(false);

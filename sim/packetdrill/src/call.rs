@@ -31,6 +31,8 @@ pub struct Turn {
     calls: u64,
     /// When a thread's blocking call ended, until that thread asks for the time.
     ended: BTreeMap<u64, u64>,
+    /// Threads whose blocking call has ended since the last sleep.
+    returning: Vec<u64>,
 }
 
 /// A number for the calling thread.
@@ -49,6 +51,7 @@ impl Adapter {
             unanswered: 0,
             calls: 0,
             ended: BTreeMap::new(),
+            returning: Vec::new(),
         };
         Adapter { turn: Mutex::new(turn), changed: Condvar::new(), main: thread::current().id() }
     }
@@ -128,6 +131,7 @@ impl Adapter {
         turn.world.deadlines.remove(&number);
         let now = turn.world.now;
         turn.ended.insert(thread_number(), now);
+        turn.returning.push(thread_number());
         self.answer(turn);
     }
 
@@ -158,11 +162,31 @@ impl Adapter {
         turn
     }
 
-    /// Sleeps for `micros`.
+    /// Sleeps for `micros`. A thread whose blocking call has ended gets home first: packetdrill's own bookkeeping of it would otherwise
+    /// come at some later virtual time.
     pub fn sleep(&self, micros: u64) {
+        let threads: Vec<u64> = std::mem::take(&mut self.lock().returning);
+        for thread in threads {
+            self.let_home(thread);
+        }
         let turn = self.lock();
         let to = turn.world.now + micros;
         drop(self.advance(turn, to));
+    }
+
+    /// Waits until a thread has asked when its call ended and sleeps again, which packetdrill itself watches for in the same way. Bounded,
+    /// should it never.
+    fn let_home(&self, thread: u64) {
+        let asleep = || {
+            let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
+            stat.rsplit(')').next().is_none_or(|rest| rest.trim_start().starts_with('S'))
+        };
+        for _ in 0..10_000 {
+            if !self.lock().ended.contains_key(&thread) && asleep() {
+                return;
+            }
+            thread::yield_now();
+        }
     }
 
     /// The time in microseconds. It moves by one with each question, since packetdrill spins until its moment has come. A thread whose

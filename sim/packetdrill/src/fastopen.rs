@@ -79,7 +79,8 @@ impl Stream {
         }
         let repeated = self.tcp.retransmissions_of_syn() > 0;
         let answer = transmit.flags.contains(Flags::ACK);
-        self.cookie.clone().filter(|_| answer || !repeated)
+        let passive = self.parent.is_some() || self.queued;
+        self.cookie.clone().filter(|_| if answer { passive } else { !repeated })
     }
 
     /// Notes what a segment carries.
@@ -162,6 +163,7 @@ impl World {
         if self.sysctls.fastopen & CLIENT == 0 {
             return Err(libc::EOPNOTSUPP);
         }
+        stream.fast_opened = true;
         let known = self.cookies.0.get(&stream.flow.remote.address).cloned().unwrap_or_default();
         let free = self.sysctls.fastopen & CLIENT_NO_COOKIE != 0 || self.sockets[&id].options.fastopen_no_cookie;
         if known.cookie.cookie.is_empty() && !free {
@@ -182,19 +184,19 @@ impl World {
     }
 
     /// The first write after a connect() that was put off.
-    pub fn write_deferred(&mut self, id: SocketId, remote: Endpoint, bytes: &[u8], done: &mut usize) -> Answer<bool> {
-        self.open_fast(id, remote, bytes, done)
+    pub fn write_deferred(&mut self, id: SocketId, remote: Endpoint, bytes: &[u8], flags: i32, done: &mut usize) -> Answer<bool> {
+        self.open_fast(id, remote, bytes, flags, done)
     }
 
     /// sendto() with MSG_FASTOPEN, or the first write after a deferred connect(): the SYN leaves with as much as it may carry.
     /// Whether the call is over.
-    pub fn open_fast(&mut self, id: SocketId, remote: Endpoint, bytes: &[u8], done: &mut usize) -> Answer<bool> {
+    pub fn open_fast(&mut self, id: SocketId, remote: Endpoint, bytes: &[u8], flags: i32, done: &mut usize) -> Answer<bool> {
         let opening = Opening { data: bytes.to_vec(), fast: true };
         let carried = self.open_stream(id, remote, &opening)?;
         let socket = self.socket(id)?;
         socket.options.deferred = None;
         *done = carried;
-        if socket.nonblocking {
+        if socket.nonblocking || flags & libc::MSG_DONTWAIT != 0 {
             return if carried > 0 { Ok(true) } else { Err(libc::EINPROGRESS) };
         }
         // A blocking call waits for the handshake, then sends the rest.
@@ -217,14 +219,21 @@ impl World {
             return self.write_after_syn(fd, bytes, flags, done, since);
         }
         *started = true;
-        match self.begin_fast(fd, bytes, address, done) {
+        let established = |world: &mut World| {
+            let id = world.socket_of(fd).ok()?;
+            Some(world.sockets[&id].stream()?.connect_is_over())
+        };
+        if established(self) == Some(true) {
+            return self.write(fd, bytes, flags & !libc::MSG_FASTOPEN, done, since);
+        }
+        match self.begin_fast(fd, bytes, flags, address, done) {
             Ok(true) => Attempt::Done(Ok(*done)),
             Ok(false) => Attempt::Blocked(None),
             Err(error) => Attempt::Done(Err(error)),
         }
     }
 
-    fn begin_fast(&mut self, fd: i32, bytes: &[u8], address: &[u8], done: &mut usize) -> Answer<bool> {
+    fn begin_fast(&mut self, fd: i32, bytes: &[u8], flags: i32, address: &[u8], done: &mut usize) -> Answer<bool> {
         self.refresh_sysctls();
         let id = self.socket_of(fd)?;
         if self.sysctls.fastopen & CLIENT == 0 {
@@ -235,7 +244,7 @@ impl World {
             return Err(libc::EOPNOTSUPP);
         }
         match &self.socket(id)?.kind {
-            Kind::Fresh => self.open_fast(id, remote, bytes, done),
+            Kind::Fresh => self.open_fast(id, remote, bytes, flags, done),
             Kind::Stream(stream) if stream.tcp.state() == baton_tcp::State::SynSent => Err(libc::EALREADY),
             _ => Err(libc::EISCONN),
         }
@@ -261,15 +270,18 @@ impl World {
         if !tcp.segment.flags.contains(Flags::SYN | Flags::ACK) || stream.tcp.state() == baton_tcp::State::SynSent {
             return;
         }
+        if !stream.fast_opened {
+            return;
+        }
         let (repeated, asked) = (stream.tcp.retransmissions_of_syn() > 0, stream.cookie.clone());
-        let Some(asked) = asked else { return };
         let known = self.cookies.0.entry(stream.flow.remote.address).or_default();
         if let Some(mss) = tcp.segment.options.mss {
             known.mss = mss;
         }
+        let Some(asked) = asked else { return };
         match &tcp.cookie {
-            Some(option) if !option.cookie.is_empty() && option.cookie.len() <= 16 => known.cookie = option.clone(),
-            None if asked.cookie.is_empty() && repeated => known.try_experimental = !asked.experimental,
+            Some(option) if !option.cookie.is_empty() => known.cookie = option.clone(),
+            None if asked.cookie.is_empty() && !repeated => known.try_experimental = !asked.experimental,
             _ => {}
         }
     }

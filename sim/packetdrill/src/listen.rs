@@ -30,7 +30,8 @@ fn covers(bound: &Endpoint, wanted: &Endpoint) -> bool {
 pub fn config(options: &Options, sysctls: &Sysctls, mtu: u32, v4: bool, ecn: bool, retries: u8) -> Config {
     let limit = if options.fixed_receive_buffer { options.receive_buffer } else { sysctls.rmem[2] };
     Config {
-        receive_buffer: options.receive_buffer,
+        // Linux begins with a window of 64 KB and lets it grow with what comes.
+        receive_buffer: (options.receive_buffer / 2).min(65_535 + 256),
         receive_limit: limit,
         mtu,
         ip_header: if v4 { 20 } else { 40 },

@@ -31,6 +31,10 @@ impl World {
     pub fn set_option(&mut self, fd: i32, level: i32, name: i32, value: &[u8]) -> Answer<()> {
         let id = self.socket_of(fd)?;
         let now = self.instant();
+        self.refresh_sysctls();
+        if (level, name) == (libc::SOL_TCP, libc::TCP_FASTOPEN_CONNECT) && self.sysctls.fastopen & 1 == 0 {
+            return Err(libc::EOPNOTSUPP);
+        }
         let result = match level {
             libc::SOL_SOCKET => self.socket(id)?.set_socket_option(name, value),
             libc::SOL_TCP => self.socket(id)?.set_tcp_option(name, value),

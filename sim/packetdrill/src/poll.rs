@@ -50,7 +50,7 @@ impl World {
         let lowat = self.sysctls.notsent_lowat;
         let id = self.socket_of(fd)?;
         if self.deferred(id).is_some() {
-            return Ok(OUT | libc::POLLHUP);
+            return Ok(OUT);
         }
         Ok(self.socket(id)?.events(lowat))
     }

@@ -152,6 +152,9 @@ impl World {
         let opening = matches!(stream.tcp.state(), State::SynSent | State::SynReceived);
         match error.what {
             IcmpKind::TooBig(mtu) => stream.tcp.on_mtu_change(mtu.max(552), now),
+            IcmpKind::Hard(_) | IcmpKind::Soft(_) if opening && stream.parent.is_some() && !stream.queued => {
+                self.sockets.remove(&id);
+            }
             IcmpKind::Hard(errno) | IcmpKind::Soft(errno) if opening && stream.parent.is_none() => {
                 stream.tcp.abort();
                 stream.tcp.forget_reset();
@@ -218,8 +221,8 @@ impl Socket {
     fn try_receive(&mut self, length: usize, flags: i32) -> Answer<Option<Message>> {
         let inq = self.options.inq;
         let shut = self.shut_read;
-        if matches!(self.kind, Kind::Fresh | Kind::Listener(_)) {
-            return Err(libc::ENOTCONN);
+        if matches!(self.kind, Kind::Fresh) && self.options.deferred.is_some() {
+            return Ok(None);
         }
         let Some(stream) = self.stream_mut() else { return Err(libc::ENOTCONN) };
         let readable = stream.tcp.readable() as usize;
@@ -227,10 +230,7 @@ impl Socket {
             let end = stream.tcp.fin_received() || shut;
             let state = stream.tcp.state();
             self.take_error()?;
-            if end {
-                return Ok(Some(Message::default()));
-            }
-            return if state == State::Closed { Err(libc::ENOTCONN) } else { Ok(None) };
+            return Ok((end || state == State::Closed).then(Message::default));
         }
         let wanted = length.min(readable);
         if wanted < length && flags & libc::MSG_WAITALL != 0 && !stream.tcp.fin_received() {

@@ -154,7 +154,7 @@ impl World {
         if *done == 0
             && let Some(remote) = self.deferred(id)
         {
-            return self.write_deferred(id, remote, bytes, done);
+            return self.write_deferred(id, remote, bytes, flags, done);
         }
         let lowat = self.sysctls.notsent_lowat;
         let socket = self.socket(id)?;
@@ -207,7 +207,7 @@ impl World {
         }
         if how != libc::SHUT_RD {
             stream.tcp.set_cork(false);
-            stream.tcp.shutdown();
+            stream.shutdown();
         }
         socket.shut_read |= how != libc::SHUT_WR;
         socket.wakeups += 1;
@@ -241,7 +241,7 @@ impl World {
                     // RFC 2525 section 2.17: a RST tells the peer that what it sent was not read.
                     stream.tcp.abort();
                 } else {
-                    stream.tcp.shutdown();
+                    stream.shutdown();
                 }
             }
         }

@@ -58,6 +58,8 @@ pub struct Stream {
     pub cookie: Option<CookieOption>,
     /// The SYN that left carried data, and all of it was acknowledged with the SYN; or one that came did.
     pub syn_data_acked: bool,
+    /// It was opened with Fast Open as a client.
+    pub fast_opened: bool,
     /// Bytes of data that the SYN carried.
     pub syn_data: u32,
     /// Writes whose completion is waited for.
@@ -69,6 +71,8 @@ pub struct Stream {
     /// Ends of the pieces in which the send queue lies, as Linux's socket buffers: what is written goes behind the last one while that is
     /// unsent, and into a new one when it is full.
     pieces: VecDeque<Piece>,
+    /// The program has closed its sending side.
+    closing: bool,
     send: VecDeque<u8>,
     send_base: u32,
     memory: Vec<u8>,
@@ -85,11 +89,13 @@ impl Stream {
             connect_reported: false,
             cookie: None,
             syn_data_acked: false,
+            fast_opened: false,
             syn_data: 0,
             watched: Vec::new(),
             last_data_received: now,
             first_sent: first,
             pieces: VecDeque::new(),
+            closing: false,
             send: VecDeque::new(),
             send_base: first,
             memory: vec![0; RECEIVE_MEMORY],
@@ -139,7 +145,7 @@ impl Stream {
 
     /// Queues bytes, behind the last piece as far as they fit there, else in a new one. Whether sending is still open.
     pub fn write(&mut self, bytes: &[u8], closes: bool) -> bool {
-        let open = self.tcp.queue(bytes.len() as u32);
+        let open = self.can_send();
         if open {
             let extends = self.tail_room() >= bytes.len() as u32;
             self.send.extend(bytes);
@@ -150,6 +156,49 @@ impl Stream {
             }
         }
         open
+    }
+
+    /// Gives the protocol what was written, up to the end of the next piece behind which nothing may be put (MSG_EOR): no segment crosses
+    /// that. What is in front of it does not wait for more.
+    pub fn feed(&mut self, nodelay: bool) {
+        let fed = self.tcp.snd_end();
+        if fed != self.send_base && before(self.tcp.snd_nxt(), fed) && self.tcp.state() != State::SynSent {
+            return;
+        }
+        let written = self.send_base.wrapping_add(self.queued_bytes());
+        let stop = self.pieces.iter().find(|piece| piece.closed && before(fed, piece.end)).map_or(written, |piece| piece.end);
+        if before(fed, stop) {
+            self.tcp.queue(stop.wrapping_sub(fed));
+        }
+        self.tcp.set_nodelay(nodelay || stop != written);
+        if self.closing && stop == written {
+            self.tcp.shutdown();
+        }
+    }
+
+    /// Closes the sending side behind what was written.
+    pub fn shutdown(&mut self) {
+        self.closing = true;
+        self.feed(false);
+        let written = self.send_base.wrapping_add(self.queued_bytes());
+        if self.tcp.snd_end() == written {
+            self.tcp.shutdown();
+        }
+    }
+
+    /// Payload bytes that leave in one burst (Linux's tcp_tso_autosize): about a millisecond of the pacing rate, more where the round trip is
+    /// short, at least `least` segments.
+    pub fn burst(&self, least: u32) -> u32 {
+        let info = self.tcp.info();
+        let mss = u64::from(info.snd_mss);
+        let ratio = if info.cwnd < info.ssthresh / 2 { 200 } else { 120 };
+        let rate = mss * u64::from(info.cwnd) * ratio * 10_000;
+        let rate = rate.checked_div(u64::from(info.srtt)).unwrap_or(u64::MAX);
+        let shift = info.min_rtt >> 9;
+        let short = if info.min_rtt > 0 && shift < 17 { 65_536 >> shift } else { 0 };
+        let bytes = (rate >> 10).min(65_000) + short;
+        let segments = (bytes / mss).max(u64::from(least)) as u32;
+        (segments * info.snd_mss).min(self.goal())
     }
 
     /// A segment that ends within a piece splits it.
@@ -193,11 +242,16 @@ impl Stream {
         (0..length).map(|at| self.memory[seq.wrapping_add(at) as usize & (RECEIVE_MEMORY - 1)]).collect()
     }
 
+    /// Whether the handshake is over, well or not.
+    pub fn connect_is_over(&self) -> bool {
+        !matches!(self.tcp.state(), State::SynSent | State::SynReceived | State::Closed)
+    }
+
     /// Whether the program may still send.
     pub fn can_send(&self) -> bool {
         match self.tcp.state() {
-            State::Established | State::CloseWait | State::SynSent => true,
-            State::SynReceived => !self.tcp.fin_queued(),
+            State::Established | State::CloseWait | State::SynSent => !self.closing,
+            State::SynReceived => !self.closing && !self.tcp.fin_queued(),
             _ => false,
         }
     }

@@ -218,9 +218,10 @@ impl World {
         let now = self.instant();
         let segments = self.sysctls.min_tso_segments.max(1);
         while let Some(socket) = self.sockets.get_mut(&id) {
-            let tos = socket.options.tos;
+            let (tos, nodelay) = (socket.options.tos, socket.options.nodelay);
             let Some(stream) = socket.stream_mut() else { return };
-            let most = (segments * stream.tcp.segment_size()).min(65_000);
+            stream.feed(nodelay);
+            let most = stream.burst(segments);
             let Some(transmit) = stream.tcp.poll_transmit(now, most) else { return };
             let payload = stream.payload(&transmit);
             let flow = stream.flow;
