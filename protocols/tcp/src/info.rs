@@ -1,7 +1,7 @@
 //! What a program may ask about its connection: the TCP part of Linux's TCP_INFO.
 
 use crate::connection::{Connection, State};
-use crate::recovery::Phase;
+use crate::recovery::{DUPLICATE_THRESHOLD, Phase};
 use crate::time::Instant;
 
 /// Linux's congestion states, numbered as in TCP_INFO.
@@ -67,8 +67,8 @@ pub struct Info {
     pub ssthresh: u32,
     /// Congestion window.
     pub cwnd: u32,
-    /// The peer is known to reorder.
-    pub reordering_seen: bool,
+    /// By how many segments the network is known to reorder, at least the threshold of duplicates.
+    pub reordering: u32,
     /// Bytes of the peer's window.
     pub snd_wnd: u32,
     /// When the peer was last heard of.
@@ -109,7 +109,7 @@ impl Connection {
             min_rtt: self.rtt.min,
             ssthresh: self.congestion.ssthresh,
             cwnd: self.congestion.cwnd,
-            reordering_seen: self.recovery.reordering_seen,
+            reordering: self.recovery.reordering.max(DUPLICATE_THRESHOLD),
             snd_wnd: self.send.wnd,
             last_heard: self.receive.last_at,
             last_sent: self.recovery.last_sent,

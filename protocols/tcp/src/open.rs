@@ -20,6 +20,8 @@ pub(crate) struct Opening {
     syn_data: u32,
     /// Our timestamp clock when the first SYN left.
     first_ts: u32,
+    /// The peer asks for our SYN-ACK once more.
+    resend: bool,
     /// How often the SYN or SYN-ACK was sent again.
     pub syn_retransmissions: u8,
     /// A RST goes out with this sequence number: an acknowledgement of what was never sent.
@@ -143,6 +145,7 @@ impl Connection {
         if !has_ack {
             // Both ends opened at once (section 3.5, figure 8): our SYN goes out again, as an answer to the peer's.
             self.state = State::SynReceived;
+            self.opening.resend = true;
             self.due |= Due::ACK;
             return received;
         }
@@ -166,11 +169,16 @@ impl Connection {
     /// is its own answer.
     pub(crate) fn input_second_syn(&mut self, segment: &Segment, now: Instant) -> Received {
         self.due |= Due::ACK;
-        let completes = segment.flags.contains(Flags::ACK) && self.complete_handshake(segment, now);
+        self.opening.resend = true;
+        let mut received = Received::default();
+        let completes = segment.flags.contains(Flags::ACK)
+            && before(self.send.una, segment.ack)
+            && at_or_before(segment.ack, self.send.nxt);
         if completes {
+            received.acked = self.acknowledge_syn(segment, now);
             self.report_duplicate(segment.seq, segment.seq.wrapping_add(1));
         }
-        Received { events: if completes { Events::ESTABLISHED } else { Events::empty() }, ..Received::default() }
+        Received { events: if completes { Events::ESTABLISHED } else { Events::empty() }, ..received }
     }
 
     /// The acknowledgement of our SYN-ACK. Returns false if it acknowledges something else.
@@ -204,7 +212,8 @@ impl Connection {
         if let Some(rtt) = sample.rtt {
             self.rtt.sample(rtt.max(1), now.0);
         }
-        self.recovery.delivered += sample.delivered;
+        // A SYN and the data in it count as one.
+        self.recovery.delivered += sample.delivered.min(1);
         self.send.una = segment.ack;
         self.send.small_end = crate::seq::later(self.send.small_end, segment.ack);
         let shift = if segment.flags.contains(Flags::SYN) { 0 } else { self.send.wscale };
@@ -212,6 +221,9 @@ impl Connection {
         self.send.max_wnd = self.send.max_wnd.max(self.send.wnd);
         self.state = if self.send.fin_queued { State::FinWait1 } else { State::Established };
         self.begin_transfer(segment.ack);
+        if self.has_unsent() {
+            self.receive.quick_acks = 0;
+        }
         self.peer_alive();
         self.rearm_send_timer(now);
         self.start_keepalive(now);
@@ -250,10 +262,10 @@ impl Connection {
             return Some(Transmit { length: data, ..self.emit_syn(isn, now) });
         }
         let lost = self.scoreboard.next_lost().is_some_and(|sent| sent.seq == isn);
-        if !lost && !self.due.take(Due::ACK) {
+        self.due.remove(Due::ACK);
+        if !core::mem::take(&mut self.opening.resend) && !lost {
             return None;
         }
-        self.due.remove(Due::ACK);
         self.scoreboard.retransmit(isn, now);
         self.opening.syn_retransmissions = self.opening.syn_retransmissions.saturating_add(u8::from(lost));
         Some(self.emit_syn(isn, now))

@@ -1,11 +1,11 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
-use crate::connection::{Connection, Due, State};
+use crate::connection::{ALWAYS, Connection, Due, State};
 use crate::scoreboard::{EVER, PUSHED};
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
 use crate::time::Instant;
-use crate::timers::SendTimer;
+use crate::timers::{DELAYED_ACK, SendTimer};
 use baton_wire::{Acknowledgement, Flags, SackBlocks, TcpOptions};
 
 impl Connection {
@@ -115,20 +115,25 @@ impl Connection {
         if !self.has_unsent() || !self.state_sends() || self.scoreboard.is_full() {
             return None;
         }
-        self.restart_after_idle(now);
-        let in_flight = self.in_flight();
+        let edge = self.send.una.wrapping_add(self.send.wnd).wrapping_add(u32::from(self.state == State::SynReceived));
+        let unsent = self.send.end.wrapping_sub(self.send.nxt);
+        let open = if before(self.send.nxt, edge) { edge.wrapping_sub(self.send.nxt) } else { 0 };
+        if open > 0 {
+            self.restart_after_idle(now);
+        }
+        // A SYN-ACK that is answered later takes no part of the window.
+        let in_flight = self.in_flight() - u32::from(self.state == State::SynReceived);
         let forced = self.due.contains(Due::FORCE);
-        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows (as in Linux).
+        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows; a FIN by itself may be more
+        // than the window allows (both as in Linux).
         let half = (self.congestion.cwnd / 2).max(1);
-        let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced));
+        let lone_fin = unsent == 0 && self.send.fin_queued;
+        let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced || lone_fin));
         if slots == 0 {
-            self.recovery.limited_until = Some(self.send.nxt);
+            self.note_usage(true);
             return None;
         }
         let send = &self.send;
-        let edge = send.una.wrapping_add(send.wnd);
-        let unsent = send.end.wrapping_sub(send.nxt);
-        let open = if before(send.nxt, edge) { edge.wrapping_sub(send.nxt) } else { 0 };
         let batch = (most / send.mss).clamp(1, slots) * send.mss;
         let length = unsent.min(open).min(batch);
         let last = length == unsent;
@@ -196,6 +201,8 @@ impl Connection {
             self.send.small_end = self.send.nxt;
         }
         self.recovery.last_sent = now;
+        self.note_usage(false);
+        self.answer_later(now);
         if self.timers.send != SendTimer::Reordering
             && (self.timers.send != SendTimer::Retransmit || segments == self.scoreboard.len())
         {
@@ -240,6 +247,16 @@ impl Connection {
             c.ssthresh = c.ssthresh.max(c.cwnd / 4 * 3);
             c.cwnd = (c.cwnd / 2).max(floor);
             idle -= timeout;
+        }
+    }
+
+    /// Data goes out shortly after data came in: the two answer each other, so acknowledgements may wait for the next answer (Linux's
+    /// ping-pong mode; RFC 9293 section 3.8.6.3).
+    fn answer_later(&mut self, now: Instant) {
+        let r = &mut self.receive;
+        let came = r.nxt != self.opening.peer_isn.wrapping_add(1);
+        if came && r.quick_acks != ALWAYS && now.since(r.last_at) < DELAYED_ACK {
+            r.quick_acks = 0;
         }
     }
 

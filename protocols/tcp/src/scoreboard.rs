@@ -64,8 +64,20 @@ pub(crate) struct Sample {
     pub retransmitted_acked: bool,
     /// A segment arrived after one that was sent behind it.
     pub reordered: bool,
+    /// By how many bytes, the most of them: from its beginning to the end of what was SACKed behind it.
+    pub reordered_by: u32,
     /// The peer reported a duplicate (RFC 2883).
     pub duplicate: bool,
+}
+
+impl Sample {
+    /// A segment that was sent once has arrived: whether that is after one behind it.
+    fn note_order(&mut self, sent: &Sent, highest_sacked: Option<u32>) {
+        if let Some(highest) = highest_sacked.filter(|highest| before(sent.end(), *highest)) {
+            self.reordered = true;
+            self.reordered_by = self.reordered_by.max(highest.wrapping_sub(sent.seq));
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -167,7 +179,7 @@ impl Scoreboard {
             sample.delivered += 1;
             if sent.flags & EVER == 0 {
                 sample.original_delivered |= at_or_before(sent.end(), high_seq);
-                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+                sample.note_order(&sent, self.highest_sacked);
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
         }
@@ -234,7 +246,7 @@ impl Scoreboard {
             self.sacked += 1;
             if sent.flags & EVER == 0 {
                 sample.original_delivered |= at_or_before(sent.end(), high_seq);
-                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+                sample.note_order(&sent, self.highest_sacked);
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
             self.queue[at].flags = sent.flags & !(LOST | RETRANSMITTED) | SACKED;

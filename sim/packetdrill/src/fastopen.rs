@@ -5,7 +5,7 @@ use crate::errors::{Answer, Attempt};
 use crate::packet::{CookieOption, TcpIn};
 use crate::send::Opening;
 use crate::socket::{Kind, SocketId};
-use crate::stream::Stream;
+use crate::stream::{Stream, Watch, Watched};
 use crate::world::World;
 use baton_tcp::segment::Transmit;
 use baton_wire::{Endpoint, Flags};
@@ -174,11 +174,14 @@ impl World {
         stream.cookie = Some(known.cookie).filter(|option| !option.cookie.is_empty());
         let header = if stream.flow.is_v4() { 40 } else { 60 };
         let most = self.flags.mtu - header;
+        let user = self.sockets[&id].options.max_segment;
+        let most = if user > 0 { most.min(user) } else { most };
         let mss = if known.mss == 0 { most } else { u32::from(known.mss).min(most) };
         // Room for the most options that a header holds.
         let room = mss.saturating_sub(40) as usize;
         let carried = opening.data.len().min(room);
         stream.write(&opening.data[..carried], false);
+        stream.pushed = stream.write_end().0;
         stream.tcp.send_data_in_syn(room as u32);
         Ok(carried)
     }
@@ -196,11 +199,28 @@ impl World {
         let socket = self.socket(id)?;
         socket.options.deferred = None;
         *done = carried;
+        if socket.options.zerocopy && flags & libc::MSG_ZEROCOPY != 0 && carried > 0 {
+            let number = socket.zerocopy_sends;
+            socket.zerocopy_sends += 1;
+            if let Some(stream) = socket.stream_mut() {
+                let end = stream.write_end().0;
+                stream.watched.push(Watched { end, what: Watch::ZeroCopy(number) });
+            }
+        }
         if socket.nonblocking || flags & libc::MSG_DONTWAIT != 0 {
             return if carried > 0 { Ok(true) } else { Err(libc::EINPROGRESS) };
         }
-        // A blocking call waits for the handshake, then sends the rest.
-        Ok(false)
+        // A blocking call waits for the handshake, with the rest ready to go.
+        let lowat = u32::MAX;
+        loop {
+            let socket = self.socket(id)?;
+            let taken = (socket.room(lowat) as usize).min(bytes.len() - *done);
+            if taken == 0 {
+                return Ok(false);
+            }
+            socket.put(&bytes[*done..*done + taken], flags, *done + taken == bytes.len());
+            *done += taken;
+        }
     }
 
     /// sendto() and sendmsg() with MSG_FASTOPEN; `started` says that the SYN has left.

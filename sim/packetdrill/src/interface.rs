@@ -270,6 +270,35 @@ pub unsafe fn answer_getsockopt(fd: c_int, level: c_int, name: c_int, value: *mu
     Some(unsafe { give_option(answer, value, length) })
 }
 
+/// Does `sendfile` to a descriptor of the adapter in use; None for others.
+///
+/// # Safety
+/// As for `sendfile`: `offset` is null or valid.
+pub unsafe fn answer_sendfile(to: c_int, from: c_int, offset: *mut loff_t, count: size_t) -> Option<ssize_t> {
+    let adapter = CURRENT.lock().unwrap_or_else(PoisonError::into_inner).upgrade()?;
+    if !adapter.lock().world.descriptors.contains_key(&to) {
+        return None;
+    }
+    let mut data = vec![0u8; count];
+    // SAFETY: `data` has room for `count` bytes; `offset` is null, for the file's own position, or valid by this function's contract.
+    let got = unsafe {
+        if offset.is_null() {
+            libc::read(from, data.as_mut_ptr().cast(), count)
+        } else {
+            libc::pread(from, data.as_mut_ptr().cast(), count, *offset)
+        }
+    };
+    if got < 0 {
+        return Some(got);
+    }
+    let sent = result(adapter.transmit(to, &data[..got as usize], 0));
+    if sent > 0 && !offset.is_null() {
+        // SAFETY: not null, and then valid by this function's contract.
+        unsafe { *offset += sent as loff_t };
+    }
+    Some(sent)
+}
+
 /// # Safety
 /// As for `getsockopt`.
 unsafe fn give_option(answer: Answer<Vec<u8>>, value: *mut c_void, length: *mut socklen_t) -> c_int {
@@ -342,6 +371,9 @@ unsafe extern "C" fn readv(userdata: *mut c_void, fd: c_int, parts: *const iovec
 }
 
 unsafe extern "C" fn recv(userdata: *mut c_void, fd: c_int, room: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
+    if room.is_null() && length > 0 {
+        return result(Err(libc::EFAULT));
+    }
     // SAFETY: the table's contract.
     let answer = unsafe { adapter(userdata) }.receive(fd, length, flags);
     result(answer.map(|message| {
@@ -435,6 +467,9 @@ unsafe extern "C" fn sendto(
     address: *const sockaddr,
     address_length: socklen_t,
 ) -> ssize_t {
+    if data.is_null() && length > 0 {
+        return result(Err(libc::EFAULT));
+    }
     // SAFETY: the table's contract.
     let (adapter, data, address) =
         unsafe { (adapter(userdata), bytes(data, length), bytes(address.cast(), address_length as usize)) };

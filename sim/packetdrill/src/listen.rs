@@ -31,7 +31,7 @@ pub fn config(options: &Options, sysctls: &Sysctls, mtu: u32, v4: bool, ecn: boo
     let limit = if options.fixed_receive_buffer { options.receive_buffer } else { sysctls.rmem[2] };
     Config {
         // Linux begins with a window of 64 KB and lets it grow with what comes.
-        receive_buffer: (options.receive_buffer / 2).min(65_535 + 256),
+        receive_buffer: (options.receive_buffer / 2).min(1 << 17),
         receive_limit: limit,
         mtu,
         ip_header: if v4 { 20 } else { 40 },
@@ -101,6 +101,7 @@ impl World {
         let Some(connection) = Connection::accept(config, segment, isn, ts, now) else { return };
         let mut stream = Stream::new(connection, tcp.flow, isn.wrapping_add(1), self.now);
         stream.parent = Some(id);
+        stream.mtu = self.flags.mtu;
         let child = self.inherit(id, tcp.flow, stream);
         self.consider_fast_open(id, child, tcp);
     }

@@ -3,6 +3,7 @@
 use crate::errors::Answer;
 use crate::socket::{Kind, Socket};
 use crate::world::World;
+use crate::stream::Chrono;
 use baton_tcp::{Info, State};
 
 /// Options that Linux has and the `libc` crate does not name.
@@ -63,6 +64,10 @@ impl World {
         let socket = self.socket(id)?;
         let value = match (level, name) {
             (libc::SOL_TCP, libc::TCP_INFO) => {
+                let no_space = socket.no_space;
+                if let Some(stream) = socket.stream_mut() {
+                    stream.account(now, no_space);
+                }
                 let mut info = socket.tcp_info(now);
                 // What later kernels add is not known here.
                 info.resize(length.min(512), 0);
@@ -262,7 +267,13 @@ impl Socket {
             return out;
         };
         let info = stream.tcp.info();
-        Layout::new(&info, stream.syn_data_acked).fill(&info, now, stream.last_data_received, stream.unsent())
+        let mut layout = Layout::new(&info, stream.syn_data_acked);
+        let most = if stream.flow.is_v4() { stream.mtu - 40 } else { stream.mtu - 60 };
+        let advertised = if self.options.max_segment > 0 { most.min(self.options.max_segment) } else { most };
+        layout.word(20, stream.largest_received.clamp(536.min(info.snd_mss), advertised));
+        layout.word(84, advertised);
+        layout.times(&stream.chrono);
+        layout.fill(&info, now, stream.last_data_received, stream.unsent())
     }
 }
 
@@ -288,6 +299,13 @@ impl Layout {
         self.0[at..at + 4].copy_from_slice(&value.to_ne_bytes());
     }
 
+    /// tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited.
+    fn times(&mut self, chrono: &Chrono) {
+        for (at, value) in [(168, chrono.busy), (176, chrono.window_limited), (184, chrono.buffer_limited)] {
+            self.0[at..at + 8].copy_from_slice(&value.to_ne_bytes());
+        }
+    }
+
     fn fill(mut self, info: &Info, now: u64, last_data: u64, unsent: u32) -> Vec<u8> {
         let millis = |at: u64| (now.saturating_sub(at) / 1000) as u32;
         let established = !matches!(info.state, State::SynSent | State::SynReceived);
@@ -295,7 +313,6 @@ impl Layout {
             (8, info.rto as u32),
             (12, 40_000),
             (16, info.snd_mss),
-            (20, info.snd_mss),
             (24, info.unacked),
             (28, info.sacked),
             (32, info.lost),
@@ -308,8 +325,7 @@ impl Layout {
             (72, info.rttvar),
             (76, info.ssthresh.min(0x7fff_ffff)),
             (80, info.cwnd),
-            (84, 1460),
-            (88, if info.reordering_seen { 4 } else { 3 }),
+            (88, info.reordering),
             (100, info.total_retrans as u32),
             (144, unsent),
             (148, if info.min_rtt == 0 && !established { u32::MAX } else { info.min_rtt }),

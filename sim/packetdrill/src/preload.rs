@@ -1,9 +1,9 @@
-//! getsockopt for packetdrill itself: it asks for TCP_INFO with the C library's function, past its interface. Preloaded, this library
-//! answers for its own descriptors and passes everything else on.
+//! getsockopt and sendfile for packetdrill itself, which calls the C library's functions, past its interface, for TCP_INFO and for files.
+//! Preloaded, this library answers for its own descriptors and passes everything else on.
 
-use crate::interface::answer_getsockopt;
+use crate::interface::{answer_getsockopt, answer_sendfile};
 use core::ffi::{c_int, c_void};
-use libc::socklen_t;
+use libc::{off_t, size_t, socklen_t, ssize_t};
 
 /// The C library's `getsockopt`.
 ///
@@ -17,4 +17,18 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, name: c_int, value:
     }
     // SAFETY: the arguments are the caller's, passed on to the call that it made.
     unsafe { libc::syscall(libc::SYS_getsockopt, fd, level, name, value, length) as c_int }
+}
+
+/// The C library's `sendfile`.
+///
+/// # Safety
+/// As for `sendfile`: `offset` is null or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sendfile(to: c_int, from: c_int, offset: *mut off_t, count: size_t) -> ssize_t {
+    // SAFETY: the caller's promise for `offset` is this function's own.
+    if let Some(result) = unsafe { answer_sendfile(to, from, offset, count) } {
+        return result;
+    }
+    // SAFETY: the arguments are the caller's, passed on to the call that it made.
+    unsafe { libc::syscall(libc::SYS_sendfile, to, from, offset, count) as ssize_t }
 }

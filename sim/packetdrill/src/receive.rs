@@ -71,8 +71,10 @@ impl World {
             return;
         }
         let Some(socket) = self.sockets.get_mut(&id) else { return };
-        let open = socket.open;
+        let (open, cork) = (socket.open, socket.options.cork);
         let Some(stream) = socket.stream_mut() else { return };
+        // MSG_MORE holds back only until something else makes this end send.
+        stream.tcp.set_cork(cork);
         // Nobody will read what comes for a closed socket (RFC 9293 section 3.6.1, RFC 1122 section 4.2.2.13).
         let end = tcp.segment.seq.wrapping_add(tcp.segment.length);
         let unwanted = !open && stream.parent.is_none() && before(stream.tcp.rcv_nxt(), end) && tcp.segment.length > 0;
@@ -86,6 +88,8 @@ impl World {
         let received = stream.tcp.input(&tcp.segment, now);
         stream.apply(&received, tcp.payload, now.0);
         if was_open == State::SynSent && received.events.contains(Events::ESTABLISHED) {
+            stream.last_data_received = now.0;
+            stream.established = true;
             stream.syn_data_acked = stream.syn_data > 0 && received.acked >= stream.syn_data;
         }
         let (acked, delivered) = (received.acked > 0, received.delivered > 0);
@@ -122,7 +126,7 @@ impl World {
         }
         if events.contains(Events::ABORTED) {
             let reason = socket.stream().and_then(|stream| stream.tcp.end_reason());
-            let refused = socket.stream().is_some_and(|stream| !stream.connect_reported && stream.parent.is_none());
+            let refused = socket.stream().is_some_and(|stream| !stream.established && !stream.queued && stream.parent.is_none());
             let half_closed = socket.stream().is_some_and(|stream| stream.tcp.fin_received());
             socket.error = match reason {
                 Some(EndReason::Reset) if half_closed => libc::EPIPE,
@@ -259,7 +263,7 @@ impl Socket {
         let una = stream.tcp.snd_una();
         let (done, rest) = std::mem::take(&mut stream.watched)
             .into_iter()
-            .partition(|watched| !matches!(watched.what, Watch::Sent(_)) && at_or_before(watched.end, una));
+            .partition(|watched| !matches!(watched.what, Watch::Queued(_) | Watch::Sent(_)) && at_or_before(watched.end, una));
         stream.watched = rest;
         self.report(done, now);
     }
@@ -277,6 +281,7 @@ impl Socket {
             };
             match watched.what {
                 Watch::ZeroCopy(number) => self.report_zerocopy(number),
+                Watch::Queued(byte) => self.queue_error(stamp(1, byte)),
                 Watch::Sent(byte) => self.queue_error(stamp(0, byte)),
                 Watch::Acknowledged(byte) => self.queue_error(stamp(2, byte)),
             }

@@ -123,6 +123,7 @@ impl World {
         let tcp = Connection::connect(config, isn, ts, now);
         let mut stream = Stream::new(tcp, Flow { local, remote }, isn.wrapping_add(1), now.0);
         stream.tcp.set_cork(socket.options.cork);
+        stream.mtu = mtu;
         let carried = self.prepare_fast_open(id, &mut stream, opening)?;
         let socket = self.socket(id)?;
         socket.kind = Kind::Stream(Box::new(stream));
@@ -143,8 +144,9 @@ impl World {
                     _ => Attempt::Blocked(deadline),
                 }
             }
-            Err(_) if *done > 0 => Attempt::Done(Ok(*done)),
-            Err(error) => Attempt::Done(Err(error)),
+            // A SYN that was refused took nothing with it.
+            Err(error) if *done == 0 || error == libc::ECONNREFUSED => Attempt::Done(Err(error)),
+            Err(_) => Attempt::Done(Ok(*done)),
         }
     }
 
@@ -164,7 +166,7 @@ impl World {
             socket.take_error()?;
             return Err(libc::EPIPE);
         }
-        let fast = socket.stream().is_some_and(|stream| stream.queued || stream.syn_data > 0);
+        let fast = socket.stream().is_some_and(|stream| stream.queued);
         if matches!(state, State::SynSent | State::SynReceived) && !fast {
             return if wait { Ok(false) } else { Err(libc::EAGAIN) };
         }
@@ -188,6 +190,9 @@ impl World {
         }
         let socket = self.socket(id)?;
         socket.no_space = true;
+        if let Some(stream) = socket.stream_mut() {
+            stream.pushed = stream.write_end().0;
+        }
         if wait {
             return Ok(false);
         }
@@ -273,7 +278,7 @@ impl Socket {
     }
 
     /// Puts bytes into the send queue, and notes what the program wants to hear of them.
-    fn put(&mut self, bytes: &[u8], flags: i32, last: bool) {
+    pub fn put(&mut self, bytes: &[u8], flags: i32, last: bool) {
         let zerocopy = self.options.zerocopy && flags & libc::MSG_ZEROCOPY != 0 && last;
         let stamps = if last { self.options.timestamping } else { 0 };
         let number = self.zerocopy_sends;
@@ -283,11 +288,17 @@ impl Socket {
         stream.write(bytes, flags & libc::MSG_EOR != 0 && last);
         stream.tcp.set_cork(cork);
         let (end, byte) = stream.write_end();
+        if flags & libc::MSG_MORE == 0 && last {
+            stream.pushed = end;
+        }
         let mut watch = |what| stream.watched.push(Watched { end, what });
         if zerocopy {
             watch(Watch::ZeroCopy(number));
         }
-        if stamps & STAMP_SENT == STAMP_SENT || stamps & STAMP_SCHED != 0 {
+        if stamps & STAMP_SCHED != 0 {
+            watch(Watch::Queued(byte));
+        }
+        if stamps & STAMP_SENT == STAMP_SENT {
             watch(Watch::Sent(byte));
         }
         if stamps & STAMP_ACKED != 0 {
@@ -304,7 +315,7 @@ impl Socket {
         let end = transmit.seq.wrapping_add(transmit.length);
         let (done, rest) = std::mem::take(&mut stream.watched)
             .into_iter()
-            .partition(|watched| matches!(watched.what, Watch::Sent(_)) && at_or_before(watched.end, end));
+            .partition(|watched| matches!(watched.what, Watch::Queued(_) | Watch::Sent(_)) && at_or_before(watched.end, end));
         stream.watched = rest;
         self.report(done, now);
     }

@@ -11,6 +11,9 @@ use std::collections::VecDeque;
 /// Bytes of receive memory of every connection; no window is larger.
 const RECEIVE_MEMORY: usize = 1 << 24;
 
+/// Largest window in bytes: Linux begins with it and lets it grow with what comes.
+const FIRST_WINDOW: u32 = 65_535;
+
 /// A write whose completion its program wants to hear of.
 #[derive(Clone, Debug)]
 pub struct Watched {
@@ -27,6 +30,8 @@ pub enum Watch {
     ZeroCopy(u32),
     /// SO_TIMESTAMPING: when it was acknowledged; the byte's number in the stream.
     Acknowledged(u32),
+    /// SO_TIMESTAMPING: when it was given to the device's queue.
+    Queued(u32),
     /// SO_TIMESTAMPING: when it left.
     Sent(u32),
 }
@@ -42,6 +47,28 @@ struct Piece {
 /// Bytes that a piece costs beside its own (Linux's SKB_TRUESIZE of an empty buffer).
 const PIECE: u32 = 1280;
 
+/// Microseconds for which a connection had data to send, and what it waited for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Chrono {
+    /// With data to send, in whatever way it waited.
+    pub busy: u64,
+    /// Waiting for the peer's window.
+    pub window_limited: u64,
+    /// Waiting for the program, which waits for room in the send buffer.
+    pub buffer_limited: u64,
+    since: u64,
+    state: Waits,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Waits {
+    #[default]
+    Idle,
+    Network,
+    Window,
+    Buffer,
+}
+
 /// A connection and what belongs to it.
 pub struct Stream {
     /// The protocol.
@@ -52,6 +79,8 @@ pub struct Stream {
     pub parent: Option<SocketId>,
     /// It was put into its listener's queue.
     pub queued: bool,
+    /// As a client: the handshake is over.
+    pub established: bool,
     /// connect() has reported success.
     pub connect_reported: bool,
     /// The Fast Open option for the SYN, or the SYN-ACK.
@@ -62,6 +91,14 @@ pub struct Stream {
     pub fast_opened: bool,
     /// Bytes of data that the SYN carried.
     pub syn_data: u32,
+    /// Path MTU in bytes that it began with.
+    pub mtu: u32,
+    /// Bytes of the largest segment that came.
+    pub largest_received: u32,
+    /// What it spent its time with.
+    pub chrono: Chrono,
+    /// Sequence number behind the last write that asked for no more to come (MSG_MORE does).
+    pub pushed: u32,
     /// Writes whose completion is waited for.
     pub watched: Vec<Watched>,
     /// When data last came.
@@ -80,16 +117,22 @@ pub struct Stream {
 
 impl Stream {
     /// A connection whose first byte to be sent will have sequence number `first`.
-    pub fn new(tcp: Connection, flow: Flow, first: u32, now: u64) -> Stream {
+    pub fn new(mut tcp: Connection, flow: Flow, first: u32, now: u64) -> Stream {
+        tcp.limit_window(FIRST_WINDOW);
         Stream {
             tcp,
             flow,
             parent: None,
             queued: false,
+            established: false,
             connect_reported: false,
             cookie: None,
             syn_data_acked: false,
             fast_opened: false,
+            mtu: 1500,
+            largest_received: 0,
+            chrono: Chrono { since: now, ..Chrono::default() },
+            pushed: first,
             syn_data: 0,
             watched: Vec::new(),
             last_data_received: now,
@@ -162,7 +205,8 @@ impl Stream {
     /// that. What is in front of it does not wait for more.
     pub fn feed(&mut self, nodelay: bool) {
         let fed = self.tcp.snd_end();
-        if fed != self.send_base && before(self.tcp.snd_nxt(), fed) && self.tcp.state() != State::SynSent {
+        let held = self.pieces.iter().any(|piece| piece.closed && piece.end == fed);
+        if held && before(self.tcp.snd_nxt(), fed) {
             return;
         }
         let written = self.send_base.wrapping_add(self.queued_bytes());
@@ -174,6 +218,17 @@ impl Stream {
         if self.closing && stop == written {
             self.tcp.shutdown();
         }
+    }
+
+    /// Takes PSH off a single segment whose last byte is not the last of a write that asked for it.
+    pub fn without_early_push(&self, mut transmit: Transmit) -> Transmit {
+        let end = transmit.seq.wrapping_add(transmit.length);
+        // What leaves in spite of a cork was pushed by its timer.
+        let forced = self.tcp.is_corked() && transmit.length < self.tcp.segment_size();
+        if transmit.length > 0 && transmit.segment_size == 0 && before(self.pushed, end) && !forced {
+            transmit.flags = Flags(transmit.flags.0 & !Flags::PSH.0);
+        }
+        transmit
     }
 
     /// Closes the sending side behind what was written.
@@ -226,6 +281,7 @@ impl Stream {
         }
         if received.place > 0 {
             self.last_data_received = now;
+            self.largest_received = self.largest_received.max(payload.len() as u32);
         }
         let acked = (received.acked as usize).min(self.send.len());
         self.send.drain(..acked);
@@ -233,6 +289,28 @@ impl Stream {
         while self.pieces.front().is_some_and(|piece| at_or_before(piece.end, self.send_base)) {
             self.pieces.pop_front();
         }
+    }
+
+    /// Accounts for the time since the last call. `no_space` says that the program waits for room.
+    pub fn account(&mut self, now: u64, no_space: bool) {
+        let c = &mut self.chrono;
+        let elapsed = now.saturating_sub(c.since);
+        c.since = now;
+        c.busy += if c.state == Waits::Idle { 0 } else { elapsed };
+        c.window_limited += if c.state == Waits::Window { elapsed } else { 0 };
+        c.buffer_limited += if c.state == Waits::Buffer { elapsed } else { 0 };
+        let info = self.tcp.info();
+        let flight = self.tcp.snd_nxt().wrapping_sub(self.tcp.snd_una());
+        let next = self.unsent().min(info.snd_mss);
+        self.chrono.state = if self.queued_bytes() == 0 {
+            Waits::Idle
+        } else if self.unsent() > 0 && info.unacked < info.cwnd && flight + next > info.snd_wnd {
+            Waits::Window
+        } else if self.unsent() == 0 && no_space {
+            Waits::Buffer
+        } else {
+            Waits::Network
+        };
     }
 
     /// The first `length` readable bytes, `skip` bytes in; fewer if there are fewer.

@@ -201,8 +201,14 @@ impl World {
     /// Sends what there is to send, and forgets connections that are over.
     pub fn settle(&mut self) {
         let ids: Vec<SocketId> = self.sockets.keys().copied().collect();
+        let now = self.now;
         for id in ids {
             self.flush(id);
+            let Some(socket) = self.sockets.get_mut(&id) else { continue };
+            let no_space = socket.no_space;
+            if let Some(stream) = socket.stream_mut() {
+                stream.account(now, no_space);
+            }
         }
         self.sockets.retain(|_, socket| {
             let alive = match &socket.kind {
@@ -223,6 +229,7 @@ impl World {
             stream.feed(nodelay);
             let most = stream.burst(segments);
             let Some(transmit) = stream.tcp.poll_transmit(now, most) else { return };
+            let transmit = stream.without_early_push(transmit);
             let payload = stream.payload(&transmit);
             let flow = stream.flow;
             let cookie = stream.cookie_for(&transmit);
