@@ -163,6 +163,8 @@ pub(crate) struct Receive {
     pub last_at: Instant,
 }
 
+/// Segments that are acknowledged at once at the start (Linux's TCP_MAX_QUICKACKS).
+pub(crate) const QUICK_ACKS: u8 = 16;
 /// As many quick acknowledgements as there are segments.
 pub(crate) const ALWAYS: u8 = u8::MAX;
 
@@ -244,7 +246,7 @@ impl Connection {
             agreed,
             cork: false,
             send: Send::default(),
-            receive: Receive { quick_acks: 16, last_at: now, ..Receive::default() },
+            receive: Receive { quick_acks: QUICK_ACKS, last_at: now, ..Receive::default() },
             ts_offset: 0,
             timers: Timers::default(),
             scoreboard: Scoreboard::default(),

@@ -36,6 +36,7 @@ impl Stream {
         let Ok(length) = image.encode(&mut bytes) else { return };
         let Ok(image) = Image::decode(&bytes[..length]) else { return };
         let memory = self.tcp.receive_memory();
+        self.moved = true;
         self.tcp = Connection::from_image(&image, memory, now);
     }
 }

@@ -79,6 +79,10 @@ pub struct Stream {
     pub parent: Option<SocketId>,
     /// It was put into its listener's queue.
     pub queued: bool,
+    /// The last segment that left: what follows it, its acknowledgement and its window.
+    pub last_sent: (u32, u32, u16),
+    /// The connection has just moved: the acknowledgement that goes with it has not left yet.
+    pub moved: bool,
     /// As a client: the handshake is over.
     pub established: bool,
     /// connect() has reported success.
@@ -124,6 +128,8 @@ impl Stream {
             flow,
             parent: None,
             queued: false,
+            last_sent: (0, 0, 0),
+            moved: false,
             established: false,
             connect_reported: false,
             cookie: None,
@@ -218,6 +224,16 @@ impl Stream {
         if self.closing && stop == written {
             self.tcp.shutdown();
         }
+    }
+
+    /// Whether a segment is the acknowledgement that every move sends, and says nothing that the peer has not heard: it is not put on the
+    /// wire, where scripts could not tell when a move took place.
+    pub fn repeats_itself(&mut self, transmit: &Transmit) -> bool {
+        let end = transmit.seq.wrapping_add(transmit.length);
+        let last = std::mem::replace(&mut self.last_sent, (end, transmit.ack, transmit.window));
+        let bare = transmit.length == 0 && transmit.flags == Flags::ACK && transmit.options.sack.is_empty();
+        // The window may only seem to have closed: an image tells its edge.
+        bare && std::mem::take(&mut self.moved) && (last.0, last.1) == (end, transmit.ack) && last.2.abs_diff(transmit.window) <= 1
     }
 
     /// Takes PSH off a single segment whose last byte is not the last of a write that asked for it.

@@ -230,6 +230,9 @@ impl World {
             let most = stream.burst(segments);
             let Some(transmit) = stream.tcp.poll_transmit(now, most) else { return };
             let transmit = stream.without_early_push(transmit);
+            if stream.repeats_itself(&transmit) {
+                continue;
+            }
             let payload = stream.payload(&transmit);
             let flow = stream.flow;
             let cookie = stream.cookie_for(&transmit);
