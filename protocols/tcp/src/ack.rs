@@ -53,6 +53,7 @@ impl Connection {
             self.process_sack(segment, &mut sample);
         }
         let (freed, events) = if advanced { self.acknowledge(segment.ack, &mut sample) } else { (0, Events::empty()) };
+        self.recovery.delivered = self.recovery.delivered.wrapping_add(sample.delivered);
         self.take_rtt(&sample, advanced, now);
         if self.agreed.ecn && segment.flags.contains(Flags::ECE) {
             self.enter_reduced();
@@ -131,7 +132,7 @@ impl Connection {
         };
         if let Some(rtt) = sample.rtt.or_else(echoed) {
             self.rtt.sample(rtt, now.0);
-            self.congestion.on_rtt(rtt, self.rtt.min);
+            self.congestion.on_rtt(rtt);
         }
         if at_or_before(self.congestion.round_end, self.send.una) && advanced {
             self.congestion.next_round(self.send.nxt);

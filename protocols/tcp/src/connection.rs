@@ -1,6 +1,7 @@
 //! The state of one connection, and what its program asks of it.
 
 use crate::congestion::Cubic;
+use crate::open::Opening;
 use crate::reassembly::Reassembly;
 use crate::recovery::Recovery;
 use crate::rtt::Rtt;
@@ -76,6 +77,20 @@ pub struct Config {
     pub user_timeout: u32,
     /// Negotiate ECN (RFC 3168) when opening.
     pub ecn: bool,
+    /// Bytes that receive memory may grow to: it decides the window scale (RFC 7323 section 2.3). 0 for `receive_buffer`.
+    pub receive_limit: u32,
+    /// Offer or accept timestamps (RFC 7323 section 3) when opening.
+    pub timestamps: bool,
+    /// Offer or accept selective acknowledgements (RFC 2018) when opening.
+    pub sack: bool,
+    /// Offer or accept window scaling (RFC 7323 section 2) when opening.
+    pub window_scaling: bool,
+    /// Largest segment in bytes that is sent and announced (TCP_MAXSEG), 0 for what the path MTU allows.
+    pub max_segment: u32,
+    /// Retransmissions of a SYN or SYN-ACK before the connection is given up (TCP_SYNCNT).
+    pub syn_retries: u8,
+    /// Wear the congestion window down while nothing is sent (RFC 2861; Linux's tcp_slow_start_after_idle).
+    pub slow_start_after_idle: bool,
 }
 
 impl Default for Config {
@@ -91,6 +106,13 @@ impl Default for Config {
             keepalive_count: 9,
             user_timeout: 0,
             ecn: false,
+            receive_limit: 0,
+            timestamps: true,
+            sack: true,
+            window_scaling: true,
+            max_segment: 0,
+            syn_retries: 6,
+            slow_start_after_idle: true,
         }
     }
 }
@@ -141,6 +163,8 @@ pub(crate) struct Receive {
     pub last_at: Instant,
 }
 
+/// Segments that are acknowledged at once at the start (Linux's TCP_MAX_QUICKACKS).
+pub(crate) const QUICK_ACKS: u8 = 16;
 /// As many quick acknowledgements as there are segments.
 pub(crate) const ALWAYS: u8 = u8::MAX;
 
@@ -206,6 +230,7 @@ pub struct Connection {
     pub(crate) recovery: Recovery,
     pub(crate) challenge_at: Instant,
     pub(crate) tuning: Tuning,
+    pub(crate) opening: Opening,
 }
 
 const _: () =
@@ -221,7 +246,7 @@ impl Connection {
             agreed,
             cork: false,
             send: Send::default(),
-            receive: Receive { quick_acks: 16, last_at: now, ..Receive::default() },
+            receive: Receive { quick_acks: QUICK_ACKS, last_at: now, ..Receive::default() },
             ts_offset: 0,
             timers: Timers::default(),
             scoreboard: Scoreboard::default(),
@@ -234,6 +259,7 @@ impl Connection {
             due: Due::empty(),
             challenge_at: Instant(0),
             tuning: Tuning::default(),
+            opening: Opening::default(),
         };
         connection.set_mtu(config.mtu);
         connection
@@ -245,6 +271,7 @@ impl Connection {
         let room = mtu.saturating_sub(self.config.ip_header + 20);
         let options = if self.agreed.timestamps { TIMESTAMP_BYTES } else { 0 };
         let mss = if self.agreed.mss == 0 { 536 } else { u32::from(self.agreed.mss) };
+        let mss = if self.config.max_segment == 0 { mss } else { mss.min(self.config.max_segment) };
         self.send.mss = room.min(mss).saturating_sub(options).max(36);
     }
 
@@ -365,12 +392,16 @@ impl Connection {
             return;
         }
         self.state = match self.state {
-            State::Established | State::SynReceived => State::FinWait1,
+            State::Established => State::FinWait1,
             State::CloseWait => State::LastAck,
             State::SynSent => State::Closed,
+            // The state changes when our SYN is acknowledged (section 3.10.4, SYN-RECEIVED).
             other => other,
         };
-        self.send.fin_queued = matches!(self.state, State::FinWait1 | State::LastAck);
+        if self.state == State::Closed {
+            self.stop_timers(Timers::default());
+        }
+        self.send.fin_queued = matches!(self.state, State::SynReceived | State::FinWait1 | State::LastAck);
     }
 
     /// The program aborts: a RST goes out, the connection is gone.
@@ -379,6 +410,41 @@ impl Connection {
         let events = self.end(EndReason::Aborted);
         self.due.set(Due::RESET, announce);
         events
+    }
+
+    /// Drops a RST that waits to be sent: the connection is gone without a word, as after an ICMP error.
+    pub fn forget_reset(&mut self) {
+        self.due.remove(Due::RESET);
+    }
+
+    /// Whether a FIN is queued or sent.
+    pub fn fin_queued(&self) -> bool {
+        self.send.fin_queued
+    }
+
+    /// How often the SYN or SYN-ACK was sent again because its time had run out.
+    pub fn retransmissions_of_syn(&self) -> u8 {
+        self.opening.syn_retransmissions
+    }
+
+    /// Whether data of a SYN was taken and the handshake is not over (RFC 7413).
+    pub fn is_fast_open(&self) -> bool {
+        self.opening.fast && self.state == State::SynReceived
+    }
+
+    /// Whether partial segments are held back.
+    pub fn is_corked(&self) -> bool {
+        self.cork
+    }
+
+    /// Largest window that the peer ever advertised, in bytes.
+    pub fn largest_window(&self) -> u32 {
+        self.send.max_wnd
+    }
+
+    /// Bytes of receive memory.
+    pub fn receive_memory(&self) -> u32 {
+        self.config.receive_buffer
     }
 
     /// Turns Nagle's algorithm off or on.

@@ -98,9 +98,8 @@ impl Connection {
             return self.input_reset(segment, now);
         }
         if segment.flags.contains(Flags::SYN) {
-            if self.state == State::SynReceived && segment.seq.wrapping_add(1) == self.receive.nxt {
-                self.due |= Due::ACK;
-                return Received::default();
+            if self.state == State::SynReceived && segment.seq == self.opening.peer_isn {
+                return self.input_second_syn(segment, now);
             }
             self.challenge(now);
             return Received::default();
@@ -114,8 +113,8 @@ impl Connection {
     fn input_acceptable(&mut self, segment: &Segment, now: Instant) -> Received {
         let mut received = Received::default();
         if self.state == State::SynReceived {
-            if !self.complete_handshake(segment) {
-                self.due |= Due::RESET;
+            if !self.complete_handshake(segment, now) {
+                self.refuse_acknowledgement(segment.ack);
                 return received;
             }
             received.events |= Events::ESTABLISHED;
@@ -235,7 +234,7 @@ impl Connection {
         }
     }
 
-    fn take_payload(&mut self, segment: &Segment, now: Instant, received: &mut Received) {
+    pub(crate) fn take_payload(&mut self, segment: &Segment, now: Instant, received: &mut Received) {
         if self.receive.fin || matches!(self.state, State::TimeWait) {
             self.due |= Due::ACK;
             return;
@@ -322,7 +321,7 @@ impl Connection {
         }
     }
 
-    fn report_duplicate(&mut self, left: u32, right: u32) {
+    pub(crate) fn report_duplicate(&mut self, left: u32, right: u32) {
         if self.agreed.sack && before(left, right) {
             self.reassembly.duplicate = Some((left, right));
             self.due |= Due::DUPLICATE;

@@ -14,6 +14,7 @@ extern crate alloc;
 mod ack;
 mod congestion;
 mod connection;
+mod info;
 mod input;
 mod keepalive;
 mod open;
@@ -31,6 +32,7 @@ mod tuning;
 mod window;
 
 pub use connection::{Config, Connection, EndReason, State};
+pub use info::{CongestionPhase, Info};
 pub use reassembly::Reassembly;
 pub use segment::{Events, Received, Segment, Transmit};
 pub use time::Instant;

@@ -1,11 +1,11 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
-use crate::connection::{Connection, Due, State};
-use crate::scoreboard::EVER;
+use crate::connection::{ALWAYS, Connection, Due, State};
+use crate::scoreboard::{EVER, PUSHED};
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
 use crate::time::Instant;
-use crate::timers::SendTimer;
+use crate::timers::{DELAYED_ACK, SendTimer};
 use baton_wire::{Acknowledgement, Flags, SackBlocks, TcpOptions};
 
 impl Connection {
@@ -61,10 +61,14 @@ impl Connection {
 
     fn next_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
         if self.due.contains(Due::RESET) {
-            return Some(self.emit_reset(now));
+            return self.emit_refusal().or_else(|| Some(self.emit_reset(now)));
         }
         match self.state {
-            State::SynSent | State::SynReceived => return self.poll_open(now),
+            State::SynSent | State::SynReceived => {
+                let handshake = self.poll_open(now);
+                // RFC 7413 section 4.2.2: the server may answer a SYN's data before the handshake is over.
+                return if handshake.is_none() && self.opening.fast { self.poll_new(now, most) } else { handshake };
+            }
             State::Closed => return None,
             _ => {}
         }
@@ -85,7 +89,7 @@ impl Connection {
     }
 
     fn poll_retransmission(&mut self, now: Instant) -> Option<Transmit> {
-        let in_flight = self.scoreboard.in_flight();
+        let in_flight = self.in_flight();
         let sent = if core::mem::take(&mut self.recovery.tail_probe_pending) {
             self.due.remove(Due::FORCE);
             *self.scoreboard.back()?
@@ -103,6 +107,7 @@ impl Connection {
         let fin = self.send.fin_queued && sent.end() == self.send.end.wrapping_add(1);
         let length = u32::from(sent.length) - u32::from(fin);
         let flags = if fin { Flags::ACK | Flags::FIN } else { Flags::ACK };
+        let flags = if sent.flags & PUSHED == 0 { flags } else { flags | Flags::PSH };
         Some(self.data(sent.seq, length, flags, now))
     }
 
@@ -110,35 +115,53 @@ impl Connection {
         if !self.has_unsent() || !self.state_sends() || self.scoreboard.is_full() {
             return None;
         }
-        self.restart_after_idle(now);
-        let in_flight = self.scoreboard.in_flight();
+        let edge = self.send.una.wrapping_add(self.send.wnd).wrapping_add(u32::from(self.state == State::SynReceived));
+        let unsent = self.send.end.wrapping_sub(self.send.nxt);
+        let open = if before(self.send.nxt, edge) { edge.wrapping_sub(self.send.nxt) } else { 0 };
+        if open > 0 {
+            self.restart_after_idle(now);
+        }
+        // A SYN-ACK that is answered later takes no part of the window.
+        let in_flight = self.in_flight() - u32::from(self.state == State::SynReceived);
         let forced = self.due.contains(Due::FORCE);
-        let slots = self.congestion.cwnd.saturating_sub(in_flight).max(u32::from(forced));
+        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows; a FIN by itself may be more
+        // than the window allows (both as in Linux).
+        let half = (self.congestion.cwnd / 2).max(1);
+        let lone_fin = unsent == 0 && self.send.fin_queued;
+        let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced || lone_fin));
         if slots == 0 {
-            self.recovery.limited_until = Some(self.send.nxt);
+            self.note_usage(true);
             return None;
         }
         let send = &self.send;
-        let edge = send.una.wrapping_add(send.wnd);
-        let unsent = send.end.wrapping_sub(send.nxt);
-        let open = if before(send.nxt, edge) { edge.wrapping_sub(send.nxt) } else { 0 };
         let batch = (most / send.mss).clamp(1, slots) * send.mss;
         let length = unsent.min(open).min(batch);
         let last = length == unsent;
         // A FIN takes no window of its own in practice (Linux sends it into a closed window, too, when all data is out).
         let fin = send.fin_queued && last;
         if length == 0 && !fin {
+            self.watch_what_waits(now);
             return None;
         }
         if !self.worth_sending(length, unsent, fin, forced) {
             // What is full goes; the partial tail waits.
             let full = length - length % self.send.mss;
             if full == 0 || full == length {
+                self.watch_what_waits(now);
                 return None;
             }
             return Some(self.send_new(full, false, false, now));
         }
         Some(self.send_new(length, fin, last, now))
+    }
+
+    /// Data waits for the window or for a cork to be drawn, and nothing is in flight whose acknowledgement would come: the persist timer runs
+    /// (RFC 9293 section 3.8.6.1).
+    #[cold]
+    fn watch_what_waits(&mut self, now: Instant) {
+        if self.timers.send == SendTimer::Off {
+            self.rearm_send_timer(now);
+        }
     }
 
     /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
@@ -178,6 +201,8 @@ impl Connection {
             self.send.small_end = self.send.nxt;
         }
         self.recovery.last_sent = now;
+        self.note_usage(false);
+        self.answer_later(now);
         if self.timers.send != SendTimer::Reordering
             && (self.timers.send != SendTimer::Retransmit || segments == self.scoreboard.len())
         {
@@ -185,7 +210,11 @@ impl Connection {
         }
         self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
-        if push {
+        // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux does).
+        if push && length > 0 {
+            self.scoreboard.push_last();
+        }
+        if length > mss || push && length > 0 {
             flags = flags | Flags::PSH;
         }
         if fin {
@@ -207,7 +236,7 @@ impl Connection {
 
     /// After a pause longer than a time-out the window is worn down (RFC 5681 section 4.1, RFC 2861 as in Linux).
     fn restart_after_idle(&mut self, now: Instant) {
-        if !self.scoreboard.is_empty() || self.recovery.last_sent == Instant(0) {
+        if !self.scoreboard.is_empty() || self.recovery.last_sent == Instant(0) || !self.config.slow_start_after_idle {
             return;
         }
         let mut idle = now.since(self.recovery.last_sent);
@@ -218,6 +247,16 @@ impl Connection {
             c.ssthresh = c.ssthresh.max(c.cwnd / 4 * 3);
             c.cwnd = (c.cwnd / 2).max(floor);
             idle -= timeout;
+        }
+    }
+
+    /// Data goes out shortly after data came in: the two answer each other, so acknowledgements may wait for the next answer (Linux's
+    /// ping-pong mode; RFC 9293 section 3.8.6.3).
+    fn answer_later(&mut self, now: Instant) {
+        let r = &mut self.receive;
+        let came = r.nxt != self.opening.peer_isn.wrapping_add(1);
+        if came && r.quick_acks != ALWAYS && now.since(r.last_at) < DELAYED_ACK {
+            r.quick_acks = 0;
         }
     }
 
@@ -273,6 +312,13 @@ impl Connection {
     pub fn on_mtu_change(&mut self, mtu: u32, now: Instant) {
         let before_change = self.send.mss;
         self.set_mtu(mtu);
+        if self.state == State::SynSent {
+            // Data in the SYN made it too large: it goes out again at once, without (RFC 7413 section 4.1.3).
+            if self.scoreboard.len() > 1 {
+                self.scoreboard.mark_all_lost(false);
+            }
+            return;
+        }
         if self.send.mss < before_change {
             self.scoreboard.split(self.send.mss);
             self.scoreboard.mark_all_lost(false);

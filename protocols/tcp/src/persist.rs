@@ -53,6 +53,7 @@ impl Connection {
             keepalive_count: image.keepalive_count,
             user_timeout: image.user_timeout,
             ecn: image.ecn,
+            ..Config::default()
         };
         let mut connection = Connection::new(config, agreed, now);
         connection.state = image.state.into();
@@ -81,6 +82,8 @@ impl Connection {
             // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last.
             ts_known: false,
             last_at: now,
+            // The peer's next segments are acknowledged at once, as at the start: its view of the window is refreshed soon.
+            quick_acks: crate::connection::QUICK_ACKS,
             last_ack: image.rcv_nxt,
             ..Receive::default()
         };

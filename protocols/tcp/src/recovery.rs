@@ -8,7 +8,9 @@ use crate::time::Instant;
 use crate::timers::SendTimer;
 
 /// Duplicate acknowledgements that mean loss while no reordering was seen (RFC 5681).
-const DUPLICATE_THRESHOLD: u32 = 3;
+pub(crate) const DUPLICATE_THRESHOLD: u32 = 3;
+/// Reordering by more segments is not believed (Linux's tcp_max_reordering).
+const MOST_REORDERING: u32 = 300;
 
 /// Linux's congestion states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -45,6 +47,8 @@ pub(crate) struct Recovery {
     /// Forward RTO-recovery (RFC 5682) is being tried.
     forward_rto: bool,
     pub reordering_seen: bool,
+    /// By how many segments the network was seen to reorder, 0 for never.
+    pub reordering: u32,
     /// RACK's reordering window in quarters of the smallest round-trip time, and how many recoveries it is kept for.
     reorder_steps: u32,
     reorder_persist: u32,
@@ -55,13 +59,32 @@ pub(crate) struct Recovery {
     pub tail_probe_pending: bool,
     /// Duplicate acknowledgements of a peer without SACK.
     duplicates: u32,
-    /// The window was the limit until this is acknowledged.
-    pub limited_until: Option<u32>,
+    /// How well the window was used in the round trip that ends with `usage_end`: whether it was the limit, and the most segments out.
+    limited: bool,
+    most_out: u32,
+    usage_end: u32,
     pub retransmissions: u64,
+    /// Segments acknowledged or SACKed so far, the SYN counted.
+    pub delivered: u32,
     pub last_sent: Instant,
 }
 
+impl Recovery {
+    /// The handshake is over, and what it met says nothing about what follows.
+    pub fn begin(&mut self, acknowledged: u32) {
+        self.phase = Phase::Open;
+        self.high_seq = acknowledged;
+        self.undo = None;
+        self.forward_rto = false;
+    }
+}
+
 impl Connection {
+    /// Segments in the network. Without SACK each duplicate acknowledgement says that one has left it (RFC 5681 section 3.2, RFC 3042).
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.scoreboard.in_flight().saturating_sub(self.recovery.duplicates)
+    }
+
     pub(crate) fn reducing(&self) -> bool {
         matches!(self.recovery.phase, Phase::Reduced | Phase::Recovery)
     }
@@ -70,7 +93,6 @@ impl Connection {
     pub(crate) fn advance_recovery(&mut self, sample: &Sample, advanced: bool, now: Instant) {
         self.note_reordering(sample);
         self.check_probe(sample, advanced);
-        let in_flight_before = self.scoreboard.in_flight();
         if self.recovery.phase != Phase::Open && at_or_before(self.recovery.high_seq, self.send.una) && advanced {
             self.leave_phase();
         }
@@ -90,20 +112,28 @@ impl Connection {
         if self.reducing() {
             self.proportional_rate(sample, newly_lost, advanced);
         } else if sample.delivered > 0 && (advanced || self.recovery.reordering_seen) {
-            self.grow(sample, in_flight_before, now);
+            self.grow(sample, now);
         }
         if let Some(wait) = wait {
             self.arm(SendTimer::Reordering, now.after(wait.max(1)));
         }
     }
 
-    fn grow(&mut self, sample: &Sample, in_flight: u32, now: Instant) {
-        let limited = match self.recovery.limited_until {
-            Some(seq) => at_or_before(self.send.una, seq),
-            None => false,
-        };
-        let limited = limited || (self.congestion.in_slow_start() && self.congestion.cwnd < 2 * (in_flight + sample.delivered));
-        if limited {
+    /// Data has left, or could not for the congestion window's sake.
+    pub(crate) fn note_usage(&mut self, limited: bool) {
+        let out = self.scoreboard.len();
+        let r = &mut self.recovery;
+        if limited || !before(self.send.una, r.usage_end) || !r.limited && out > r.most_out {
+            r.limited = limited;
+            r.most_out = out;
+            r.usage_end = self.send.nxt;
+        }
+    }
+
+    fn grow(&mut self, sample: &Sample, now: Instant) {
+        let r = &self.recovery;
+        // RFC 7661 section 4.3, as Linux does it: in slow start half of the window in use is enough.
+        if r.limited || self.congestion.in_slow_start() && self.congestion.cwnd < 2 * r.most_out {
             self.congestion.on_ack(sample.delivered, self.rtt.min, now);
         }
     }
@@ -116,6 +146,10 @@ impl Connection {
     fn note_reordering(&mut self, sample: &Sample) {
         let r = &mut self.recovery;
         r.reordering_seen |= sample.reordered;
+        if sample.reordered {
+            let segments = sample.reordered_by.div_ceil(self.send.mss);
+            r.reordering = r.reordering.max(segments).min(MOST_REORDERING);
+        }
         if sample.duplicate {
             // One step a round trip (RFC 8985 section 6.2, step 4).
             if r.reorder_round.is_none_or(|round| at_or_before(round, self.send.una)) {
@@ -176,7 +210,9 @@ impl Connection {
     /// Duplicate acknowledgements without SACK (RFC 5681 and 6582).
     fn count_duplicate(&mut self, sample: &Sample, advanced: bool) {
         if advanced {
-            self.recovery.duplicates = 0;
+            // One of those acknowledged filled the hole, the others had caused duplicates.
+            let left = self.recovery.duplicates.saturating_sub(sample.delivered.saturating_sub(1));
+            self.recovery.duplicates = left.min(self.scoreboard.len().saturating_sub(1));
             if self.recovery.phase == Phase::Recovery {
                 self.scoreboard.mark_first_lost();
             }
@@ -348,7 +384,8 @@ impl Connection {
         if !unsent {
             self.recovery.tail_probe_pending = true;
         }
-        self.rearm_retransmission(now);
+        // RFC 8985 section 7.3: the retransmission time-out runs from the probe on.
+        self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout()));
     }
 
     /// Whether a tail loss probe has repaired a loss (RFC 8985 section 7.4).

@@ -15,6 +15,8 @@ pub(crate) const LOST: u8 = 2;
 pub(crate) const RETRANSMITTED: u8 = 4;
 /// It was retransmitted at some time: no round-trip sample (Karn).
 pub(crate) const EVER: u8 = 8;
+/// It carries PSH, also when it is sent again.
+pub(crate) const PUSHED: u8 = 16;
 
 /// A sent segment.
 #[derive(Clone, Copy, Debug)]
@@ -62,8 +64,20 @@ pub(crate) struct Sample {
     pub retransmitted_acked: bool,
     /// A segment arrived after one that was sent behind it.
     pub reordered: bool,
+    /// By how many bytes, the most of them: from its beginning to the end of what was SACKed behind it.
+    pub reordered_by: u32,
     /// The peer reported a duplicate (RFC 2883).
     pub duplicate: bool,
+}
+
+impl Sample {
+    /// A segment that was sent once has arrived: whether that is after one behind it.
+    fn note_order(&mut self, sent: &Sent, highest_sacked: Option<u32>) {
+        if let Some(highest) = highest_sacked.filter(|highest| before(sent.end(), *highest)) {
+            self.reordered = true;
+            self.reordered_by = self.reordered_by.max(highest.wrapping_sub(sent.seq));
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -115,6 +129,13 @@ impl Scoreboard {
         self.timeline.push_back((now, seq.wrapping_add(length)));
     }
 
+    /// The segment that was pushed last carries PSH.
+    pub fn push_last(&mut self) {
+        if let Some(last) = self.queue.back_mut() {
+            last.flags |= PUSHED;
+        }
+    }
+
     pub fn front(&self) -> Option<&Sent> {
         self.queue.front()
     }
@@ -158,7 +179,7 @@ impl Scoreboard {
             sample.delivered += 1;
             if sent.flags & EVER == 0 {
                 sample.original_delivered |= at_or_before(sent.end(), high_seq);
-                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+                sample.note_order(&sent, self.highest_sacked);
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
         }
@@ -225,7 +246,7 @@ impl Scoreboard {
             self.sacked += 1;
             if sent.flags & EVER == 0 {
                 sample.original_delivered |= at_or_before(sent.end(), high_seq);
-                sample.reordered |= self.highest_sacked.is_some_and(|highest| before(sent.end(), highest));
+                sample.note_order(&sent, self.highest_sacked);
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
             self.queue[at].flags = sent.flags & !(LOST | RETRANSMITTED) | SACKED;
@@ -360,6 +381,7 @@ impl Scoreboard {
             let sent = self.queue[at];
             if u32::from(sent.length) > mss && self.queue.len() < 2 * MAX_SEGMENTS {
                 self.queue[at].length = mss as u16;
+                self.queue[at].flags &= !PUSHED;
                 let rest = Sent { seq: sent.seq.wrapping_add(mss), length: sent.length - mss as u16, ..sent };
                 self.queue.insert(at + 1, rest);
                 self.sacked += u32::from(sent.flags & SACKED != 0);

@@ -6,8 +6,6 @@ use crate::time::Instant;
 
 /// Retransmissions before a connection ends (Linux's tcp_retries2).
 pub(crate) const MAX_RETRIES: u8 = 15;
-/// Retransmissions of a SYN or SYN-ACK.
-const MAX_SYN_RETRIES: u8 = 6;
 /// Delayed acknowledgement in microseconds (Linux's TCP_DELACK_MIN; RFC 9293 MUST-58 allows up to 500 ms).
 pub(crate) const DELAYED_ACK: u64 = 40_000;
 /// How long TIME-WAIT lasts (Linux's TCP_TIMEWAIT_LEN).
@@ -127,7 +125,7 @@ impl Connection {
             return Events::empty();
         }
         let opening = matches!(self.state, State::SynSent | State::SynReceived);
-        if self.gave_up(now, if opening { MAX_SYN_RETRIES } else { MAX_RETRIES }) {
+        if self.gave_up(now, if opening { self.config.syn_retries } else { MAX_RETRIES }) {
             return self.end(EndReason::TimedOut);
         }
         self.enter_loss();
@@ -199,6 +197,10 @@ impl Connection {
 
     /// Whether the state lets data or a FIN out.
     pub(crate) fn state_sends(&self) -> bool {
-        matches!(self.state, State::Established | State::CloseWait | State::FinWait1 | State::LastAck | State::Closing)
+        match self.state {
+            State::Established | State::CloseWait | State::FinWait1 | State::LastAck | State::Closing => true,
+            State::SynReceived => self.opening.fast,
+            _ => false,
+        }
     }
 }
