@@ -15,8 +15,12 @@ unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<
         (Some(tcp), Some(flags)) => unsafe { io::receive(tcp, fd, buffer, length, flags) },
         // read(2) of nothing returns 0, without waiting.
         (Some(_), None) if length == 0 => 0,
-        // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), None) => unsafe { io::receive(tcp, fd, buffer, length, 0) },
+        (Some(tcp), None) => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            let as_called = io::as_called(tcp, fd, false, || unsafe { real::read(fd, buffer, length) });
+            // SAFETY: as above.
+            as_called.unwrap_or_else(|| unsafe { io::receive(tcp, fd, buffer, length, 0) })
+        }
         // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::recv(fd, buffer, length, flags) },
         // SAFETY: the program's own arguments (`# Safety`).
@@ -32,7 +36,13 @@ unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<
 unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
     match (table::tcp(fd), flags) {
         // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), flags) => unsafe { io::send(tcp, fd, buffer, length, flags.unwrap_or(0)) },
+        (Some(tcp), Some(flags)) => unsafe { io::send(tcp, fd, buffer, length, flags) },
+        (Some(tcp), None) => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            let as_called = io::as_called(tcp, fd, true, || unsafe { real::write(fd, buffer, length) });
+            // SAFETY: as above.
+            as_called.unwrap_or_else(|| unsafe { io::send(tcp, fd, buffer, length, 0) })
+        }
         // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::send(fd, buffer, length, flags) },
         // SAFETY: the program's own arguments (`# Safety`).
@@ -148,7 +158,9 @@ pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { io::receive_message(tcp, fd, &mut message_of(vectors, count as usize), 0) }
+            let as_called = io::as_called(tcp, fd, false, || unsafe { real::readv(fd, vectors, count) });
+            // SAFETY: as above.
+            as_called.unwrap_or_else(|| unsafe { io::receive_message(tcp, fd, &mut message_of(vectors, count as usize), 0) })
         }
         // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::readv(fd, vectors, count) },
@@ -298,7 +310,9 @@ pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) 
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { io::send_message(tcp, fd, &message_of(vectors, count as usize), 0) }
+            let as_called = io::as_called(tcp, fd, true, || unsafe { real::writev(fd, vectors, count) });
+            // SAFETY: as above.
+            as_called.unwrap_or_else(|| unsafe { io::send_message(tcp, fd, &message_of(vectors, count as usize), 0) })
         }
         // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::writev(fd, vectors, count) },
