@@ -2,9 +2,7 @@
 //! packets that are sent without DF, and only the first fragment has ports. Memory and time are bounded; fragments that do not
 //! become whole are passed on as they came.
 
-use crate::worker::Worker;
-use baton_device::{Checksum, Device, Frame};
-use baton_rss::From;
+use baton_device::{Checksum, Frame};
 use baton_tcp::Instant;
 use baton_wire::checksum::Sum;
 use baton_wire::frame::{
@@ -215,35 +213,6 @@ impl Datagram {
         out.checksum = Checksum::Unknown;
         out.segmentation = None;
         out.interface = back.interface;
-        true
-    }
-}
-
-impl<H: Device, W: Device> Worker<H, W> {
-    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is processed
-    /// as any frame, whichever connection it belongs to. False if the frame is no fragment.
-    pub(crate) fn take_fragment(&mut self, now: Instant) -> bool {
-        let connections = self.crossbar.as_ref().map_or(self.connections, |crossbar| crossbar.peers.connections());
-        if connections == 0 {
-            return false;
-        }
-        let Some(fragment) = Fragment::parse(self.frame.bytes()) else { return false };
-        let mut given_up = Vec::new();
-        let mut fragments = std::mem::take(&mut self.fragments);
-        let outcome = fragments.take(&mut self.frame, fragment, now, |frame| given_up.push(frame));
-        self.fragments = fragments;
-        if outcome == Outcome::Whole {
-            if self.crossbar.is_some() {
-                self.dispatch_frame(From::Wire, now);
-            } else {
-                self.on_wire_frame_slow(now);
-            }
-        }
-        for frame in given_up {
-            // The kernel may still receive the missing fragments.
-            self.frame.copy_from(&frame);
-            self.deliver_to_kernel(now);
-        }
         true
     }
 }
