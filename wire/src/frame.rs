@@ -2,6 +2,7 @@
 
 use crate::checksum::{self, Sum};
 use crate::flow::{Endpoint, Flow};
+use crate::offset::{ethernet, ipv4, ipv6, tcp};
 use crate::plain::{Acknowledgement, TIMESTAMPS};
 use crate::tcp::{Flags, TcpOptions};
 
@@ -15,8 +16,8 @@ pub const IPV6: usize = 40;
 pub const TCP: usize = 20;
 /// The longest header that [`Template::emit`] writes: Ethernet, IPv6, TCP with 40 bytes of options.
 pub const MAX_HEADER: usize = ETHERNET + IPV6 + TCP + 40;
-/// Offset of the checksum field in a TCP header.
-pub const TCP_CHECKSUM: usize = 16;
+/// Offset of the checksum field in a TCP header, as frames with a partial checksum carry it.
+pub const TCP_CHECKSUM: usize = tcp::CHECKSUM;
 /// EtherType of IPv4.
 pub const ETHERTYPE_IPV4: u16 = 0x0800;
 /// EtherType of IPv6.
@@ -98,7 +99,7 @@ impl TcpFrame {
         if frame.len() < ETHERNET + IPV4 + TCP {
             return Err(if frame.len() < ETHERNET { FrameError::Malformed } else { FrameError::NotIp });
         }
-        match be16(frame, 12) {
+        match be16(frame, ethernet::TYPE) {
             ETHERTYPE_IPV4 => Self::parse_v4(frame),
             ETHERTYPE_IPV6 => Self::parse_v6(frame),
             _ => Err(FrameError::NotIp),
@@ -109,14 +110,14 @@ impl TcpFrame {
     fn parse_v4(frame: &[u8]) -> Result<TcpFrame, FrameError> {
         let ip = &frame[ETHERNET..];
         let header = usize::from(ip[0] & 0x0f) * 4;
-        let total = usize::from(be16(ip, 2));
+        let total = usize::from(be16(ip, ipv4::LENGTH));
         if ip[0] >> 4 != 4 || header < IPV4 {
             return Err(FrameError::Malformed);
         }
-        if ip[9] != PROTOCOL_TCP {
+        if ip[ipv4::PROTOCOL] != PROTOCOL_TCP {
             return Err(FrameError::NotTcp);
         }
-        if be16(ip, 6) & IPV4_FRAGMENT != 0 {
+        if be16(ip, ipv4::FRAGMENT) & IPV4_FRAGMENT != 0 {
             return Err(FrameError::Fragment);
         }
         // A device with large receive may leave the length field zero above 64 KB; then the length of the frame is used.
@@ -127,11 +128,11 @@ impl TcpFrame {
         if Sum::new().bytes(&ip[..header]).finish() != 0 {
             return Err(FrameError::Checksum);
         }
-        let remote = [ip[12], ip[13], ip[14], ip[15]];
-        let local = [ip[16], ip[17], ip[18], ip[19]];
+        let address = |at: usize| [ip[at], ip[at + 1], ip[at + 2], ip[at + 3]];
+        let (remote, local) = (address(ipv4::SOURCE), address(ipv4::DESTINATION));
         let tcp = ETHERNET + header;
         let flow = Flow { local: Endpoint::v4(local, be16(frame, tcp + 2)), remote: Endpoint::v4(remote, be16(frame, tcp)) };
-        Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[1] & ECN_MASK)
+        Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[ipv4::TOS] & ECN_MASK)
     }
 
     fn parse_v6(frame: &[u8]) -> Result<TcpFrame, FrameError> {
@@ -139,10 +140,10 @@ impl TcpFrame {
         if ip.len() < IPV6 + TCP || ip[0] >> 4 != 6 {
             return Err(FrameError::Malformed);
         }
-        if ip[6] != PROTOCOL_TCP {
+        if ip[ipv6::NEXT_HEADER] != PROTOCOL_TCP {
             return Err(FrameError::NotTcp);
         }
-        let length = usize::from(be16(ip, 4));
+        let length = usize::from(be16(ip, ipv6::LENGTH));
         let length = if length == 0 { ip.len() - IPV6 } else { length };
         if IPV6 + length > ip.len() || length < TCP {
             return Err(FrameError::Malformed);
@@ -153,8 +154,10 @@ impl TcpFrame {
             bytes
         };
         let tcp = ETHERNET + IPV6;
-        let flow =
-            Flow { local: Endpoint::v6(address(24), be16(frame, tcp + 2)), remote: Endpoint::v6(address(8), be16(frame, tcp)) };
+        let flow = Flow {
+            local: Endpoint::v6(address(ipv6::DESTINATION), be16(frame, tcp + 2)),
+            remote: Endpoint::v6(address(ipv6::SOURCE), be16(frame, tcp)),
+        };
         // An IPv4-mapped address may not appear in a packet (RFC 4291 section 2.5.5.2), and would be taken for an IPv4
         // connection's.
         if flow.local.is_v4() || flow.remote.is_v4() {
@@ -164,22 +167,22 @@ impl TcpFrame {
     }
 
     #[inline]
-    fn parse_tcp(frame: &[u8], flow: Flow, tcp: usize, end: usize, ecn: u8) -> Result<TcpFrame, FrameError> {
-        let segment = &frame[tcp..end];
-        let header = usize::from(segment[12] >> 4) * 4;
+    fn parse_tcp(frame: &[u8], flow: Flow, at: usize, end: usize, ecn: u8) -> Result<TcpFrame, FrameError> {
+        let segment = &frame[at..end];
+        let header = usize::from(segment[tcp::DATA_OFFSET] >> 4) * 4;
         if header < TCP || header > segment.len() {
             return Err(FrameError::Malformed);
         }
         Ok(TcpFrame {
             flow,
-            seq: be32(segment, 4),
-            ack: be32(segment, 8),
-            flags: Flags(segment[13]),
-            window: be16(segment, 14),
+            seq: be32(segment, tcp::SEQ),
+            ack: be32(segment, tcp::ACK),
+            flags: Flags(segment[tcp::FLAGS]),
+            window: be16(segment, tcp::WINDOW),
             options: TcpOptions::parse(&segment[TCP..header]),
             ecn,
-            tcp_offset: tcp,
-            payload_offset: tcp + header,
+            tcp_offset: at,
+            payload_offset: at + header,
             payload_length: segment.len() - header,
         })
     }
@@ -265,28 +268,28 @@ impl Template {
     /// option.
     pub fn new(flow: &Flow, link: &Link, timestamps: bool) -> Self {
         let mut bytes = [0u8; ETHERNET + IPV6 + TCP];
-        bytes[..6].copy_from_slice(&link.destination);
-        bytes[6..12].copy_from_slice(&link.source);
+        bytes[..ethernet::SOURCE].copy_from_slice(&link.destination);
+        bytes[ethernet::SOURCE..ethernet::TYPE].copy_from_slice(&link.source);
         let tcp = if flow.is_v4() {
-            bytes[12..14].copy_from_slice(&ETHERTYPE_IPV4.to_be_bytes());
+            bytes[ethernet::TYPE..ETHERNET].copy_from_slice(&ETHERTYPE_IPV4.to_be_bytes());
             let ip = &mut bytes[ETHERNET..];
             ip[0] = 0x45;
-            ip[1] = link.tos & !ECN_MASK;
-            ip[6] = IPV4_DONT_FRAGMENT; // path MTU discovery is on
-            ip[8] = link.ttl;
-            ip[9] = PROTOCOL_TCP;
-            ip[12..16].copy_from_slice(&flow.local.v4_bytes());
-            ip[16..20].copy_from_slice(&flow.remote.v4_bytes());
+            ip[ipv4::TOS] = link.tos & !ECN_MASK;
+            ip[ipv4::FRAGMENT] = IPV4_DONT_FRAGMENT; // path MTU discovery is on
+            ip[ipv4::TTL] = link.ttl;
+            ip[ipv4::PROTOCOL] = PROTOCOL_TCP;
+            ip[ipv4::SOURCE..ipv4::DESTINATION].copy_from_slice(&flow.local.v4_bytes());
+            ip[ipv4::DESTINATION..IPV4].copy_from_slice(&flow.remote.v4_bytes());
             ETHERNET + IPV4
         } else {
-            bytes[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
+            bytes[ethernet::TYPE..ETHERNET].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
             let ip = &mut bytes[ETHERNET..];
             let word = 6 << 28 | u32::from(link.tos & !ECN_MASK) << 20 | (link.flow_label & 0xf_ffff);
             ip[..4].copy_from_slice(&word.to_be_bytes());
-            ip[6] = PROTOCOL_TCP;
-            ip[7] = link.ttl;
-            ip[8..24].copy_from_slice(&flow.local.address);
-            ip[24..40].copy_from_slice(&flow.remote.address);
+            ip[ipv6::NEXT_HEADER] = PROTOCOL_TCP;
+            ip[ipv6::HOP_LIMIT] = link.ttl;
+            ip[ipv6::SOURCE..ipv6::DESTINATION].copy_from_slice(&flow.local.address);
+            ip[ipv6::DESTINATION..IPV6].copy_from_slice(&flow.remote.address);
             ETHERNET + IPV6
         };
         bytes[tcp..tcp + 2].copy_from_slice(&flow.local.port.to_be_bytes());
@@ -325,27 +328,27 @@ impl Template {
     /// If `out` is shorter than [`MAX_HEADER`].
     #[inline]
     pub fn emit(&self, header: &Header<'_>, payload: usize, out: &mut [u8]) -> usize {
-        let tcp = self.tcp_offset();
+        let at = self.tcp_offset();
         let out = &mut out[..MAX_HEADER];
         out[..ETHERNET + IPV6 + TCP].copy_from_slice(&self.bytes);
-        let options = header.options.emit(&mut out[tcp + TCP..]);
+        let options = header.options.emit(&mut out[at + TCP..]);
         let segment = TCP + options + payload;
-        if tcp == ETHERNET + IPV4 {
+        if at == ETHERNET + IPV4 {
             self.emit_v4(header, segment, out);
         } else {
             out[ETHERNET + 1] |= header.ecn << 4;
-            out[ETHERNET + 4..ETHERNET + 6].copy_from_slice(&(segment as u16).to_be_bytes());
+            out[ETHERNET + ipv6::LENGTH..ETHERNET + ipv6::LENGTH + 2].copy_from_slice(&(segment as u16).to_be_bytes());
         }
-        let t = &mut out[tcp..tcp + TCP];
-        t[4..8].copy_from_slice(&header.seq.to_be_bytes());
-        t[8..12].copy_from_slice(&header.ack.to_be_bytes());
-        t[12] = ((TCP + options) << 2) as u8;
-        t[13] = header.flags.0;
-        t[14..16].copy_from_slice(&header.window.to_be_bytes());
+        let t = &mut out[at..at + TCP];
+        t[tcp::SEQ..tcp::ACK].copy_from_slice(&header.seq.to_be_bytes());
+        t[tcp::ACK..tcp::DATA_OFFSET].copy_from_slice(&header.ack.to_be_bytes());
+        t[tcp::DATA_OFFSET] = ((TCP + options) << 2) as u8;
+        t[tcp::FLAGS] = header.flags.0;
+        t[tcp::WINDOW..tcp::CHECKSUM].copy_from_slice(&header.window.to_be_bytes());
         let sum = Sum::new().word(self.pseudo).word((segment >> 16) as u16).word(segment as u16);
-        t[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.folded().to_be_bytes());
-        t[18..20].copy_from_slice(&[0, 0]);
-        tcp + TCP + options
+        t[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&sum.folded().to_be_bytes());
+        t[tcp::URGENT..TCP].copy_from_slice(&[0, 0]);
+        at + TCP + options
     }
 
     /// Writes a pure acknowledgement and returns its length. The result is that of [`Template::emit`] with an IPv4 identification
@@ -363,9 +366,9 @@ impl Template {
 
     #[inline(always)]
     fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) {
-        out[AT + 4..AT + 8].copy_from_slice(&ack.seq.to_be_bytes());
-        out[AT + 8..AT + 12].copy_from_slice(&ack.ack.to_be_bytes());
-        out[AT + 14..AT + 16].copy_from_slice(&ack.window.to_be_bytes());
+        out[AT + tcp::SEQ..AT + tcp::ACK].copy_from_slice(&ack.seq.to_be_bytes());
+        out[AT + tcp::ACK..AT + tcp::DATA_OFFSET].copy_from_slice(&ack.ack.to_be_bytes());
+        out[AT + tcp::WINDOW..AT + tcp::CHECKSUM].copy_from_slice(&ack.window.to_be_bytes());
         if let Some((value, echo)) = ack.timestamps {
             out[AT + TCP + 4..AT + TCP + 8].copy_from_slice(&value.to_be_bytes());
             out[AT + TCP + 8..AT + TCP + 12].copy_from_slice(&echo.to_be_bytes());
@@ -376,13 +379,13 @@ impl Template {
     fn emit_v4(&self, header: &Header<'_>, segment: usize, out: &mut [u8]) {
         let total = (IPV4 + segment) as u16;
         let ip = &mut out[ETHERNET..ETHERNET + IPV4];
-        ip[1] |= header.ecn;
-        ip[2..4].copy_from_slice(&total.to_be_bytes());
-        ip[4..6].copy_from_slice(&header.ident.to_be_bytes());
+        ip[ipv4::TOS] |= header.ecn;
+        ip[ipv4::LENGTH..ipv4::IDENT].copy_from_slice(&total.to_be_bytes());
+        ip[ipv4::IDENT..ipv4::FRAGMENT].copy_from_slice(&header.ident.to_be_bytes());
         let mut sum = self.ip_sum + u32::from(total) + u32::from(header.ident) + u32::from(header.ecn);
         sum = (sum & 0xffff) + (sum >> 16);
         sum = (sum & 0xffff) + (sum >> 16);
-        ip[10..12].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+        ip[ipv4::CHECKSUM..ipv4::SOURCE].copy_from_slice(&(!(sum as u16)).to_be_bytes());
     }
 }
 
@@ -397,16 +400,16 @@ pub fn set_lengths(frame: &mut [u8], tcp: usize) {
     let (ip, segment) = frame[ETHERNET..].split_at_mut(tcp - ETHERNET);
     let sum = if ip[0] >> 4 == 4 {
         let total = (ip.len() + tcp_length) as u16;
-        ip[2..4].copy_from_slice(&total.to_be_bytes());
-        ip[10..12].fill(0);
+        ip[ipv4::LENGTH..ipv4::IDENT].copy_from_slice(&total.to_be_bytes());
+        ip[ipv4::CHECKSUM..ipv4::SOURCE].fill(0);
         let sum = Sum::new().bytes(ip).finish();
-        ip[10..12].copy_from_slice(&sum.to_be_bytes());
-        checksum::pseudo_header(&ip[12..16], &ip[16..IPV4], PROTOCOL_TCP, tcp_length)
+        ip[ipv4::CHECKSUM..ipv4::SOURCE].copy_from_slice(&sum.to_be_bytes());
+        checksum::pseudo_header(&ip[ipv4::SOURCE..ipv4::DESTINATION], &ip[ipv4::DESTINATION..IPV4], PROTOCOL_TCP, tcp_length)
     } else {
-        ip[4..6].copy_from_slice(&(tcp_length as u16).to_be_bytes());
-        checksum::pseudo_header(&ip[8..24], &ip[24..IPV6], PROTOCOL_TCP, tcp_length)
+        ip[ipv6::LENGTH..ipv6::NEXT_HEADER].copy_from_slice(&(tcp_length as u16).to_be_bytes());
+        checksum::pseudo_header(&ip[ipv6::SOURCE..ipv6::DESTINATION], &ip[ipv6::DESTINATION..IPV6], PROTOCOL_TCP, tcp_length)
     };
-    segment[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.folded().to_be_bytes());
+    segment[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&sum.folded().to_be_bytes());
 }
 
 /// Completes a partial checksum in software as a device does: sums the bytes from `start` to the end of the frame and stores the

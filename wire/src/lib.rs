@@ -7,6 +7,7 @@
 pub mod checksum;
 pub mod flow;
 pub mod frame;
+pub mod offset;
 pub mod plain;
 pub mod tcp;
 

@@ -5,6 +5,7 @@
 use crate::checksum::Sum;
 use crate::flow::FlowKey;
 use crate::frame::{ECN_CE, ECN_MASK, ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP};
+use crate::offset::{ethernet, ipv4, ipv6, tcp};
 use crate::tcp::Flags;
 
 /// The timestamps option (RFC 7323 appendix A) as one word: NOP, NOP, kind 8, length 10.
@@ -67,7 +68,7 @@ impl Plain {
     pub fn parse(frame: &[u8], verified: bool) -> Option<(FlowKey, Plain, &[u8])> {
         let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;
         // EtherType, then version and header length of IP.
-        match be32(link, 12) & 0xffff_ff00 {
+        match be32(link, ethernet::TYPE) & 0xffff_ff00 {
             IPV4_NO_OPTIONS => Self::parse_v4(frame, link, verified),
             word if word & 0xffff_f000 == IPV6_WORD => Self::parse_v6(frame),
             _ => None,
@@ -77,12 +78,13 @@ impl Plain {
     #[inline(always)]
     fn parse_v4<'a>(frame: &'a [u8], head: &[u8; ETHERNET + IPV4 + TCP], verified: bool) -> Option<(FlowKey, Plain, &'a [u8])> {
         // TCP, and not a fragment. Packets with a congestion mark (CE) are left to the full parser.
-        let ordinary = be32(head, 20) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP) && head[15] & ECN_MASK != ECN_CE;
-        let end = ETHERNET + usize::from(be16(head, 16));
+        let ordinary = be32(head, ETHERNET + ipv4::FRAGMENT) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP)
+            && head[ETHERNET + ipv4::TOS] & ECN_MASK != ECN_CE;
+        let end = ETHERNET + usize::from(be16(head, ETHERNET + ipv4::LENGTH));
         if !ordinary || !verified && Sum::new().bytes(&head[ETHERNET..ETHERNET + IPV4]).finish() != 0 {
             return None;
         }
-        let key = FlowKey::v4(le64(head, 26), be32(head, 34));
+        let key = FlowKey::v4(le64(head, ETHERNET + ipv4::SOURCE), be32(head, ETHERNET + IPV4));
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV4)?;
         Some((key, plain, payload))
     }
@@ -90,25 +92,24 @@ impl Plain {
     #[inline(always)]
     fn parse_v6(frame: &[u8]) -> Option<(FlowKey, Plain, &[u8])> {
         let head: &[u8; ETHERNET + IPV6 + TCP] = frame.first_chunk()?;
-        if head[20] != PROTOCOL_TCP || head[15] >> 4 & ECN_MASK == ECN_CE {
+        if head[ETHERNET + ipv6::NEXT_HEADER] != PROTOCOL_TCP || head[ETHERNET + 1] >> 4 & ECN_MASK == ECN_CE {
             return None;
         }
-        let end = ETHERNET + IPV6 + usize::from(be16(head, 18));
-        let local = [le64(head, 38), le64(head, 46)];
-        let remote = [le64(head, 22), le64(head, 30)];
-        let key = FlowKey::v6(local, remote, be32(head, 54));
+        let end = ETHERNET + IPV6 + usize::from(be16(head, ETHERNET + ipv6::LENGTH));
+        let address = |at: usize| [le64(head, ETHERNET + at), le64(head, ETHERNET + at + 8)];
+        let key = FlowKey::v6(address(ipv6::DESTINATION), address(ipv6::SOURCE), be32(head, ETHERNET + IPV6));
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV6)?;
         Some((key, plain, payload))
     }
 
-    /// Reads the TCP header at `tcp`. `frame` ends where the IP packet ends.
+    /// Reads the TCP header at offset `at`. `frame` ends where the IP packet ends.
     #[inline(always)]
-    fn parse_tcp(frame: &[u8], tcp: usize) -> Option<(Plain, &[u8])> {
-        let head = frame.get(tcp..tcp + TCP)?;
+    fn parse_tcp(frame: &[u8], at: usize) -> Option<(Plain, &[u8])> {
+        let head = frame.get(at..at + TCP)?;
         // Data offset and reserved bits, then the flags; PSH may be set or not.
-        let (headers, timestamps) = match be16(head, 12) & !u16::from(Flags::PSH.0) {
+        let (headers, timestamps) = match be16(head, tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) {
             ACK_WITH_TIMESTAMPS => {
-                let options = frame.get(tcp + TCP..tcp + TCP + TIMESTAMPS)?;
+                let options = frame.get(at + TCP..at + TCP + TIMESTAMPS)?;
                 if be32(options, 0) != TIMESTAMPS_WORD {
                     return None;
                 }
@@ -117,8 +118,8 @@ impl Plain {
             ACK_WITHOUT_OPTIONS => (TCP, None),
             _ => return None,
         };
-        let payload = &frame[tcp + headers..];
-        let (seq, ack, window) = (be32(head, 4), be32(head, 8), be16(head, 14));
+        let payload = &frame[at + headers..];
+        let (seq, ack, window) = (be32(head, tcp::SEQ), be32(head, tcp::ACK), be16(head, tcp::WINDOW));
         Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32 }, payload))
     }
 

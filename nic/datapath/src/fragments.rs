@@ -2,14 +2,13 @@
 //! packets that are sent without DF, and only the first fragment has ports. Memory and time are bounded; fragments that do not
 //! become whole are passed on as they came.
 
-use crate::worker::Worker;
-use baton_device::{Checksum, Device, Frame};
-use baton_rss::From;
+use baton_device::{Checksum, Frame};
 use baton_tcp::Instant;
 use baton_wire::checksum::Sum;
 use baton_wire::frame::{
     ECN_CE, ECN_MASK, ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_IPV6_FRAGMENT, PROTOCOL_TCP,
 };
+use baton_wire::offset::{ethernet, ipv4, ipv6};
 
 /// Largest number of incomplete datagrams, and of fragments of each: as many as 64 KB have at the MTU of IPv6.
 const DATAGRAMS: usize = 32;
@@ -53,25 +52,26 @@ impl Fragment {
     /// Reads a frame. None if it is not a fragment that carries TCP, or is damaged.
     pub fn parse(frame: &[u8]) -> Option<Fragment> {
         let ip = frame.get(ETHERNET..)?;
-        let fragment = match be16(frame, 12)? as u16 {
+        let fragment = match be16(frame, ethernet::TYPE)? as u16 {
             ETHERTYPE_IPV4 => {
-                let (header, total, field) = (usize::from(ip.first()? & 15) * 4, be16(ip, 2)?, be16(ip, 6)?);
-                let whole = field & usize::from(IPV4_FRAGMENT) == 0 || *ip.get(9)? != PROTOCOL_TCP;
+                let (header, total, field) =
+                    (usize::from(ip.first()? & 15) * 4, be16(ip, ipv4::LENGTH)?, be16(ip, ipv4::FRAGMENT)?);
+                let whole = field & usize::from(IPV4_FRAGMENT) == 0 || *ip.get(ipv4::PROTOCOL)? != PROTOCOL_TCP;
                 if whole || header < IPV4 || total < header || Sum::new().bytes(ip.get(..header)?).finish() != 0 {
                     return None;
                 }
                 let mut addresses = [0; 32];
-                addresses[..8].copy_from_slice(&ip[12..20]);
-                let (key, offset) = (Key(addresses, be16(ip, 4)? as u32, 4), (field & IPV4_OFFSET) * 8);
+                addresses[..8].copy_from_slice(&ip[ipv4::SOURCE..IPV4]);
+                let (key, offset) = (Key(addresses, be16(ip, ipv4::IDENT)? as u32, 4), (field & IPV4_OFFSET) * 8);
                 Fragment { key, start: ETHERNET + header, end: ETHERNET + total, offset, more: field & IPV4_MORE_FRAGMENTS != 0 }
             }
             ETHERTYPE_IPV6 => {
-                let (length, field) = (be16(ip, 4)?, be16(ip, IPV6 + 2)?);
-                if ip[6] != PROTOCOL_IPV6_FRAGMENT || ip[IPV6] != PROTOCOL_TCP || length < FRAGMENT_BYTES {
+                let (length, field) = (be16(ip, ipv6::LENGTH)?, be16(ip, IPV6 + 2)?);
+                if ip[ipv6::NEXT_HEADER] != PROTOCOL_IPV6_FRAGMENT || ip[IPV6] != PROTOCOL_TCP || length < FRAGMENT_BYTES {
                     return None;
                 }
                 let ident = u32::from_be_bytes(*ip.get(IPV6 + 4..)?.first_chunk()?);
-                let (key, start) = (Key(*ip.get(8..)?.first_chunk()?, ident, 6), ETHERNET + IPV6 + FRAGMENT_BYTES);
+                let (key, start) = (Key(*ip.get(ipv6::SOURCE..)?.first_chunk()?, ident, 6), ETHERNET + IPV6 + FRAGMENT_BYTES);
                 Fragment {
                     key,
                     start,
@@ -197,53 +197,24 @@ impl Datagram {
         // RFC 3168 section 5.3: a congestion mark on any fragment marks the datagram.
         let marked = |frame: &Frame| {
             let ip = &frame.bytes()[ETHERNET..];
-            if v6 { ip[1] >> 4 & ECN_MASK == ECN_CE } else { ip[1] & ECN_MASK == ECN_CE }
+            if v6 { ip[1] >> 4 & ECN_MASK == ECN_CE } else { ip[ipv4::TOS] & ECN_MASK == ECN_CE }
         };
         let congested = self.fragments.iter().any(|(_, frame)| marked(frame));
         if v6 {
-            ip[4..6].copy_from_slice(&(behind - IPV6 as u16).to_be_bytes());
-            ip[6] = PROTOCOL_TCP;
+            ip[ipv6::LENGTH..ipv6::NEXT_HEADER].copy_from_slice(&(behind - IPV6 as u16).to_be_bytes());
+            ip[ipv6::NEXT_HEADER] = PROTOCOL_TCP;
             ip[1] |= if congested { ECN_CE << 4 } else { 0 };
         } else {
-            ip[2..4].copy_from_slice(&behind.to_be_bytes());
-            ip[6..8].fill(0);
-            ip[1] |= if congested { ECN_CE } else { 0 };
-            ip[10..12].fill(0);
+            ip[ipv4::LENGTH..ipv4::IDENT].copy_from_slice(&behind.to_be_bytes());
+            ip[ipv4::FRAGMENT..ipv4::TTL].fill(0);
+            ip[ipv4::TOS] |= if congested { ECN_CE } else { 0 };
+            ip[ipv4::CHECKSUM..ipv4::SOURCE].fill(0);
             let sum = Sum::new().bytes(ip).finish();
-            ip[10..12].copy_from_slice(&sum.to_be_bytes());
+            ip[ipv4::CHECKSUM..ipv4::SOURCE].copy_from_slice(&sum.to_be_bytes());
         }
         out.checksum = Checksum::Unknown;
         out.segmentation = None;
         out.interface = back.interface;
-        true
-    }
-}
-
-impl<H: Device, W: Device> Worker<H, W> {
-    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is processed
-    /// as any frame, whichever connection it belongs to. False if the frame is no fragment.
-    pub(crate) fn take_fragment(&mut self, now: Instant) -> bool {
-        let connections = self.crossbar.as_ref().map_or(self.connections, |crossbar| crossbar.peers.connections());
-        if connections == 0 {
-            return false;
-        }
-        let Some(fragment) = Fragment::parse(self.frame.bytes()) else { return false };
-        let mut given_up = Vec::new();
-        let mut fragments = std::mem::take(&mut self.fragments);
-        let outcome = fragments.take(&mut self.frame, fragment, now, |frame| given_up.push(frame));
-        self.fragments = fragments;
-        if outcome == Outcome::Whole {
-            if self.crossbar.is_some() {
-                self.dispatch_frame(From::Wire, now);
-            } else {
-                self.on_wire_frame_slow(now);
-            }
-        }
-        for frame in given_up {
-            // The kernel may still receive the missing fragments.
-            self.frame.copy_from(&frame);
-            self.deliver_to_kernel(now);
-        }
         true
     }
 }

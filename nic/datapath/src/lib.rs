@@ -6,12 +6,9 @@
 //! memory, reads payload to be sent from there, and exchanges messages with the program through rings.
 #![forbid(unsafe_code)]
 
-mod active_ack;
 mod backlog;
 mod balance;
-mod commands;
 mod counters;
-mod crossbar;
 mod custody;
 mod delivery;
 mod fragments;
@@ -21,7 +18,6 @@ mod icmp;
 mod offloaded;
 mod peers;
 mod posted;
-mod program;
 mod transmit;
 mod worker;
 

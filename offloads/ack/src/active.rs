@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use baton_device::{Checksum, Frame};
 use baton_tables::{Lookup, Wheel};
 use baton_wire::frame::{ECN_CE, ECN_MASK, ETHERNET, Header, Link, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::offset::{ethernet, ipv4, ipv6};
 use baton_wire::{Flags, FlowKey, TcpFrame, TcpOptions};
 use core::mem;
 
@@ -443,11 +444,11 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
 /// The link addresses, type of service and TTL of a frame of the kernel's.
 fn link_of(bytes: &[u8]) -> Link {
     let mut link = Link { ttl: 64, ..Link::default() };
-    link.destination.copy_from_slice(&bytes[..6]);
-    link.source.copy_from_slice(&bytes[6..12]);
+    link.destination.copy_from_slice(&bytes[..ethernet::SOURCE]);
+    link.source.copy_from_slice(&bytes[ethernet::SOURCE..ethernet::TYPE]);
     match bytes[ETHERNET] >> 4 {
-        4 => (link.tos, link.ttl) = (bytes[ETHERNET + 1] & !ECN_MASK, bytes[ETHERNET + 8]),
-        _ => link.ttl = bytes[ETHERNET + 7],
+        4 => (link.tos, link.ttl) = (bytes[ETHERNET + ipv4::TOS] & !ECN_MASK, bytes[ETHERNET + ipv4::TTL]),
+        _ => link.ttl = bytes[ETHERNET + ipv6::HOP_LIMIT],
     }
     link
 }

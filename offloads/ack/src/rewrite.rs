@@ -4,7 +4,8 @@ use crate::entry::AckEntry;
 use baton_device::{Checksum, Frame};
 use baton_wire::TcpFrame;
 use baton_wire::checksum::Sum;
-use baton_wire::frame::{TCP, TCP_CHECKSUM};
+use baton_wire::frame::TCP;
+use baton_wire::offset::tcp;
 
 // Option kinds (RFC 9293 section 3.2, RFC 2018).
 const NOP: u8 = 1;
@@ -19,22 +20,22 @@ fn before(a: u32, b: u32) -> bool {
 /// acknowledgement and the window field that keeps its right edge, and loses the SACK blocks that the acknowledgement covers.
 /// Blocks below the kernel's own acknowledgement stay: they report duplicates (RFC 2883).
 pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &AckEntry) {
-    let tcp = parsed.tcp_offset;
+    let start = parsed.tcp_offset;
     let partial = matches!(frame.checksum, Checksum::Partial { .. });
     let end = parsed.payload_offset;
-    let old = Sum::new().bytes(&frame.bytes()[tcp..end]).folded();
+    let old = Sum::new().bytes(&frame.bytes()[start..end]).folded();
     let window = entry.window_at(entry.acked);
-    let header = &mut frame.bytes_mut()[tcp..end];
-    header[8..12].copy_from_slice(&entry.acked.to_be_bytes());
-    header[14..16].copy_from_slice(&window.to_be_bytes());
+    let header = &mut frame.bytes_mut()[start..end];
+    header[tcp::ACK..tcp::DATA_OFFSET].copy_from_slice(&entry.acked.to_be_bytes());
+    header[tcp::WINDOW..tcp::CHECKSUM].copy_from_slice(&window.to_be_bytes());
     filter_sack(&mut header[TCP..], parsed.ack, entry.acked);
     if !partial {
         // RFC 1624: the checksum changes by the difference of the headers' sums. Headers are even in length.
-        let header = &mut frame.bytes_mut()[tcp..end];
-        let sum = u16::from_be_bytes([header[TCP_CHECKSUM], header[TCP_CHECKSUM + 1]]);
+        let header = &mut frame.bytes_mut()[start..end];
+        let sum = u16::from_be_bytes([header[tcp::CHECKSUM], header[tcp::CHECKSUM + 1]]);
         let new = Sum::new().bytes(header).folded();
         let sum = Sum::new().word(!sum).word(!old).word(new).finish();
-        header[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.to_be_bytes());
+        header[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&sum.to_be_bytes());
     }
 }
 

@@ -9,6 +9,7 @@ use crate::counters::Reason;
 use crate::{LroSettings, Mode};
 use baton_device::{Checksum, Frame, Segmentation};
 use baton_wire::frame::{ETHERNET, IPV4_DONT_FRAGMENT, TCP, TCP_CHECKSUM, set_lengths};
+use baton_wire::offset::{ipv4, ipv6, tcp};
 use baton_wire::{Flags, TcpFrame};
 
 /// An aggregate under construction.
@@ -33,15 +34,15 @@ fn network_fields(frame: &[u8], v4: bool) -> ([u8; 4], u8) {
     let ip = &frame[ETHERNET..];
     if v4 {
         // Version and header length, type of service with its ECN bits, "don't fragment"; TTL.
-        ([ip[0], ip[1], ip[6] & IPV4_DONT_FRAGMENT, 0], ip[8])
+        ([ip[0], ip[ipv4::TOS], ip[ipv4::FRAGMENT] & IPV4_DONT_FRAGMENT, 0], ip[ipv4::TTL])
     } else {
         // Version, traffic class, flow label; hop limit.
-        ([ip[0], ip[1], ip[2], ip[3]], ip[7])
+        ([ip[0], ip[1], ip[2], ip[3]], ip[ipv6::HOP_LIMIT])
     }
 }
 
 fn ident(frame: &[u8]) -> u16 {
-    u16::from_be_bytes([frame[ETHERNET + 4], frame[ETHERNET + 5]])
+    u16::from_be_bytes([frame[ETHERNET + ipv4::IDENT], frame[ETHERNET + ipv4::IDENT + 1]])
 }
 
 fn options<'a>(frame: &'a [u8], parsed: &TcpFrame) -> &'a [u8] {
@@ -71,8 +72,8 @@ impl Aggregate {
             && network_fields(own, first.flow.is_v4()) == network_fields(frame, first.flow.is_v4())
             && parsed.payload_offset == first.payload_offset
             // Reserved bits and flags must be equal, but for the flags that only the last segment has.
-            && own[first.tcp_offset + 12] == frame[first.tcp_offset + 12]
-            && (own[first.tcp_offset + 13] ^ parsed.flags.0) & !(Flags::FIN | Flags::PSH).0 == 0
+            && own[first.tcp_offset + tcp::DATA_OFFSET] == frame[first.tcp_offset + tcp::DATA_OFFSET]
+            && (own[first.tcp_offset + tcp::FLAGS] ^ parsed.flags.0) & !(Flags::FIN | Flags::PSH).0 == 0
             && match settings.mode {
                 Mode::Reorder => self.options_may_follow(frame, parsed),
                 _ => self.is_same_to_gro(frame, parsed),
@@ -89,7 +90,8 @@ impl Aggregate {
         let own = self.frame.bytes();
         let follows = !self.first.flow.is_v4() || {
             let ahead = ident(frame).wrapping_sub(ident(own));
-            let fixed = self.fixed_ident || self.count == 1 && own[ETHERNET + 6] & IPV4_DONT_FRAGMENT != 0 && ahead == 0;
+            let fixed =
+                self.fixed_ident || self.count == 1 && own[ETHERNET + ipv4::FRAGMENT] & IPV4_DONT_FRAGMENT != 0 && ahead == 0;
             u32::from(ahead) == if fixed { 0 } else { self.count }
         };
         follows
@@ -126,17 +128,18 @@ impl Aggregate {
 
     /// Appends a payload, and updates the own headers from `headers`, which were in front of it.
     fn extend(&mut self, headers: &[u8], payload: &[u8]) {
-        let (length, tcp) = (self.frame.bytes().len(), self.first.tcp_offset);
+        let (length, at) = (self.frame.bytes().len(), self.first.tcp_offset);
         self.frame.set_length(length + payload.len());
         let own = self.frame.bytes_mut();
         own[length..].copy_from_slice(payload);
-        own[tcp + 13] |= headers[tcp + 13] & (Flags::FIN | Flags::PSH).0;
-        let ack = |bytes: &[u8]| u32::from_be_bytes([bytes[tcp + 8], bytes[tcp + 9], bytes[tcp + 10], bytes[tcp + 11]]);
+        own[at + tcp::FLAGS] |= headers[at + tcp::FLAGS] & (Flags::FIN | Flags::PSH).0;
+        let ack = |bytes: &[u8]| u32::from_be_bytes(core::array::from_fn(|n| bytes[at + tcp::ACK + n]));
         // In segments that were put in order the last one need not have the newest acknowledgement.
         if ack(headers).wrapping_sub(ack(own)) as i32 >= 0 {
-            own[tcp + 8..tcp + 12].copy_from_slice(&headers[tcp + 8..tcp + 12]);
-            own[tcp + 14..tcp + 16].copy_from_slice(&headers[tcp + 14..tcp + 16]);
-            let (options, echo) = (tcp + TCP..self.first.payload_offset, tcp + TCP + 8..tcp + TCP + 12);
+            let (ack, window) = (at + tcp::ACK..at + tcp::DATA_OFFSET, at + tcp::WINDOW..at + tcp::CHECKSUM);
+            own[ack.clone()].copy_from_slice(&headers[ack]);
+            own[window.clone()].copy_from_slice(&headers[window]);
+            let (options, echo) = (at + TCP..self.first.payload_offset, at + TCP + 8..at + TCP + 12);
             if is_timestamps(&own[options.clone()]) && is_timestamps(&headers[options]) {
                 own[echo.clone()].copy_from_slice(&headers[echo]);
             }
@@ -174,10 +177,10 @@ impl Aggregate {
         if self.count == 1 {
             return self.frame;
         }
-        let (tcp, v4) = (self.first.tcp_offset, self.first.flow.is_v4());
-        set_lengths(self.frame.bytes_mut(), tcp);
+        let (at, v4) = (self.first.tcp_offset, self.first.flow.is_v4());
+        set_lengths(self.frame.bytes_mut(), at);
         // The checksums of all segments were verified, so the kernel need not sum the bytes again.
-        self.frame.checksum = Checksum::Partial { start: tcp as u16, offset: TCP_CHECKSUM as u16 };
+        self.frame.checksum = Checksum::Partial { start: at as u16, offset: TCP_CHECKSUM as u16 };
         let headers = self.first.payload_offset as u16;
         self.frame.segmentation = Some(Segmentation { size: self.size as u16, headers, ipv6: !v4, ecn: false });
         self.frame

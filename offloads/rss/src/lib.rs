@@ -19,6 +19,7 @@ pub use toeplitz::{KEY_BYTES, Key, NIBBLES, Toeplitz};
 
 use baton_wire::Flow;
 use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_TCP};
+use baton_wire::offset::{ethernet, ipv4, ipv6};
 
 /// Number of entries of the indirection table.
 pub const BUCKETS: usize = 128;
@@ -72,18 +73,24 @@ impl Input {
             From::Host => [destination, source],
         };
         let ports = |at: usize| Some(order(frame.get(at..at + 2)?, frame.get(at + 2..at + 4)?));
-        match u16::from_be_bytes(*frame.get(12..)?.first_chunk()?) {
+        match u16::from_be_bytes(*frame.get(ethernet::TYPE..)?.first_chunk()?) {
             ETHERTYPE_IPV4 => {
                 let header = frame.get(ETHERNET..ETHERNET + IPV4)?;
-                let whole = u16::from_be_bytes([header[6], header[7]]) & IPV4_FRAGMENT == 0;
-                let tcp = header[9] == PROTOCOL_TCP && whole;
+                let whole = u16::from_be_bytes([header[ipv4::FRAGMENT], header[ipv4::FRAGMENT + 1]]) & IPV4_FRAGMENT == 0;
+                let tcp = header[ipv4::PROTOCOL] == PROTOCOL_TCP && whole;
                 let start = ETHERNET + usize::from(header[0] & 15) * 4;
-                Some(Input::new(order(&header[12..16], &header[16..20]), tcp.then(|| ports(start)).flatten()))
+                Some(Input::new(
+                    order(&header[ipv4::SOURCE..ipv4::DESTINATION], &header[ipv4::DESTINATION..]),
+                    tcp.then(|| ports(start)).flatten(),
+                ))
             }
             ETHERTYPE_IPV6 => {
                 let header = frame.get(ETHERNET..ETHERNET + IPV6)?;
-                let tcp = header[6] == PROTOCOL_TCP;
-                Some(Input::new(order(&header[8..24], &header[24..40]), tcp.then(|| ports(ETHERNET + IPV6)).flatten()))
+                let tcp = header[ipv6::NEXT_HEADER] == PROTOCOL_TCP;
+                Some(Input::new(
+                    order(&header[ipv6::SOURCE..ipv6::DESTINATION], &header[ipv6::DESTINATION..]),
+                    tcp.then(|| ports(ETHERNET + IPV6)).flatten(),
+                ))
             }
             _ => None,
         }

@@ -41,8 +41,8 @@ impl Lookup {
         hasher.finish()
     }
 
-    /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with [`EMPTY`], too, and with slots whose
-    /// hash has the same upper half.
+    /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with slots whose hash has the same upper
+    /// half, and may be called with `u32::MAX`, which is no slot.
     #[inline(always)]
     pub fn find(&self, key: &FlowKey, is: impl Fn(u32) -> bool) -> Option<u32> {
         let hash = self.hash(key);

@@ -8,6 +8,7 @@
 
 use baton_device::{Checksum, Frame};
 use baton_wire::frame::{ETHERNET, TCP_CHECKSUM, finish_checksum, set_lengths};
+use baton_wire::offset::{ipv4, tcp};
 use baton_wire::{Flags, TcpFrame};
 
 /// Why a frame cannot be cut.
@@ -81,7 +82,7 @@ impl Cut<'_> {
     fn write_headers(&self, bytes: &mut [u8], length: usize) {
         let TcpFrame { tcp_offset, payload_length, seq, flags, flow, .. } = self.parsed;
         if flow.is_v4() {
-            let ident = &mut bytes[ETHERNET + 4..ETHERNET + 6];
+            let ident = &mut bytes[ETHERNET + ipv4::IDENT..ETHERNET + ipv4::FRAGMENT];
             let next = u16::from_be_bytes([ident[0], ident[1]]).wrapping_add(self.count);
             ident.copy_from_slice(&next.to_be_bytes());
         }
@@ -92,8 +93,8 @@ impl Cut<'_> {
         if self.count > 0 {
             own &= !Flags::CWR.0;
         }
-        bytes[tcp_offset + 4..tcp_offset + 8].copy_from_slice(&seq.wrapping_add(self.at as u32).to_be_bytes());
-        bytes[tcp_offset + 13] = own;
+        bytes[tcp_offset + tcp::SEQ..tcp_offset + tcp::ACK].copy_from_slice(&seq.wrapping_add(self.at as u32).to_be_bytes());
+        bytes[tcp_offset + tcp::FLAGS] = own;
         set_lengths(bytes, tcp_offset);
     }
 }

@@ -6,11 +6,11 @@
 //! own queues. Then the bucket's connections go to the new owner, through the front worker. Last, all workers send what they held
 //! to the new owner.
 
+use super::Worker;
 use crate::balance::{Balance, Step};
 use crate::custody::Custody;
 use crate::offloaded::Pending;
 use crate::peers::{BucketContents, BucketOwner, Call, FRONT, Leaving, Peers};
-use crate::worker::Worker;
 use baton_abi::layout::Counter;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::Device;
@@ -28,7 +28,7 @@ const SWITCH_DELAY: u64 = 500;
 const QUEUE_FRAMES: usize = 1024;
 
 /// The part of a worker that only exists if there are several.
-pub(crate) struct Crossbar {
+pub(super) struct Crossbar {
     pub peers: Peers,
     front: Option<Front>,
 }
@@ -56,7 +56,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.move_to(&self.nic_memory, peers.me());
         self.counters.set(Counter::Connections, 0);
         let front = || Front {
-            buckets: vec![0; self.slots.len()],
+            buckets: vec![0; self.connections.slots.len()],
             remote: BTreeMap::new(),
             balance: Balance::new(peers.workers(), now.0),
         };
@@ -79,7 +79,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Sends a call to all other workers, if this is the front worker. `call` makes it anew for each.
-    pub(crate) fn broadcast(&mut self, call: impl Fn() -> Call) {
+    pub(super) fn broadcast(&mut self, call: impl Fn() -> Call) {
         if let Some(crossbar) = self.crossbar.as_mut().filter(|crossbar| crossbar.peers.is_front()) {
             for other in crossbar.peers.others() {
                 crossbar.peers.send(other, call());
@@ -98,13 +98,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         if front && !overflowing {
             worked |= self.poll_sessions(now);
-            worked |= self.commands.has_message() && self.poll_commands(now);
+            worked |= self.agent.commands.has_message() && self.poll_commands(now);
         }
-        if self.due() <= now.0 {
+        if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
         if front {
-            if !self.backlog.is_empty() {
+            if !self.agent.backlog.is_empty() {
                 self.flush_backlog();
             }
             self.send_events();
@@ -141,7 +141,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),
             Call::Attach(session, memory) => self.attach_here(session, memory),
-            Call::Detach(session) => drop(self.sessions.get_mut(session as usize).and_then(Option::take)),
+            Call::Detach(session) => drop(self.programs.sessions.get_mut(session as usize).and_then(Option::take)),
             Call::Start => self.start(now),
             Call::Offloads(set) => self.set_offloads(&set, now),
             Call::HashKey(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
@@ -204,13 +204,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn take_frames(&mut self, from: From, now: Instant) -> bool {
         let mut taken = 0;
         let mut empty = false;
-        if from == From::Wire && !self.host.is_ready() {
+        if from == From::Wire && !self.to_kernel.device.is_ready() {
             return true;
         }
         while taken < self.settings.batch && !empty {
             empty = !match from {
                 From::Wire => self.output.wire.receive(&mut self.frame),
-                From::Host => self.host.receive(&mut self.frame),
+                From::Host => self.to_kernel.device.receive(&mut self.frame),
             };
             if !empty {
                 taken += 1;
@@ -228,7 +228,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Processes the frame in the worker's buffer here, or dispatches it.
-    pub(crate) fn dispatch_frame(&mut self, from: From, now: Instant) {
+    pub(super) fn dispatch_frame(&mut self, from: From, now: Instant) {
         let Some(crossbar) = &self.crossbar else { return };
         let bucket = bucket_of(&crossbar.peers, self.frame.bytes(), from);
         if crossbar.peers.owner(bucket) == BucketOwner::Mine {
@@ -239,9 +239,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Dispatches the agent's command to the worker that owns the connection.
-    pub(crate) fn route_command(&mut self, message: &Message, now: Instant) {
+    pub(super) fn route_command(&mut self, message: &Message, now: Instant) {
         let index = message.cid.slot();
-        let inside = (index as usize) < self.slots.len();
+        let inside = (index as usize) < self.connections.slots.len();
         if message.operation == Operation::NicControl && message.kind == Control::Detach as u16 {
             self.broadcast(|| Call::Detach(message.address));
             return self.run_command(message, now);
@@ -265,7 +265,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Dispatches a program's message to the worker that owns the connection. False if there is no such slot.
-    pub(crate) fn route_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
+    pub(super) fn route_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
         let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref() else { return false };
         let Some(bucket) = front.buckets.get(message.cid.slot() as usize).copied() else { return false };
         self.dispatch(bucket, Call::ProgramMessage(bucket, session as u32, *message), now);
@@ -276,8 +276,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn forward_events(&mut self) {
         let Some(crossbar) = &mut self.crossbar else { return };
         while crossbar.peers.has_room(FRONT) {
-            let Some(index) = self.dirty.pop() else { return };
-            let Some(slot) = self.slots[index as usize].as_mut() else { continue };
+            let Some(index) = self.programs.dirty.pop() else { return };
+            let Some(slot) = self.connections.slots[index as usize].as_mut() else { continue };
             slot.dirty = false;
             if let Some((session, pending)) = slot.take_events() {
                 crossbar.peers.send(FRONT, Call::Events(session, slot.cid, pending));
@@ -298,7 +298,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Sends the events of other workers' connections to their programs, as far as the rings have room.
     fn send_remote_events(&mut self) {
         let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() else { return };
-        let sessions = &mut self.sessions;
+        let sessions = &mut self.programs.sessions;
         front.remote.retain(|_, remote| {
             let Some(Some(session)) = sessions.get_mut(remote.session as usize) else { return false };
             session.send(remote.cid, &mut remote.pending).is_err()
@@ -350,7 +350,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             Step::Key(key) => {
                 peers.set_key(&key);
-                for slot in self.slots.iter().flatten() {
+                for slot in self.connections.slots.iter().flatten() {
                     front.buckets[slot.cid.slot() as usize] = peers.hash().bucket_of(&Input::of_flow(&slot.flow));
                 }
                 self.broadcast(|| Call::HashKey(Box::new(key)));
@@ -361,11 +361,12 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The old owner's last step: hands the bucket's connections over, now that nothing of the bucket is in any of its queues.
     fn hand_over(&mut self, which: Move, now: Instant) {
-        self.flush_to_kernel(now);
-        self.host.settle();
+        self.to_kernel.flush(&self.counters, now.0);
+        self.to_kernel.device.settle();
         let Some(peers) = self.crossbar.as_ref().map(|crossbar| &crossbar.peers) else { return };
         let its = |flow| peers.hash().bucket_of(&Input::of_flow(flow)) == which.bucket;
-        let cids: Vec<Cid> = self.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();
+        let cids: Vec<Cid> =
+            self.connections.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();
         let hash = baton_rss::Toeplitz::clone(peers.hash());
         let slots = cids.into_iter().filter_map(|cid| self.remove_slot(cid)).collect();
         let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);
@@ -422,9 +423,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             {
                 slot.prepend_events(remote.pending);
             }
-            self.lookup.insert(&slot.key, index);
-            self.slots[index as usize] = Some(slot);
-            self.connections += 1;
+            self.connections.lookup.insert(&slot.key, index);
+            self.connections.slots[index as usize] = Some(slot);
+            self.connections.count += 1;
             self.follow_up(index, Events::empty());
         }
         self.count_connections();
@@ -439,7 +440,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// When a bucket that leaves, or the balance, needs this worker, in microseconds.
-    pub(crate) fn crossbar_due(&self) -> Option<u64> {
+    pub(super) fn crossbar_due(&self) -> Option<u64> {
         let crossbar = self.crossbar.as_ref()?;
         let leaving = crossbar.peers.leaving.iter().filter_map(|leaving| leaving.switched).map(|at| at + SWITCH_DELAY).min();
         let balance = crossbar.front.as_ref().map(|front| front.balance.due());

@@ -1,10 +1,11 @@
 //! The agent's commands: the steps of a move on the NIC.
 
+use super::Worker;
+use super::frames::needs_kernel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
 use crate::held::HeldFrames;
 use crate::offloaded::{Memory, Offloaded};
-use crate::worker::{Worker, needs_kernel};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
@@ -24,10 +25,10 @@ const MIN_MTU: u32 = 68;
 impl<H: Device, W: Device> Worker<H, W> {
     /// Runs all commands in the agent's ring. Returns whether there was any.
     #[inline(never)]
-    pub(crate) fn poll_commands(&mut self, now: Instant) -> bool {
+    pub(super) fn poll_commands(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        while let Some(words) = self.commands.pop() {
-            self.commands.release();
+        while let Some(words) = self.agent.commands.pop() {
+            self.agent.commands.release();
             worked = true;
             let Some(message) = Message::from_words(words) else {
                 self.counters.add(Counter::BadMessages, 1);
@@ -42,14 +43,14 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Runs a command and answers it.
-    pub(crate) fn run_command(&mut self, message: &Message, now: Instant) {
+    pub(super) fn run_command(&mut self, message: &Message, now: Instant) {
         let (control, value) = match self.on_command(message, now) {
             Ok(value) => (Control::Done, value),
             Err(refusal) => (Control::Refused, refusal as u32),
         };
         self.count_connections();
         // The answer says that the kernel has received everything that the command sends it.
-        self.host.settle();
+        self.to_kernel.device.settle();
         self.send_to_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
         if self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front()) {
             self.advertise();
@@ -57,23 +58,23 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Updates the counter of offloaded connections.
-    pub(crate) fn count_connections(&mut self) {
-        self.counters.set(Counter::Connections, self.connections);
+    pub(super) fn count_connections(&mut self) {
+        self.counters.set(Counter::Connections, self.connections.count);
         if let Some(crossbar) = &self.crossbar {
-            crossbar.peers.set_connections(self.connections);
+            crossbar.peers.set_connections(self.connections.count);
         }
     }
 
     /// `os_resource`: tells the agent how many connections there is room for.
-    pub(crate) fn advertise(&mut self) {
-        let connections = self.crossbar.as_ref().map_or(self.connections, |crossbar| crossbar.peers.connections());
-        let free = (self.slots.len() as u64).saturating_sub(connections);
+    pub(super) fn advertise(&mut self) {
+        let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
+        let free = (self.connections.slots.len() as u64).saturating_sub(connections);
         self.send_to_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
     }
 
     fn on_command(&mut self, message: &Message, now: Instant) -> Result<u32, Refusal> {
         let cid = message.cid;
-        if cid.slot() as usize >= self.slots.len() {
+        if cid.slot() as usize >= self.connections.slots.len() {
             return Err(Refusal::BadCommand);
         }
         match (message.operation, Control::from_number(message.kind)) {
@@ -93,19 +94,19 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// The slot of a cid.
-    pub(crate) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
-        self.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
+    pub(super) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
+        self.connections.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
     }
 
     /// Begins to copy a connection's frames.
     fn mirror(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
-        if self.slots[index as usize].is_some() {
+        if self.connections.slots[index as usize].is_some() {
             return Err(Refusal::WrongState);
         }
         let flow = self.read_flow(index);
         let key = FlowKey::from(&flow);
-        if self.find(&key).is_some() {
+        if self.connections.find(&key).is_some() {
             return Err(Refusal::AlreadyHere);
         }
         // Everything that the NIC has acknowledged for the kernel must be acknowledged by the kernel first.
@@ -113,19 +114,17 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::NotYet);
         }
         // From now on its frames go to the kernel without aggregation, so the aggregated ones must go first.
-        let (host, counters, delivery) = (&mut self.host, &self.counters, &mut self.delivery);
-        self.lro.flush(&key, now.0, &mut |frame| delivery.deliver(frame, host, counters, now.0));
-        delivery.flush(host, counters, now.0);
+        self.to_kernel.flush_connection(&key, &self.counters, now.0);
         let custody = Custody::Mirrored;
-        self.slots[index as usize] =
+        self.connections.slots[index as usize] =
             Some(Slot { key, cid, flow, custody, held: HeldFrames::default(), scheduled: u64::MAX, dirty: false });
-        self.lookup.insert(&key, index);
-        self.connections += 1;
+        self.connections.lookup.insert(&key, index);
+        self.connections.count += 1;
         Ok(0)
     }
 
     /// The 4-tuple in a slot.
-    pub(crate) fn read_flow(&self, index: u32) -> Flow {
+    pub(super) fn read_flow(&self, index: u32) -> Flow {
         let mut bytes = [0u8; 36];
         // Cannot fail: the region was made with as many slots as the worker has.
         let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
@@ -146,7 +145,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// The handoff parameters in a slot.
-    pub(crate) fn parameters(&self, index: u32) -> [u32; 6] {
+    pub(super) fn parameters(&self, index: u32) -> [u32; 6] {
         let base = nic::slot(index) + at::PARAMETERS;
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
@@ -160,7 +159,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
         let most = self.limits(index);
-        let attached = self.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
+        let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let session_memory = attached.memory.clone();
         let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
         let slot = self.occupant(cid)?;
@@ -188,8 +187,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a duplicate.
-    pub(crate) fn run_held(&mut self, index: u32, now: Instant) {
-        let Some(slot) = self.slots[index as usize].as_mut() else { return };
+    pub(super) fn run_held(&mut self, index: u32, now: Instant) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let (mut events, mut cause) = (Events::empty(), None);
         for frame in slot.held.take() {
@@ -236,7 +235,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         };
         self.drain_session(session, now);
         let index = cid.slot();
-        let Some(slot) = self.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
         let Custody::Active(mut offloaded) = custody else { return Err(Refusal::WrongState) };
         let image = offloaded.tcp.to_image(&offloaded.image, now);
@@ -264,13 +263,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
             let replay =
                 Replay { image: &image, ranges: offloaded.tcp.out_of_order(), fin_behind_hole: offloaded.tcp.fin_behind_hole() };
-            let (sent, dropped) = replay.send(&mut self.host, |seq, out| offloaded.receive.read(seq, out));
+            let (sent, dropped) = replay.send(&mut self.to_kernel.device, |seq, out| offloaded.receive.read(seq, out));
             self.counters.add(Counter::HostSent, sent);
             self.counters.add(Counter::Dropped, dropped);
         }
         for mut frame in slot.held.take() {
             // The checksum was verified, but the kernel only trusts its own devices, so its state stays as it was received.
-            let sent = self.host.transmit(&mut frame);
+            let sent = self.to_kernel.device.transmit(&mut frame);
             self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
         }
         Ok(0)
@@ -290,7 +289,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                     slot.held.drop_mirrored();
                 }
                 for mut frame in slot.held.take() {
-                    self.host.transmit(&mut frame);
+                    self.to_kernel.device.transmit(&mut frame);
                 }
             }
         }
@@ -308,13 +307,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Removes a connection from its slot.
-    pub(crate) fn remove_slot(&mut self, cid: Cid) -> Option<Slot> {
-        let slot = self.slots[cid.slot() as usize].take()?;
-        let slots = &self.slots;
+    pub(super) fn remove_slot(&mut self, cid: Cid) -> Option<Slot> {
+        let slot = self.connections.slots[cid.slot() as usize].take()?;
+        let slots = &self.connections.slots;
         let key_of = |other: u32| slots[other as usize].as_ref().map_or(slot.key, |found| found.key);
-        self.lookup.remove(&slot.key, cid.slot(), key_of);
-        self.dirty.retain(|index| *index != cid.slot());
-        self.connections -= 1;
+        self.connections.lookup.remove(&slot.key, cid.slot(), key_of);
+        self.programs.dirty.retain(|index| *index != cid.slot());
+        self.connections.count -= 1;
         Some(slot)
     }
 
@@ -346,7 +345,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         offloaded.image.mtu = mtu;
         offloaded.tcp.on_mtu_change(mtu, now);
         let index = cid.slot();
-        let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return Err(Refusal::NotYours) };
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return Err(Refusal::NotYours) };
         if let Custody::Active(offloaded) = &mut slot.custody {
             self.output.send_all(offloaded, &self.counters, now);
         }
@@ -364,7 +363,55 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Removes a session.
     fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
-        let entry = self.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
+        let entry = self.programs.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
         entry.take().map(|_| 0).ok_or(Refusal::UnknownSession)
+    }
+
+    /// Sends a connection's request for memory to the agent.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn request_memory(&mut self, index: u32) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        if let Some((receive, send)) = offloaded.growth.take_request() {
+            let message = Message::control(Operation::OsControl, Control::Grow, slot.cid, receive, send);
+            self.send_to_agent(message);
+        }
+    }
+
+    /// The limits of receive and send memory in a slot's parameters.
+    pub(super) fn limits(&self, index: u32) -> [u32; 2] {
+        let base = nic::slot(index) + at::LIMITS;
+        core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
+    }
+
+    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events that the agent has
+    /// already put into the block from later ones.
+    pub(super) fn resume(&mut self, cid: Cid, next: Cid, now: Instant) -> Result<u32, Refusal> {
+        let index = cid.slot();
+        let [_, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);
+        let memory = Memory { receive_base, receive_size, send_base, send_size, block };
+        let limits = self.limits(index);
+        let read = self.nic_memory.word32(nic::slot(index) + at::READ).load(Ordering::Acquire);
+        if next.slot() != index {
+            return Err(Refusal::BadCommand);
+        }
+        let slot = self.occupant(cid)?;
+        let Custody::Leaving(offloaded) = &mut slot.custody else { return Err(Refusal::WrongState) };
+        let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) else { return Err(Refusal::WrongState) };
+        if !memory.fits(&offloaded.session_memory) || !memory.holds(&image) || !offloaded.move_into(memory, limits, &image) {
+            return Err(Refusal::BadMemory);
+        }
+        // The program's `nic_recvd` lags behind what it has read. A program that gives a wrong number harms only itself.
+        let _ = offloaded.tcp.consumed(read.wrapping_sub(offloaded.tcp.rcv_read()));
+        let Custody::Leaving(offloaded) = std::mem::replace(&mut slot.custody, Custody::Held) else {
+            return Err(Refusal::WrongState);
+        };
+        slot.custody = Custody::Active(offloaded);
+        slot.cid = next;
+        // It was removed from the list of slots with events while it was stopped.
+        slot.dirty = false;
+        self.run_held(index, now);
+        Ok(0)
     }
 }

@@ -1,8 +1,8 @@
 //! Active acknowledgements in the worker, and their buffers in NIC memory.
 
+use super::Worker;
 use crate::counters::Counters;
 use crate::delivery;
-use crate::worker::Worker;
 use baton_abi::layout::{Counter, nic};
 use baton_active_ack::{AckEntry, ActiveAck, ENTRY_BYTES, Store};
 use baton_device::Device;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 const _: () = assert!(nic::ACKNOWLEDGED_BYTES == ENTRY_BYTES);
 
 /// The active-acknowledgement buffers in NIC memory.
-pub(crate) struct AckBuffers {
+pub(super) struct AckBuffers {
     memory: Arc<Region>,
     base: usize,
 }
@@ -69,31 +69,31 @@ fn count(active: &ActiveAck<AckBuffers>, counters: &Counters) {
 
 impl<H: Device, W: Device> Worker<H, W> {
     fn ack_buffers(&self) -> AckBuffers {
-        AckBuffers { memory: self.nic_memory.clone(), base: nic::acknowledged(self.slots.len()) }
+        AckBuffers { memory: self.nic_memory.clone(), base: nic::acknowledged(self.connections.slots.len()) }
     }
 
     /// Takes worker `worker`'s share of the buffers, with the data that an earlier NIC has left in them.
-    pub(crate) fn take_ack_buffers(&mut self, worker: usize, workers: usize, now: Instant) {
-        self.own_buffers = share(&self.ack_buffers(), worker, workers);
+    pub(super) fn take_ack_buffers(&mut self, worker: usize, workers: usize, now: Instant) {
+        self.to_kernel.ack_buffers = share(&self.ack_buffers(), worker, workers);
         self.set_active_ack(self.settings.active_ack, now);
     }
 
     /// Turns active acknowledgements on or off. Data that an earlier NIC has acknowledged is taken over in any case.
-    pub(crate) fn set_active_ack(&mut self, on: bool, now: Instant) {
-        if let Some(active) = &mut self.active_ack {
+    pub(super) fn set_active_ack(&mut self, on: bool, now: Instant) {
+        if let Some(active) = &mut self.to_kernel.active_ack {
             return active.set(on);
         }
         let buffers = self.ack_buffers();
-        if on || self.own_buffers.iter().any(|buffer| buffers.holds(*buffer)) {
-            let active = ActiveAck::new(buffers, &self.own_buffers, self.settings.hash_key, on, now.0);
-            self.active_ack = Some(Box::new(active));
+        if on || self.to_kernel.ack_buffers.iter().any(|buffer| buffers.holds(*buffer)) {
+            let active = ActiveAck::new(buffers, &self.to_kernel.ack_buffers, self.settings.hash_key, on, now.0);
+            self.to_kernel.active_ack = Some(Box::new(active));
             self.wake_at(now.0);
         }
     }
 
     /// Acknowledges the frame from the wire for the kernel, if it can.
-    pub(crate) fn acknowledge_for_kernel(&mut self, now: Instant) {
-        let Some(active) = &mut self.active_ack else { return };
+    pub(super) fn acknowledge_for_kernel(&mut self, now: Instant) {
+        let Some(active) = &mut self.to_kernel.active_ack else { return };
         let (output, counters) = (&mut self.output, &self.counters);
         active.from_wire(&self.frame, now.0, &mut |frame| output.forward(frame, counters));
         count(active, counters);
@@ -102,18 +102,18 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Raises the acknowledgement of the kernel's frame to the NIC's, before it goes to the wire.
-    pub(crate) fn raise_kernel_acknowledgement(&mut self, now: Instant) {
-        let Some(active) = &mut self.active_ack else { return };
-        let (host, counters) = (&mut self.host, &self.counters);
+    pub(super) fn raise_kernel_acknowledgement(&mut self, now: Instant) {
+        let Some(active) = &mut self.to_kernel.active_ack else { return };
+        let (host, counters) = (&mut self.to_kernel.device, &self.counters);
         active.from_kernel(&mut self.frame, now.0, &mut |frame| delivery::transmit(frame, host, counters));
         let due = active.next_tick();
         self.wake_at(due);
     }
 
     /// Sends the acknowledgements that are due, and delivers data again that the kernel has not acknowledged.
-    pub(crate) fn expire_acknowledgements(&mut self, now: Instant) {
-        let Some(active) = &mut self.active_ack else { return };
-        let (host, output, counters) = (&mut self.host, &mut self.output, &self.counters);
+    pub(super) fn expire_acknowledgements(&mut self, now: Instant) {
+        let Some(active) = &mut self.to_kernel.active_ack else { return };
+        let (host, output, counters) = (&mut self.to_kernel.device, &mut self.output, &self.counters);
         active
             .expire(now.0, &mut |frame| output.forward(frame, counters), &mut |frame| delivery::transmit(frame, host, counters));
         count(active, counters);
@@ -121,22 +121,22 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Ends the active acknowledgements of a connection that is about to leave the kernel. False while the kernel has not
     /// acknowledged everything that the NIC has.
-    pub(crate) fn end_active_ack(&mut self, key: &FlowKey) -> bool {
-        self.active_ack.as_mut().is_none_or(|active| active.end(key))
+    pub(super) fn end_active_ack(&mut self, key: &FlowKey) -> bool {
+        self.to_kernel.active_ack.as_mut().is_none_or(|active| active.end(key))
     }
 
     /// Removes connections, for another worker.
-    pub(crate) fn take_acknowledged(&mut self, which: impl FnMut(&AckEntry) -> bool) -> Vec<AckEntry> {
-        self.active_ack.as_mut().map(|active| active.take(which)).unwrap_or_default()
+    pub(super) fn take_acknowledged(&mut self, which: impl FnMut(&AckEntry) -> bool) -> Vec<AckEntry> {
+        self.to_kernel.active_ack.as_mut().map(|active| active.take(which)).unwrap_or_default()
     }
 
     /// Inserts connections that another worker has removed.
-    pub(crate) fn adopt_acknowledged(&mut self, entries: Vec<AckEntry>, now: Instant) {
+    pub(super) fn adopt_acknowledged(&mut self, entries: Vec<AckEntry>, now: Instant) {
         if entries.is_empty() {
             return;
         }
         self.set_active_ack(true, now);
-        if let Some(active) = &mut self.active_ack {
+        if let Some(active) = &mut self.to_kernel.active_ack {
             active.set(self.settings.active_ack);
             active.adopt(entries);
             let due = active.next_tick();

@@ -1,15 +1,18 @@
 //! The programs' messages, and the events that are sent to them. Nothing that comes from a program is trusted: each message is
 //! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
+use super::Worker;
 use crate::custody::Custody;
 use crate::offloaded::Pending;
 use crate::peers::Call;
-use crate::worker::{Session, Worker};
 use baton_abi::layout::{Counter, RING_MESSAGES, session};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_device::Device;
-use baton_ring::Full;
+use baton_moderation::Moderator;
+use baton_ring::{Consumer, Full, Producer, needs_doorbell};
+use baton_shm::{Region, RingWords};
 use baton_tcp::{Events, Instant};
+use std::sync::Arc;
 
 /// Number of messages taken from one session before the next one gets its turn.
 const BATCH: usize = 64;
@@ -21,12 +24,94 @@ const MAX_POST: usize = 1 << 30;
 /// Number of batches in a full ring.
 const RING_BATCHES: usize = RING_MESSAGES / BATCH;
 
+/// A program's session.
+pub(super) struct Session {
+    /// Session memory.
+    pub memory: Arc<Region>,
+    pub commands: Consumer<RingWords>,
+    pub events: Producer<RingWords>,
+    /// Bytes published to the program since its last doorbell (each event counts as one more), and how many of them the moderator
+    /// has accounted for.
+    pub unsignalled: u64,
+    pub moderated: u64,
+    /// Decides when the doorbell of a sleeping program is rung.
+    pub moderator: Moderator,
+}
+
+impl Session {
+    /// Whether the doorbell has to be rung at `now`.
+    fn should_ring(&mut self, now: Instant) -> bool {
+        if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
+            // A program that is awake reads its ring without a doorbell.
+            (self.unsignalled, self.moderated) = (0, 0);
+            self.moderator.signalled(now.0);
+            return false;
+        }
+        let fresh = self.unsignalled - std::mem::replace(&mut self.moderated, self.unsignalled);
+        let enough = !self.moderator.is_on() || fresh > 0 && self.moderator.queued(fresh as usize, now.0);
+        let ring = enough || self.moderator.due().is_none_or(|due| due <= now.0);
+        if ring {
+            (self.unsignalled, self.moderated) = (0, 0);
+            self.moderator.signalled(now.0);
+        }
+        ring
+    }
+}
+
+/// The programs' sessions, and the slots with events for them.
+pub(super) struct Programs {
+    /// The sessions, by their numbers.
+    pub sessions: Vec<Option<Session>>,
+    /// Slots with events for their program.
+    pub dirty: Vec<u32>,
+    /// Those of them whose program's ring was full in this round.
+    pub ring_full: Vec<u32>,
+}
+
+impl Programs {
+    pub fn new(slots: usize) -> Programs {
+        Programs { sessions: Vec::new(), dirty: Vec::with_capacity(slots), ring_full: Vec::with_capacity(slots) }
+    }
+}
+
 impl<H: Device, W: Device> Worker<H, W> {
+    /// Adds a program's session with a number of the caller's choice.
+    pub fn attach(&mut self, id: u32, memory: Arc<Region>) {
+        self.broadcast(|| Call::Attach(id, memory.clone()));
+        self.attach_here(id, memory);
+    }
+
+    pub(super) fn attach_here(&mut self, id: u32, memory: Arc<Region>) {
+        let at = id as usize;
+        if self.programs.sessions.len() <= at {
+            self.programs.sessions.resize_with(at + 1, || None);
+        }
+        let commands = Consumer::new(memory.ring(session::COMMANDS));
+        let events = Producer::new(memory.ring(session::EVENTS));
+        let moderator = Moderator::new(self.settings.doorbells);
+        self.programs.sessions[at] = Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator });
+    }
+
+    /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
+    /// messages were sent to the agent since the last call: then the caller rings its doorbell, too.
+    pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32)) -> bool {
+        for (id, session) in self.programs.sessions.iter_mut().enumerate() {
+            if let Some(session) = session
+                && session.unsignalled > 0
+                && session.should_ring(now)
+            {
+                self.counters.add(Counter::Doorbells, 1);
+                ring(id as u32);
+            }
+        }
+        std::mem::take(&mut self.agent.unsignalled)
+    }
+
     /// Takes a batch of messages from each session that has some. Returns whether there was any.
     #[inline]
-    pub(crate) fn poll_sessions(&mut self, now: Instant) -> bool {
+    pub(super) fn poll_sessions(&mut self, now: Instant) -> bool {
         let waiting = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.commands.has_message());
-        match self.sessions.iter().position(waiting) {
+        match self.programs.sessions.iter().position(waiting) {
             Some(first) => self.poll_sessions_from(first, now),
             None => false,
         }
@@ -35,7 +120,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     fn poll_sessions_from(&mut self, first: usize, now: Instant) -> bool {
         let mut worked = false;
-        for id in first..self.sessions.len() {
+        for id in first..self.programs.sessions.len() {
             worked |= self.poll_session(id, now);
         }
         worked
@@ -44,9 +129,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Runs every command that session `id` has queued so far, at most as many as its ring holds, so that a program that goes on
     /// queueing does not keep the agent waiting. Only worker 0 reads the sessions' rings; it does so before it forwards an
     /// agent's command that depends on this.
-    pub(crate) fn drain_session(&mut self, id: usize, now: Instant) {
+    pub(super) fn drain_session(&mut self, id: usize, now: Instant) {
         for _ in 0..RING_BATCHES {
-            if !self.is_front() || self.sessions.get(id).is_none_or(Option::is_none) || !self.poll_session(id, now) {
+            if !self.is_front() || self.programs.sessions.get(id).is_none_or(Option::is_none) || !self.poll_session(id, now) {
                 return;
             }
         }
@@ -57,15 +142,15 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn stop_session(&mut self, id: usize) {
         self.counters.add(Counter::BadMessages, 1);
         self.broadcast(|| Call::Detach(id as u32));
-        self.sessions[id] = None;
+        self.programs.sessions[id] = None;
         self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
 
     /// Takes up to a batch of a session's messages. Returns whether there was any.
-    pub(crate) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
+    pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let mut worked = false;
         for _ in 0..BATCH {
-            let Some(session) = self.sessions[id].as_mut() else { return worked };
+            let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else {
                 if session.commands.is_corrupt() {
                     self.stop_session(id);
@@ -82,7 +167,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
-        if worked && let Some(session) = self.sessions[id].as_mut() {
+        if worked && let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
         }
@@ -90,13 +175,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Runs a program's message. False if it is malformed or not allowed.
-    pub(crate) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
+    pub(super) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
         let index = message.cid.slot();
-        let memory = match &self.sessions[session] {
+        let memory = match &self.programs.sessions[session] {
             Some(session) => session.memory.len(),
             None => return false,
         };
-        let Some(Some(slot)) = self.slots.get_mut(index as usize) else { return false };
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
         if slot.cid != message.cid {
             return false;
         }
@@ -149,23 +234,23 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
     /// round.
     #[inline(always)]
-    pub(crate) fn send_events(&mut self) {
-        while let Some(index) = self.dirty.pop() {
+    pub(super) fn send_events(&mut self) {
+        while let Some(index) = self.programs.dirty.pop() {
             if !self.send_events_of(index) {
-                self.ring_full.push(index);
+                self.programs.ring_full.push(index);
             }
         }
-        if !self.ring_full.is_empty() {
-            std::mem::swap(&mut self.dirty, &mut self.ring_full);
+        if !self.programs.ring_full.is_empty() {
+            std::mem::swap(&mut self.programs.dirty, &mut self.programs.ring_full);
         }
     }
 
     /// Sends the pending events of a connection. Returns whether all of them could be sent.
     #[inline(always)]
     fn send_events_of(&mut self, index: u32) -> bool {
-        let Some(slot) = self.slots[index as usize].as_mut() else { return true };
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return true };
         let Custody::Active(offloaded) = &mut slot.custody else { return true };
-        let Some(Some(session)) = self.sessions.get_mut(offloaded.session as usize) else { return true };
+        let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return true };
         let sent = session.send(slot.cid, &mut offloaded.pending);
         slot.dirty = sent.is_err();
         sent.is_ok()
@@ -175,7 +260,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 impl Session {
     /// Sends pending events, as far as the ring has room.
     #[inline(always)]
-    pub(crate) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
         self.unsignalled += u64::from(pending.received) + 1;
         let sent = send(&mut self.events, cid, pending);
         self.events.publish();

@@ -1,0 +1,88 @@
+//! The connections of a worker: their slots, their lookup and their time-outs.
+
+use super::Worker;
+use crate::custody::{Custody, Slot};
+use baton_abi::{Control, Message, Operation, RestoreCause};
+use baton_device::Device;
+use baton_tables::Lookup;
+use baton_tcp::{Events, Instant};
+use baton_wire::FlowKey;
+
+/// The timing wheel of the connections, with ticks of 128 microseconds.
+pub(super) type Wheel = baton_tables::Wheel<128>;
+
+/// The connections of a worker.
+pub(super) struct Connections {
+    pub slots: Vec<Option<Slot>>,
+    pub lookup: Lookup,
+    pub wheel: Wheel,
+    /// Number of occupied slots.
+    pub count: u64,
+    /// The slots whose tick has come; empty between two rounds.
+    pub expired: Vec<u32>,
+}
+
+impl Connections {
+    pub fn new(slots: usize, hash_key: [u64; 4], now: u64) -> Connections {
+        Connections {
+            slots: (0..slots).map(|_| None).collect(),
+            lookup: Lookup::new(slots, hash_key),
+            wheel: Wheel::new(now),
+            count: 0,
+            expired: Vec::new(),
+        }
+    }
+
+    /// The slot of a connection.
+    #[inline(always)]
+    pub fn find(&self, key: &FlowKey) -> Option<u32> {
+        self.lookup.find(key, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.key == *key))
+    }
+}
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Does what follows every change of a connection: enters its time-out into the wheel, lists it if it has events, and
+    /// notifies the agent.
+    #[inline]
+    pub(super) fn follow_up(&mut self, index: u32, events: Events) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let wanted = offloaded.tcp.next_timeout();
+        if wanted != Instant::NEVER && Wheel::tick_of(wanted.0) < slot.scheduled {
+            slot.scheduled = self.connections.wheel.enter(index, wanted.0);
+        }
+        if offloaded.pending.any() && !slot.dirty {
+            slot.dirty = true;
+            self.programs.dirty.push(index);
+        }
+        let wants_memory = offloaded.growth.has_request();
+        if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {
+            let cid = slot.cid;
+            if events.contains(Events::TIME_WAIT) {
+                self.send_to_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
+            } else {
+                self.send_to_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+            }
+        }
+        if wants_memory {
+            self.request_memory(index);
+        }
+    }
+
+    /// Runs the time-out of the connection in slot `index`, if its entry in the wheel is the one of `tick`.
+    pub(super) fn on_tick(&mut self, index: u32, tick: u64, now: Instant) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        if slot.scheduled != tick {
+            return;
+        }
+        slot.scheduled = u64::MAX;
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let mut events = Events::empty();
+        if offloaded.tcp.next_timeout() <= now {
+            events = offloaded.tcp.on_timeout(now);
+            offloaded.note_events(events);
+            self.output.send_all(offloaded, &self.counters, now);
+        }
+        self.follow_up(index, events);
+    }
+}

@@ -1,0 +1,269 @@
+//! The path of a frame: from the wire to its connection or to the kernel, and from the kernel to the wire.
+
+use super::Worker;
+use crate::custody::{Custody, Slot};
+use crate::fragments::{Fragment, Outcome};
+use crate::icmp;
+use baton_abi::layout::{Counter, nic, slot as at};
+use baton_abi::{Message, Operation, RestoreCause};
+use baton_device::{Checksum, Device};
+use baton_rss::From;
+use baton_tcp::seq::{at_or_before, before};
+use baton_tcp::{Events, Instant, Segment};
+use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
+use core::sync::atomic::Ordering;
+
+/// Smallest path MTU in bytes that an ICMP message can set, Linux's net.ipv4.route.min_pmtu.
+const MIN_PATH_MTU: u32 = 552;
+
+/// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
+const MAX_SACK_BLOCKS: usize = 3;
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Processes a batch of frames from the wire, unless the host device is busy. Returns whether there may be more to do.
+    #[inline]
+    pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
+        if !self.to_kernel.device.is_ready() {
+            return true;
+        }
+        for count in 0..self.settings.batch {
+            if !self.output.wire.receive(&mut self.frame) {
+                return count > 0;
+            }
+            self.on_wire_frame(now);
+        }
+        true
+    }
+
+    #[inline]
+    pub(super) fn poll_host(&mut self, now: Instant) -> bool {
+        for count in 0..self.settings.batch {
+            if !self.to_kernel.device.receive(&mut self.frame) {
+                return count > 0;
+            }
+            self.on_host_frame(now);
+        }
+        true
+    }
+
+    /// The lookup layer: gives the frame from the wire to its connection, or to the kernel.
+    #[inline]
+    pub(super) fn on_wire_frame(&mut self, now: Instant) {
+        self.counters.add(Counter::WireReceived, 1);
+        if !self.fast_path(now) {
+            self.on_wire_frame_slow(now);
+        }
+    }
+
+    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. False, and
+    /// nothing is done, for any other frame.
+    #[inline(always)]
+    fn fast_path(&mut self, now: Instant) -> bool {
+        let bytes = self.frame.bytes();
+        let verified = self.frame.checksum != Checksum::Unknown;
+        let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared below.
+        let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        if slot.key != key || !verified && !plain.checksum_holds(key, bytes) {
+            return false;
+        }
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
+        let offloaded = &mut **offloaded;
+        let memory = &offloaded.receive;
+        let predicted = offloaded.tcp.predict(&plain, now, |seq| memory.write(seq, payload));
+        let Some(predicted) = predicted else { return false };
+        self.counters.add(Counter::Segments, 1);
+        if predicted.acked > 0 || predicted.events != Events::empty() {
+            offloaded.note_acknowledged(predicted.acked, predicted.events);
+        }
+        if !payload.is_empty() {
+            offloaded.note_delivered(plain.seq, plain.length);
+        }
+        match predicted.acknowledgement {
+            Some(acknowledgement) => self.output.acknowledge(offloaded, &acknowledgement, &self.counters, now),
+            None => self.output.send_all(offloaded, &self.counters, now),
+        }
+        if !slot.dirty && offloaded.pending.any() {
+            slot.dirty = true;
+            self.programs.dirty.push(index);
+        }
+        if !offloaded.tcp.no_timer() || predicted.events != Events::empty() {
+            self.follow_up(index, predicted.events);
+        }
+        true
+    }
+
+    /// The path of all other frames from the wire.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn on_wire_frame_slow(&mut self, now: Instant) {
+        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow))
+        {
+            if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
+                self.counters.add(Counter::BadChecksum, 1);
+                return;
+            }
+            self.on_segment(slot, &parsed, now);
+            return;
+        }
+        if !self.take_fragment(now) {
+            self.deliver_to_kernel(now);
+        }
+    }
+
+    /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an offloaded
+    /// connection's path MTU are used here, too.
+    pub(super) fn deliver_to_kernel(&mut self, now: Instant) {
+        if self.connections.count > 0
+            && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
+        {
+            self.on_too_big(&flow, seq, mtu, now);
+        }
+        if !self.settings.beside {
+            self.acknowledge_for_kernel(now);
+            self.to_kernel.receive(&mut self.frame, &self.counters, now.0);
+            self.due = self.due.min(self.to_kernel.delivery.due());
+        }
+    }
+
+    /// Sends a frame to the kernel without delay.
+    fn send_to_host(&mut self) {
+        if !self.settings.beside {
+            self.to_kernel.transmit(&mut self.frame, &self.counters);
+        }
+    }
+
+    /// Processes a segment of the connection in slot `index`.
+    fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        match &mut slot.custody {
+            Custody::Active(offloaded) => {
+                self.counters.add(Counter::Segments, 1);
+                let segment = Segment::from(parsed);
+                if let Some(cause) = needs_kernel(&segment, &offloaded.tcp) {
+                    // One request is enough; the peer sends again what is not answered.
+                    let first = slot.held.is_empty();
+                    slot.held.push(parsed, &self.frame);
+                    let cid = slot.cid;
+                    if first {
+                        self.send_to_agent(Message::new(Operation::OsRestore, cid, cause as u32, 0));
+                    }
+                    return;
+                }
+                if segment.length > 0 && before(offloaded.tcp.rcv_nxt(), segment.seq) {
+                    self.counters.add(Counter::Disordered, 1);
+                }
+                let received = offloaded.tcp.input(&segment, now);
+                if received.place > 0 {
+                    let payload = &parsed.payload(self.frame.bytes())[received.skip as usize..][..received.place as usize];
+                    offloaded.receive.write(received.place_seq, payload);
+                }
+                offloaded.note(&received);
+                self.output.send_all(offloaded, &self.counters, now);
+                self.follow_up(index, received.events);
+            }
+            Custody::Mirrored => {
+                slot.held.push(parsed, &self.frame);
+                self.send_to_host();
+            }
+            Custody::Held | Custody::Leaving(_) => {
+                if self.settings.drop_during_moves || !slot.held.push(parsed, &self.frame) {
+                    self.counters.add(Counter::Dropped, 1);
+                }
+            }
+        }
+    }
+
+    /// Processes a frame from the kernel: drops it if the NIC owns its connection, else sends it to the wire.
+    #[inline(never)]
+    pub(super) fn on_host_frame(&mut self, now: Instant) {
+        self.counters.add(Counter::HostReceived, 1);
+        if self.connections.count > 0
+            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Some(index) = self.connections.find(&FlowKey::from(&parsed.flow.reversed()))
+            && let Some(slot) = self.connections.slots[index as usize].as_mut()
+        {
+            if !matches!(slot.custody, Custody::Mirrored) {
+                self.counters.add(Counter::Silenced, 1);
+                return;
+            }
+            let covered = mirror_covers(slot, &parsed);
+            let word = self.nic_memory.word32(nic::slot(index) + at::COVERED);
+            word.store(u32::from(covered), Ordering::Release);
+        }
+        if !self.settings.beside {
+            self.raise_kernel_acknowledgement(now);
+            self.output.forward(&mut self.frame, &self.counters);
+        }
+    }
+
+    /// Lowers a connection's path MTU as an ICMP message says.
+    fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {
+        let Some(index) = self.connections.find(&FlowKey::from(flow)) else { return };
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        if let Custody::Active(offloaded) = &mut slot.custody {
+            // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
+            let tcp = &mut offloaded.tcp;
+            let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
+            if plausible && mtu >= MIN_PATH_MTU && mtu < offloaded.image.mtu {
+                offloaded.image.mtu = mtu;
+                tcp.on_mtu_change(mtu, now);
+                self.output.send_all(offloaded, &self.counters, now);
+                self.follow_up(index, Events::empty());
+            }
+        }
+    }
+
+    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is processed
+    /// as any frame, whichever connection it belongs to. False if the frame is no fragment.
+    pub(super) fn take_fragment(&mut self, now: Instant) -> bool {
+        let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
+        if connections == 0 {
+            return false;
+        }
+        let Some(fragment) = Fragment::parse(self.frame.bytes()) else { return false };
+        let mut given_up = Vec::new();
+        let mut fragments = std::mem::take(&mut self.fragments);
+        let outcome = fragments.take(&mut self.frame, fragment, now, |frame| given_up.push(frame));
+        self.fragments = fragments;
+        if outcome == Outcome::Whole {
+            if self.crossbar.is_some() {
+                self.dispatch_frame(From::Wire, now);
+            } else {
+                self.on_wire_frame_slow(now);
+            }
+        }
+        for frame in given_up {
+            // The kernel may still receive the missing fragments.
+            self.frame.copy_from(&frame);
+            self.deliver_to_kernel(now);
+        }
+        true
+    }
+}
+
+/// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel gets the
+/// segment. The kernel knows best what a reset means to the program and its socket. The NIC has no urgent data: a segment that
+/// announces some goes to the kernel before any of its bytes is accepted.
+pub(super) fn needs_kernel(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
+    if segment.flags.contains(Flags::RST) {
+        return (segment.seq == tcp.rcv_nxt()).then_some(RestoreCause::Reset);
+    }
+    let current = at_or_before(tcp.rcv_nxt(), segment.end()) && at_or_before(segment.seq, tcp.rcv_adv());
+    (segment.flags.contains(Flags::URG) && current).then_some(RestoreCause::Urgent)
+}
+
+/// Whether the mirrored frames cover everything that the kernel holds out of order, judged by an acknowledgement of the kernel's:
+/// it reports no SACK block, or fewer than a header has room for, so that these are all, and the frames cover them.
+fn mirror_covers(slot: &mut Slot, parsed: &TcpFrame) -> bool {
+    if !parsed.flags.contains(Flags::ACK) {
+        return false;
+    }
+    slot.held.acknowledged(parsed.ack);
+    let blocks = parsed.options.sack.as_slice();
+    let held = &slot.held;
+    let beyond = || blocks.iter().filter(|block| before(parsed.ack, block.1));
+    !held.overflowed && beyond().count() < MAX_SACK_BLOCKS && beyond().all(|block| held.covers(block.0, block.1))
+}
