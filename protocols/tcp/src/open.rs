@@ -121,7 +121,8 @@ impl Connection {
         let has_ack = segment.flags.contains(Flags::ACK);
         let acceptable = has_ack && before(self.send.una, segment.ack) && at_or_before(segment.ack, self.send.nxt);
         // An echo of what this end never said is of another connection (Linux checks it like the acknowledgement).
-        let echo = segment.options.timestamps.map(|(_, echo)| echo).filter(|echo| has_ack && self.config.timestamps && *echo != 0);
+        let echo =
+            segment.options.timestamps.map(|(_, echo)| echo).filter(|echo| has_ack && self.config.timestamps && *echo != 0);
         let foreign = echo.is_some_and(|echo| before(echo, self.opening.first_ts) || before(self.ts_now(now), echo));
         if has_ack && (!acceptable || foreign) {
             if !segment.flags.contains(Flags::RST) {
@@ -154,11 +155,8 @@ impl Connection {
         received.events = Events::ESTABLISHED;
         received.acked = freed;
         if segment.length > 0 || segment.flags.contains(Flags::FIN) {
-            let behind_syn = Segment {
-                seq: segment.seq.wrapping_add(1),
-                flags: Flags(segment.flags.0 & !Flags::SYN.0),
-                ..*segment
-            };
+            let behind_syn =
+                Segment { seq: segment.seq.wrapping_add(1), flags: Flags(segment.flags.0 & !Flags::SYN.0), ..*segment };
             self.receive.adv = self.receive.nxt.wrapping_add(self.receive.capacity.min(65535));
             self.take_payload(&behind_syn, now, &mut received);
         }
@@ -171,9 +169,8 @@ impl Connection {
         self.due |= Due::ACK;
         self.opening.resend = true;
         let mut received = Received::default();
-        let completes = segment.flags.contains(Flags::ACK)
-            && before(self.send.una, segment.ack)
-            && at_or_before(segment.ack, self.send.nxt);
+        let completes =
+            segment.flags.contains(Flags::ACK) && before(self.send.una, segment.ack) && at_or_before(segment.ack, self.send.nxt);
         if completes {
             received.acked = self.acknowledge_syn(segment, now);
             self.report_duplicate(segment.seq, segment.seq.wrapping_add(1));

@@ -102,7 +102,12 @@ impl Adapter {
         }
     }
 
-    fn wait<'a>(&'a self, mut turn: MutexGuard<'a, Turn>, registered: &mut Option<u64>, deadline: Option<u64>) -> MutexGuard<'a, Turn> {
+    fn wait<'a>(
+        &'a self,
+        mut turn: MutexGuard<'a, Turn>,
+        registered: &mut Option<u64>,
+        deadline: Option<u64>,
+    ) -> MutexGuard<'a, Turn> {
         match *registered {
             Some(_) => self.answer(&mut turn),
             None => {

@@ -99,7 +99,8 @@ impl World {
     pub fn consider_fast_open(&mut self, listener: SocketId, child: SocketId, tcp: &TcpIn<'_>) {
         let sysctl = self.sysctls.fastopen;
         let options = &self.sockets[&listener].options;
-        let keys = if options.fastopen_keys.is_empty() { self.sysctls.fastopen_keys.clone() } else { options.fastopen_keys.clone() };
+        let keys =
+            if options.fastopen_keys.is_empty() { self.sysctls.fastopen_keys.clone() } else { options.fastopen_keys.clone() };
         let (queue, no_cookie) = (options.fastopen_queue, options.fastopen_no_cookie || sysctl & SERVER_NO_COOKIE != 0);
         let pending = self.sockets.values().filter_map(|socket| socket.stream());
         let pending = pending.filter(|stream| stream.parent == Some(listener) && stream.tcp.is_fast_open()).count();
@@ -111,7 +112,8 @@ impl World {
             return self.take_syn_data(child, tcp, None);
         }
         let Some(option) = &tcp.cookie else { return };
-        let answer = keys.first().map(|key| CookieOption { cookie: cookie_for_client(key, tcp), experimental: option.experimental });
+        let answer =
+            keys.first().map(|key| CookieOption { cookie: cookie_for_client(key, tcp), experimental: option.experimental });
         let matching = keys.iter().position(|key| cookie_for_client(key, tcp) == option.cookie);
         match matching {
             // A cookie of the second key is good, and the client is told the first key's.
@@ -276,9 +278,7 @@ impl World {
         let Some(socket) = self.sockets.get_mut(&id) else { return Attempt::Done(Err(libc::EBADF)) };
         match socket.stream().map(|stream| stream.tcp.state()) {
             Some(baton_tcp::State::SynSent | baton_tcp::State::SynReceived) => Attempt::Blocked(None),
-            Some(baton_tcp::State::Closed) | None => {
-                Attempt::Done(Err(socket.take_error().err().unwrap_or(libc::EPIPE)))
-            }
+            Some(baton_tcp::State::Closed) | None => Attempt::Done(Err(socket.take_error().err().unwrap_or(libc::EPIPE))),
             _ if *done == bytes.len() => Attempt::Done(Ok(*done)),
             _ => self.write(fd, bytes, flags & !libc::MSG_FASTOPEN, done, since),
         }

@@ -11,7 +11,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// `struct packetdrill_interface`: what the functions get as their first argument, and the functions.
 #[repr(C)]
-#[allow(missing_docs, reason = "each field is the system call of its name; the two of the device and the clock are described below")]
+#[allow(
+    missing_docs,
+    reason = "each field is the system call of its name; the two of the device and the clock are described below"
+)]
 pub struct Interface {
     pub userdata: *mut c_void,
     pub free: unsafe extern "C" fn(*mut c_void),
@@ -23,8 +26,7 @@ pub struct Interface {
     pub read: unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, size_t) -> ssize_t,
     pub readv: unsafe extern "C" fn(*mut c_void, c_int, *const iovec, c_int) -> ssize_t,
     pub recv: unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, size_t, c_int) -> ssize_t,
-    pub recvfrom:
-        unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t,
+    pub recvfrom: unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t,
     pub recvmsg: unsafe extern "C" fn(*mut c_void, c_int, *mut msghdr, c_int) -> ssize_t,
     pub write: unsafe extern "C" fn(*mut c_void, c_int, *const c_void, size_t) -> ssize_t,
     pub writev: unsafe extern "C" fn(*mut c_void, c_int, *const iovec, c_int) -> ssize_t,
@@ -255,7 +257,13 @@ impl Adapter {
 ///
 /// # Safety
 /// As for `getsockopt`.
-pub unsafe fn answer_getsockopt(fd: c_int, level: c_int, name: c_int, value: *mut c_void, length: *mut socklen_t) -> Option<c_int> {
+pub unsafe fn answer_getsockopt(
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    length: *mut socklen_t,
+) -> Option<c_int> {
     let adapter = CURRENT.lock().unwrap_or_else(PoisonError::into_inner).upgrade()?;
     if !adapter.lock().world.descriptors.contains_key(&fd) {
         return None;
@@ -608,7 +616,13 @@ unsafe extern "C" fn epoll_create(userdata: *mut c_void, size: c_int) -> c_int {
     result(unsafe { adapter(userdata) }.now(|world| world.epoll_create(size)).map(|fd| fd as usize)) as c_int
 }
 
-unsafe extern "C" fn epoll_ctl(userdata: *mut c_void, set: c_int, operation: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int {
+unsafe extern "C" fn epoll_ctl(
+    userdata: *mut c_void,
+    set: c_int,
+    operation: c_int,
+    fd: c_int,
+    event: *mut libc::epoll_event,
+) -> c_int {
     // SAFETY: null, or valid by the table's contract.
     let (events, data) = if event.is_null() { (0, 0) } else { unsafe { ((*event).events, (*event).u64) } };
     // SAFETY: the table's contract.

@@ -2,8 +2,8 @@
 
 use crate::errors::Answer;
 use crate::socket::{Kind, Socket};
-use crate::world::World;
 use crate::stream::Chrono;
+use crate::world::World;
 use baton_tcp::{Info, State};
 
 /// Options that Linux has and the `libc` crate does not name.
@@ -338,4 +338,3 @@ impl Layout {
         self.0
     }
 }
-

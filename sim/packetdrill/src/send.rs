@@ -259,7 +259,9 @@ impl Socket {
     pub fn room(&self, lowat: u32) -> u32 {
         let Some(stream) = self.stream() else { return 0 };
         match stream.tail_room() {
-            0 if stream.queue_cost() < self.options.send_buffer && stream.unsent() < self.notsent_limit(lowat) => stream.fresh_room(),
+            0 if stream.queue_cost() < self.options.send_buffer && stream.unsent() < self.notsent_limit(lowat) => {
+                stream.fresh_room()
+            }
             room => room,
         }
     }

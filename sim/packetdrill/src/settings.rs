@@ -125,7 +125,8 @@ impl Sysctls {
     /// Reads those of the namespace.
     pub fn read() -> Sysctls {
         let d = Sysctls::default();
-        let keys: Vec<_> = text("tcp_fastopen_key").iter().flat_map(|text| text.trim().split(',').map(parse_key)).flatten().collect();
+        let keys: Vec<_> =
+            text("tcp_fastopen_key").iter().flat_map(|text| text.trim().split(',').map(parse_key)).flatten().collect();
         Sysctls {
             rmem: three("tcp_rmem", d.rmem),
             wmem: three("tcp_wmem", d.wmem),
@@ -140,11 +141,7 @@ impl Sysctls {
             min_tso_segments: number("tcp_min_tso_segs", 2),
             notsent_lowat: number("tcp_notsent_lowat", u32::MAX),
             slow_start_after_idle: number("tcp_slow_start_after_idle", 1) != 0,
-            keepalive: [
-                number("tcp_keepalive_time", 7200),
-                number("tcp_keepalive_intvl", 75),
-                number("tcp_keepalive_probes", 9),
-            ],
+            keepalive: [number("tcp_keepalive_time", 7200), number("tcp_keepalive_intvl", 75), number("tcp_keepalive_probes", 9)],
             fin_timeout: number("tcp_fin_timeout", 60),
         }
     }

@@ -1,10 +1,10 @@
 //! The world of one script: its clock, its sockets, and the packets that leave.
 
+use crate::epoll::Set;
+use crate::fastopen::Cache;
 use crate::packet::{self, CookieOption};
 use crate::settings::{Flags, Sysctls};
 use crate::socket::{Kind, Options, Socket, SocketId};
-use crate::epoll::Set;
-use crate::fastopen::Cache;
 use baton_tcp::segment::Transmit;
 use baton_tcp::{Instant, State};
 use baton_wire::Flow;
