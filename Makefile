@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak programs restarts suites numa bench clean
+.PHONY: demo test build lint dependencies soak programs restarts suites numa bench packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -74,6 +74,14 @@ bench: build
 	$(BATON) bench moderation --json
 	$(BATON) bench rss --json
 	$(BATON) bench tail --json
+
+# The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
+# PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.
+packetdrill-adapter:
+	$(CARGO) build --release --locked -p baton-packetdrill
+
+packetdrill: packetdrill-adapter
+	tests/packetdrill/run.py $(SCRIPTS) $(ARGUMENTS)
 
 clean:
 	$(CARGO) clean

@@ -44,8 +44,9 @@ def command(options, path):
     """packetdrill in a namespace of its own."""
     unshare = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-Urn"]
     setup = [] if options.kernel else ["sh", "-c", NAMESPACE, "sh"]
-    own = [line.split("=")[0] for line in path.read_text(errors="replace").splitlines() if line.startswith("--")]
-    # An option of the script's own counts; packetdrill would let the command line win.
+    own = [line.split("=") for line in path.read_text(errors="replace").splitlines() if line.startswith("--")]
+    # An option of the script's own counts, unless it is an address of the other family; packetdrill would let the command line win.
+    own = [option[0] for option in own if not (options.ip == "ipv6" and option[0].endswith("_ip") and ":" not in option[-1])]
     arguments = [argument for argument in ARGUMENTS[options.ip] if argument.split("=")[0] not in own]
     line = [*unshare, *setup, options.packetdrill, *arguments]
     if not options.kernel:

@@ -275,6 +275,17 @@ impl Connection {
         self.send.mss = room.min(mss).saturating_sub(options).max(36);
     }
 
+    /// Limits the segments that are sent to `bytes` (TCP_MAXSEG), 0 for what the path MTU allows.
+    pub fn set_max_segment(&mut self, bytes: u32) {
+        self.config.max_segment = bytes;
+        self.set_mtu(self.config.mtu);
+    }
+
+    /// What [`Connection::set_max_segment`] or the configuration set.
+    pub fn max_segment(&self) -> u32 {
+        self.config.max_segment
+    }
+
     /// The state.
     #[inline]
     pub fn state(&self) -> State {

@@ -99,6 +99,7 @@ impl Connection {
         connection.recovery.high_seq = image.snd_una;
         connection.recovery.reordering_seen = image.reordering_seen;
         connection.adopt_in_flight(now);
+        connection.note_usage(connection.scoreboard.len() >= image.cwnd);
         connection.rearm_send_timer(now);
         connection.probe_what_was_adopted(now);
         connection.start_keepalive(now);

@@ -1,7 +1,7 @@
 //! Moves through the connection image: before every N-th event each connection ends in an image and is made anew from it.
 
 use crate::socket::Socket;
-use crate::stream::Stream;
+use crate::stream::{FIRST_WINDOW, Stream};
 use crate::world::World;
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::{Connection, Instant};
@@ -37,6 +37,10 @@ impl Stream {
         let Ok(image) = Image::decode(&bytes[..length]) else { return };
         let memory = self.tcp.receive_memory();
         self.moved = true;
+        let segment = self.tcp.max_segment();
         self.tcp = Connection::from_image(&image, memory, now);
+        // What the host has set is not in an image: it sets it anew.
+        self.tcp.limit_window(FIRST_WINDOW);
+        self.tcp.set_max_segment(segment);
     }
 }

@@ -213,9 +213,9 @@ impl Socket {
         data.extend([error.origin, 0, error.code, 0]);
         data.extend(error.info.to_ne_bytes());
         data.extend(error.data.to_ne_bytes());
-        // The address of the offender: none.
-        data.extend([0; 16]);
         let v4 = self.domain == libc::AF_INET;
+        // The address of the offender: none, in the family's size.
+        data.resize(data.len() + if v4 { 16 } else { 28 }, 0);
         let level = if v4 { (libc::SOL_IP, libc::IP_RECVERR) } else { (libc::SOL_IPV6, libc::IPV6_RECVERR) };
         message.control.push((level.0, level.1, data));
         Ok(message)

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 const RECEIVE_MEMORY: usize = 1 << 24;
 
 /// Largest window in bytes: Linux begins with it and lets it grow with what comes.
-const FIRST_WINDOW: u32 = 65_535;
+pub const FIRST_WINDOW: u32 = 65_535;
 
 /// A write whose completion its program wants to hear of.
 #[derive(Clone, Debug)]
@@ -79,8 +79,8 @@ pub struct Stream {
     pub parent: Option<SocketId>,
     /// It was put into its listener's queue.
     pub queued: bool,
-    /// The last segment that left: what follows it, its acknowledgement and its window.
-    pub last_sent: (u32, u32, u16),
+    /// The last segment that left: what follows it, its acknowledgement and its window, none for a SYN's, which is not scaled.
+    last_sent: (u32, u32, Option<u16>),
     /// The connection has just moved: the acknowledgement that goes with it has not left yet.
     pub moved: bool,
     /// As a client: the handshake is over.
@@ -128,7 +128,7 @@ impl Stream {
             flow,
             parent: None,
             queued: false,
-            last_sent: (0, 0, 0),
+            last_sent: (0, 0, None),
             moved: false,
             established: false,
             connect_reported: false,
@@ -229,13 +229,14 @@ impl Stream {
     /// Whether a segment is the acknowledgement that every move sends, and says nothing that the peer has not heard: it is not put on the
     /// wire, where scripts could not tell when a move took place.
     pub fn repeats_itself(&mut self, transmit: &Transmit) -> bool {
-        let end = transmit.seq.wrapping_add(transmit.length);
-        let last = std::mem::replace(&mut self.last_sent, (end, transmit.ack, transmit.window));
+        let (syn, fin) = (transmit.flags.contains(Flags::SYN), transmit.flags.contains(Flags::FIN));
+        let end = transmit.seq.wrapping_add(transmit.length + u32::from(syn) + u32::from(fin));
+        let window = (!syn).then_some(transmit.window);
+        let last = std::mem::replace(&mut self.last_sent, (end, transmit.ack, window));
         let bare = transmit.length == 0 && transmit.flags == Flags::ACK && transmit.options.sack.is_empty();
-        // The window may only seem to have closed: an image tells its edge.
-        bare && std::mem::take(&mut self.moved)
-            && (last.0, last.1) == (end, transmit.ack)
-            && last.2.abs_diff(transmit.window) <= 1
+        // The edge may lie within a unit of the window's scale.
+        let same = last.2.is_none_or(|last| last.abs_diff(transmit.window) <= 1);
+        bare && std::mem::take(&mut self.moved) && (last.0, last.1) == (end, transmit.ack) && same
     }
 
     /// Takes PSH off a single segment whose last byte is not the last of a write that asked for it.
