@@ -3,24 +3,23 @@
 use crate::adoption::Legacy;
 use crate::cgroups::Cgroups;
 use crate::changes::Watched;
-use crate::connection::{Asker, Block, Connection, Leaving, Stage};
+use crate::chaos::Chaos;
+use crate::connection::{Asker, Block, Connection, Stage};
 use crate::devices::Devices;
 use crate::flips::Schedule;
-use crate::forth;
 use crate::ground::{Ground, Shape};
 use crate::group::{Group, Groups};
-use crate::grow;
 use crate::guards::Guards;
 use crate::journal;
 use crate::kept::Kept;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
-use crate::recovery::read_record;
+use crate::record::read_record;
+use crate::refusals::refusal;
 use crate::session::{DEAF, OpenSession, Sent, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
-use crate::step::Chaos;
 use crate::texts::shortened;
 use crate::users::Users;
 use anyhow::{Context, Result};
@@ -31,10 +30,11 @@ use baton_control::Descriptor;
 use baton_kernel::bell::SessionBell;
 use baton_kernel::control::{Channel, Listener};
 use baton_kernel::events::{Doorbell, Poller, Trigger, monotonic_micros};
-use baton_kernel::examine::{self, Stay};
+use baton_kernel::examine;
 use baton_kernel::netlink::Netlink;
 use baton_kernel::tcp_info::TcpInfo;
-use baton_kernel::{diagnosis, files, interface, netlink, process, rtnetlink, shell, socket};
+use baton_kernel::{diagnosis, files, interface, netlink, process, rtnetlink, socket};
+use baton_moves::{Event, Refusal};
 use baton_offloads::Offloads;
 use baton_ring::Region;
 use baton_steering::Steering;
@@ -331,16 +331,16 @@ impl Agent {
     }
 
     /// Refuses what would leave this process too few descriptors.
-    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Stay> {
+    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
         if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
             Ok(())
         } else {
-            Err(Stay::NoDescriptors(self.descriptors))
+            Err(Refusal::NoDescriptors(self.descriptors))
         }
     }
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
-        self.has_room_for(channel.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
+        self.has_room_for(channel.as_fd(), 0).map_err(anyhow::Error::new)?;
         let number = self.sessions.vacant();
         let session = Session::new(channel)?;
         if let Err(why) = self.users.connects(session.user) {
@@ -460,7 +460,9 @@ impl Agent {
             Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
             Ask::Lend { .. } => failed("nobody asked for it".into()),
             Ask::Closed { .. } if !self.is_attacher(number) => failed("only an attacher says so".into()),
-            Ask::Closed { connection, abort } => Some((self.close_attached(number, connection, abort), Vec::new())),
+            Ask::Closed { connection, abort } => {
+                self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
+            }
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
             Ask::MoveAny { session, connection, to } => {
                 let attached = self.is_attacher(session);
@@ -579,20 +581,21 @@ impl Agent {
     /// Memory and doorbells of a session, which the NIC knows.
     fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
         let (open, theirs) = OpenSession::new(bytes)?;
-        self.has_room_for(open.bell.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
+        self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
         self.nic.attach(number, &open.memory, &open.bell)?;
         Ok((open, theirs))
     }
 
     fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
-        let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
-        if let Err(stay) = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and_then(|()| examine::examine(fd.as_fd())) {
+        let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
+        let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS);
+        if let Err(stay) = examined.and_then(|()| examine::examine(fd.as_fd()).map(|_| ()).map_err(refusal)) {
             return stays(stay);
         }
         let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
-            return stays(Stay::NotTcp);
+            return stays(Refusal::NotTcp);
         };
-        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Stay::NoRoom) };
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
         let flow = Flow { local: local.into(), remote: peer.into() };
         // Asked again, since the agent that was asked first has died: one connection has one entry.
@@ -601,7 +604,7 @@ impl Agent {
         }
         let place = session.connections.vacant();
         if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
-            return stays(Stay::NoRoom);
+            return stays(Refusal::NoRoom);
         }
         let block = Block::new(open.memory.clone(), place);
         block.store(block::BUSY, 0);
@@ -650,8 +653,10 @@ impl Agent {
     }
 
     fn detail_of(&self, connection: &Connection) -> Option<Detail> {
-        let Stage::Nic(on_nic) = &connection.stage else { return kernel_detail(connection, &self.diagnosis) };
-        let record = read_record(&self.hardware.memory, nic::slot(on_nic.cid.slot()))?;
+        let (Some(cid), Some(on_nic)) = (connection.cid, &connection.on_nic) else {
+            return kernel_detail(connection, &self.diagnosis);
+        };
+        let record = read_record(&self.hardware.memory, nic::slot(cid.slot()))?;
         Some(Detail {
             state: record.state,
             srtt: record.srtt,
@@ -684,25 +689,20 @@ impl Agent {
     }
 
     pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
-        let Some((mut ground, entry)) = self.split(session) else {
+        if self.sessions.get(session as usize).is_none_or(Option::is_none) {
             return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
-        };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else {
+        }
+        let Some(connection) = self.connection(session, number) else {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
         };
         connection.wanted = to == Place::Nic;
-        let key = (session, number, connection.serial);
-        let put_off = connection.is_put_off() && !connection.stays;
-        match (&mut connection.stage, to) {
-            (Stage::Kernel, Place::Kernel) | (Stage::Nic(_), Place::Nic) => return Some((Reply::Done, Vec::new())),
+        match (connection.stage(), to) {
+            (Stage::Kernel, Place::Kernel) | (Stage::Nic, Place::Nic) => return Some((Reply::Done, Vec::new())),
             (Stage::Ended, _) => {
-                return Some((Reply::Stayed { reason: "it has ended".into(), transient: false }, Vec::new()));
+                return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
             }
-            (Stage::Mirroring { askers, .. }, Place::Nic) => askers.push(asker),
-            (Stage::Kernel, Place::Nic) if put_off => {
-                self.conclude(session, number, Err(Stay::Busy), vec![asker]);
-            }
-            (Stage::Mirroring { .. }, Place::Kernel) => {
+            (Stage::Offloading, Place::Nic) => connection.waiting.askers.push(asker),
+            (Stage::Offloading, Place::Kernel) => {
                 self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
             }
@@ -710,17 +710,14 @@ impl Agent {
                 let reason = format!("it stays in the kernel: {}", connection.reason);
                 return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
             }
-            (Stage::Kernel, Place::Nic) => match forth::begin(&mut ground, connection, vec![asker]) {
-                Ok(()) => self.begun(key),
-                Err(stay) => self.conclude(session, number, Err(stay), vec![asker]),
-            },
-            (Stage::Nic(_), Place::Kernel) => self.move_back(session, number, vec![asker]),
+            (Stage::Kernel, Place::Nic) => self.begin_offload(session, number, Some(asker)),
+            (Stage::Nic, Place::Kernel) => self.begin_restore(session, number, Some(asker)),
         }
         None
     }
 
     /// Counts a move and answers those who asked for it.
-    pub(crate) fn conclude(&mut self, session: u32, number: u32, result: Result<(), Stay>, askers: Vec<Asker>) {
+    pub(crate) fn note_end(&mut self, session: u32, number: u32, result: Result<(), Refusal>, askers: Vec<Asker>) {
         let reply = match &result {
             Ok(()) => {
                 self.statistics.moves += 1;
@@ -729,15 +726,10 @@ impl Agent {
                 }
                 Reply::Done
             }
-            Err(stay) => {
-                let transient = matches!(
-                    stay,
-                    Stay::OutOfOrder | Stay::Acknowledged | Stay::Busy | Stay::NoNeighbour | Stay::NoRoom | Stay::NicGone
-                );
-                if transient {
-                    self.statistics.deferred += 1;
-                }
-                Reply::Stayed { reason: stay.to_string(), transient }
+            Err(refusal) => {
+                let transient = refusal.is_transient();
+                self.statistics.deferred += u64::from(transient);
+                Reply::Stayed { reason: refusal.to_string(), transient }
             }
         };
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
@@ -746,19 +738,15 @@ impl Agent {
             let group = self.groups.get(session.opening.group);
             match &result {
                 Ok(()) => {
-                    connection.note_stuck(false);
                     connection.made += 1;
                     connection.since = monotonic_micros();
                     let usual = if askers.is_empty() { "at random" } else { "asked to" };
                     connection.reason = connection.must_return.take().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
-                Err(stay) => {
-                    if matches!(stay, Stay::Busy) && !connection.is_put_off() {
-                        connection.note_stuck(true);
-                    }
-                    connection.reason = stay.to_string();
-                    group.into_iter().for_each(|group| group.stayed(stay));
+                Err(refusal) => {
+                    connection.reason = refusal.to_string();
+                    group.into_iter().for_each(|group| group.stayed(refusal));
                 }
             }
         }
@@ -767,9 +755,26 @@ impl Agent {
         }
     }
 
+    /// A connection whose NIC or agent had died is in the kernel, or lost. Who waited for it to go there is answered.
+    pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
+        if let Some(connection) = self.connection(session, number) {
+            connection.reason = "the NIC died".into();
+        }
+        if lost {
+            self.statistics.lost += 1;
+            let name = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |entry| entry.opening.group);
+            self.groups.get(name).into_iter().for_each(|group| group.report.resets += 1);
+        } else {
+            self.statistics.recovered += 1;
+        }
+        if awaited || !askers.is_empty() {
+            self.note_end(session, number, Ok(()), askers);
+        }
+    }
+
     /// A connection is the program's alone again.
     pub(crate) fn finish_forgetting(&mut self, session: u32, number: u32) -> Reply {
-        self.give_up(session, number, false);
+        self.give_up(session, number);
         let Some(connection) = self.take(session, number) else {
             // Forgotten already, at the request of somebody whose answer was lost.
             return Reply::Done;
@@ -785,7 +790,10 @@ impl Agent {
     /// from the block, which is as it was.
     fn let_go(&mut self, session: u32, number: u32) {
         let ended = self.has_ended(session, number);
-        self.give_up(session, number, true);
+        if let Some(connection) = self.connection(session, number) {
+            connection.outlives_agent = true;
+        }
+        self.give_up(session, number);
         if let Some(connection) = self.take(session, number)
             && !ended
             && !connection.given_up
@@ -818,8 +826,13 @@ impl Agent {
                     self.return_soon(session, number, "urgent data from its peer");
                 }
                 (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
-                (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
-                (Operation::OsControl, Some(Control::Grow)) => self.grow(session, number, message.address, message.length),
+                (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
+                (Operation::OsControl, Some(Control::Grow)) => {
+                    if let Some(connection) = self.connection(session, number) {
+                        connection.wants = (message.address, message.length);
+                    }
+                    self.drive(session, number, Event::Grow);
+                }
                 _ => {}
             }
         }
@@ -827,51 +840,9 @@ impl Agent {
 
     /// The connection on the NIC with this name: its slot says whose it was when it was handed off.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
-        let (session, number) = forth::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
+        let (session, number) = journal::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
         let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
-        (found.cid() == Some(cid)).then_some((session, number))
-    }
-
-    /// A connection on the NIC could use more memory.
-    fn grow(&mut self, session: u32, number: u32, receive: u32, send: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
-            return;
-        };
-        if grow::grow(&mut ground, open, connection, receive, send).is_err() {
-            // Whatever it was, the next NIC's start brings the connection back; it is noticed at the end of this round.
-            self.nic.end();
-        }
-    }
-
-    /// A connection has ended on the NIC: its slot is free, its memory stays until the program has read what is in it.
-    fn end_connection(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Stage::Nic(on_nic) = &mut connection.stage else { return };
-        let cid = on_nic.cid;
-        let leaving = on_nic.leaving.take();
-        if leaving.is_some() {
-            // It does not go back any more: its program is to see the end.
-            connection.block.set_owner(Owner::Nic);
-        }
-        ground.cancel(cid, &connection.flow, false);
-        journal::clear(ground.nic_memory, cid);
-        ground.nic.give_slot(cid);
-        let _ = match &connection.fd {
-            Some(fd) => shell::end(fd.as_fd()),
-            None => diagnosis::destroy(ground.diagnosis, &connection.flow),
-        };
-        let ended = std::mem::replace(&mut connection.stage, Stage::Ended);
-        if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
-            open.ended.insert(number, on_nic.memory);
-        }
-        if let Some(Leaving { askers, then, .. }) = leaving {
-            for (asker, tag) in askers {
-                self.answer(asker, tag, Reply::Stayed { reason: "it has ended".into(), transient: false }, &[]);
-            }
-            self.go_on(session, number, then, true);
-        }
+        (found.cid == Some(cid)).then_some((session, number))
     }
 
     /// A program is gone: its connections are the kernel's, which closes them as it would have.
