@@ -32,6 +32,8 @@ pub(crate) struct Performer<'a> {
     pub step: Step,
     /// How the move has ended, if it has.
     pub concluded: Option<Conclusion>,
+    /// What was refused last, and why.
+    refused: Option<(Action, Refusal)>,
     fd: Option<BorrowedFd<'a>>,
     region: &'a Region,
     way: Option<Way>,
@@ -63,6 +65,7 @@ impl<'a> Performer<'a> {
             connection,
             step,
             concluded: None,
+            refused: None,
             fd,
             region,
             way: None,
@@ -231,6 +234,9 @@ impl World for Performer<'_> {
                 Ok(())
             }
         };
+        if let Err(refusal) = &result {
+            self.refused = Some((action.clone(), refusal.clone()));
+        }
         result.into()
     }
 
@@ -253,7 +259,12 @@ impl Performer<'_> {
             Action::Shrink => self.shrink(),
             Action::End => self.end(),
             Action::GiveUp => self.give_up(),
-            Action::EndNic => self.ground.nic.end(),
+            Action::EndNic => {
+                if let Some((action, refusal)) = &self.refused {
+                    eprintln!("baton agent: the NIC is ended: {action:?} of {}: {refusal}", self.connection.flow);
+                }
+                self.ground.nic.end();
+            }
             _ => {}
         }
     }
