@@ -32,18 +32,18 @@ const MOST_WAITING: usize = 4096;
 
 /// What the keeper hands over.
 #[derive(Default)]
-pub(crate) struct Legacy(Vec<(Kept, Vec<OwnedFd>)>);
+pub(crate) struct Inherited(Vec<(Kept, Vec<OwnedFd>)>);
 
-impl Legacy {
+impl Inherited {
     /// Takes everything that the keeper has.
-    pub fn receive(keeper: &Channel) -> Result<Legacy> {
-        let mut legacy = Legacy::default();
+    pub fn receive(keeper: &Channel) -> Result<Inherited> {
+        let mut inherited = Inherited::default();
         loop {
             let (kept, descriptors) = keeper.receive::<Kept>().context("hearing from the keeper")?;
             if kept == Kept::Ready {
-                return Ok(legacy);
+                return Ok(inherited);
             }
-            legacy.0.push((kept, descriptors));
+            inherited.0.push((kept, descriptors));
         }
     }
 
@@ -138,10 +138,10 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
 }
 
 impl Agent {
-    /// Takes a dead agent's legacy over: afterwards every connection is in the kernel, and every program can ask again.
-    pub(crate) fn take_over(&mut self, mut legacy: Legacy) -> Result<()> {
-        legacy.take_groups(&mut self.groups);
-        for (number, session) in legacy.sessions() {
+    /// Takes over what a dead agent has left: afterwards every connection is in the kernel, and every program can ask again.
+    pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
+        inherited.take_groups(&mut self.groups);
+        for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
             // More than is allowed now may have been allowed before.
             let _ = self.users.connects(session.user);
@@ -159,7 +159,7 @@ impl Agent {
                     self.attend(entry.session);
                     self.resume(phase, entry);
                 }
-                // Whatever record is there is of an earlier tenant.
+                // Whatever record is there is of an earlier occupant.
                 None => unpublish(&self.hardware.memory, at),
             }
         }

@@ -152,7 +152,7 @@ pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<
     Some((parameter(0), parameter(5)))
 }
 
-/// The name that the next tenant of a slot gets, kept so that no agent uses a name that another has used.
+/// The name that the next occupant of a slot gets, kept so that no agent uses a name that another has used.
 pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_NAME).load(Ordering::Acquire);
     if word == 0 { Cid::new(at, 1) } else { Cid(word) }
@@ -168,7 +168,7 @@ pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
     nic_memory.word32(nic::SLOTS_USED).store(used, Ordering::Release);
 }
 
-/// Notes the name of a slot's next tenant.
+/// Notes the name of a slot's next occupant.
 pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
     nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_NAME).store(name.0, Ordering::Release);
 }
