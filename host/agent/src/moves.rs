@@ -81,7 +81,7 @@ impl Agent {
         let mut machine = connection.machine.clone();
         let fd = fd.as_ref().map(AsFd::as_fd);
         let mut performer = Performer::new(ground, open, session, connection, fd, &region);
-        machine.run(event, monotonic_micros(), &mut performer);
+        machine.run(event, &mut performer);
         let concluded = performer.concluded.take();
         drop(performer);
         let Some(connection) = self.connection(session, number) else { return };

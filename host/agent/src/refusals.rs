@@ -31,7 +31,7 @@ pub(crate) fn refusal(stay: Stay) -> Refusal {
         Stay::State(name) => Refusal::State(name),
         Stay::UpperLayer => Refusal::UpperLayer,
         Stay::Option(name) => Refusal::Option(name),
-        Stay::Busy => Refusal::Busy,
+        Stay::Busy => Refusal::Unsettled,
         Stay::System(call, error) => system(call, &error),
     }
 }

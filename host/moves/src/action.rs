@@ -137,6 +137,9 @@ pub trait World {
     /// Performs an action of the connection.
     fn perform(&mut self, action: &Action) -> Outcome;
 
+    /// The time, microseconds of a clock that does not run back. Performing takes time: a program's time to leave begins when it is kept out.
+    fn now(&self) -> u64;
+
     /// A step has been made. Tests let somebody die here.
     fn reached(&mut self, step: Step) {
         let _ = step;

@@ -192,12 +192,12 @@ impl Move {
     }
 
     /// Performs what an event brings about, until something has to be waited for.
-    pub fn run(&mut self, event: Event, now: u64, world: &mut impl World) {
-        let mut next = self.on(event, now);
+    pub fn run(&mut self, event: Event, world: &mut impl World) {
+        let mut next = self.on(event, world.now());
         while let Some(action) = next {
             let outcome = world.perform(&action);
             let before = self.step;
-            next = self.on(Event::Outcome(outcome), now);
+            next = self.on(Event::Outcome(outcome), world.now());
             if self.step != before {
                 world.reached(self.step);
             }

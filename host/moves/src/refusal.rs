@@ -97,6 +97,9 @@ pub enum Refusal {
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
+    /// Its numbers moved while they were read, twice, from a socket that nobody should be using.
+    #[error("its sequence numbers moved while they were read; try again")]
+    Unsettled,
     /// The kernel has not got all that the NIC has acknowledged for it.
     #[error("the kernel lacks something that the NIC has acknowledged for it; try again")]
     Acknowledged,
@@ -147,7 +150,7 @@ impl Refusal {
     /// Whether trying again a moment later may work without anybody changing anything.
     pub fn is_transient(&self) -> bool {
         use Refusal::*;
-        matches!(self, OutOfOrder | Acknowledged | Busy | NoNeighbour | NoRoom | NicGone)
+        matches!(self, OutOfOrder | Acknowledged | Busy | Unsettled | NoNeighbour | NoRoom | NicGone)
     }
 
     /// Whether the kernel could not send the connection's segments either.
@@ -178,7 +181,7 @@ mod tests {
     /// Whoever may try again is told so, or the cause says that it passes.
     #[test]
     fn what_asks_to_try_again_is_transient() {
-        for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Acknowledged] {
+        for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged] {
             assert!(refusal.is_transient() && refusal.to_string().ends_with("try again"), "{refusal}");
         }
         for refusal in [Refusal::Mptcp, Refusal::Unproved, Refusal::CalledOff, Refusal::Ended, Refusal::NoRoute] {

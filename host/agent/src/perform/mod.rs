@@ -15,6 +15,7 @@ use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block};
 use baton_image::Image;
+use baton_kernel::events::monotonic_micros;
 use baton_kernel::export::Exporter;
 use baton_kernel::import::Importer;
 use baton_kernel::{diagnosis, shell};
@@ -238,6 +239,10 @@ impl World for Performer<'_> {
             self.refused = Some((action.clone(), refusal.clone()));
         }
         result.into()
+    }
+
+    fn now(&self) -> u64 {
+        monotonic_micros()
     }
 
     fn reached(&mut self, step: Step) {

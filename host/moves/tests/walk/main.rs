@@ -40,7 +40,7 @@ fn refusal_of(action: &Action) -> Option<Refusal> {
         Action::Mirror => Refusal::Acknowledged,
         Action::Steal | Action::HandOff | Action::Rest | Action::Resume => Refusal::Refused(1),
         Action::Note(Phase::Reading | Phase::Copied) => Refusal::Filter,
-        Action::Export => Refusal::Busy,
+        Action::Export => Refusal::Unsettled,
         Action::Copy | Action::Enlarge => Refusal::NoRoom,
         Action::Purge => Refusal::System("reconnect", "no".into()),
         _ => return None,
@@ -452,4 +452,40 @@ proptest! {
         rig.go(OFFLOAD);
         prop_assert_eq!(rig.machine.step(), Step::Nic);
     }
+}
+
+/// A world whose actions take time.
+struct Slow {
+    world: World,
+    now: std::cell::Cell<u64>,
+    steps: Vec<Step>,
+}
+
+impl baton_moves::World for Slow {
+    fn perform(&mut self, action: &Action) -> Outcome {
+        self.now.set(self.now.get() + 15_000);
+        self.world.perform(action)
+    }
+
+    fn now(&self) -> u64 {
+        self.now.get()
+    }
+
+    fn reached(&mut self, step: Step) {
+        self.steps.push(step);
+    }
+}
+
+/// What comes before a program is kept out does not count against its time to leave.
+#[test]
+fn a_program_has_all_of_its_time_however_long_the_rest_takes() {
+    let mut slow = Slow { world: World::new(), now: std::cell::Cell::new(1), steps: Vec::new() };
+    slow.world.inside = 1;
+    let mut machine = Move::new();
+    machine.run(OFFLOAD, &mut slow);
+    assert_eq!(machine.step(), Step::Quiescing);
+    machine.run(Event::Tick, &mut slow);
+    assert_eq!(machine.step(), Step::Nic);
+    let expected: Vec<Step> = Step::ALL.iter().copied().filter(|step| *step > Step::Kernel && *step <= Step::Nic).collect();
+    assert_eq!(slow.steps, expected);
 }
