@@ -2,22 +2,20 @@
 //! gives every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
-use crate::back::{hand_to_kernel, say_last_words};
 use crate::connection::{Block, Connection, Memory, Stage};
-use crate::forth::queues;
-use crate::ground::Shape;
 use crate::group::{Group, Groups};
-use crate::journal::{self, Entry, Phase};
+use crate::journal::{self, Entry};
+use crate::perform::hand_to_kernel;
+use crate::record::{read_image, unpublish};
 use crate::session::{DEAF, OpenSession, Sent, Session};
 use anyhow::{Context, Result};
 use baton_abi::Cid;
-use baton_abi::layout::{Owner, block, nic, session, slot};
-use baton_handoff::import;
-use baton_handoff::{export, shell};
-use baton_image::{Image, MAX_ENCODED};
+use baton_abi::layout::{Owner, block, nic, session};
+use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::socket;
+use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Answer, Reply, Request};
@@ -35,18 +33,18 @@ const MOST_WAITING: usize = 4096;
 
 /// What the keeper hands over.
 #[derive(Default)]
-pub(crate) struct Legacy(Vec<(Kept, Vec<OwnedFd>)>);
+pub(crate) struct Inherited(Vec<(Kept, Vec<OwnedFd>)>);
 
-impl Legacy {
+impl Inherited {
     /// Takes everything that the keeper has.
-    pub fn receive(keeper: &Channel) -> Result<Legacy> {
-        let mut legacy = Legacy::default();
+    pub fn receive(keeper: &Channel) -> Result<Inherited> {
+        let mut inherited = Inherited::default();
         loop {
             let (kept, descriptors) = keeper.receive::<Kept>().context("hearing from the keeper")?;
             if kept == Kept::Ready {
-                return Ok(legacy);
+                return Ok(inherited);
             }
-            legacy.0.push((kept, descriptors));
+            inherited.0.push((kept, descriptors));
         }
     }
 
@@ -141,10 +139,10 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
 }
 
 impl Agent {
-    /// Takes a dead agent's legacy over: afterwards every connection is in the kernel, and every program can ask again.
-    pub(crate) fn take_over(&mut self, mut legacy: Legacy) -> Result<()> {
-        legacy.take_groups(&mut self.groups);
-        for (number, session) in legacy.sessions() {
+    /// Takes over what a dead agent has left: afterwards every connection is in the kernel, and every program can ask again.
+    pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
+        inherited.take_groups(&mut self.groups);
+        for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
             // More than is allowed now may have been allowed before.
             let _ = self.users.connects(session.user);
@@ -154,15 +152,16 @@ impl Agent {
             }
             self.sessions.put(number, session);
         }
+        self.schedule_again();
         self.fetch_what_was_moving();
         for at in 0..journal::slots_used(&self.hardware.memory, self.settings.nic.slots as u32) {
             match journal::read(&self.hardware.memory, at) {
                 Some((phase, entry)) => {
                     self.attend(entry.session);
-                    self.resume(phase, &entry);
+                    self.resume(phase, entry);
                 }
-                // Whatever record is there is of an earlier tenant.
-                None => self.hardware.memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release),
+                // Whatever record is there is of an earlier occupant.
+                None => unpublish(&self.hardware.memory, at),
             }
         }
         for session in self.sessions.iter_mut().flatten() {
@@ -176,9 +175,9 @@ impl Agent {
         }
         // A move that had come no further than the mirror leaves no entry.
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
-        connections.for_each(|connection| self.shape.unsteer(&connection.flow));
+        let settled = connections.filter(|connection| connection.machine.goal().is_none());
+        settled.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.let_programs_in();
-        self.schedule_again();
         self.attend_nobody();
         Ok(())
     }
@@ -199,39 +198,30 @@ impl Agent {
         }
     }
 
-    /// Goes on with a move from where the journal says that it was.
-    fn resume(&mut self, phase: Phase, entry: &Entry) {
-        let nic_memory = self.hardware.memory.clone();
-        let Some(Some(session)) = self.sessions.get_mut(entry.session as usize) else { return };
+    /// Goes on with a move from where the journal says that it was. What the NIC had waits for the next one.
+    fn resume(&mut self, phase: Phase, entry: Entry) {
+        let (cid, at) = (Cid(entry.cid), (entry.session, entry.connection));
+        let finished = read_image(&self.hardware.memory, cid).is_ok_and(|image| image.state.fin_acknowledged());
+        let Some(Some(session)) = self.sessions.get_mut(at.0 as usize) else { return };
         let Some(open) = session.open.as_mut() else { return };
-        let Some(Some(connection)) = session.connections.get_mut(entry.connection as usize) else { return };
-        let cid = Cid(entry.cid);
-        match phase {
-            Phase::Reading => {
-                self.shape.unsteer(&connection.flow);
-                if let Ok(fd) = connection.fd() {
-                    let _ = export::undo(fd, &entry.saved);
-                }
-                journal::clear(&nic_memory, cid);
+        let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
+        if phase == Phase::Copied {
+            let Some(on_nic) = entry.on_nic().filter(|on_nic| on_nic.memory.fits(&open.memory)) else {
+                return journal::clear(&self.hardware.memory, cid);
+            };
+            for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
+                let _ = open.heap.reserve(offset, size);
             }
-            Phase::Copied => match entry.on_nic().filter(|on_nic| on_nic.memory.fits(&open.memory)) {
-                Some(on_nic) => {
-                    for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
-                        let _ = open.heap.reserve(offset, size);
-                    }
-                    connection.stage = Stage::Nic(Box::new(on_nic));
-                    // Its slot is taken until it has been restored.
-                    self.nic.withhold(cid);
-                }
-                None => journal::clear(&nic_memory, cid),
-            },
-            Phase::Speaking => {
-                if let Err(error) = resume_sending(&nic_memory, &self.shape, &self.hardware.host, open, connection, entry) {
-                    eprintln!("baton agent: {} is lost: {error:#}", connection.flow);
-                    self.statistics.lost += 1;
-                }
-                journal::clear(&nic_memory, cid);
-            }
+            connection.on_nic = Some(Box::new(on_nic));
+        } else {
+            connection.journalled = Some(Box::new(entry));
+        }
+        connection.machine = Move::adopted(phase, phase == Phase::Speaking && finished);
+        connection.cid = Some(cid);
+        // Its slot is taken until it has been restored.
+        self.nic.withhold(cid);
+        if phase != Phase::Copied {
+            self.drive(at.0, at.1, Event::Tick);
         }
     }
 
@@ -248,7 +238,7 @@ impl Agent {
             let mut starts = 1;
             if let Some(open) = &session.open {
                 for connection in session.connections.iter_mut().flatten() {
-                    if !matches!(connection.stage, Stage::Ended) && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
+                    if connection.stage() == Stage::Kernel && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
                         hand_to_kernel(open, connection);
                     }
                 }
@@ -279,7 +269,7 @@ impl Session {
             let (Some(open), Some(connection)) = (self.open.as_mut(), self.connections[number as usize].as_mut()) else {
                 continue;
             };
-            if !matches!(connection.stage, Stage::Kernel) {
+            if connection.stage() != Stage::Kernel {
                 continue;
             }
             let word = |field| connection.block.load(field);
@@ -292,43 +282,10 @@ impl Session {
                     open.heap.give(receive.0, receive.1);
                 }
             }
-            connection.stage = Stage::Ended;
+            connection.machine = Move::ended();
             if let Some(fd) = &connection.fd {
                 let _ = shell::end(fd.as_fd());
             }
         }
     }
-}
-
-/// The dead agent had restored the connection; what was unsent, and what the peer had said last, may be missing in the kernel. It does
-/// not mind hearing the same twice.
-fn resume_sending(
-    nic_memory: &Region,
-    shape: &Shape,
-    host: &OwnedFd,
-    open: &OpenSession,
-    connection: &Connection,
-    entry: &Entry,
-) -> Result<()> {
-    let cid = Cid(entry.cid);
-    let mut bytes = [0u8; MAX_ENCODED];
-    let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
-    let image = Image::decode(&bytes).map_err(|error| anyhow::anyhow!("the image cannot be read: {error}"))?;
-    let (_, unacknowledged) = queues(&open.memory, entry.memory(), &image).context("its memory lies outside its session")?;
-    let (receive, size) = entry.memory().receive;
-    // Its own FIN is silenced until it knows that the peer has acknowledged it.
-    let words = || {
-        shape.unsteer(&connection.flow);
-        say_last_words(nic_memory, shape, host, cid, open.memory.circle(receive, size), &image)
-    };
-    let fd = connection.fd()?;
-    let speak = || import::resume_sending(fd, &image, &unacknowledged, &entry.saved);
-    if image.state.fin_acknowledged() {
-        speak()?;
-        words();
-    } else {
-        words();
-        speak()?;
-    }
-    Ok(())
 }

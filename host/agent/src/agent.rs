@@ -1,82 +1,43 @@
 //! The agent's loop: programs and tools ask, the NIC tells, moves go on.
 
-use crate::adoption::Legacy;
+mod requests;
+
+use crate::adoption::Inherited;
 use crate::cgroups::Cgroups;
 use crate::changes::Watched;
-use crate::connection::{Asker, Block, Connection, Leaving, Stage};
+use crate::chaos::Chaos;
+use crate::connection::{Asker, Connection};
 use crate::devices::Devices;
 use crate::flips::Schedule;
-use crate::forth;
 use crate::ground::{Ground, Shape};
-use crate::group::{Group, Groups};
-use crate::grow;
+use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
-use crate::recovery::read_record;
-use crate::session::{DEAF, OpenSession, Sent, Session};
+use crate::session::Session;
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
-use crate::step::Chaos;
-use crate::texts::shortened;
 use crate::users::Users;
 use anyhow::{Context, Result};
-use baton_abi::layout::{COUNTERS, Owner, block, nic};
+use baton_abi::layout::{Owner, block, nic};
 use baton_abi::{Cid, Control, Operation, RestoreCause};
-use baton_handoff::examine::{self, Stay};
-use baton_handoff::shell;
-use baton_linux::bell::SessionBell;
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
-use baton_linux::tcp_info::TcpInfo;
-use baton_linux::{diagnosis, files, interface, netlink, process, rtnetlink, socket};
-use baton_offloads::Offloads;
+use baton_linux::{interface, netlink, process, rtnetlink};
+use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Descriptor;
-use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
+use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::Region;
 use baton_steering::Steering;
-use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-
-/// Connections in one answer.
-const LISTED: usize = 128;
-/// Bytes that each takes at most besides its texts, and those that all may take.
-const LISTED_BYTES: usize = 256;
-const LISTED_IN_ALL: usize = 60_000;
-
-/// Process numbers are smaller (Linux, PID_MAX_LIMIT).
-const NO_PROCESS: u32 = 1 << 22;
-
-/// What the kernel says of a connection that it has.
-fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
-    let fd = connection.fd.as_ref().map(AsFd::as_fd);
-    let info = match fd {
-        Some(fd) => TcpInfo::read(fd),
-        None => diagnosis::information(diagnosis, &connection.flow),
-    };
-    let info = info.ok()?;
-    let queue = |request| fd.and_then(|fd| socket::queue_bytes(fd, request).ok()).unwrap_or(0);
-    let (queued, unsent) = (queue(socket::SIOCOUTQ), queue(socket::SIOCOUTQNSD));
-    Some(Detail {
-        state: info.state,
-        srtt: info.rtt,
-        cwnd: info.snd_cwnd,
-        in_flight: queued.saturating_sub(unsent),
-        unsent,
-        unread: queue(socket::SIOCINQ),
-        send_window: 0,
-        retransmitted: info.total_retrans,
-        mss: info.snd_mss,
-    })
-}
 
 const LISTENER: u64 = u64::MAX;
 const NIC_BELL: u64 = u64::MAX - 1;
@@ -92,9 +53,6 @@ const SIGNALS: u64 = u64::MAX - 9;
 /// Descriptors that an agent keeps free for itself: a move needs some, the next NIC, a look into /proc. What would leave it fewer is
 /// refused, and stays in the kernel.
 const RESERVE: u64 = 32;
-
-/// Descriptors that connections leave for clients besides.
-const FOR_CLIENTS: u64 = 16;
 
 /// Microseconds between two complaints about clients that are turned away.
 const COMPLAIN: u64 = 1_000_000;
@@ -167,8 +125,8 @@ pub fn run() -> Result<()> {
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let watched = Watched::open().context("listening to changes of routes")?;
-    let mut legacy = Legacy::receive(&keeper)?;
-    if let Some(offloads) = legacy.offloads() {
+    let mut inherited = Inherited::receive(&keeper)?;
+    if let Some(offloads) = inherited.offloads() {
         settings.nic.offloads = offloads;
     }
     let shape = match &settings.interface {
@@ -177,15 +135,15 @@ pub fn run() -> Result<()> {
             Shape::Inline { interface: interface.index }
         }
         None => {
-            let inherited = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
+            let steering_at = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
             let injector = take(Descriptor::Injector)?;
-            let steering = Steering::from_fds([inherited(0)?, inherited(1)?, inherited(2)?, inherited(3)?]);
+            let steering = Steering::from_fds([steering_at(0)?, steering_at(1)?, steering_at(2)?, steering_at(3)?]);
             let name = interface::tap_name(injector.as_fd()).context("the injector's name")?;
             let index = rtnetlink::link(&routes, &name).context("the injector")?.index;
-            let injector_link = inherited(baton_steering::DESCRIPTORS as i32)?;
+            let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;
             Shape::Beside {
                 steering,
-                devices: Devices::inherited(legacy.devices(), index),
+                devices: Devices::inherited(inherited.devices(), index),
                 injector,
                 _injector_link: injector_link,
             }
@@ -238,7 +196,7 @@ pub fn run() -> Result<()> {
         cut_off: Vec::new(),
         users,
         shape,
-        draining: legacy.draining(),
+        draining: inherited.draining(),
         descriptors,
         complained: 0,
         keeper,
@@ -246,7 +204,7 @@ pub fn run() -> Result<()> {
         diagnosis,
         poller,
     };
-    agent.take_over(legacy)?;
+    agent.take_over(inherited)?;
     // The keeper hears that programs may come.
     agent.keep(&Kept::Ready, &[]);
     if let Err(error) = agent.main_loop(&listener, &signals) {
@@ -332,16 +290,16 @@ impl Agent {
     }
 
     /// Refuses what would leave this process too few descriptors.
-    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Stay> {
+    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
         if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
             Ok(())
         } else {
-            Err(Stay::NoDescriptors(self.descriptors))
+            Err(Refusal::NoDescriptors(self.descriptors))
         }
     }
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
-        self.has_room_for(channel.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
+        self.has_room_for(channel.as_fd(), 0).map_err(anyhow::Error::new)?;
         let number = self.sessions.vacant();
         let session = Session::new(channel)?;
         if let Err(why) = self.users.connects(session.user) {
@@ -395,277 +353,6 @@ impl Agent {
         self.hardware.memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
     }
 
-    /// One request of a session; its end, if the program is gone.
-    fn serve(&mut self, number: u32) {
-        self.attend(number);
-        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
-        match session.channel.try_receive::<Request>() {
-            Ok((request, descriptors)) => {
-                let reply = self.on_request(number, request.tag, request.body, descriptors);
-                self.moves.last_request = monotonic_micros();
-                if let Some((body, given)) = reply {
-                    let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
-                    self.answer(number, request.tag, body, &given);
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                let reason = "this request makes no sense to me; are both programs of the same version?".into();
-                self.answer(number, 0, Reply::Failed { reason }, &[]);
-            }
-            Err(_) => self.end_session(number, false),
-        }
-    }
-
-    pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
-        if tag == 0 {
-            return;
-        }
-        if let Some(Some(session)) = self.sessions.get(number as usize)
-            && session.send(&Answer { tag, body }, descriptors) == Sent::Full
-        {
-            self.cut_off.push((number, DEAF));
-        }
-    }
-
-    /// The answer, or None if it comes later.
-    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
-        let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
-        match ask {
-            Ask::Open(Opening { version, .. }) if version != VERSION => {
-                failed(format!("this agent speaks version {VERSION}, the program version {version}"))
-            }
-            Ask::Open(opening) => match self.open(number, &opening) {
-                Ok(given) => Some((Reply::Opened { session: number }, given)),
-                Err(error) => failed(format!("{error:#}")),
-            },
-            Ask::Admit => match descriptors.pop().map(|fd| self.admit_another(number, Channel::from_fd(fd))) {
-                Some(Ok(())) => Some((Reply::Done, Vec::new())),
-                Some(Err(error)) => failed(format!("{error:#}")),
-                None => failed("there is no control connection".into()),
-            },
-            Ask::Group { flip } => Some((self.make_group(number, flip, descriptors.pop()), Vec::new())),
-            Ask::Register { process: Some(0 | NO_PROCESS..), .. } => failed("that is no process number".into()),
-            Ask::Register { inherited, process } => match descriptors.pop() {
-                Some(fd) => Some((self.register(number, fd, inherited, process), Vec::new())),
-                None => failed("a registration needs a descriptor".into()),
-            },
-            Ask::Move { connection, to } if self.is_attacher(number) => {
-                self.move_attached(number, connection, to, descriptors.pop(), (number, tag));
-                None
-            }
-            Ask::Move { connection, to: Place::Nic } if tag == 0 => {
-                self.suggest(number, connection);
-                None
-            }
-            Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
-            Ask::Lend { .. } => failed("nobody asked for it".into()),
-            Ask::Closed { .. } if !self.is_attacher(number) => failed("only an attacher says so".into()),
-            Ask::Closed { connection, abort } => Some((self.close_attached(number, connection, abort), Vec::new())),
-            Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
-            Ask::MoveAny { session, connection, to } => {
-                let attached = self.is_attacher(session);
-                let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
-                let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
-                match owner {
-                    Some(owner) if (asker == 0 || asker == owner) && attached => {
-                        self.want(session, connection, to);
-                        Some((Reply::Done, Vec::new()))
-                    }
-                    Some(owner) if asker == 0 || asker == owner => self.request_move(session, connection, to, (number, tag)),
-                    Some(_) => failed("that connection belongs to another user".into()),
-                    None => failed(format!("there is no session {session}")),
-                }
-            }
-            Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
-            Ask::GiveBack { connection, reason, until } => {
-                self.lent(number, connection, descriptors.pop());
-                let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
-                self.lent(number, connection, None);
-                reply.map(|reply| (reply, Vec::new()))
-            }
-            Ask::Goodbye => {
-                self.end_connections(number, false);
-                Some((Reply::Done, Vec::new()))
-            }
-            Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
-            Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
-            Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
-            Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
-            Ask::SetOffloads(offloads) => match self.set_offloads(number, *offloads) {
-                Ok(()) => Some((Reply::Done, Vec::new())),
-                Err(error) => failed(format!("{error:#}")),
-            },
-        }
-    }
-
-    fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
-        self.only_ours(number, "change what the NIC does for the kernel")?;
-        offloads.check().map_err(anyhow::Error::msg)?;
-        let elsewhere = Offloads { doorbells: self.settings.nic.offloads.doorbells, ..offloads };
-        if matches!(self.shape, Shape::Beside { .. }) && elsewhere != self.settings.nic.offloads {
-            anyhow::bail!(
-                "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
-            );
-        }
-        if usize::from(offloads.rss.queues) > self.settings.nic.workers {
-            anyhow::bail!(
-                "queues={}: this NIC has {} (--workers, when it starts)",
-                offloads.rss.queues,
-                self.settings.nic.workers
-            );
-        }
-        let large = self.settings.nic.segmentation || offloads.large_sends;
-        if matches!(self.shape, Shape::Inline { .. }) {
-            interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
-        }
-        self.nic.set_offloads(&offloads)?;
-        self.settings.nic.offloads = offloads;
-        self.keep(&Kept::Offloads(Box::new(offloads)), &[]);
-        Ok(())
-    }
-
-    fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
-        if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
-            return Reply::Failed { reason };
-        }
-        if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
-            return Reply::Failed {
-                reason: "the report goes into a file on a disk or in memory, not into a pipe or the like".into(),
-            };
-        }
-        let mut name = [0u8; 8];
-        if let Err(error) = process::random(&mut name) {
-            return Reply::Failed { reason: format!("no random numbers: {error}") };
-        }
-        let name = u64::from_ne_bytes(name).max(1);
-        let user = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
-        match self.groups.make_room(user, self.users.groups(user)) {
-            Ok(ended) => ended.into_iter().for_each(|name| self.keep(&Kept::GroupEnded(name), &[])),
-            Err(reason) => return Reply::Failed { reason },
-        }
-        let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
-        self.keep(&Kept::Group(name, user, flip), &kept);
-        let mut group = Group::new(user, flip, file);
-        if let Err(error) = group.write() {
-            return Reply::Failed { reason: format!("the report's file cannot be written: {error}") };
-        }
-        self.groups.add(name, group);
-        Reply::Grouped { group: name }
-    }
-
-    fn open(&mut self, number: u32, opening: &Opening) -> Result<Vec<OwnedFd>> {
-        let bytes = self.settings.session_bytes;
-        if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.open.is_some()) {
-            anyhow::bail!("the session is open already");
-        }
-        let Some(user) = self.sessions[number as usize].as_ref().map(|session| session.user) else { anyhow::bail!("no session") };
-        self.users.opens(user).map_err(anyhow::Error::msg)?;
-        let opened = self.open_anew(number, bytes);
-        let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
-        // A group that another agent knew, before this one was started, is none.
-        let group = if self.groups.has(opening.group) { opening.group } else { 0 };
-        self.groups.joined(group);
-        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
-        let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
-        let given = vec![memory, theirs.into()];
-        let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
-        let bell = open.bell.try_clone()?;
-        session.open = Some(open);
-        session.opening.clone_from(&opening);
-        self.keep(&Kept::Memory(number, opening), &[given[0].as_fd(), bell.as_fd()]);
-        Ok(given)
-    }
-
-    /// Memory and doorbells of a session, which the NIC knows.
-    fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
-        let (open, theirs) = OpenSession::new(bytes)?;
-        self.has_room_for(open.bell.as_fd(), 0).map_err(|stay| anyhow::anyhow!("{stay}"))?;
-        self.nic.attach(number, &open.memory, &open.bell)?;
-        Ok((open, theirs))
-    }
-
-    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
-        let stays = |stay: Stay| Reply::Stayed { reason: stay.to_string(), transient: false };
-        if let Err(stay) = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and_then(|()| examine::examine(fd.as_fd())) {
-            return stays(stay);
-        }
-        let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
-            return stays(Stay::NotTcp);
-        };
-        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Stay::NoRoom) };
-        let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
-        let flow = Flow { local: local.into(), remote: peer.into() };
-        // Asked again, since the agent that was asked first has died: one connection has one entry.
-        if let Some(known) = session.connections.with_flow(&flow) {
-            return Reply::Registered { connection: known.number };
-        }
-        let place = session.connections.vacant();
-        if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
-            return stays(Stay::NoRoom);
-        }
-        let block = Block::new(open.memory.clone(), place);
-        block.store(block::BUSY, 0);
-        block.store(block::MOVES, 0);
-        block.set_owner(Owner::Kernel);
-        self.serials += 1;
-        let serial = self.serials;
-        let Opening { group, attacher, .. } = session.opening;
-        let process = process.filter(|_| attacher).unwrap_or(session.process);
-        let connection = Connection {
-            serial,
-            inherited,
-            process,
-            stays: self.draining,
-            attached: attacher,
-            cgroup: self.cgroups.of(process),
-            ..Connection::new(place, Some(fd), flow, local, peer, block)
-        };
-        session.connections.put(connection);
-        if attacher {
-            self.lent(number, place, None);
-            self.keep(&Kept::Attached(number, place, process, local, peer), &[]);
-        } else if let Some(Some(session)) = self.sessions.get(number as usize)
-            && let Some(Some(connection)) = session.connections.get(place as usize)
-            && let Ok(fd) = connection.fd()
-        {
-            self.keep(&Kept::Connection(number, place), &[fd]);
-        }
-        if let Some(group) = self.groups.get(group) {
-            group.report.connections += 1;
-            if let Some(after) = group.interval() {
-                self.schedule.add(after, number, place, serial);
-            }
-        }
-        Reply::Registered { connection: place }
-    }
-
-    /// What a connection's record says.
-    fn detail(&self, session: u32, number: u32) -> Reply {
-        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
-        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        match connection.and_then(|connection| self.detail_of(connection)) {
-            Some(detail) => Reply::Detail(detail),
-            None => Reply::Failed { reason: "it is not on the NIC".into() },
-        }
-    }
-
-    fn detail_of(&self, connection: &Connection) -> Option<Detail> {
-        let Stage::Nic(on_nic) = &connection.stage else { return kernel_detail(connection, &self.diagnosis) };
-        let record = read_record(&self.hardware.memory, nic::slot(on_nic.cid.slot()))?;
-        Some(Detail {
-            state: record.state,
-            srtt: record.srtt,
-            cwnd: record.cwnd,
-            in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
-            unsent: connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt),
-            unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
-            send_window: record.snd_wnd,
-            retransmitted: 0,
-            mss: u32::from(on_nic.image.mss),
-        })
-    }
-
     /// What a move needs, and the session it is in.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
@@ -684,44 +371,8 @@ impl Agent {
         Some((ground, session))
     }
 
-    pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
-        let Some((mut ground, entry)) = self.split(session) else {
-            return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
-        };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else {
-            return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
-        };
-        connection.wanted = to == Place::Nic;
-        let key = (session, number, connection.serial);
-        let put_off = connection.is_put_off() && !connection.stays;
-        match (&mut connection.stage, to) {
-            (Stage::Kernel, Place::Kernel) | (Stage::Nic(_), Place::Nic) => return Some((Reply::Done, Vec::new())),
-            (Stage::Ended, _) => {
-                return Some((Reply::Stayed { reason: "it has ended".into(), transient: false }, Vec::new()));
-            }
-            (Stage::Mirroring { askers, .. }, Place::Nic) => askers.push(asker),
-            (Stage::Kernel, Place::Nic) if put_off => {
-                self.conclude(session, number, Err(Stay::Busy), vec![asker]);
-            }
-            (Stage::Mirroring { .. }, Place::Kernel) => {
-                self.call_off(session, number);
-                return Some((Reply::Done, Vec::new()));
-            }
-            (Stage::Kernel, Place::Nic) if connection.stays => {
-                let reason = format!("it stays in the kernel: {}", connection.reason);
-                return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
-            }
-            (Stage::Kernel, Place::Nic) => match forth::begin(&mut ground, connection, vec![asker]) {
-                Ok(()) => self.begun(key),
-                Err(stay) => self.conclude(session, number, Err(stay), vec![asker]),
-            },
-            (Stage::Nic(_), Place::Kernel) => self.move_back(session, number, vec![asker]),
-        }
-        None
-    }
-
     /// Counts a move and answers those who asked for it.
-    pub(crate) fn conclude(&mut self, session: u32, number: u32, result: Result<(), Stay>, askers: Vec<Asker>) {
+    pub(crate) fn note_end(&mut self, session: u32, number: u32, result: Result<(), Refusal>, askers: Vec<Asker>) {
         let reply = match &result {
             Ok(()) => {
                 self.statistics.moves += 1;
@@ -730,15 +381,10 @@ impl Agent {
                 }
                 Reply::Done
             }
-            Err(stay) => {
-                let transient = matches!(
-                    stay,
-                    Stay::OutOfOrder | Stay::Acknowledged | Stay::Busy | Stay::NoNeighbour | Stay::NoRoom | Stay::NicGone
-                );
-                if transient {
-                    self.statistics.deferred += 1;
-                }
-                Reply::Stayed { reason: stay.to_string(), transient }
+            Err(refusal) => {
+                let transient = refusal.is_transient();
+                self.statistics.deferred += u64::from(transient);
+                Reply::Stayed { reason: refusal.to_string(), transient }
             }
         };
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
@@ -747,19 +393,15 @@ impl Agent {
             let group = self.groups.get(session.opening.group);
             match &result {
                 Ok(()) => {
-                    connection.note_stuck(false);
                     connection.made += 1;
                     connection.since = monotonic_micros();
                     let usual = if askers.is_empty() { "at random" } else { "asked to" };
                     connection.reason = connection.must_return.take().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
-                Err(stay) => {
-                    if matches!(stay, Stay::Busy) && !connection.is_put_off() {
-                        connection.note_stuck(true);
-                    }
-                    connection.reason = stay.to_string();
-                    group.into_iter().for_each(|group| group.stayed(stay));
+                Err(refusal) => {
+                    connection.reason = refusal.to_string();
+                    group.into_iter().for_each(|group| group.stayed(refusal));
                 }
             }
         }
@@ -768,9 +410,26 @@ impl Agent {
         }
     }
 
+    /// A connection whose NIC or agent had died is in the kernel, or lost. Who waited for it to go there is answered.
+    pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
+        if let Some(connection) = self.connection(session, number) {
+            connection.reason = "the NIC died".into();
+        }
+        if lost {
+            self.statistics.lost += 1;
+            let name = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |entry| entry.opening.group);
+            self.groups.get(name).into_iter().for_each(|group| group.report.resets += 1);
+        } else {
+            self.statistics.recovered += 1;
+        }
+        if awaited || !askers.is_empty() {
+            self.note_end(session, number, Ok(()), askers);
+        }
+    }
+
     /// A connection is the program's alone again.
     pub(crate) fn finish_forgetting(&mut self, session: u32, number: u32) -> Reply {
-        self.give_up(session, number, false);
+        self.give_up(session, number);
         let Some(connection) = self.take(session, number) else {
             // Forgotten already, at the request of somebody whose answer was lost.
             return Reply::Done;
@@ -786,7 +445,10 @@ impl Agent {
     /// from the block, which is as it was.
     fn let_go(&mut self, session: u32, number: u32) {
         let ended = self.has_ended(session, number);
-        self.give_up(session, number, true);
+        if let Some(connection) = self.connection(session, number) {
+            connection.outlives_agent = true;
+        }
+        self.give_up(session, number);
         if let Some(connection) = self.take(session, number)
             && !ended
             && !connection.given_up
@@ -819,8 +481,13 @@ impl Agent {
                     self.return_soon(session, number, "urgent data from its peer");
                 }
                 (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
-                (Operation::OsControl, Some(Control::Closed)) => self.end_connection(session, number),
-                (Operation::OsControl, Some(Control::Grow)) => self.grow(session, number, message.address, message.length),
+                (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
+                (Operation::OsControl, Some(Control::Grow)) => {
+                    if let Some(connection) = self.connection(session, number) {
+                        connection.wants = (message.address, message.length);
+                    }
+                    self.drive(session, number, Event::Grow);
+                }
                 _ => {}
             }
         }
@@ -828,51 +495,9 @@ impl Agent {
 
     /// The connection on the NIC with this name: its slot says whose it was when it was handed off.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
-        let (session, number) = forth::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
+        let (session, number) = journal::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
         let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
-        (found.cid() == Some(cid)).then_some((session, number))
-    }
-
-    /// A connection on the NIC could use more memory.
-    fn grow(&mut self, session: u32, number: u32, receive: u32, send: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
-            return;
-        };
-        if grow::grow(&mut ground, open, connection, receive, send).is_err() {
-            // Whatever it was, the next NIC's start brings the connection back; it is noticed at the end of this round.
-            self.nic.end();
-        }
-    }
-
-    /// A connection has ended on the NIC: its slot is free, its memory stays until the program has read what is in it.
-    fn end_connection(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Stage::Nic(on_nic) = &mut connection.stage else { return };
-        let cid = on_nic.cid;
-        let leaving = on_nic.leaving.take();
-        if leaving.is_some() {
-            // It does not go back any more: its program is to see the end.
-            connection.block.set_owner(Owner::Nic);
-        }
-        ground.cancel(cid, &connection.flow, false);
-        journal::clear(ground.nic_memory, cid);
-        ground.nic.give_slot(cid);
-        let _ = match &connection.fd {
-            Some(fd) => shell::end(fd.as_fd()),
-            None => diagnosis::destroy(ground.diagnosis, &connection.flow),
-        };
-        let ended = std::mem::replace(&mut connection.stage, Stage::Ended);
-        if let (Stage::Nic(on_nic), Some(open)) = (ended, entry.open.as_mut()) {
-            open.ended.insert(number, on_nic.memory);
-        }
-        if let Some(Leaving { askers, then, .. }) = leaving {
-            for (asker, tag) in askers {
-                self.answer(asker, tag, Reply::Stayed { reason: "it has ended".into(), transient: false }, &[]);
-            }
-            self.go_on(session, number, then, true);
-        }
+        (found.cid == Some(cid)).then_some((session, number))
     }
 
     /// A program is gone: its connections are the kernel's, which closes them as it would have.
@@ -960,48 +585,5 @@ impl Agent {
                 started => return started,
             }
         }
-    }
-
-    fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
-        let (mut list, mut bytes) = (Vec::new(), 0);
-        let (first, mut number) = from;
-        for (at, session) in self.sessions.iter().enumerate().skip(first as usize) {
-            let begin = std::mem::take(&mut number) as usize;
-            let Some(session) = session else { continue };
-            for connection in session.connections.iter().skip(begin).flatten() {
-                bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
-                if list.len() >= LISTED || bytes > LISTED_IN_ALL {
-                    return list;
-                }
-                list.push(ConnectionInfo {
-                    session: at as u32,
-                    connection: connection.number,
-                    process: connection.process,
-                    program: session.opening.program.clone(),
-                    local: connection.local.to_string(),
-                    peer: connection.peer.to_string(),
-                    place: connection.place(),
-                    moves: connection.made,
-                    for_us: monotonic_micros() - connection.since,
-                    detail: self.detail_of(connection).unwrap_or_default(),
-                    reason: connection.reason.clone(),
-                });
-            }
-        }
-        list
-    }
-
-    fn count(&mut self) -> Statistics {
-        let of = |worker| {
-            let words = self.hardware.memory.words(nic::counters(worker), COUNTERS);
-            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
-        };
-        self.statistics.workers = (0..self.settings.nic.workers).map(of).collect();
-        let sum = |at: usize| self.statistics.workers.iter().map(|worker| worker[at]).sum();
-        self.statistics.counters = (0..COUNTERS).map(sum).collect();
-        self.statistics.nic_process = self.nic.process();
-        self.statistics.agent_process = std::process::id();
-        self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
-        self.statistics.clone()
     }
 }

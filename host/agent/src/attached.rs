@@ -3,17 +3,17 @@
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
-use crate::forth;
 use crate::journal;
 use crate::session::{DEAF, Sent, Session};
-use baton_handoff::examine::Stay;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, socket};
+use baton_moves::{Event, Refusal};
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
 use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Requests of an attacher that are looked at, when its time is up, besides those that were waited for.
@@ -54,7 +54,7 @@ impl Session {
                 Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
                         let _ = diagnosis::destroy(netlink, &entry.flow);
-                        entry.fd = stand_in(entry, abort).ok();
+                        entry.fd = stand_in(entry, abort).ok().map(Arc::new);
                         entry.closed = true;
                     }
                     if tag != 0 {
@@ -64,7 +64,7 @@ impl Session {
                 }
                 // Whatever else it was about to ask is asked at a bad time.
                 Ok((Request { tag, .. }, _)) => {
-                    let body = Reply::Stayed { reason: Stay::NicGone.to_string(), transient: true };
+                    let body = Reply::Stayed { reason: Refusal::NicGone.to_string(), transient: true };
                     let _ = self.channel.try_send(&Answer { tag, body }, &[]);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock && now < deadline => {
@@ -81,7 +81,7 @@ impl Session {
     fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
             // Whatever was lent, it is this connection's socket or none.
-            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection));
+            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection)).map(Arc::new);
         }
     }
 }
@@ -133,38 +133,33 @@ impl Agent {
             self.answer(asker.0, asker.1, reply, &[]);
         }
         // What the kernel holds out of order is not waited for.
-        if let Some((mut ground, entry)) = self.split(session)
-            && let Some(Some(connection)) = entry.connections.get_mut(number as usize)
-            && let Stage::Mirroring { cid, askers, .. } = &mut connection.stage
-        {
-            let (cid, askers) = (*cid, std::mem::take(askers));
-            forth::call_off(&mut ground, connection, cid);
-            self.conclude(session, number, Err(Stay::OutOfOrder), askers);
+        if self.stage(session, number) == Some(Stage::Offloading) {
+            self.drive(session, number, Event::CallOff(Refusal::OutOfOrder));
         }
         self.lent(session, number, None);
     }
 
     /// A connection whose socket its program has closed: it goes into a socket of ours, whose closing the kernel does as it would have
     /// done that.
-    pub(crate) fn close_attached(&mut self, session: u32, number: u32, abort: bool) -> Reply {
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Reply::Done };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Reply::Done };
-        if let Stage::Nic(_) = connection.stage {
+    pub(crate) fn close_attached(&mut self, session: u32, number: u32, abort: bool, tag: u32) -> Option<Reply> {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Some(Reply::Done) };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(Reply::Done) };
+        if connection.stage() == Stage::Nic {
             // What the program has left behind in the kernel says nothing: the NIC still has the connection's frames.
             let _ = diagnosis::destroy(&self.diagnosis, &connection.flow);
             match stand_in(connection, abort) {
-                Ok(fd) => connection.fd = Some(fd),
-                Err(error) => return Reply::Failed { reason: format!("no socket to close it in: {error}") },
+                Ok(fd) => connection.fd = Some(Arc::new(fd)),
+                Err(error) => return Some(Reply::Failed { reason: format!("no socket to close it in: {error}") }),
             }
         }
         // An attacher is not waited for: it is forgotten now.
-        self.forget(session, number, (session, 0)).unwrap_or(Reply::Done)
+        self.forget(session, number, (session, tag))
     }
 
     /// The attacher has ended without bringing a connection back: what the program and the NIC had of it last is lost, and both ends
     /// are told by a reset.
     pub(crate) fn leave_attached(&mut self, session: u32, number: u32) {
-        self.close_attached(session, number, true);
+        let _ = self.close_attached(session, number, true, 0);
     }
 
     /// A dead agent's journal says what was being moved: the descriptors are needed before anything else is done.
@@ -178,7 +173,7 @@ impl Agent {
 
     /// The NIC has died: what it had goes to the kernel.
     pub(crate) fn fetch_what_was_on_the_nic(&mut self) {
-        self.fetch(|_, connection| matches!(connection.stage, Stage::Nic(_)));
+        self.fetch(|_, connection| connection.stage() == Stage::Nic);
     }
 
     fn fetch(&mut self, wanted: impl Fn(u32, &Connection) -> bool) {

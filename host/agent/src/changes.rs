@@ -6,11 +6,11 @@ use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
 use baton_abi::Control;
 use baton_device::NOWHERE;
-use baton_handoff::examine::Stay;
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
 use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
+use baton_moves::Refusal;
 use baton_steering::Steer;
 use std::collections::HashMap;
 use std::io;
@@ -96,30 +96,31 @@ fn doubt(connection: &mut Connection) {
 /// path's MTU, and the devices at which it is heard, follow the route. An error if it has to go another way: that is the kernel's to follow.
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
     const ELSEWHERE: &str = "its route has changed";
+    let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
-    let Stage::Nic(on_nic) = &mut connection.stage else { return Ok(()) };
+    let Some(on_nic) = connection.running() else { return Ok(()) };
     let link = on_nic.image.link;
     let (muted, interface) = match &now {
         Ok(now) if now.leads_as(&link) => (false, link.interface),
-        Err(Stay::NoRoute | Stay::SourceGone(_) | Stay::PolicyBlocks) => (true, NOWHERE),
-        Err(Stay::Policy) => return Err("an IPsec policy covers it"),
-        Err(Stay::Rules(_) | Stay::LegacyRules | Stay::Filtered(_)) => {
+        Err(refusal) if refusal.is_unreachable() => (true, NOWHERE),
+        Err(Refusal::Policy) => return Err("an IPsec policy covers it"),
+        Err(Refusal::Rules(_) | Refusal::LegacyRules | Refusal::Filtered(_)) => {
             return Err("rules that change from packet to packet may judge it");
         }
-        Err(Stay::Marked(_)) => return Err("its program has set SO_MARK"),
+        Err(Refusal::Marked(_)) => return Err("its program has set SO_MARK"),
         _ => return Err(ELSEWHERE),
     };
-    if muted != on_nic.muted && ground.nic.control(Control::Interface, on_nic.cid, interface).is_ok() {
+    if muted != on_nic.muted && ground.nic.control(Control::Interface, cid, interface).is_ok() {
         on_nic.muted = muted;
         connection.reason = now.as_ref().map_or_else(ToString::to_string, |_| "its route is there again".into());
     }
-    let Ok(now) = now else { return Ok(()) };
+    let (Ok(now), Some(on_nic)) = (now, connection.running()) else { return Ok(()) };
     let was = on_nic.way.replace(now);
     if was.is_some_and(|was| was.path != now.path) {
         ground.shape.steer(&connection.flow, &now.path, Steer::Steal).map_err(|_| ELSEWHERE)?;
     }
     if was.is_some_and(|was| was.mtu != now.mtu) {
-        ground.nic.control(Control::Mtu, on_nic.cid, now.mtu).map_err(|_| ELSEWHERE)?;
+        ground.nic.control(Control::Mtu, cid, now.mtu).map_err(|_| ELSEWHERE)?;
     }
     Ok(())
 }
@@ -139,7 +140,7 @@ impl Agent {
         if told.links {
             self.count_deaf_devices();
         }
-        self.follow_ways(|connection| matches!(&connection.stage, Stage::Nic(on_nic) if told.touches(on_nic)));
+        self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| told.touches(on_nic)));
     }
 
     /// IPsec's policies have changed: connections that they cover now go back.
@@ -206,7 +207,7 @@ impl Agent {
         let sessions = self.sessions.iter().enumerate().filter_map(|(at, session)| Some((at as u32, session.as_ref()?)));
         sessions
             .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection)))
-            .filter(|(_, connection)| matches!(connection.stage, Stage::Nic(_)))
+            .filter(|(_, connection)| connection.stage() == Stage::Nic)
             .map(|(at, connection)| (at, connection.number))
             .collect()
     }

@@ -1,13 +1,14 @@
 //! A connection as the agent holds it, and what both directions of a move share.
 
+use crate::journal::Entry;
 use crate::memory::Limits;
 use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
-use baton_handoff::examine::Stay;
 use baton_handoff::shell::Saved;
 use baton_image::Image;
 use baton_linux::events;
+use baton_moves::{Custody, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
 use baton_shm::Region;
 use baton_wire::Flow;
@@ -18,10 +19,6 @@ use std::sync::atomic::{Ordering, fence};
 
 /// How often a program's busy word is looked at again at once: most operations are over within a microsecond.
 const GLANCES: u32 = 200;
-
-/// After a time-out of its program a connection's moves are put off for so many microseconds, twice as long after the next one, and so on.
-const FIRST_BACKOFF: u64 = 20_000;
-const MOST_DOUBLINGS: u32 = 9;
 
 /// A waiting request for a move: session of the asker, its tag.
 pub(crate) type Asker = (u32, u32);
@@ -42,30 +39,40 @@ impl Then {
     }
 }
 
-/// A move back that waits until the program has left an operation on the connection.
-pub(crate) struct Leaving {
-    /// Microseconds of the monotonic clock at which it is given up.
-    pub deadline: u64,
+/// Who waits for the end of a connection's move.
+#[derive(Default)]
+pub(crate) struct Waiting {
+    /// They are told how it ended.
     pub askers: Vec<Asker>,
-    pub then: Vec<Then>,
+    /// What is to be done then, and how often the connection has been tried to be brought into the kernel for that.
+    pub then: Vec<(Then, u8)>,
 }
 
-/// Where a connection is in its life with the agent.
+/// Where a connection is in its life with the agent: a view of its step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stage {
     /// In the kernel.
     Kernel,
-    /// In the kernel, the NIC is copying; since when, who asked, whether the kernel has been asked for its SACK blocks, and until when the
-    /// program may take to leave an operation, once everything is copied.
-    Mirroring { since: u64, cid: Cid, askers: Vec<Asker>, asked: bool, quiescing: Option<u64> },
-    /// On the NIC.
-    Nic(Box<OnNic>),
+    /// On its way to the NIC, which waits for the NIC's copy or for the program.
+    Offloading,
+    /// On the NIC, or on its way from there.
+    Nic,
     /// It ended while it was on the NIC; only the shell is left.
     Ended,
 }
 
+/// A growth under way.
+pub(crate) struct Growing {
+    /// The name before it: the NIC knows the connection by that until it goes on.
+    pub cid: Cid,
+    /// Memory of the connection's that is not in use: the larger one, until the old one's bytes have been copied; then the old one.
+    pub unused: [Option<(u32, u32)>; 2],
+    /// The larger memory.
+    pub larger: Memory,
+}
+
 /// What the agent remembers of a connection on the NIC.
 pub(crate) struct OnNic {
-    pub cid: Cid,
     /// As it was handed off.
     pub image: Image,
     pub saved: Saved,
@@ -76,8 +83,6 @@ pub(crate) struct OnNic {
     pub handed_off_at: u64,
     /// There is no route to its peer: nothing of it leaves the NIC.
     pub muted: bool,
-    /// It goes back as soon as its program has left it.
-    pub leaving: Option<Leaving>,
     /// Where its frames go and come from, as was found last. None after a death: it is on its way to the kernel.
     pub way: Option<Way>,
     /// Segments that its shell had dropped when that was looked at first.
@@ -130,7 +135,7 @@ impl Memory {
 pub(crate) struct Connection {
     pub number: u32,
     /// None while an attacher's program has it alone.
-    pub fd: Option<OwnedFd>,
+    pub fd: Option<Arc<OwnedFd>>,
     /// An attacher's: what its program sets on the socket is not seen.
     pub attached: bool,
     /// The process whose connection it is.
@@ -140,7 +145,18 @@ pub(crate) struct Connection {
     pub flow: Flow,
     pub local: SocketAddr,
     pub peer: SocketAddr,
-    pub stage: Stage,
+    /// How far it has come between kernel and NIC, and its move if one is under way.
+    pub machine: Move,
+    /// Its name on the NIC, while it has a slot there.
+    pub cid: Option<Cid>,
+    /// What the agent remembers of it from the moment that its bytes are in session memory.
+    pub on_nic: Option<Box<OnNic>>,
+    /// Bytes of receive and of send memory that the NIC could use for it, 0 for no more.
+    pub wants: (u32, u32),
+    pub growing: Option<Growing>,
+    /// The journal's entry, of one whose agent has died, until it is in the kernel.
+    pub journalled: Option<Box<Entry>>,
+    pub waiting: Waiting,
     /// Counts changes of what its block says; the program looks again when it does.
     pub moves: u32,
     /// Moves made.
@@ -169,9 +185,8 @@ pub(crate) struct Connection {
     pub closed: bool,
     /// Its program has ended, or is about to: nobody waits for it.
     pub abandoned: bool,
-    /// How often in a row its program was inside an operation for too long, and until when no move of it is begun.
-    pub stuck: u32,
-    pub put_off: u64,
+    /// Its program goes on when its agent has ended.
+    pub outlives_agent: bool,
     /// It is in the list of moves that wait, and in that of moves that are suggested.
     pub under_way: bool,
     pub suggested: bool,
@@ -183,14 +198,20 @@ impl Connection {
     pub fn new(number: u32, fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
         Connection {
             number,
-            fd,
+            fd: fd.map(Arc::new),
             attached: false,
             process: 0,
             cgroup: None,
             flow,
             local,
             peer,
-            stage: Stage::Kernel,
+            machine: Move::new(),
+            cid: None,
+            on_nic: None,
+            wants: (0, 0),
+            growing: None,
+            journalled: None,
+            waiting: Waiting::default(),
             moves: block.load(layout::MOVES),
             made: 0,
             since: events::monotonic_micros(),
@@ -205,8 +226,7 @@ impl Connection {
             given_up: false,
             closed: false,
             abandoned: false,
-            stuck: 0,
-            put_off: 0,
+            outlives_agent: false,
             under_way: false,
             suggested: false,
             block,
@@ -214,8 +234,8 @@ impl Connection {
     }
 
     /// Its descriptor.
-    pub fn fd(&self) -> Result<BorrowedFd<'_>, Stay> {
-        self.fd.as_ref().map(AsFd::as_fd).ok_or(Stay::Elsewhere)
+    pub fn fd(&self) -> Result<BorrowedFd<'_>, Refusal> {
+        self.fd.as_ref().map(AsFd::as_fd).ok_or(Refusal::Elsewhere)
     }
 
     /// Whether a move waits for the program to leave an operation. An attacher is in none while it asks for a move.
@@ -223,33 +243,29 @@ impl Connection {
         !self.attached && !self.abandoned
     }
 
-    /// Its program has been inside an operation for too long, or not: how soon it is bothered again.
-    pub fn note_stuck(&mut self, stuck: bool) {
-        if !stuck {
-            (self.stuck, self.put_off) = (0, 0);
-            return;
-        }
-        self.put_off = events::monotonic_micros() + (FIRST_BACKOFF << self.stuck);
-        self.stuck = (self.stuck + 1).min(MOST_DOUBLINGS);
-    }
-
     /// Whether no move of it is to be begun now.
     pub fn is_put_off(&self) -> bool {
-        self.put_off != 0 && events::monotonic_micros() < self.put_off
+        self.machine.is_put_off(events::monotonic_micros())
+    }
+
+    pub fn stage(&self) -> Stage {
+        match self.machine.step() {
+            Step::Ended => Stage::Ended,
+            step if step.is_on_nic() => Stage::Nic,
+            Step::Kernel if self.machine.goal().is_none() => Stage::Kernel,
+            _ => Stage::Offloading,
+        }
+    }
+
+    /// What the agent remembers of it, while the NIC runs it.
+    pub fn running(&mut self) -> Option<&mut OnNic> {
+        if self.machine.step().custody() == Custody::Nic { self.on_nic.as_deref_mut() } else { None }
     }
 
     pub fn place(&self) -> Place {
-        match self.stage {
-            Stage::Nic(_) | Stage::Ended => Place::Nic,
-            Stage::Kernel | Stage::Mirroring { .. } => Place::Kernel,
-        }
-    }
-
-    pub fn cid(&self) -> Option<Cid> {
-        match &self.stage {
-            Stage::Kernel | Stage::Ended => None,
-            Stage::Mirroring { cid, .. } => Some(*cid),
-            Stage::Nic(on_nic) => Some(on_nic.cid),
+        match self.stage() {
+            Stage::Nic | Stage::Ended => Place::Nic,
+            Stage::Kernel | Stage::Offloading => Place::Kernel,
         }
     }
 }

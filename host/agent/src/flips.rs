@@ -2,7 +2,6 @@
 
 use crate::agent::Agent;
 use crate::connection::Stage;
-use crate::forth;
 use crate::moves::SLICE;
 use baton_linux::events::monotonic_micros;
 use baton_protocol::program::{Opening, Place};
@@ -88,44 +87,41 @@ impl Agent {
 
     fn flip_one(&mut self, session: u32, number: u32, serial: u64, retried: bool) {
         let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
-        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
         let Opening { group, attacher, .. } = entry.opening;
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
         if connection.serial != serial {
             return;
         }
-        match connection.stage {
+        match connection.stage() {
             Stage::Kernel if attacher && !connection.stays && (flips || connection.wanted) => {
                 self.want(session, number, Place::Nic);
             }
-            Stage::Nic(_) if attacher && (flips || connection.must_return.is_some()) => {
+            Stage::Nic if attacher && (flips || connection.must_return.is_some()) => {
                 self.want(session, number, Place::Kernel);
             }
             Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
             // Its program was stuck inside an operation the last time.
-            Stage::Kernel | Stage::Nic(_) if connection.is_put_off() => {
+            Stage::Kernel | Stage::Nic if connection.is_put_off() => {
                 if retried {
                     self.retries.add(LATER, session, number, serial);
                 }
             }
-            Stage::Kernel => match forth::begin(&mut ground, connection, Vec::new()) {
-                Ok(()) => self.begun((session, number, serial)),
-                Err(stay) => {
-                    self.conclude(session, number, Err(stay), Vec::new());
-                    if !flips {
-                        self.retries.add(LATER, session, number, serial);
-                    }
+            Stage::Kernel => {
+                self.begin_offload(session, number, None);
+                if !flips && self.stage(session, number) == Some(Stage::Kernel) {
+                    self.retries.add(LATER, session, number, serial);
                 }
-            },
-            Stage::Nic(_) if !flips && connection.must_return.is_none() => return,
-            Stage::Nic(_) => {
+            }
+            Stage::Nic if !flips && connection.must_return.is_none() => return,
+            Stage::Nic => {
                 let wanted = connection.must_return.is_some();
-                self.move_back(session, number, Vec::new());
+                self.begin_restore(session, number, None);
                 if wanted && self.try_again(session, number, serial) {
                     return;
                 }
             }
-            Stage::Mirroring { .. } => {}
+            Stage::Offloading => {}
             Stage::Ended => return,
         }
         if !retried && let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
@@ -151,7 +147,7 @@ impl Agent {
     fn try_again(&mut self, session: u32, number: u32, serial: u64) -> bool {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        let still = connection.is_some_and(|connection| matches!(connection.stage, Stage::Nic(_)));
+        let still = connection.is_some_and(|connection| connection.stage() == Stage::Nic);
         if still {
             self.retries.add(AGAIN, session, number, serial);
         }
@@ -169,7 +165,7 @@ impl Agent {
             self.retries.add(LATER, session, number, serial);
             return;
         }
-        self.move_back(session, number, Vec::new());
+        self.begin_restore(session, number, None);
         if !self.try_again(session, number, serial) {
             self.try_later(session, number);
         }

@@ -1,16 +1,17 @@
 //! What a move needs of the host besides the connection: the NIC, the steering beside the kernel, routes and links.
 
+use crate::chaos::Chaos;
 use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::nic::NicProcess;
-use crate::step::{Chaos, Step};
+use crate::refusals::system;
 use baton_abi::{Cid, Control};
 use baton_backends::{BesideKernel, Kernel, VnetDevice};
-use baton_handoff::examine::Stay;
 use baton_linux::control::Channel;
 use baton_linux::netlink::Netlink;
 use baton_linux::{process, socket};
+use baton_moves::{Refusal, Step};
 use baton_shm::Region;
 use baton_steering::{Path, Steer, Steering};
 use baton_wire::Flow;
@@ -47,10 +48,10 @@ impl Shape {
     }
 
     /// Says what is done with a connection's frames beside the kernel.
-    pub fn steer(&self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Stay> {
+    pub fn steer(&self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Refusal> {
         match self {
             Shape::Inline { .. } => Ok(()),
-            Shape::Beside { steering, .. } => steering.set(flow, path, steer).map_err(|error| Stay::System("steering", error)),
+            Shape::Beside { steering, .. } => steering.set(flow, path, steer).map_err(|error| system("steering", &error)),
         }
     }
 
@@ -65,8 +66,8 @@ impl Shape {
 
     /// After a NIC's death: nothing of the connection meets the kernel, whatever the last NIC had come to.
     pub fn steal_again(&self, flow: &Flow, path: &Path) {
-        if let Err(stay) = self.steer(flow, path, Steer::Steal) {
-            eprintln!("baton agent: {flow:?}: {stay}");
+        if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
+            eprintln!("baton agent: {flow:?}: {refusal}");
         }
     }
 }
@@ -100,18 +101,22 @@ impl Ground<'_> {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
         connection
             .fd()
-            .and_then(|fd| socket::inode(fd).map_err(|error| Stay::System("fstat", error)))
+            .and_then(|fd| socket::inode(fd).map_err(|error| system("fstat", &error)))
             .is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
     /// The NIC copies the connection's frames; its flow is in the slot.
-    pub fn mirror(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Stay> {
+    pub fn mirror(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
         self.nic.control(Control::Mirror, cid, 0)?;
-        self.shape.steer(flow, path, Steer::Mirror)
+        let steered = self.shape.steer(flow, path, Steer::Mirror);
+        if steered.is_err() {
+            self.cancel(cid, flow, false);
+        }
+        steered
     }
 
     /// The NIC gets the connection's frames alone.
-    pub fn steal(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Stay> {
+    pub fn steal(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
         self.nic.control(Control::Steal, cid, 0)?;
         self.shape.steer(flow, path, Steer::Steal)
     }
@@ -123,7 +128,7 @@ impl Ground<'_> {
     }
 
     /// The NIC lets go of a connection that the kernel has again.
-    pub fn release(&mut self, cid: Cid, flow: &Flow) -> Result<(), Stay> {
+    pub fn release(&mut self, cid: Cid, flow: &Flow) -> Result<(), Refusal> {
         self.shape.unsteer(flow);
         self.nic.control(Control::Release, cid, 0).map(|_| ())
     }

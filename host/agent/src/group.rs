@@ -1,8 +1,8 @@
 //! Groups of sessions: a program and what it starts. Their connections may be moved to and fro at random, and are reported together.
 
 use crate::connection::Connection;
-use baton_handoff::examine::Stay;
 use baton_linux::events::monotonic_micros;
+use baton_moves::Refusal;
 use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -56,13 +56,11 @@ impl Group {
     }
 
     /// A move has not taken place.
-    pub fn stayed(&mut self, stay: &Stay) {
-        *cause(&mut self.report.stayed, &stay.to_string()) += 1;
-        match stay {
-            Stay::Lost(..) => self.report.resets += 1,
-            // It was closed just then.
-            Stay::System(_, error) if error.kind() == io::ErrorKind::NotConnected => {}
-            Stay::System(..) => self.report.errors += 1,
+    pub fn stayed(&mut self, refusal: &Refusal) {
+        *cause(&mut self.report.stayed, &refusal.to_string()) += 1;
+        match refusal {
+            Refusal::Lost(..) => self.report.resets += 1,
+            Refusal::System(..) => self.report.errors += 1,
             _ => {}
         }
     }

@@ -1,11 +1,12 @@
 //! What of the kernel stands between a socket and the wire and is not asked per packet while the NIC has the connection: IPsec's policies,
 //! rules of the firewall that change from packet to packet, filters of traffic control. They are read once for each change.
 
-use baton_handoff::examine::Stay;
+use crate::refusals::system;
 use baton_linux::firewall::Firewall;
 use baton_linux::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
 use baton_linux::rtnetlink;
 use baton_linux::xfrm::{Policies, Verdict};
+use baton_moves::Refusal;
 use baton_wire::Flow;
 use std::collections::HashMap;
 
@@ -81,21 +82,21 @@ impl Guards {
     ///
     /// # Errors
     /// Which, if so; or that they cannot be read.
-    pub fn pass(&mut self, routes: &Netlink, flow: &Flow, device: u32) -> Result<(), Stay> {
+    pub fn pass(&mut self, routes: &Netlink, flow: &Flow, device: u32) -> Result<(), Refusal> {
         if self.legacy {
-            return Err(Stay::LegacyRules);
+            return Err(Refusal::LegacyRules);
         }
         let filtered = match self.filtered.get(&device) {
             Some(known) => *known,
             None => {
                 let found = rtnetlink::has_ingress_filter(routes, device);
-                let found = found.map_err(|error| Stay::System("RTM_GETTFILTER", error))?;
+                let found = found.map_err(|error| system("RTM_GETTFILTER", &error))?;
                 self.filtered.insert(device, found);
                 found
             }
         };
         if filtered {
-            return Err(Stay::Filtered(device));
+            return Err(Refusal::Filtered(device));
         }
         if self.firewall.is_none()
             && let Some(netfilter) = &self.netfilter
@@ -104,11 +105,11 @@ impl Guards {
                 Ok(firewall) => firewall,
                 // A kernel without nftables.
                 Err(error) if matches!(error.raw_os_error(), Some(EINVAL | EOPNOTSUPP)) => Firewall::default(),
-                Err(error) => return Err(Stay::System("NFT_MSG_GETRULE", error)),
+                Err(error) => return Err(system("NFT_MSG_GETRULE", &error)),
             });
         }
         match self.firewall.as_ref().and_then(|firewall| firewall.judge(flow)) {
-            Some(rule) => Err(Stay::Rules(rule)),
+            Some(rule) => Err(Refusal::Rules(rule)),
             None => Ok(()),
         }
     }
@@ -132,12 +133,12 @@ impl Guards {
     ///
     /// # Errors
     /// If they cannot be read.
-    pub fn verdict(&mut self, flow: &Flow, device: u32, mark: u32) -> Result<Verdict, Stay> {
+    pub fn verdict(&mut self, flow: &Flow, device: u32, mark: u32) -> Result<Verdict, Refusal> {
         let Some(xfrm) = &mut self.xfrm else { return Ok(Verdict::Clear) };
         let policies = match xfrm.policies.take() {
             // What has changed meanwhile is told, and every connection looked at again.
             Some(known) => known,
-            None => Policies::read(&xfrm.netlink).map_err(|error| Stay::System("XFRM_MSG_GETPOLICY", error))?,
+            None => Policies::read(&xfrm.netlink).map_err(|error| system("XFRM_MSG_GETPOLICY", &error))?,
         };
         let verdict = policies.judge(flow, device, mark);
         xfrm.policies = Some(policies);

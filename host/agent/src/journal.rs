@@ -7,21 +7,10 @@ use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, MAX_ENCODED};
+use baton_moves::Phase;
 use baton_shm::Region;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
-
-/// How far a move has come.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u32)]
-pub(crate) enum Phase {
-    /// The socket is being read: deaf and in repair mode perhaps, but whole.
-    Reading = 1,
-    /// The queues' bytes are in session memory: whatever the socket has become, the connection can be made anew from them.
-    Copied = 2,
-    /// The connection is in the kernel again; what was not sent is being sent.
-    Speaking = 3,
-}
 
 /// An entry.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -64,14 +53,12 @@ impl Entry {
         let image = Image::decode(&bytes).ok()?;
         let (saved, memory) = (self.saved.clone(), self.memory());
         Some(OnNic {
-            cid: Cid(self.cid),
             image,
             saved,
             memory,
             limits: Limits::default(),
             handed_off_at: self.handed_off_at,
             muted: false,
-            leaving: None,
             way: None,
             dropped: None,
         })
@@ -128,6 +115,11 @@ pub(crate) fn speaking(nic_memory: &Region, cid: Cid, image: &Image) {
     }
 }
 
+/// The entry stands, the move goes back a step: the socket is whole, and the next agent is to leave its bytes alone.
+pub(crate) fn reading(nic_memory: &Region, cid: Cid) {
+    nic_memory.word32(place(cid.slot())).store(Phase::Reading as u32, Ordering::Release);
+}
+
 /// The move is over.
 pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
@@ -136,12 +128,7 @@ pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
 /// The entry of a slot.
 pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     let base = place(at);
-    let phase = match nic_memory.word32(base).load(Ordering::Acquire) {
-        1 => Phase::Reading,
-        2 => Phase::Copied,
-        3 => Phase::Speaking,
-        _ => return None,
-    };
+    let phase = Phase::from_number(nic_memory.word32(base).load(Ordering::Acquire))?;
     let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
     let mut bytes = vec![0u8; length.min(slot::JOURNAL_BYTES - 8)];
     nic_memory.read(base + 8, &mut bytes).ok()?;
@@ -156,7 +143,16 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     (Cid(entry.cid).slot() == at).then_some((phase, entry))
 }
 
-/// The name that the next tenant of a slot gets, kept so that no agent uses a name that another has used.
+/// Session and number of the connection that was handed off last under the slot of this name.
+pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u32, u32)> {
+    if cid.slot() as usize >= slots {
+        return None;
+    }
+    let parameter = |at: usize| nic_memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
+    Some((parameter(0), parameter(5)))
+}
+
+/// The name that the next occupant of a slot gets, kept so that no agent uses a name that another has used.
 pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
     if word == 0 { Cid::new(at, 1) } else { Cid(word) }
@@ -172,7 +168,7 @@ pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
     nic_memory.word32(nic::SLOTS_USED).store(used, Ordering::Release);
 }
 
-/// Notes the name of a slot's next tenant.
+/// Notes the name of a slot's next occupant.
 pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
     nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_CID).store(name.0, Ordering::Release);
 }

@@ -3,7 +3,7 @@
 //! messages of packets that were too big make.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, OnNic, Stage};
+use crate::connection::{Connection, OnNic};
 use crate::ground::Shape;
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
@@ -133,7 +133,7 @@ impl Agent {
         let Some(shown) = shown(connection, &self.diagnosis) else { return };
         // Beside the kernel whole datagrams of fragments reach the shell, too: where everything is heard they mean nothing.
         let strays = self.looks.deaf && now.saturating_sub(connection.since) > SETTLING;
-        let Stage::Nic(on_nic) = &mut connection.stage else { return };
+        let Some(on_nic) = connection.running() else { return };
         let mut dropped = on_nic.dropped;
         let verdict = judge(on_nic, &mut dropped, strays, &shown);
         on_nic.dropped = dropped;

@@ -1,25 +1,21 @@
 //! Which move is worked on when. Programs' requests come first; the moves that are under way, wanted or due get a slice of each round of
 //! the agent's loop, so that nobody waits longer than that for an answer, however many connections there are.
 //!
-//! A move never waits for a program: one whose program is inside an operation on the connection is *quiescing* (a part of its stage), and
-//! is looked at again in a later round.
+//! A move never waits for a program: one whose program is inside an operation on the connection is asked again in a later round.
 
 use crate::agent::Agent;
-use crate::back::{self, Failure};
-use crate::connection::{Asker, Connection, Leaving, Stage, Then};
-use crate::forth;
-use baton_abi::layout::Owner;
-use baton_handoff::examine::Stay;
+use crate::connection::{Asker, Connection, Stage, Then};
+use crate::memory;
+use crate::perform::Performer;
 use baton_linux::events::monotonic_micros;
+use baton_moves::{Barrier, Conclusion, Event, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
 use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 /// Microseconds of a round that each kind of work on moves may take. A move that has begun is finished.
 pub(crate) const SLICE: u64 = 500;
-
-/// Microseconds that a program may take to leave an operation on a connection that is to be moved.
-const QUIESCE_LIMIT: u64 = 20_000;
 
 /// Microseconds between two looks at moves that wait for their program, or for the NIC's copy.
 const LOOK: u64 = 100;
@@ -27,6 +23,9 @@ const LOOK: u64 = 100;
 /// Microseconds without a request after which moves that programs have suggested are made, and after which they are made all the same.
 const IDLE: u64 = 200;
 const OVERDUE: u64 = 10_000;
+
+/// How often a connection is tried to be brought into the kernel for something that only the kernel can do.
+const ATTEMPTS: u8 = 2;
 
 /// A connection: session, number, and serial number, since the others are used again.
 pub(crate) type Key = (u32, u32, u64);
@@ -72,15 +71,55 @@ impl Agent {
         self.flip();
     }
 
+    /// Something has happened to a connection: does what its machine asks for, until something has to be waited for.
+    pub(crate) fn drive(&mut self, session: u32, number: u32, event: Event) {
+        let Some((ground, entry)) = self.split(session) else { return };
+        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
+            return;
+        };
+        let (fd, region) = (connection.fd.clone(), open.memory.clone());
+        let mut machine = connection.machine.clone();
+        let fd = fd.as_ref().map(AsFd::as_fd);
+        let mut performer = Performer::new(ground, open, session, connection, fd, &region);
+        machine.run(event, &mut performer);
+        let concluded = performer.concluded.take();
+        drop(performer);
+        let Some(connection) = self.connection(session, number) else { return };
+        connection.machine = machine;
+        let key = (session, number, connection.serial);
+        let waits = connection.machine.waits();
+        // A NIC that must not go on is dead: the connection waits for what has died with it.
+        let must_recover = connection.machine.barrier() == Some(Barrier::Dead);
+        if waits && !std::mem::replace(&mut connection.under_way, true) {
+            self.moves.under_way.push_back(key);
+        }
+        if let Some(conclusion) = concluded {
+            self.conclude(session, number, conclusion);
+        }
+        if must_recover && let Err(error) = self.recover() {
+            // It is tried again at the end of this round.
+            eprintln!("baton agent: the next NIC does not start: {error:#}");
+        }
+    }
+
+    pub(crate) fn connection(&mut self, session: u32, number: u32) -> Option<&mut Connection> {
+        self.sessions.get_mut(session as usize)?.as_mut()?.connections.get_mut(number as usize)?.as_mut()
+    }
+
+    pub(crate) fn stage(&self, session: u32, number: u32) -> Option<Stage> {
+        let session = self.sessions.get(session as usize)?.as_ref()?;
+        Some(session.connections.get(number as usize)?.as_ref()?.stage())
+    }
+
     /// Goes over the moves that wait, at most once over each.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
         for _ in 0..self.moves.under_way.len() {
             let Some(key) = self.moves.under_way.pop_front() else { return };
-            if !self.advance_move(key) {
-                self.moves.under_way.push_back(key);
-            } else if let Some(connection) = named(&mut self.sessions, key) {
+            if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;
+                self.attend(key.0);
+                self.drive(key.0, key.1, Event::Tick);
             }
             if monotonic_micros() >= end {
                 return;
@@ -88,113 +127,24 @@ impl Agent {
         }
     }
 
-    /// A move has begun: goes on with it as far as it can now, and later from there.
-    pub(crate) fn begun(&mut self, key: Key) {
-        if !self.advance_move(key)
-            && let Some(connection) = named(&mut self.sessions, key)
-            && !std::mem::replace(&mut connection.under_way, true)
-        {
-            self.moves.under_way.push_back(key);
-        }
-    }
-
-    /// Whether nothing of the move waits any more.
-    pub(crate) fn advance_move(&mut self, key: Key) -> bool {
-        self.attend(key.0);
-        match named(&mut self.sessions, key).map(|connection| &connection.stage) {
-            Some(Stage::Mirroring { .. }) => self.advance_mirrored(key),
-            Some(Stage::Nic(on_nic)) if on_nic.leaving.is_some() => self.advance_leaving(key),
-            _ => true,
-        }
-    }
-
-    /// Whether a move to the NIC is over, one way or the other.
-    fn advance_mirrored(&mut self, key: Key) -> bool {
-        let (session, number, _) = key;
+    /// Begins a move to the NIC.
+    pub(crate) fn begin_offload(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let patience = self.settings.patience;
-        let nic_memory = self.hardware.memory.clone();
-        let Some((mut ground, entry)) = self.split(session) else { return true };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return true };
-        let Stage::Mirroring { since, cid, asked, quiescing, .. } = connection.stage else { return true };
-        let now = monotonic_micros();
-        let left = match quiescing {
-            Some(_) => connection.block.is_left(),
-            None if !forth::covered(&nic_memory, connection, cid) => {
-                if now - since <= patience {
-                    if !asked
-                        && now - since > forth::QUIET
-                        && let Some(open) = &entry.open
-                    {
-                        forth::ask_for_sack_blocks(open, connection);
-                    }
-                    return false;
-                }
-                let askers = forth::take_askers(connection);
-                forth::call_off(&mut ground, connection, cid);
-                self.conclude(session, number, Err(Stay::OutOfOrder), askers);
-                return true;
-            }
-            None => connection.block.keep_out(),
-        };
-        if left || !connection.waits_for_program() {
-            let askers = forth::take_askers(connection);
-            let Some(open) = entry.open.as_mut() else { return true };
-            let result = forth::complete(&mut ground, open, session, connection, cid);
-            self.conclude(session, number, result, askers);
-            return true;
-        }
-        let deadline = quiescing.unwrap_or(now + QUIESCE_LIMIT);
-        if let Stage::Mirroring { quiescing, .. } = &mut connection.stage {
-            *quiescing = Some(deadline);
-        }
-        if now < deadline {
-            return false;
-        }
-        let askers = forth::take_askers(connection);
-        forth::call_off(&mut ground, connection, cid);
-        self.conclude(session, number, Err(Stay::Busy), askers);
-        true
+        let Some(connection) = self.connection(session, number) else { return };
+        connection.waiting.askers.extend(asker);
+        self.drive(session, number, Event::Offload { patience });
     }
 
-    /// Whether a move back is over that waited for its program.
-    fn advance_leaving(&mut self, key: Key) -> bool {
-        let (session, number, _) = key;
-        let Some(connection) = named(&mut self.sessions, key) else { return true };
-        let left = connection.block.is_left() || !connection.waits_for_program();
-        let Stage::Nic(on_nic) = &mut connection.stage else { return true };
-        let Some(leaving) = &on_nic.leaving else { return true };
-        let late = monotonic_micros() >= leaving.deadline;
-        if !left && !late {
-            return false;
-        }
-        // A program that has closed it, and stays inside an operation all the same, harms itself.
-        let goes = left || leaving.then.iter().any(|then| matches!(then, Then::Forget(_)));
-        let Some(Leaving { askers, then, .. }) = on_nic.leaving.take() else { return true };
-        if goes {
-            self.complete_return(session, number, askers);
-        } else {
-            connection.block.set_owner(Owner::Nic);
-            self.conclude(session, number, Err(Stay::Busy), askers);
-        }
-        self.go_on(session, number, then, goes);
-        true
-    }
-
-    /// A move back has been made, or its program did not leave in time: does what was to be done then.
-    pub(crate) fn go_on(&mut self, session: u32, number: u32, then: Vec<Then>, made: bool) {
-        for then in then {
-            let (asker, tag) = then.asker();
-            let reply = if made { self.settle(session, number, then) } else { Some(self.finish(session, number, then)) };
-            if let Some(reply) = reply {
-                self.answer(asker, tag, reply, &[]);
-            }
-        }
+    /// Begins a move to the kernel, or goes on with it: its program may have left by now.
+    pub(crate) fn begin_restore(&mut self, session: u32, number: u32, asker: Option<Asker>) {
+        let Some(connection) = self.connection(session, number) else { return };
+        connection.waiting.askers.extend(asker);
+        self.drive(session, number, Event::Restore { forced: false });
     }
 
     /// A program suggests a move to the NIC: it is made when there is time for it.
     pub(crate) fn suggest(&mut self, session: u32, number: u32) {
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Some(connection) = self.connection(session, number) else { return };
         connection.wanted = true;
         if !std::mem::replace(&mut connection.suggested, true) {
             let key = (session, number, connection.serial);
@@ -226,8 +176,7 @@ impl Agent {
 
     /// A connection has to leave the NIC as soon as there is time for it.
     pub(crate) fn return_soon(&mut self, session: u32, number: u32, why: &'static str) {
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let Some(connection) = self.connection(session, number) else { return };
         connection.must_return = Some(why);
         let key = (session, number, connection.serial);
         self.moves.returning.push_back((key, why));
@@ -236,7 +185,7 @@ impl Agent {
     fn return_connections(&mut self) {
         let end = monotonic_micros() + SLICE;
         while let Some((key, why)) = self.moves.returning.pop_front() {
-            let here = named(&mut self.sessions, key).is_some_and(|connection| matches!(connection.stage, Stage::Nic(_)));
+            let here = named(&mut self.sessions, key).is_some_and(|connection| connection.stage() == Stage::Nic);
             if here {
                 self.must_return(key.0, key.1, why);
             }
@@ -246,94 +195,82 @@ impl Agent {
         }
     }
 
-    /// Moves a connection back to the kernel and answers those who asked for it, perhaps later.
-    pub(crate) fn move_back(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
-        let _ = self.begin_return(session, number, askers, None);
-    }
-
-    /// Begins a move back. Gives `then` back if that is to be done now: the move is over.
-    fn begin_return(&mut self, session: u32, number: u32, askers: Vec<Asker>, then: Option<Then>) -> Option<Then> {
-        let Some((mut ground, entry)) = self.split(session) else { return then };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return then };
-        let key = (session, number, connection.serial);
-        match &mut connection.stage {
-            Stage::Nic(on_nic) => {
-                if let Some(leaving) = &mut on_nic.leaving {
-                    leaving.askers.extend(askers);
-                    leaving.then.extend(then);
-                    // Its program may have left by now. If not, it is in the list already.
-                    self.advance_move(key);
-                    return None;
+    /// A move has ended: counts it, answers those who asked for it, and does what was to be done then.
+    pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
+        let Some(connection) = self.connection(session, number) else { return };
+        let (waiting, flow) = (std::mem::take(&mut connection.waiting), connection.flow);
+        let (askers, then) = (waiting.askers, waiting.then);
+        match conclusion {
+            // Nobody waits for a growth; who has asked meanwhile is asked for.
+            Conclusion::Grown => connection.waiting.askers = askers,
+            Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
+            Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
+            Conclusion::Lost(refusal, recovering) => {
+                eprintln!("baton agent: {flow} is {}", refusal.to_string().trim_start_matches("it is "));
+                if recovering {
+                    self.note_recovery(session, number, true, askers, !then.is_empty());
+                } else {
+                    self.statistics.failed_moves += 1;
+                    self.note_end(session, number, Err(refusal), askers);
                 }
             }
-            _ => return then,
-        }
-        if let Err(stay) = back::check(&mut ground, connection) {
-            self.conclude(session, number, Err(stay), askers);
-            return then;
-        }
-        if connection.block.keep_out() || !connection.waits_for_program() {
-            self.complete_return(session, number, askers);
-            return then;
-        }
-        if let Stage::Nic(on_nic) = &mut connection.stage {
-            let (deadline, then) = (monotonic_micros() + QUIESCE_LIMIT, then.into_iter().collect());
-            on_nic.leaving = Some(Leaving { deadline, askers, then });
-            self.begun(key);
-        }
-        None
-    }
-
-    /// The program is kept out: the connection goes back now.
-    fn complete_return(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
-            return;
-        };
-        let flow = connection.flow;
-        let result = match back::complete(&mut ground, open, connection) {
-            Ok(()) => Ok(()),
-            Err(Failure::Stays(stay)) => Err(stay),
-            Err(Failure::NicGone) => match self.recover() {
-                Ok(()) => Ok(()),
-                Err(_) => Err(Stay::NicGone),
-            },
-            Err(Failure::Lost(error)) => {
-                eprintln!("baton agent: {flow:?} is lost: {error}");
-                self.statistics.failed_moves += 1;
-                Err(Stay::Lost(error.step, error.error))
+            Conclusion::Stays(refusal) if refusal.is_overtaken() => {
+                let reply = Reply::Stayed { reason: refusal.to_string(), transient: false };
+                askers.into_iter().for_each(|(asker, tag)| self.answer(asker, tag, reply.clone(), &[]));
             }
-        };
-        self.conclude(session, number, result, askers);
+            Conclusion::Stays(refusal) => {
+                let busy = refusal == Refusal::Busy;
+                self.note_end(session, number, Err(refusal), askers);
+                return self.go_on(session, number, then, !busy);
+            }
+        }
+        self.go_on(session, number, then, true);
     }
 
-    /// Brings a connection into the kernel, and does `then`. The answer, or None if it comes later.
-    pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then) -> Option<Reply> {
-        let then = self.bring_back(session, number, then)?;
-        // The NIC refuses a connection that has just ended; its end is among what it has said since.
-        self.hear_nic();
-        let then = self.bring_back(session, number, then)?;
+    /// What was to be done when a move is over. `again`: if the connection is not in the kernel, that is tried once more.
+    fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
+        for (then, attempts) in then {
+            let (asker, tag) = then.asker();
+            let attempts = if again { attempts } else { ATTEMPTS };
+            if let Some(reply) = self.settle(session, number, then, attempts) {
+                self.answer(asker, tag, reply, &[]);
+            }
+        }
+    }
+
+    /// Brings a connection into the kernel, whatever stage it is in, and does `then`; `attempts` have been made before. The answer, or
+    /// None if it comes later or has come.
+    pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
+        if attempts > 0 {
+            // The NIC refuses a connection that has just ended; its end is among what it has said since.
+            self.hear_nic();
+        }
+        match self.stage(session, number) {
+            None | Some(Stage::Kernel) => {}
+            Some(Stage::Offloading) => self.call_off(session, number),
+            Some(Stage::Ended) => self.forget_what_ended(session, number),
+            Some(Stage::Nic) if attempts >= ATTEMPTS => {}
+            Some(Stage::Nic) => {
+                let forced = matches!(then, Then::Forget(_));
+                if let Some(connection) = self.connection(session, number) {
+                    connection.waiting.then.push((then, attempts + 1));
+                }
+                self.drive(session, number, Event::Restore { forced });
+                return None;
+            }
+        }
         Some(self.finish(session, number, then))
     }
 
-    /// Whatever stage a connection is in: it is in the kernel afterwards, or has ended. `then`, unless that is done when it is.
-    fn bring_back(&mut self, session: u32, number: u32, then: Then) -> Option<Then> {
-        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Some(then) };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(then) };
-        match &connection.stage {
-            Stage::Kernel => {}
-            Stage::Mirroring { .. } => self.call_off(session, number),
-            Stage::Ended => {
-                connection.stage = Stage::Kernel;
-                if let Some(open) = entry.open.as_mut()
-                    && let Some(memory) = open.ended.remove(&number)
-                {
-                    crate::memory::give(open, memory);
-                }
-            }
-            Stage::Nic(_) => return self.begin_return(session, number, Vec::new(), Some(then)),
+    /// What lay unread in the memory of a connection that ended on the NIC is not wanted any more.
+    fn forget_what_ended(&mut self, session: u32, number: u32) {
+        self.drive(session, number, Event::Forgotten);
+        if let Some(Some(entry)) = self.sessions.get_mut(session as usize)
+            && let Some(open) = entry.open.as_mut()
+            && let Some(memory) = open.ended.remove(&number)
+        {
+            memory::give(open, memory);
         }
-        Some(then)
     }
 
     /// What was to be done when the connection is in the kernel; or it could not go there.
@@ -350,21 +287,17 @@ impl Agent {
         if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
             group.gave_back(&reason);
         }
-        self.settle(session, number, Then::GiveBack { asker, reason, until })
+        self.settle(session, number, Then::GiveBack { asker, reason, until }, 0)
     }
 
     fn finish_giving_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
-        let Some(Some(connection)) =
-            self.sessions.get_mut(session as usize).and_then(Option::as_mut).and_then(|s| s.connections.get_mut(number as usize))
-        else {
-            return Reply::Done;
-        };
+        let Some(connection) = self.connection(session, number) else { return Reply::Done };
         match until {
             Until::Again => {}
             Until::Alone => (connection.stays, connection.inherited) = (false, true),
             Until::Never => connection.stays = true,
         }
-        if matches!(connection.stage, Stage::Nic(_)) {
+        if connection.stage() == Stage::Nic {
             return Reply::Failed { reason: connection.reason.clone() };
         }
         if !reason.is_empty() {
@@ -374,53 +307,13 @@ impl Agent {
         Reply::Done
     }
 
-    /// Brings a connection back if need be, and forgets it. The answer, or None if it comes later.
+    /// Brings a connection back if need be, and forgets it. The answer, or None if it comes later or has come.
     pub(crate) fn forget(&mut self, session: u32, number: u32, asker: Asker) -> Option<Reply> {
-        self.settle(session, number, Then::Forget(asker))
+        self.settle(session, number, Then::Forget(asker), 0)
     }
 
     /// Calls a move off that has only begun, and tells those who asked for it.
     pub(crate) fn call_off(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
-        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Stage::Mirroring { cid, .. } = connection.stage else { return };
-        let askers = forth::take_askers(connection);
-        forth::call_off(&mut ground, connection, cid);
-        let reply = Reply::Stayed { reason: Stay::CalledOff.to_string(), transient: false };
-        for (asker, tag) in askers {
-            self.answer(asker, tag, reply.clone(), &[]);
-        }
-    }
-
-    /// The NIC has died: moves back that waited for their programs are recoveries from now on.
-    pub(crate) fn take_leaving(&mut self) -> Vec<(Key, Leaving)> {
-        let sessions = &mut self.sessions;
-        let leaving = self.moves.under_way.iter().filter_map(|key| match &mut named(sessions, *key)?.stage {
-            Stage::Nic(on_nic) => Some((*key, on_nic.leaving.take()?)),
-            _ => None,
-        });
-        leaving.collect()
-    }
-
-    /// After a recovery: who waited for those is answered; moves that had only begun are called off.
-    pub(crate) fn give_up_moves(&mut self, leaving: Vec<(Key, Leaving)>) {
-        for key in std::mem::take(&mut self.moves.under_way) {
-            let Some(connection) = named(&mut self.sessions, key) else { continue };
-            connection.under_way = false;
-            if !matches!(connection.stage, Stage::Mirroring { .. }) {
-                continue;
-            }
-            if let Stage::Mirroring { askers, cid, quiescing, .. } = std::mem::replace(&mut connection.stage, Stage::Kernel) {
-                if quiescing.is_some() {
-                    connection.block.set_owner(Owner::Kernel);
-                }
-                self.nic.give_slot(cid);
-                self.conclude(key.0, key.1, Err(Stay::NicGone), askers);
-            }
-        }
-        for ((session, number, _), Leaving { askers, then, .. }) in leaving {
-            self.conclude(session, number, Ok(()), askers);
-            self.go_on(session, number, then, true);
-        }
+        self.drive(session, number, Event::CallOff(Refusal::CalledOff));
     }
 }

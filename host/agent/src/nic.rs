@@ -6,11 +6,11 @@ use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_handoff::examine::Stay;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
+use baton_moves::Refusal;
 use baton_offloads::Offloads;
 use baton_protocol::nic::{ToAgent, ToNic};
 use baton_ring::{Consumer, Producer, needs_doorbell};
@@ -53,6 +53,8 @@ pub(crate) struct NicProcess {
     /// Connections that it has room for, as advertised.
     pub room: u32,
     free: FreeSlots,
+    /// The process has been ended: nothing is asked of it any more.
+    ended: bool,
 }
 
 /// Slots without a connection. Memory of slots that never had one is not touched.
@@ -127,6 +129,7 @@ impl NicProcess {
             inbox: VecDeque::new(),
             room: slots,
             free: FreeSlots::read(&hardware.memory, slots),
+            ended: false,
         })
     }
 
@@ -146,6 +149,7 @@ impl NicProcess {
 
     /// Ends the process, and waits until it is gone.
     pub fn end(&mut self) {
+        self.ended = true;
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -205,10 +209,13 @@ impl NicProcess {
     /// Gives a command and waits for its answer.
     ///
     /// # Errors
-    /// [`Stay::Refused`] with the NIC's reason, [`Stay::NicGone`] if it died.
-    pub fn command(&mut self, message: Message) -> Result<u32, Stay> {
+    /// [`Refusal::Refused`] with the NIC's reason, [`Refusal::NicGone`] if it died.
+    pub fn command(&mut self, message: Message) -> Result<u32, Refusal> {
+        if self.ended {
+            return Err(Refusal::NicGone);
+        }
         if self.commands.push(message.to_words()).is_err() {
-            return Err(Stay::NoRoom);
+            return Err(Refusal::NoRoom);
         }
         self.commands.publish();
         if needs_doorbell(self.memory.word32(nic::SLEEPING)) {
@@ -222,9 +229,9 @@ impl NicProcess {
                 match (answer.operation, Control::from_number(answer.kind)) {
                     (Operation::OsControl, Some(Control::Done)) if answers => return Ok(answer.address),
                     (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::NOT_YET => {
-                        return Err(Stay::Acknowledged);
+                        return Err(Refusal::Acknowledged);
                     }
-                    (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Stay::Refused(answer.address)),
+                    (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Refusal::Refused(answer.address)),
                     _ => self.inbox.push_back(answer),
                 }
             }
@@ -233,7 +240,9 @@ impl NicProcess {
             if spins.is_multiple_of(4096) {
                 std::thread::yield_now();
                 if self.is_dead() || monotonic_micros() > deadline {
-                    return Err(Stay::NicGone);
+                    // One that hangs must not go on later.
+                    self.end();
+                    return Err(Refusal::NicGone);
                 }
             }
         }
@@ -243,7 +252,7 @@ impl NicProcess {
     ///
     /// # Errors
     /// See [`NicProcess::command`].
-    pub fn control(&mut self, control: Control, cid: Cid, value: u32) -> Result<u32, Stay> {
+    pub fn control(&mut self, control: Control, cid: Cid, value: u32) -> Result<u32, Refusal> {
         self.command(Message::control(Operation::NicControl, control, cid, value, 0))
     }
 

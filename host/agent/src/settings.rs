@@ -1,6 +1,6 @@
 //! What an agent is told when it starts.
 
-use crate::step::Crash;
+use crate::chaos::Crash;
 use crate::users::Limits;
 use baton_protocol::nic::NicSettings;
 use serde::{Deserialize, Serialize};

@@ -1,14 +1,15 @@
 //! A connection's way: by which device its frames leave and where its peer's come, as the kernel would have it; and why that cannot be the
 //! NIC's to follow.
 
-use crate::connection::{Connection, OnNic, Stage};
+use crate::connection::{Connection, OnNic};
 use crate::ground::{Ground, Shape};
-use baton_handoff::examine::Stay;
+use crate::refusals::system;
 use baton_handoff::export;
 use baton_linux::diagnosis;
 use baton_linux::route::{self, Route, Routing};
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
 use baton_linux::xfrm::Verdict;
+use baton_moves::Refusal;
 use baton_steering::{FURTHER, Path};
 use baton_wire::frame::Link;
 use std::net::IpAddr;
@@ -39,25 +40,25 @@ impl Ground<'_> {
     ///
     /// # Errors
     /// The kernel could not send them either.
-    pub fn route_of(&mut self, connection: &Connection) -> Result<(Routing, Route), Stay> {
+    pub fn route_of(&mut self, connection: &Connection) -> Result<(Routing, Route), Refusal> {
         let local = connection.local.ip().to_canonical();
-        let routing = match (&connection.fd, &connection.stage) {
-            (None, Stage::Nic(_)) => {
-                diagnosis::routing(self.diagnosis, &connection.flow).map_err(|error| Stay::System("socket diagnosis", error))?
+        let routing = match (&connection.fd, &connection.on_nic) {
+            (None, Some(_)) => {
+                diagnosis::routing(self.diagnosis, &connection.flow).map_err(|error| system("socket diagnosis", &error))?
             }
             _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer)
-                .map_err(|error| Stay::System("getsockopt", error))?,
+                .map_err(|error| system("getsockopt", &error))?,
         };
-        if !route::is_local(self.routes, local).map_err(|error| Stay::System("RTM_GETROUTE", error))? {
-            return Err(Stay::SourceGone(local));
+        if !route::is_local(self.routes, local).map_err(|error| system("RTM_GETROUTE", &error))? {
+            return Err(Refusal::SourceGone(local));
         }
         let found = route::of_connection(self.routes, connection.local, connection.peer, &routing);
-        let route = found.map_err(|_| Stay::NoRoute)?;
+        let route = found.map_err(|_| Refusal::NoRoute)?;
         if routing.on_link && route.gateway.is_some() {
-            return Err(Stay::NoRoute);
+            return Err(Refusal::NoRoute);
         }
         if !route.local && self.guards.verdict(&connection.flow, route.interface, routing.mark)? == Verdict::BlockedOut {
-            return Err(Stay::PolicyBlocks);
+            return Err(Refusal::PolicyBlocks);
         }
         Ok((routing, route))
     }
@@ -66,41 +67,41 @@ impl Ground<'_> {
     ///
     /// # Errors
     /// Those of [`Ground::route_of`], or why the NIC cannot.
-    pub fn way_of(&mut self, connection: &Connection) -> Result<Way, Stay> {
+    pub fn way_of(&mut self, connection: &Connection) -> Result<Way, Refusal> {
         let (routing, route) = self.route_of(connection)?;
         if routing.mark != 0 {
-            return Err(Stay::Marked(routing.mark));
+            return Err(Refusal::Marked(routing.mark));
         }
         if route.encapsulated {
-            return Err(Stay::Encapsulated);
+            return Err(Refusal::Encapsulated);
         }
         if routing.device != 0 && routing.device != route.interface {
             let bound = rtnetlink::link_at(self.routes, routing.device);
             let vrf = bound.is_ok_and(|bound| bound.vrf);
-            return Err(if vrf { Stay::Vrf(routing.device) } else { Stay::Bound(routing.device, route.interface) });
+            return Err(if vrf { Refusal::Vrf(routing.device) } else { Refusal::Bound(routing.device, route.interface) });
         }
         let interface = self.device(route.interface)?;
         if interface.vrf || interface.master == Master::Vrf {
-            return Err(Stay::Vrf(interface.index));
+            return Err(Refusal::Vrf(interface.index));
         }
         self.guards.pass(self.routes, &connection.flow, interface.index)?;
         if interface.kind != rtnetlink::LOOPBACK {
             match self.guards.verdict(&connection.flow, interface.index, routing.mark)? {
                 Verdict::Clear => {}
-                Verdict::Covered => return Err(Stay::Policy),
-                Verdict::BlockedOut => return Err(Stay::PolicyBlocks),
+                Verdict::Covered => return Err(Refusal::Policy),
+                Verdict::BlockedOut => return Err(Refusal::PolicyBlocks),
             }
         }
         let hop = route.gateway.unwrap_or(connection.peer.ip().to_canonical());
         let neighbour = if interface.kind == rtnetlink::LOOPBACK {
             [0; 6]
         } else {
-            rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Stay::NoNeighbour)?
+            rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Refusal::NoNeighbour)?
         };
         let v4 = connection.flow.is_v4();
-        let (ttl, tos) = match (&connection.fd, &connection.stage) {
-            (None, Stage::Nic(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
-            _ => export::link_settings(connection.fd()?, v4).map_err(|error| Stay::System("getsockopt", error))?,
+        let (ttl, tos) = match (&connection.fd, &connection.on_nic) {
+            (None, Some(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
+            _ => export::link_settings(connection.fd()?, v4).map_err(|error| system("getsockopt", &error))?,
         };
         let of_device = if v4 || interface.mtu6 == 0 { interface.mtu } else { interface.mtu6 };
         let mtu = route.mtu.unwrap_or(of_device).clamp(68, 65535);
@@ -109,9 +110,9 @@ impl Ground<'_> {
         Ok(Way { link, path, hop, mtu, routing })
     }
 
-    /// The device by which the kernel is to hear what the peer of a connection that returns said last: that to which its socket is bound, or
+    /// The device by which the kernel is to hear the replay for a connection that returns: that to which its socket is bound, or
     /// its route's, if the NIC can inject there.
-    pub fn device_of_last_words(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
+    pub fn device_of_replay(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
         let before = on_nic.image.link.interface;
         let wanted = if routing.device == 0 { route.interface } else { routing.device };
         if matches!(self.shape, Shape::Inline { .. }) || wanted == before {
@@ -122,7 +123,7 @@ impl Ground<'_> {
     }
 
     /// Where a connection's frames are heard, beside the kernel; inline the wire is the only place.
-    fn path_of(&self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Stay> {
+    fn path_of(&self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
         if matches!(self.shape, Shape::Inline { .. }) {
             return Ok(path);
@@ -136,7 +137,7 @@ impl Ground<'_> {
             others.sort_unstable();
             others.dedup();
             if others.len() > FURTHER {
-                return Err(Stay::ManyPaths(others.len() + 1));
+                return Err(Refusal::ManyPaths(others.len() + 1));
             }
             path.also_at[..others.len()].copy_from_slice(&others);
         }
@@ -144,20 +145,20 @@ impl Ground<'_> {
     }
 
     /// The device of a route, if the NIC can be there. Beside the kernel the programs are put at all devices when the first is used.
-    fn device(&mut self, index: u32) -> Result<LinkInfo, Stay> {
-        let info = || rtnetlink::link_at(self.routes, index).map_err(|error| Stay::System("RTM_GETLINK", error));
+    fn device(&mut self, index: u32) -> Result<LinkInfo, Refusal> {
+        let info = || rtnetlink::link_at(self.routes, index).map_err(|error| system("RTM_GETLINK", &error));
         match self.shape {
             Shape::Inline { interface } if *interface == index => info(),
-            Shape::Inline { .. } => Err(Stay::OtherInterface(index)),
+            Shape::Inline { .. } => Err(Refusal::OtherInterface(index)),
             Shape::Beside { steering, devices, .. } => {
                 let info = info()?;
                 if info.kind != rtnetlink::ETHERNET && info.kind != rtnetlink::LOOPBACK {
-                    return Err(Stay::NotEthernet(index));
+                    return Err(Refusal::NotEthernet(index));
                 }
                 if devices.is_new() {
-                    devices.follow(self.routes, steering, self.keeper).map_err(|error| Stay::System("tcx", error))?;
+                    devices.follow(self.routes, steering, self.keeper).map_err(|error| system("tcx", &error))?;
                 }
-                devices.attach(steering, self.keeper, index).map_err(|error| Stay::System("tcx", error))?;
+                devices.attach(steering, self.keeper, index).map_err(|error| system("tcx", &error))?;
                 Ok(info)
             }
         }

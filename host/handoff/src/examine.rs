@@ -5,7 +5,7 @@ use baton_linux::tcp_info::TcpInfo;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Why a connection stays in the kernel.
+/// What of a socket keeps its connection in the kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum Stay {
     /// Not a TCP socket.
@@ -40,100 +40,9 @@ pub enum Stay {
     /// Its program has set an option that the NIC does not act on.
     #[error("its {0} is set, which only the kernel acts on")]
     Option(&'static str),
-    /// A socket filter that cannot be read back.
-    #[error("it has a socket filter that cannot be saved")]
-    Filter,
-    /// There is no route to its peer.
-    #[error("there is no route to its peer")]
-    NoRoute,
-    /// Its route does not lead through the NIC.
-    #[error("its route leads through interface {0}, which is not the NIC's")]
-    OtherInterface(u32),
-    /// Its device has no Ethernet headers.
-    #[error("its route leads through interface {0}, which is neither Ethernet nor loopback")]
-    NotEthernet(u32),
-    /// Its packets carry a mark, which the kernel's rules, queues and filters match.
-    #[error("its packets carry a mark (SO_MARK {0}), and the NIC's do not: if no rule uses the mark, do not set it")]
-    Marked(u32),
-    /// It is bound to a device, and its route leads through another.
-    #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
-    Bound(u32, u32),
-    /// It belongs to a VRF.
-    #[error("it belongs to a VRF (interface {0}), whose rules only the kernel follows")]
-    Vrf(u32),
-    /// Its route adds headers.
-    #[error("its route adds headers of its own (ip route … encap), which only the kernel can")]
-    Encapsulated,
-    /// Its route has more equal paths than the NIC can receive on.
-    #[error("its route has {0} equal paths, more than the NIC can receive on")]
-    ManyPaths(usize),
-    /// A firewall rule may judge it by something that changes from packet to packet, without a notification.
-    #[error(
-        "the firewall judges it by {0}, and only the kernel's packets count for that; a rule before it that accepts what is established \
-         lets it move"
-    )]
-    Rules(String),
-    /// There are rules whose changes cannot be observed.
-    #[error(
-        "there are rules of iptables-legacy, whose changes cannot be observed: use iptables-nft (update-alternatives --config iptables)"
-    )]
-    LegacyRules,
-    /// A traffic control filter judges what comes in.
-    #[error("filters of traffic control judge what comes in at interface {0} (tc filter show dev … ingress)")]
-    Filtered(u32),
-    /// IPsec covers it.
-    #[error("an IPsec policy covers it (see ip xfrm policy)")]
-    Policy,
-    /// IPsec blocks it on the way out: the kernel could not take it back.
-    #[error("an IPsec policy blocks it (see ip xfrm policy)")]
-    PolicyBlocks,
-    /// Its source address is not the host's any more.
-    #[error("its source address {0} is not one of this host's any more")]
-    SourceGone(std::net::IpAddr),
-    /// Its link address is unknown.
-    #[error("the link address of its next hop is not known yet")]
-    NoNeighbour,
-    /// The kernel holds data out of order that the NIC's mirror does not cover yet.
-    #[error("it holds data out of order that the NIC could not copy in time; try again")]
-    OutOfOrder,
     /// The program is inside an operation on it.
     #[error("its program is in the middle of an operation on it; try again")]
     Busy,
-    /// The kernel does not have all data yet that the NIC has acknowledged for it.
-    #[error("the kernel does not have all data yet that the NIC has acknowledged for it; try again")]
-    Acknowledged,
-    /// A restore was requested before its offload was finished.
-    #[error("its restore was requested before its offload was finished")]
-    CalledOff,
-    /// Firewall or control group programs have changed, and none of its traffic has passed in the kernel since.
-    #[error("the firewall has changed (or a program of its control group), and no traffic of it has been seen to pass since")]
-    Unproved,
-    /// This host translates its addresses (NAT).
-    #[error("this host translates its addresses (NAT)")]
-    Translated,
-    /// Another process holds the same socket.
-    #[error("another process holds the same socket")]
-    Shared,
-    /// Only its program has its descriptor.
-    #[error("only its program has a descriptor of its socket")]
-    Elsewhere,
-    /// The NIC has no room.
-    #[error("the NIC has no room for it")]
-    NoRoom,
-    /// The agent needs its remaining descriptors for itself.
-    #[error(
-        "the agent has no descriptor left for it: its limit is {0} (raise the hard limit, ulimit -Hn, where Baton is started)"
-    )]
-    NoDescriptors(u64),
-    /// The NIC refused the command.
-    #[error("the NIC refused it ({0})")]
-    Refused(u32),
-    /// The NIC does not answer.
-    #[error("the NIC does not answer")]
-    NicGone,
-    /// The kernel refused a step of its import: the connection does not exist any more.
-    #[error("it is lost: {0}: {1}")]
-    Lost(&'static str, io::Error),
     /// The kernel refused a call.
     #[error("{0}: {1}")]
     System(&'static str, io::Error),

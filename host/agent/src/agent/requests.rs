@@ -1,0 +1,411 @@
+//! What programs, attachers and tools ask.
+
+use super::Agent;
+use crate::connection::{Asker, Block, Connection, Stage};
+use crate::ground::Shape;
+use crate::group::Group;
+use crate::record::read_record;
+use crate::refusals::refusal;
+use crate::session::{DEAF, OpenSession, Sent};
+use crate::texts::shortened;
+use anyhow::{Context, Result};
+use baton_abi::layout::{COUNTERS, Owner, block, nic};
+use baton_handoff::examine;
+use baton_linux::bell::SessionBell;
+use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
+use baton_linux::netlink::Netlink;
+use baton_linux::tcp_info::TcpInfo;
+use baton_linux::{diagnosis, files, interface, process, socket};
+use baton_moves::Refusal;
+use baton_offloads::Offloads;
+use baton_protocol::keeper::Kept;
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
+use baton_wire::Flow;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+/// Connections in one answer.
+const LISTED: usize = 128;
+/// Bytes that each takes at most besides its texts, and those that all may take.
+const LISTED_BYTES: usize = 256;
+const LISTED_IN_ALL: usize = 60_000;
+
+/// Process numbers are smaller (Linux, PID_MAX_LIMIT).
+const NO_PROCESS: u32 = 1 << 22;
+
+/// Descriptors that connections leave for clients besides.
+const FOR_CLIENTS: u64 = 16;
+
+/// What the kernel says of a connection that it has.
+fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
+    let fd = connection.fd.as_ref().map(AsFd::as_fd);
+    let info = match fd {
+        Some(fd) => TcpInfo::read(fd),
+        None => diagnosis::information(diagnosis, &connection.flow),
+    };
+    let info = info.ok()?;
+    let queue = |request| fd.and_then(|fd| socket::queue_bytes(fd, request).ok()).unwrap_or(0);
+    let (queued, unsent) = (queue(socket::SIOCOUTQ), queue(socket::SIOCOUTQNSD));
+    Some(Detail {
+        state: info.state,
+        srtt: info.rtt,
+        cwnd: info.snd_cwnd,
+        in_flight: queued.saturating_sub(unsent),
+        unsent,
+        unread: queue(socket::SIOCINQ),
+        send_window: 0,
+        retransmitted: info.total_retrans,
+        mss: info.snd_mss,
+    })
+}
+
+impl Agent {
+    /// One request of a session; its end, if the program is gone.
+    pub(super) fn serve(&mut self, number: u32) {
+        self.attend(number);
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        match session.channel.try_receive::<Request>() {
+            Ok((request, descriptors)) => {
+                let reply = self.on_request(number, request.tag, request.body, descriptors);
+                self.moves.last_request = monotonic_micros();
+                if let Some((body, given)) = reply {
+                    let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
+                    self.answer(number, request.tag, body, &given);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let reason = "this request makes no sense to me; are both programs of the same version?".into();
+                self.answer(number, 0, Reply::Failed { reason }, &[]);
+            }
+            Err(_) => self.end_session(number, false),
+        }
+    }
+
+    pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
+        if tag == 0 {
+            return;
+        }
+        if let Some(Some(session)) = self.sessions.get(number as usize)
+            && session.send(&Answer { tag, body }, descriptors) == Sent::Full
+        {
+            self.cut_off.push((number, DEAF));
+        }
+    }
+
+    /// The answer, or None if it comes later.
+    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
+        let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
+        match ask {
+            Ask::Open(Opening { version, .. }) if version != VERSION => {
+                failed(format!("this agent speaks version {VERSION}, the program version {version}"))
+            }
+            Ask::Open(opening) => match self.open(number, &opening) {
+                Ok(given) => Some((Reply::Opened { session: number }, given)),
+                Err(error) => failed(format!("{error:#}")),
+            },
+            Ask::Admit => match descriptors.pop().map(|fd| self.admit_another(number, Channel::from_fd(fd))) {
+                Some(Ok(())) => Some((Reply::Done, Vec::new())),
+                Some(Err(error)) => failed(format!("{error:#}")),
+                None => failed("there is no control connection".into()),
+            },
+            Ask::Group { flip } => Some((self.make_group(number, flip, descriptors.pop()), Vec::new())),
+            Ask::Register { process: Some(0 | NO_PROCESS..), .. } => failed("that is no process number".into()),
+            Ask::Register { inherited, process } => match descriptors.pop() {
+                Some(fd) => Some((self.register(number, fd, inherited, process), Vec::new())),
+                None => failed("a registration needs a descriptor".into()),
+            },
+            Ask::Move { connection, to } if self.is_attacher(number) => {
+                self.move_attached(number, connection, to, descriptors.pop(), (number, tag));
+                None
+            }
+            Ask::Move { connection, to: Place::Nic } if tag == 0 => {
+                self.suggest(number, connection);
+                None
+            }
+            Ask::Move { connection, to } => self.request_move(number, connection, to, (number, tag)),
+            Ask::Lend { .. } => failed("nobody asked for it".into()),
+            Ask::Closed { .. } if !self.is_attacher(number) => failed("only an attacher says so".into()),
+            Ask::Closed { connection, abort } => {
+                self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
+            }
+            Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
+            Ask::MoveAny { session, connection, to } => {
+                let attached = self.is_attacher(session);
+                let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
+                let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
+                match owner {
+                    Some(owner) if (asker == 0 || asker == owner) && attached => {
+                        self.want(session, connection, to);
+                        Some((Reply::Done, Vec::new()))
+                    }
+                    Some(owner) if asker == 0 || asker == owner => self.request_move(session, connection, to, (number, tag)),
+                    Some(_) => failed("that connection belongs to another user".into()),
+                    None => failed(format!("there is no session {session}")),
+                }
+            }
+            Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
+            Ask::GiveBack { connection, reason, until } => {
+                self.lent(number, connection, descriptors.pop());
+                let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
+                self.lent(number, connection, None);
+                reply.map(|reply| (reply, Vec::new()))
+            }
+            Ask::Goodbye => {
+                self.end_connections(number, false);
+                Some((Reply::Done, Vec::new()))
+            }
+            Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
+            Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
+            Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
+            Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
+            Ask::SetOffloads(offloads) => match self.set_offloads(number, *offloads) {
+                Ok(()) => Some((Reply::Done, Vec::new())),
+                Err(error) => failed(format!("{error:#}")),
+            },
+        }
+    }
+
+    fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
+        self.only_ours(number, "change what the NIC does for the kernel")?;
+        offloads.check().map_err(anyhow::Error::msg)?;
+        let elsewhere = Offloads { doorbells: self.settings.nic.offloads.doorbells, ..offloads };
+        if matches!(self.shape, Shape::Beside { .. }) && elsewhere != self.settings.nic.offloads {
+            anyhow::bail!(
+                "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
+            );
+        }
+        if usize::from(offloads.rss.queues) > self.settings.nic.workers {
+            anyhow::bail!(
+                "queues={}: this NIC has {} (--workers, when it starts)",
+                offloads.rss.queues,
+                self.settings.nic.workers
+            );
+        }
+        let large = self.settings.nic.segmentation || offloads.large_sends;
+        if matches!(self.shape, Shape::Inline { .. }) {
+            interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
+        }
+        self.nic.set_offloads(&offloads)?;
+        self.settings.nic.offloads = offloads;
+        self.keep(&Kept::Offloads(Box::new(offloads)), &[]);
+        Ok(())
+    }
+
+    fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
+        if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
+            return Reply::Failed { reason };
+        }
+        if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
+            return Reply::Failed {
+                reason: "the report goes into a file on a disk or in memory, not into a pipe or the like".into(),
+            };
+        }
+        let mut name = [0u8; 8];
+        if let Err(error) = process::random(&mut name) {
+            return Reply::Failed { reason: format!("no random numbers: {error}") };
+        }
+        let name = u64::from_ne_bytes(name).max(1);
+        let user = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
+        match self.groups.make_room(user, self.users.groups(user)) {
+            Ok(ended) => ended.into_iter().for_each(|name| self.keep(&Kept::GroupEnded(name), &[])),
+            Err(reason) => return Reply::Failed { reason },
+        }
+        let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
+        self.keep(&Kept::Group(name, user, flip), &kept);
+        let mut group = Group::new(user, flip, file);
+        if let Err(error) = group.write() {
+            return Reply::Failed { reason: format!("the report's file cannot be written: {error}") };
+        }
+        self.groups.add(name, group);
+        Reply::Grouped { group: name }
+    }
+
+    fn open(&mut self, number: u32, opening: &Opening) -> Result<Vec<OwnedFd>> {
+        let bytes = self.settings.session_bytes;
+        if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.open.is_some()) {
+            anyhow::bail!("the session is open already");
+        }
+        let Some(user) = self.sessions[number as usize].as_ref().map(|session| session.user) else { anyhow::bail!("no session") };
+        self.users.opens(user).map_err(anyhow::Error::msg)?;
+        let opened = self.open_anew(number, bytes);
+        let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
+        // A group that another agent knew, before this one was started, is none.
+        let group = if self.groups.has(opening.group) { opening.group } else { 0 };
+        self.groups.joined(group);
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
+        let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
+        let given = vec![memory, theirs.into()];
+        let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
+        let bell = open.bell.try_clone()?;
+        session.open = Some(open);
+        session.opening.clone_from(&opening);
+        self.keep(&Kept::Memory(number, opening), &[given[0].as_fd(), bell.as_fd()]);
+        Ok(given)
+    }
+
+    /// Memory and doorbells of a session, which the NIC knows.
+    fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
+        let (open, theirs) = OpenSession::new(bytes)?;
+        self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
+        self.nic.attach(number, &open.memory, &open.bell)?;
+        Ok((open, theirs))
+    }
+
+    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
+        let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
+        let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS);
+        if let Err(stay) = examined.and_then(|()| examine::examine(fd.as_fd()).map(|_| ()).map_err(refusal)) {
+            return stays(stay);
+        }
+        let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
+            return stays(Refusal::NotTcp);
+        };
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
+        let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        // Asked again, since the agent that was asked first has died: one connection has one entry.
+        if let Some(known) = session.connections.with_flow(&flow) {
+            return Reply::Registered { connection: known.number };
+        }
+        let place = session.connections.vacant();
+        if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
+            return stays(Refusal::NoRoom);
+        }
+        let block = Block::new(open.memory.clone(), place);
+        block.store(block::BUSY, 0);
+        block.store(block::MOVES, 0);
+        block.set_owner(Owner::Kernel);
+        self.serials += 1;
+        let serial = self.serials;
+        let Opening { group, attacher, .. } = session.opening;
+        let process = process.filter(|_| attacher).unwrap_or(session.process);
+        let connection = Connection {
+            serial,
+            inherited,
+            process,
+            stays: self.draining,
+            attached: attacher,
+            cgroup: self.cgroups.of(process),
+            ..Connection::new(place, Some(fd), flow, local, peer, block)
+        };
+        session.connections.put(connection);
+        if attacher {
+            self.lent(number, place, None);
+            self.keep(&Kept::Attached(number, place, process, local, peer), &[]);
+        } else if let Some(Some(session)) = self.sessions.get(number as usize)
+            && let Some(Some(connection)) = session.connections.get(place as usize)
+            && let Ok(fd) = connection.fd()
+        {
+            self.keep(&Kept::Connection(number, place), &[fd]);
+        }
+        if let Some(group) = self.groups.get(group) {
+            group.report.connections += 1;
+            if let Some(after) = group.interval() {
+                self.schedule.add(after, number, place, serial);
+            }
+        }
+        Reply::Registered { connection: place }
+    }
+
+    /// What a connection's record says.
+    fn detail(&self, session: u32, number: u32) -> Reply {
+        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        match connection.and_then(|connection| self.detail_of(connection)) {
+            Some(detail) => Reply::Detail(detail),
+            None => Reply::Failed { reason: "it is not on the NIC".into() },
+        }
+    }
+
+    fn detail_of(&self, connection: &Connection) -> Option<Detail> {
+        let (Some(cid), Some(on_nic)) = (connection.cid, &connection.on_nic) else {
+            return kernel_detail(connection, &self.diagnosis);
+        };
+        let record = read_record(&self.hardware.memory, nic::slot(cid.slot()))?;
+        Some(Detail {
+            state: record.state,
+            srtt: record.srtt,
+            cwnd: record.cwnd,
+            in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
+            unsent: connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt),
+            unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
+            send_window: record.snd_wnd,
+            retransmitted: 0,
+            mss: u32::from(on_nic.image.mss),
+        })
+    }
+
+    pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
+        if self.sessions.get(session as usize).is_none_or(Option::is_none) {
+            return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
+        }
+        let Some(connection) = self.connection(session, number) else {
+            return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
+        };
+        connection.wanted = to == Place::Nic;
+        match (connection.stage(), to) {
+            (Stage::Kernel, Place::Kernel) | (Stage::Nic, Place::Nic) => return Some((Reply::Done, Vec::new())),
+            (Stage::Ended, _) => {
+                return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
+            }
+            (Stage::Offloading, Place::Nic) => connection.waiting.askers.push(asker),
+            (Stage::Offloading, Place::Kernel) => {
+                self.call_off(session, number);
+                return Some((Reply::Done, Vec::new()));
+            }
+            (Stage::Kernel, Place::Nic) if connection.stays => {
+                let reason = format!("it stays in the kernel: {}", connection.reason);
+                return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
+            }
+            (Stage::Kernel, Place::Nic) => self.begin_offload(session, number, Some(asker)),
+            (Stage::Nic, Place::Kernel) => self.begin_restore(session, number, Some(asker)),
+        }
+        None
+    }
+
+    fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
+        let (mut list, mut bytes) = (Vec::new(), 0);
+        let (first, mut number) = from;
+        for (at, session) in self.sessions.iter().enumerate().skip(first as usize) {
+            let begin = std::mem::take(&mut number) as usize;
+            let Some(session) = session else { continue };
+            for connection in session.connections.iter().skip(begin).flatten() {
+                bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
+                if list.len() >= LISTED || bytes > LISTED_IN_ALL {
+                    return list;
+                }
+                list.push(ConnectionInfo {
+                    session: at as u32,
+                    connection: connection.number,
+                    process: connection.process,
+                    program: session.opening.program.clone(),
+                    local: connection.local.to_string(),
+                    peer: connection.peer.to_string(),
+                    place: connection.place(),
+                    moves: connection.made,
+                    for_us: monotonic_micros() - connection.since,
+                    detail: self.detail_of(connection).unwrap_or_default(),
+                    reason: connection.reason.clone(),
+                });
+            }
+        }
+        list
+    }
+
+    fn count(&mut self) -> Statistics {
+        let of = |worker| {
+            let words = self.hardware.memory.words(nic::counters(worker), COUNTERS);
+            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
+        };
+        self.statistics.workers = (0..self.settings.nic.workers).map(of).collect();
+        let sum = |at: usize| self.statistics.workers.iter().map(|worker| worker[at]).sum();
+        self.statistics.counters = (0..COUNTERS).map(sum).collect();
+        self.statistics.nic_process = self.nic.process();
+        self.statistics.agent_process = std::process::id();
+        self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
+        self.statistics.clone()
+    }
+}

@@ -1,0 +1,120 @@
+//! More memory for a connection on the NIC. It rests for as long as its bytes are copied: the program is kept out, what comes is held.
+//! Until it goes on both memories hold the same, so that whoever recovers it may use either.
+
+use super::Performer;
+use super::offload::write_block;
+use crate::connection::{Growing, Memory};
+use crate::journal;
+use crate::memory;
+use crate::record::{read_image, read_ranges, read_record};
+use baton_abi::layout::{block, nic, slot};
+use baton_abi::{Cid, Control};
+use baton_image::Image;
+use baton_moves::Refusal;
+use baton_shm::Circle;
+use std::sync::atomic::Ordering;
+
+/// Bytes copied at a time.
+const PIECE: usize = 1 << 16;
+
+impl Performer<'_> {
+    /// Takes larger memory, if there is any.
+    pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
+        let (cid, (receive, send)) = (self.cid()?, self.connection.wants);
+        let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
+        let (old, limits) = (on_nic.memory, on_nic.limits);
+        let larger_receive = memory::enlarge(&mut self.open.heap, old.receive.1, receive, limits.receive);
+        let larger_send = memory::enlarge(&mut self.open.heap, old.send.1, send, limits.send);
+        let unused = [larger_receive, larger_send];
+        if unused == [None; 2] {
+            return Err(Refusal::NoRoom);
+        }
+        let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
+        self.connection.growing = Some(Growing { cid, unused, larger });
+        Ok(())
+    }
+
+    /// Gives back what is not in use.
+    pub(super) fn shrink(&mut self) {
+        if let Some(growing) = self.connection.growing.take() {
+            growing.unused.into_iter().flatten().for_each(|block| memory::give_block(self.open, block));
+        }
+    }
+
+    /// Copies what the old memory holds, and notes where the larger one is.
+    pub(super) fn grow(&mut self) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        let (Some(growing), Some(on_nic)) = (&self.connection.growing, &self.connection.on_nic) else {
+            return Err(Refusal::NicGone);
+        };
+        let (nic_memory, base) = (self.ground.nic_memory, nic::slot(cid.slot()));
+        // A NIC that writes such images, or refuses what follows, must not go on.
+        let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
+        let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
+        let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
+        self.copy_over(base, &image, old, new).ok_or(Refusal::NicGone)?;
+        journal::grown(nic_memory, cid.slot(), next, new);
+        self.connection.cid = Some(next);
+        if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
+            (on_nic.memory, growing.unused) = (new, replaced);
+        }
+        // What the NIC has said of the connection under its old name it has said of the new one.
+        self.ground.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
+        self.tell_where(base, &image, new, next);
+        Ok(())
+    }
+
+    /// Copies all that a resting connection holds: unread bytes, those behind holes, those that are not acknowledged.
+    fn copy_over(&self, base: usize, image: &Image, old: Memory, new: Memory) -> Option<()> {
+        let circle = |(offset, size)| self.open.memory.circle(offset, size);
+        if new.receive != old.receive {
+            let (from, to) = (circle(old.receive)?, circle(new.receive)?);
+            copy_bytes(&from, &to, image.read_seq(), image.unread);
+            let record = read_record(self.ground.nic_memory, base);
+            for (left, right) in record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default() {
+                copy_bytes(&from, &to, left, right.wrapping_sub(left).min(from.length()));
+            }
+        }
+        if new.send != old.send {
+            copy_bytes(&circle(old.send)?, &circle(new.send)?, image.snd_una, image.send_queue());
+        }
+        Some(())
+    }
+
+    /// Tells the NIC and the program where the connection's memory is now, and how far it has come.
+    fn tell_where(&mut self, base: usize, image: &Image, memory: Memory, cid: Cid) {
+        let nic_memory = self.ground.nic_memory;
+        for (at, value) in [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1].into_iter().enumerate() {
+            nic_memory.word32(base + slot::PARAMETERS + 4 + 4 * at).store(value, Ordering::Release);
+        }
+        let b = &self.connection.block;
+        nic_memory.word32(base + slot::READ).store(b.load(block::READ_SEQ), Ordering::Release);
+        write_block(self.connection, image, memory, cid);
+        let fins = u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1;
+        b.store(block::FLAGS, b.load(block::FLAGS) & !3 | fins);
+        self.connection.moves += 1;
+        self.connection.block.store(block::MOVES, self.connection.moves);
+    }
+
+    /// The NIC goes on in the larger memory; the old one is free.
+    pub(super) fn resume(&mut self) -> Result<(), Refusal> {
+        let (next, old) = (self.cid()?, self.connection.growing.as_ref().map(|growing| growing.cid).ok_or(Refusal::NicGone)?);
+        // What the NIC says under the new name may be heard before this is over.
+        self.open.note_move(self.connection.block.number());
+        self.ground.nic.control(Control::Resume, old, next.0)?;
+        self.shrink();
+        Ok(())
+    }
+}
+
+fn copy_bytes(from: &Circle, to: &Circle, mut seq: u32, length: u32) {
+    let mut piece = [0u8; PIECE];
+    let mut left = length as usize;
+    while left > 0 {
+        let part = &mut piece[..left.min(PIECE)];
+        from.read(seq, part);
+        to.write(seq, part);
+        seq = seq.wrapping_add(part.len() as u32);
+        left -= part.len();
+    }
+}

@@ -1,0 +1,300 @@
+//! Performs the actions of one connection's move: what the machine in `baton-moves` asks of kernel, NIC, program and journal.
+
+mod growth;
+mod offload;
+mod recovery;
+mod restore;
+
+use crate::connection::Connection;
+use crate::ground::Ground;
+use crate::journal::{self, Entry};
+use crate::memory;
+use crate::record::{read_image, unpublish};
+use crate::session::OpenSession;
+use crate::way::Way;
+use baton_abi::Cid;
+use baton_abi::layout::{Owner, block};
+use baton_handoff::export::Exporter;
+use baton_handoff::import::Importer;
+use baton_handoff::shell;
+use baton_image::Image;
+use baton_linux::diagnosis;
+use baton_linux::events::monotonic_micros;
+use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
+use baton_shm::Region;
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// What a connection's move works with until something has to be waited for.
+pub(crate) struct Performer<'a> {
+    pub ground: Ground<'a>,
+    pub open: &'a mut OpenSession,
+    pub session: u32,
+    pub connection: &'a mut Connection,
+    /// The last step that was made: the machine itself is out of the connection.
+    pub step: Step,
+    /// How the move has ended, if it has.
+    pub concluded: Option<Conclusion>,
+    /// What was refused last, and why.
+    refused: Option<(Action, Refusal)>,
+    fd: Option<BorrowedFd<'a>>,
+    region: &'a Region,
+    way: Option<Way>,
+    entry: Option<Entry>,
+    exporter: Option<Exporter<'a>>,
+    importer: Option<Importer<'a>>,
+    /// What the kernel's socket is made from.
+    image: Option<Image>,
+}
+
+impl<'a> Performer<'a> {
+    /// `fd` is the connection's descriptor, `region` its session's memory.
+    pub fn new(
+        ground: Ground<'a>,
+        open: &'a mut OpenSession,
+        session: u32,
+        connection: &'a mut Connection,
+        fd: Option<BorrowedFd<'a>>,
+        region: &'a Region,
+    ) -> Performer<'a> {
+        let step = connection.machine.step();
+        // Of a connection that was in the kernel again when its agent died.
+        let entry = connection.journalled.take().map(|entry| *entry);
+        let image = entry.as_ref().and_then(|entry| read_image(ground.nic_memory, Cid(entry.cid)).ok());
+        Performer {
+            ground,
+            open,
+            session,
+            connection,
+            step,
+            concluded: None,
+            refused: None,
+            fd,
+            region,
+            way: None,
+            entry,
+            exporter: None,
+            importer: None,
+            image,
+        }
+    }
+
+    fn fd(&self) -> Result<BorrowedFd<'a>, Refusal> {
+        self.fd.ok_or(Refusal::Elsewhere)
+    }
+
+    /// The connection's name on the NIC. Only what has a slot there is asked for it.
+    fn cid(&self) -> Result<Cid, Refusal> {
+        self.connection.cid.ok_or(Refusal::NoRoom)
+    }
+
+    fn note(&mut self, phase: Phase) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        match phase {
+            Phase::Reading if self.step == Step::Recorded => journal::reading(self.ground.nic_memory, cid),
+            Phase::Reading => return self.note_reading(cid),
+            Phase::Copied => return self.note_copied(),
+            Phase::Speaking => {
+                let image = self.image.as_ref().ok_or(Refusal::NoRoom)?;
+                journal::speaking(self.ground.nic_memory, cid, image);
+            }
+        }
+        Ok(())
+    }
+
+    fn keep_out(&self) {
+        // Most operations are over within a microsecond; whether this one is, is asked next.
+        let _ = self.connection.block.keep_out();
+    }
+
+    /// Whether the program has left the operation that it was in. One that has asked for the move itself is in none; an attacher has not
+    /// asked for more memory.
+    fn has_left(&self) -> bool {
+        let asked = self.connection.growing.is_none() && !self.connection.waits_for_program();
+        asked || self.connection.block.is_left()
+    }
+
+    fn let_in(&mut self, owner: Owner) {
+        if owner == Owner::Kernel {
+            hand_to_kernel(self.open, self.connection);
+            return;
+        }
+        self.connection.block.set_owner(owner);
+        if self.step == Step::HandedOff {
+            self.open.announce_move(self.connection.block.number());
+        }
+    }
+
+    fn cancel(&mut self, forgotten: bool) {
+        if let Some(cid) = self.connection.cid {
+            self.ground.cancel(cid, &self.connection.flow, forgotten);
+        }
+    }
+
+    /// Only then does the record count no more: should this agent die before, the next one starts from journal and record.
+    fn clear(&mut self) {
+        if let Some(cid) = self.connection.cid {
+            journal::clear(self.ground.nic_memory, cid);
+            unpublish(self.ground.nic_memory, cid.slot());
+        }
+    }
+
+    fn give_memory(&mut self) {
+        if let Some(on_nic) = self.connection.on_nic.take() {
+            memory::give(self.open, on_nic.memory);
+        }
+    }
+
+    fn give_slot(&mut self) {
+        if let Some(cid) = self.connection.cid.take() {
+            self.ground.nic.give_slot(cid);
+        }
+    }
+
+    /// The connection has ended on the NIC: its memory stays until the program has read what is in it.
+    fn end(&mut self) {
+        self.cancel(false);
+        self.clear();
+        self.give_slot();
+        let _ = match self.fd {
+            Some(fd) => shell::end(fd),
+            None => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow),
+        };
+        if let Some(on_nic) = self.connection.on_nic.take() {
+            self.open.ended.insert(self.connection.number, on_nic.memory);
+        }
+    }
+
+    /// Nothing steals the connection's frames any more, so its peer is reset by the kernel.
+    fn give_up(&mut self) {
+        // Its program is to find it lost.
+        self.connection.block.set_owner(Owner::Nic);
+        self.cancel(true);
+        self.clear();
+        self.give_slot();
+        if self.connection.outlives_agent {
+            // It resets the socket itself, and reads what lies unread in its memory.
+            self.connection.on_nic = None;
+            return;
+        }
+        if let Some(fd) = &self.connection.fd {
+            let _ = shell::end(fd.as_fd());
+        }
+        self.give_memory();
+    }
+}
+
+impl World for Performer<'_> {
+    fn perform(&mut self, action: &Action) -> Outcome {
+        let result = match action {
+            Action::Reserve => self.reserve(),
+            Action::Mirror => self.mirror(),
+            Action::Cover => return if self.is_covered() { Outcome::Done } else { Outcome::NotYet },
+            Action::Acknowledge => return if self.acknowledge() { Outcome::Done } else { Outcome::NotYet },
+            Action::KeepOut => {
+                self.keep_out();
+                Ok(())
+            }
+            Action::Leave => return if self.has_left() { Outcome::Done } else { Outcome::NotYet },
+            Action::Steal => self.steal(),
+            Action::Note(phase) => self.note(*phase),
+            Action::Export => self.export(),
+            Action::Copy => self.copy(),
+            Action::Purge => self.purge(),
+            Action::HandOff => self.hand_off(),
+            Action::LetIn(owner) => {
+                self.let_in(*owner);
+                Ok(())
+            }
+            Action::Check => self.check(),
+            Action::Rest => self.rest(),
+            Action::Import(source) => return self.import(*source),
+            Action::Release => self.release(),
+            Action::Replay => {
+                self.replay();
+                Ok(())
+            }
+            Action::Cancel | Action::CancelAll => {
+                self.cancel(*action == Action::CancelAll);
+                Ok(())
+            }
+            Action::Finish => self.finish(),
+            Action::FinishAnew => self.finish_anew(),
+            Action::Abandon => self.abandon(),
+            Action::Enlarge => self.enlarge(),
+            Action::Grow => self.grow(),
+            Action::Resume => self.resume(),
+            Action::StealAgain => {
+                self.steal_again();
+                Ok(())
+            }
+            Action::Conclude(conclusion) => {
+                self.concluded = Some(conclusion.clone());
+                Ok(())
+            }
+            other => {
+                self.give_back(other);
+                Ok(())
+            }
+        };
+        if let Err(refusal) = &result {
+            self.refused = Some((action.clone(), refusal.clone()));
+        }
+        result.into()
+    }
+
+    fn now(&self) -> u64 {
+        monotonic_micros()
+    }
+
+    fn reached(&mut self, step: Step) {
+        self.step = step;
+        self.ground.passed(step);
+    }
+}
+
+impl Performer<'_> {
+    /// What cannot be refused: slot, memory, journal and NIC are given up.
+    fn give_back(&mut self, action: &Action) {
+        match action {
+            Action::Clear => self.clear(),
+            Action::GiveMemory => self.give_memory(),
+            Action::Free => {
+                self.give_memory();
+                self.give_slot();
+            }
+            Action::Shrink => self.shrink(),
+            Action::End => self.end(),
+            Action::GiveUp => self.give_up(),
+            Action::EndNic => {
+                if let Some((action, refusal)) = &self.refused {
+                    eprintln!("baton agent: the NIC is ended: {action:?} of {}: {refusal}", self.connection.flow);
+                }
+                self.ground.nic.end();
+            }
+            _ => {}
+        }
+    }
+
+    fn import(&mut self, source: Source) -> Outcome {
+        let imported = match source {
+            Source::Exported => self.import_exported(),
+            Source::Rested => self.import_rested(),
+            Source::Record => self.import_record(),
+        };
+        match imported {
+            // What is put back has not changed since it was read.
+            Ok(()) if source != Source::Exported && self.image.is_some_and(|image| image.state.fin_acknowledged()) => {
+                Outcome::DoneFinAcknowledged
+            }
+            other => other.into(),
+        }
+    }
+}
+
+/// Lets the program at the connection in the kernel.
+pub(crate) fn hand_to_kernel(session: &OpenSession, connection: &mut Connection) {
+    connection.moves += 1;
+    connection.block.store(block::MOVES, connection.moves);
+    connection.block.set_owner(Owner::Kernel);
+    session.announce_move(connection.block.number());
+}

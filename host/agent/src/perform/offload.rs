@@ -1,0 +1,267 @@
+//! To the NIC.
+
+use super::{Performer, hand_to_kernel};
+use crate::changes::UNKNOWN;
+use crate::connection::{Connection, Memory, OnNic};
+use crate::journal::{self, Entry};
+use crate::memory::{self, Limits};
+use crate::record::{queues, unpublish};
+use crate::refusals::{lost, refusal};
+use baton_abi::layout::{block, nic, slot};
+use baton_abi::{Cid, Message, Operation};
+use baton_handoff::examine;
+use baton_handoff::export::{self, Exporter};
+use baton_handoff::import::Importer;
+use baton_handoff::shell::{self, Saved};
+use baton_handoff::unenforced;
+use baton_image::{Image, MAX_ENCODED};
+use baton_linux::events::monotonic_micros;
+use baton_linux::socket;
+use baton_linux::tcp_info::{OPTION_SACK, TcpInfo};
+use baton_linux::{conntrack, diagnosis};
+use baton_moves::{Phase, Refusal};
+use baton_shm::Region;
+use std::sync::atomic::Ordering;
+
+const SOL_SOCKET: i32 = 1;
+const SO_MEMINFO: i32 = 55;
+
+impl Performer<'_> {
+    /// Whether the connection may move, and by which way; then takes a slot.
+    pub(super) fn reserve(&mut self) -> Result<(), Refusal> {
+        self.may_move()?;
+        self.way = Some(self.ground.way_of(self.connection)?);
+        let cid = self.ground.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        self.connection.cid = Some(cid);
+        let base = nic::slot(cid.slot());
+        let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
+        self.ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
+        // Whatever record is there is of an earlier occupant.
+        unpublish(self.ground.nic_memory, cid.slot());
+        Ok(())
+    }
+
+    fn may_move(&mut self) -> Result<(), Refusal> {
+        let connection = &mut *self.connection;
+        let info = examine::examine(connection.fd()?).map_err(refusal)?;
+        unenforced::check(connection.fd()?).map_err(refusal)?;
+        if connection.unproved == Some(UNKNOWN) {
+            connection.unproved = Some((info.bytes_acked, info.bytes_received));
+        }
+        if let Some((acked, received)) = connection.unproved {
+            // What comes in shows that it may; what is acknowledged, that it may go out, too.
+            let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
+            if !passes {
+                return Err(Refusal::Unproved);
+            }
+            connection.unproved = None;
+        }
+        if connection.inherited && self.ground.others_hold(connection) {
+            return Err(Refusal::Shared);
+        }
+        if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
+            return Err(Refusal::Signed);
+        }
+        if conntrack::is_translated(&connection.flow).unwrap_or(false) {
+            return Err(Refusal::Translated);
+        }
+        Ok(())
+    }
+
+    pub(super) fn mirror(&mut self) -> Result<(), Refusal> {
+        let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
+        self.ground.mirror(self.connection.cid.ok_or(Refusal::NoRoom)?, &self.connection.flow, &way.path)?;
+        // Its segments will bypass the host's connection tracker.
+        let _ = conntrack::be_liberal(&self.connection.flow);
+        Ok(())
+    }
+
+    /// Whether the NIC's copy covers everything that the kernel may hold out of order.
+    pub(super) fn is_covered(&self) -> bool {
+        let (Ok(fd), Ok(cid)) = (self.fd(), self.cid()) else { return false };
+        let Ok(info) = TcpInfo::read(fd) else { return false };
+        // Nothing came out of order since the socket was (re)connected, or nothing that came could have been SACKed.
+        if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
+            return true;
+        }
+        // Receive memory that is not the receive queue's is the out-of-order queue's.
+        let mut memory = [0u8; 36];
+        let unread = socket::queue_bytes(fd, socket::SIOCINQ).unwrap_or(u32::MAX);
+        if unread == 0 && socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).is_ok() && memory[..4] == [0; 4] {
+            return true;
+        }
+        self.ground.nic_memory.word32(nic::slot(cid.slot()) + slot::COVERED).load(Ordering::Acquire) == 1
+    }
+
+    /// A connection without traffic sends no acknowledgement that would tell what the kernel holds out of order: it is made to send one.
+    /// False: its program is inside an operation.
+    pub(super) fn acknowledge(&mut self) -> bool {
+        let Ok(fd) = self.fd() else { return false };
+        let left = self.connection.block.keep_out();
+        if left {
+            let _ = shell::acknowledge(fd);
+        }
+        hand_to_kernel(self.open, self.connection);
+        left
+    }
+
+    /// The program is kept out: the connection's blackout begins.
+    pub(super) fn steal(&mut self) -> Result<(), Refusal> {
+        // The firewall, or the program, may have changed something since the move began.
+        if self.connection.unproved.is_some() {
+            return Err(Refusal::Unproved);
+        }
+        let way = self.ground.way_of(self.connection)?;
+        let fd = self.fd()?;
+        examine::check_receiving(fd).and_then(|()| unenforced::check(fd)).map_err(refusal)?;
+        self.ground.steal(self.cid()?, &self.connection.flow, &way.path)?;
+        self.way = Some(way);
+        Ok(())
+    }
+
+    /// Notes what the move changes on the socket.
+    pub(super) fn note_reading(&mut self, cid: Cid) -> Result<(), Refusal> {
+        let saved = Saved::read(self.fd()?).map_err(|_| Refusal::Filter)?;
+        let entry = Entry::new(self.session, self.connection.number, cid, saved);
+        self.entry = Some(entry);
+        self.write(Phase::Reading)
+    }
+
+    /// Writes the journal; an entry that is too long has a filter too long to be kept.
+    fn write(&self, phase: Phase) -> Result<(), Refusal> {
+        let entry = self.entry.as_ref().ok_or(Refusal::Filter)?;
+        journal::write(self.ground.nic_memory, phase, entry).then_some(()).ok_or(Refusal::Filter)
+    }
+
+    pub(super) fn export(&mut self) -> Result<(), Refusal> {
+        let (Some(entry), Some(way)) = (&self.entry, &self.way) else { return Err(Refusal::NoRoute) };
+        let exporter = Exporter::begin(self.fd()?, self.connection.flow, way.link, &entry.saved).map_err(refusal)?;
+        self.exporter = Some(exporter);
+        Ok(())
+    }
+
+    /// The connection goes on in the kernel.
+    pub(super) fn abandon(&mut self) -> Result<(), Refusal> {
+        let undone = match (self.exporter.take(), &self.entry) {
+            (Some(exporter), _) => exporter.abandon(),
+            // The exporter has died with its agent.
+            (None, Some(entry)) => export::undo(self.fd()?, &entry.saved),
+            (None, None) => Ok(()),
+        };
+        undone.map_err(|error| crate::refusals::system("TCP_REPAIR", &error))
+    }
+
+    /// Copies the bytes of both queues into session memory.
+    pub(super) fn copy(&mut self) -> Result<(), Refusal> {
+        let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
+        let mut image = *exporter.image();
+        if self.connection.attached {
+            // A program that corks its socket uncorks it, too; better a segment early than one that waits for what nobody sees.
+            (image.nodelay, image.cork) = (true, false);
+        }
+        if let Some(path) = self.connection.path {
+            path.remember(&mut image);
+        }
+        let limits = Limits::of(self.fd()?);
+        let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
+        self.connection.on_nic = Some(Box::new(OnNic {
+            image,
+            saved: entry.saved.clone(),
+            memory,
+            limits,
+            handed_off_at: monotonic_micros(),
+            muted: false,
+            way: self.way,
+            dropped: None,
+        }));
+        let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
+        let copied = exporter.copy_queues(&unread, &unacknowledged).map_err(refusal);
+        if copied.is_err() {
+            self.give_memory();
+        }
+        copied
+    }
+
+    pub(super) fn note_copied(&mut self) -> Result<(), Refusal> {
+        let (Some(entry), Some(on_nic)) = (self.entry.take(), &mut self.connection.on_nic) else { return Err(Refusal::Filter) };
+        on_nic.handed_off_at = monotonic_micros();
+        self.entry = Some(entry.copied(&on_nic.image, on_nic.memory, on_nic.handed_off_at));
+        self.write(Phase::Copied)
+    }
+
+    pub(super) fn purge(&mut self) -> Result<(), Refusal> {
+        let (Some(exporter), Some(on_nic)) = (self.exporter.take(), &mut self.connection.on_nic) else {
+            return Err(Refusal::NoRoom);
+        };
+        let (saved, purged) = match exporter.purge() {
+            Ok(saved) => (saved, Ok(())),
+            Err((saved, stay)) => (saved, Err(refusal(stay))),
+        };
+        on_nic.saved = saved;
+        purged
+    }
+
+    pub(super) fn hand_off(&mut self) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        self.connection.moves += 1;
+        let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
+        on_nic.limits.write(self.ground.nic_memory, cid);
+        write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
+        // An event of the NIC's may reach the program before the move is over. Noted any earlier the program would look at its block,
+        // find no move there, and not look again when the event comes.
+        self.open.note_move(self.connection.block.number());
+        self.ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0))?;
+        if self.connection.attached {
+            let _ = shell::show_closing(self.fd()?);
+        }
+        Ok(())
+    }
+
+    /// Past the purge there is one way back: what was read goes in again.
+    pub(super) fn import_exported(&mut self) -> Result<(), Refusal> {
+        let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
+        let image = on_nic.image;
+        let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or(Refusal::NoRoom)?;
+        let (local, peer) = (self.connection.local, self.connection.peer);
+        self.image = Some(image);
+        let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &on_nic.saved);
+        self.importer = Some(imported.map_err(|failed| lost(&failed))?);
+        Ok(())
+    }
+}
+
+/// Writes down what the NIC needs in the connection's slot, and what the program needs in its block.
+fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
+    let base = nic::slot(cid.slot());
+    let OnNic { image, memory, saved, .. } = on_nic;
+    let Memory { receive, send } = *memory;
+    let parameters = [session, receive.0, receive.1, send.0, send.1, connection.block.number()];
+    for (at, value) in parameters.into_iter().enumerate() {
+        nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+    }
+    let mut bytes = [0u8; MAX_ENCODED];
+    image.encode(&mut bytes).map_err(|_| Refusal::NoRoom)?;
+    let _ = nic_memory.write(base + slot::IMAGE, &bytes);
+    let b = &connection.block;
+    b.store(block::PROCESSOR, 0);
+    b.store(block::READ_SEQ, image.read_seq());
+    write_block(connection, image, *memory, cid);
+    let keepalive = u32::from(saved.keepalive()) << 2;
+    b.store(block::FLAGS, u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1 | keepalive);
+    // Before the NIC runs: what it tells the program must find its connection.
+    b.store(block::MOVES, connection.moves);
+    Ok(())
+}
+
+/// Writes into the program's block where the connection's memory is, and how far it has come.
+pub(super) fn write_block(connection: &Connection, image: &Image, memory: Memory, cid: Cid) {
+    let b = &connection.block;
+    b.store(block::CID, cid.0);
+    b.store(block::RECEIVE_BASE, memory.receive.0);
+    b.store(block::RECEIVE_SIZE, memory.receive.1);
+    b.store(block::SEND_BASE, memory.send.0);
+    b.store(block::SEND_SIZE, memory.send.1);
+    b.store(block::RECEIVE_SEQ, image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received())));
+    b.store(block::ACKED_SEQ, if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una });
+    b.store(block::QUEUED_SEQ, image.snd_end);
+}

@@ -1,0 +1,43 @@
+//! To the kernel without the NIC that had the connection.
+
+use super::Performer;
+use super::restore::damaged;
+use crate::record::{image_at_death, read_record};
+use baton_abi::Control;
+use baton_abi::layout::nic;
+use baton_moves::Refusal;
+use baton_recovery::{gather, posts_of};
+use baton_steering::Path;
+
+impl Performer<'_> {
+    /// The next NIC holds the connection's frames, under a new name: while its socket is being restored nothing of it may meet the kernel.
+    pub(super) fn steal_again(&mut self) {
+        let (Some(cid), Some(on_nic)) = (self.connection.cid, &self.connection.on_nic) else { return };
+        let next = cid.next_generation();
+        let wherever = Path { leaves_by: on_nic.image.link.interface, anywhere: true, ..Path::default() };
+        let path = on_nic.way.map_or(wherever, |way| way.path);
+        self.ground.shape.steal_again(&self.connection.flow, &path);
+        // The flow is in the slot since the handoff. Should this NIC die, too, the next round goes on from here.
+        let _ = self.ground.nic.control(Control::Mirror, next, 0);
+        let _ = self.ground.nic.control(Control::Steal, next, 0);
+        self.connection.cid = Some(next);
+    }
+
+    /// From record, block and memory; or, if its NIC never ran it, from the image that was handed off.
+    pub(super) fn import_record(&mut self) -> Result<(), Refusal> {
+        let base = nic::slot(self.cid()?.slot());
+        let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("journal"))?;
+        let image = match read_record(self.ground.nic_memory, base) {
+            None => on_nic.image,
+            Some(record) => {
+                let (offset, size) = on_nic.memory.receive;
+                if let Some(circle) = self.open.memory.circle(offset, size) {
+                    gather(&posts_of(self.ground.nic_memory, base), &self.open.memory, &circle, record.rcv_read);
+                }
+                image_at_death(on_nic, &record, self.connection).ok_or_else(|| damaged("record"))?
+            }
+        };
+        image.check().map_err(|_| damaged("record"))?;
+        self.begin_import(image)
+    }
+}

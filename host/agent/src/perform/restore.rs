@@ -1,0 +1,126 @@
+//! Back to the kernel.
+
+use super::Performer;
+use crate::connection::Path;
+use crate::record::{queues, read_image, read_ranges, read_record, unread_by_program};
+use crate::refusals::lost;
+use baton_abi::layout::{block, nic};
+use baton_abi::{Control, Message, Operation};
+use baton_handoff::import::{self, ImportError, Importer};
+use baton_image::Image;
+use baton_moves::Refusal;
+use baton_recovery::Replay;
+use std::io;
+
+/// What should be there is not.
+pub(super) fn damaged(what: &'static str) -> Refusal {
+    lost(&ImportError { step: what, error: io::ErrorKind::InvalidData.into() })
+}
+
+impl Performer<'_> {
+    /// Whether the connection can go to the kernel now. Without a route the import would close the socket for good: then it waits on the
+    /// NIC. Where the NIC could not go itself, the kernel can.
+    pub(super) fn check(&mut self) -> Result<(), Refusal> {
+        self.fd()?;
+        self.ground.route_of(self.connection).map(|_| ())
+    }
+
+    /// The NIC writes the image and holds what comes.
+    pub(super) fn rest(&mut self) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        // What the NIC replays to the kernel has to come by a device at which the socket listens now.
+        if self.connection.growing.is_none()
+            && let Ok((routing, route)) = self.ground.route_of(self.connection)
+            && let Some(on_nic) = &self.connection.on_nic
+        {
+            let comes_by = self.ground.device_of_replay(on_nic, &routing, &route);
+            if comes_by != on_nic.image.link.interface || on_nic.muted {
+                let _ = self.ground.nic.control(Control::Interface, cid, comes_by);
+            }
+        }
+        self.ground.nic.command(Message::new(Operation::NicRestore, cid, 0, 0)).map(|_| ())
+    }
+
+    pub(super) fn import_rested(&mut self) -> Result<(), Refusal> {
+        let image = match read_image(self.ground.nic_memory, self.cid()?) {
+            Ok(image) => image,
+            Err(error) => {
+                // A NIC that writes such images must not go on.
+                eprintln!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
+                return Err(Refusal::NicGone);
+            }
+        };
+        let unread = unread_by_program(self.connection, image.read_seq().wrapping_add(image.unread), image.unread);
+        self.connection.path = Some(Path::of(&image));
+        self.begin_import(Image { unread, ..image })
+    }
+
+    /// Makes the shell a connection again, from an image that the NIC or its record gave.
+    pub(super) fn begin_import(&mut self, image: Image) -> Result<(), Refusal> {
+        self.image = Some(image);
+        let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
+        let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
+        let saved = on_nic.saved.with_keepalive(self.connection.block.load(block::FLAGS) & 4 != 0);
+        let gone = |_| lost(&ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
+        let (local, peer) = (self.connection.local, self.connection.peer);
+        let imported = Importer::begin(self.fd().map_err(gone)?, &image, local, peer, &unread, &unacknowledged, &saved);
+        self.importer = Some(imported.map_err(|failed| lost(&failed))?);
+        Ok(())
+    }
+
+    /// The NIC lets go of the connection, and replays to the kernel what the peer said last.
+    pub(super) fn release(&mut self) -> Result<(), Refusal> {
+        match self.ground.release(self.cid()?, &self.connection.flow) {
+            Err(Refusal::NicGone) => Err(Refusal::NicGone),
+            // Whatever it says, it has nothing of the connection any more.
+            _ => Ok(()),
+        }
+    }
+
+    /// Replays to the kernel what a NIC that has died cannot: data that it held out of order, and a FIN.
+    pub(super) fn replay(&mut self) {
+        self.ground.shape.unsteer(&self.connection.flow);
+        if let Some(image) = &self.image
+            && let Err(error) = self.replay_from(image)
+        {
+            eprintln!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
+        }
+        // What the next NIC holds goes to the kernel, and nothing is held any more.
+        if let Some(cid) = self.connection.cid {
+            let _ = self.ground.nic.control(Control::Cancel, cid, 0);
+        }
+    }
+
+    fn replay_from(&self, image: &Image) -> io::Result<()> {
+        let (Some(cid), Some((offset, size))) = (self.connection.cid, self.receive_memory()) else { return Ok(()) };
+        let base = nic::slot(cid.slot());
+        let record = read_record(self.ground.nic_memory, base);
+        let ranges = record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default();
+        let Some(receive) = self.open.memory.circle(offset, size) else { return Ok(()) };
+        let mut kernel = self.ground.shape.kernel(self.ground.host)?;
+        let words = Replay { image, ranges: &ranges, fin_behind_hole: None };
+        words.send(&mut kernel, |seq, out| receive.read(seq, out));
+        Ok(())
+    }
+
+    fn receive_memory(&self) -> Option<(u32, u32)> {
+        match (&self.connection.on_nic, &self.entry) {
+            (Some(on_nic), _) => Some(on_nic.memory.receive),
+            (None, Some(entry)) => Some(entry.memory().receive),
+            (None, None) => None,
+        }
+    }
+
+    /// The kernel speaks.
+    pub(super) fn finish(&mut self) -> Result<(), Refusal> {
+        let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
+        importer.finish().map_err(|failed| lost(&failed))
+    }
+
+    /// A dead agent had restored the connection; what was unsent may be missing in the kernel.
+    pub(super) fn finish_anew(&mut self) -> Result<(), Refusal> {
+        let (Some(image), Some(entry)) = (&self.image, &self.entry) else { return Err(damaged("journal")) };
+        let (_, unacknowledged) = queues(self.region, entry.memory(), image).ok_or_else(|| damaged("queues"))?;
+        import::resume_sending(self.fd()?, image, &unacknowledged, &entry.saved).map_err(|failed| lost(&failed))
+    }
+}

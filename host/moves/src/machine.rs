@@ -1,0 +1,487 @@
+//! The machine of one connection.
+
+use crate::action::{Action, Conclusion, Outcome, Source, World};
+use crate::backoff::Backoff;
+use crate::refusal::Refusal;
+use crate::step::{Phase, Step};
+use baton_abi::layout::Owner;
+
+/// Microseconds that a program may take to leave an operation on a connection that is to move.
+pub const QUIESCE_LIMIT: u64 = 20_000;
+
+/// Microseconds that it may take for a growth, which is asked for again: as long as copying what it sends or receives takes.
+pub const GROW_LIMIT: u64 = 1_000;
+
+/// Microseconds of mirroring after which the kernel is made to send its SACK blocks: a connection without traffic sends none by itself.
+pub const QUIET: u64 = 5_000;
+
+/// Where a connection is going.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Goal {
+    /// To the NIC, or to stay there.
+    Nic,
+    /// To the kernel, if that can take it.
+    Check,
+    /// To the kernel, or to stay there.
+    Kernel,
+    /// Into larger memory, if there is any.
+    Enlarge,
+    /// Into larger memory.
+    Grow,
+    /// To stay on the NIC: a growth does not take place, and nobody waits to hear why.
+    Stay,
+    /// To its end on the NIC.
+    End,
+    /// To its end, since nobody can have it.
+    GiveUp,
+}
+
+/// What happens to all connections of a NIC that has died, in this order, and is waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Barrier {
+    /// The NIC, which must not go on, is dead: [`Event::NicDied`].
+    Dead,
+    /// The next NIC is there, and no frame flows yet: [`Event::NicStarted`].
+    Started,
+    /// Frames flow: [`Event::FramesFlow`].
+    Flow,
+}
+
+/// What happens to a connection.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// It is to go to the NIC; how many microseconds its copy may take to cover what the kernel holds out of order.
+    Offload {
+        /// Microseconds.
+        patience: u64,
+    },
+    /// It is to go to the kernel. Forced: also if its program does not leave it in time.
+    Restore {
+        /// Its program has closed it.
+        forced: bool,
+    },
+    /// It could use more memory on the NIC.
+    Grow,
+    /// Time has passed.
+    Tick,
+    /// A move to the NIC that has not reached the steal is given up, for this reason.
+    CallOff(Refusal),
+    /// It has ended on the NIC.
+    Ended,
+    /// Its program has forgotten it; what it had not read is gone.
+    Forgotten,
+    /// It cannot go to the kernel, and nobody waits for that any more.
+    GiveUp,
+    /// The NIC has died.
+    NicDied,
+    /// The next NIC is there, and no frame flows yet.
+    NicStarted,
+    /// Frames flow again. Connections whose NIC has died hold theirs.
+    FramesFlow,
+    /// What has come of the last action.
+    Outcome(Outcome),
+}
+
+/// A connection's place, and its move if one is under way. An event gives the next action; its outcome is the next event. Other events
+/// come between the outcome of one action and the next action, or while [`Move::on`] has returned none.
+#[derive(Clone, Debug)]
+pub struct Move {
+    step: Step,
+    goal: Option<Goal>,
+    /// The action whose outcome is awaited.
+    pending: Option<Action>,
+    barrier: Option<Barrier>,
+    /// What gives the frames to the kernel, and replays what it has missed.
+    release: Action,
+    /// Our FIN has been acknowledged: the kernel sends its own before the frames are released.
+    fin_first: bool,
+    /// The kernel has been finishing when its agent died.
+    anew: bool,
+    /// A growth has taken memory.
+    enlarged: bool,
+    /// It is on its way to the kernel after a death.
+    recovering: bool,
+    /// The program does not have to leave in time.
+    forced: bool,
+    /// The kernel has been made to send its SACK blocks.
+    asked: bool,
+    /// When the mirror began, how long its copy may take, and by when the program has to have left; microseconds.
+    since: u64,
+    patience: u64,
+    deadline: u64,
+    /// Why the move turned around.
+    because: Option<Refusal>,
+    /// Why there is no connection any more.
+    lost: Option<Refusal>,
+    backoff: Backoff,
+}
+
+impl Default for Move {
+    fn default() -> Move {
+        Move::new()
+    }
+}
+
+impl Move {
+    /// Of a connection that is in the kernel.
+    pub fn new() -> Move {
+        Move {
+            step: Step::Kernel,
+            goal: None,
+            pending: None,
+            barrier: None,
+            release: Action::Release,
+            fin_first: false,
+            anew: false,
+            enlarged: false,
+            recovering: false,
+            forced: false,
+            asked: false,
+            since: 0,
+            patience: 0,
+            deadline: 0,
+            because: None,
+            lost: None,
+            backoff: Backoff::default(),
+        }
+    }
+
+    /// Of a connection whose agent has died, as the journal has it; `fin_acknowledged`: our FIN is, by the image in the slot. What is to
+    /// be done [`Event::Tick`] tells, or for one that the NIC had [`Event::NicStarted`].
+    pub fn adopted(phase: Phase, fin_acknowledged: bool) -> Move {
+        Move {
+            step: phase.resumes_at(),
+            goal: Some(Goal::Kernel),
+            recovering: phase != Phase::Reading,
+            because: (phase == Phase::Reading).then_some(Refusal::NicGone),
+            release: Action::Replay,
+            fin_first: fin_acknowledged,
+            anew: phase == Phase::Speaking,
+            ..Move::new()
+        }
+    }
+
+    /// Of a connection that had ended on the NIC when its agent died.
+    pub fn ended() -> Move {
+        Move { step: Step::Ended, ..Move::new() }
+    }
+
+    /// The last step that has been made.
+    pub fn step(&self) -> Step {
+        self.step
+    }
+
+    /// Where it is going, if it is.
+    pub fn goal(&self) -> Option<Goal> {
+        self.goal
+    }
+
+    /// Whether a move is under way that goes on by itself: [`Event::Tick`] is due from time to time.
+    pub fn waits(&self) -> bool {
+        self.goal.is_some() && self.barrier.is_none()
+    }
+
+    /// What all connections of a NIC that has died wait for.
+    pub fn barrier(&self) -> Option<Barrier> {
+        self.barrier
+    }
+
+    /// Whether its program did not leave in time lately: no move of it is to be begun now.
+    pub fn is_put_off(&self, now: u64) -> bool {
+        self.backoff.is_on(now)
+    }
+
+    /// Performs what an event brings about, until something has to be waited for.
+    pub fn run(&mut self, event: Event, world: &mut impl World) {
+        let mut next = self.on(event, world.now());
+        while let Some(action) = next {
+            let outcome = world.perform(&action);
+            let before = self.step;
+            next = self.on(Event::Outcome(outcome), world.now());
+            if self.step != before {
+                world.reached(self.step);
+            }
+        }
+    }
+
+    /// The next action, at `now` in microseconds. None: something has to happen first.
+    pub fn on(&mut self, event: Event, now: u64) -> Option<Action> {
+        match event {
+            Event::Outcome(outcome) => {
+                let action = self.pending.take()?;
+                if !self.settle(action, outcome, now) {
+                    return self.pending.clone();
+                }
+            }
+            Event::Offload { patience } => self.begin_offload(patience, now),
+            Event::Restore { forced } => self.begin_restore(forced, now),
+            Event::Grow if self.is_idle_at(Step::Nic) => self.goal = Some(Goal::Enlarge),
+            Event::CallOff(refusal) if self.goal == Some(Goal::Nic) && self.step < Step::Stolen => self.turn_around(refusal),
+            Event::Ended if matches!(self.step, Step::Nic | Step::Leaving) => self.goal = Some(Goal::End),
+            Event::Forgotten if self.step == Step::Ended => *self = Move { backoff: self.backoff, ..Move::new() },
+            Event::GiveUp if self.step.is_on_nic() => (self.goal, self.barrier) = (Some(Goal::GiveUp), None),
+            Event::NicDied => self.nic_died(),
+            Event::NicStarted => self.pass(Barrier::Started),
+            Event::FramesFlow => self.pass(Barrier::Flow),
+            Event::Grow | Event::CallOff(_) | Event::Ended | Event::Forgotten | Event::GiveUp | Event::Tick => {}
+        }
+        self.pending = self.choose();
+        self.pending.clone()
+    }
+
+    fn is_idle_at(&self, step: Step) -> bool {
+        self.step == step && self.goal.is_none()
+    }
+
+    fn pass(&mut self, barrier: Barrier) {
+        if self.barrier == Some(barrier) {
+            self.barrier = None;
+        }
+    }
+
+    fn begin_offload(&mut self, patience: u64, now: u64) {
+        if self.is_idle_at(Step::Kernel) {
+            self.begin(Goal::Nic);
+            self.patience = patience;
+            if self.backoff.is_on(now) {
+                self.turn_around(Refusal::Busy);
+            }
+        }
+    }
+
+    fn begin_restore(&mut self, forced: bool, now: u64) {
+        if self.is_idle_at(Step::Nic) {
+            self.begin(Goal::Check);
+        } else if self.step == Step::Leaving && self.goal == Some(Goal::Grow) {
+            // The program is kept out already.
+            self.goal = Some(Goal::Check);
+            self.deadline = now + QUIESCE_LIMIT;
+        }
+        self.forced |= forced;
+    }
+
+    fn begin(&mut self, goal: Goal) {
+        self.goal = Some(goal);
+        (self.because, self.lost) = (None, None);
+        (self.asked, self.forced, self.fin_first, self.anew, self.recovering) = (false, false, false, false, false);
+    }
+
+    /// The move goes back to where it came from.
+    fn turn_around(&mut self, refusal: Refusal) {
+        let back = if self.step < Step::HandedOff { Goal::Kernel } else { Goal::Nic };
+        (self.goal, self.because) = (Some(back), Some(refusal));
+    }
+
+    /// What the NIC had goes to the kernel; what it had not got yet stays there. What the NIC is not needed for goes on.
+    fn nic_died(&mut self) {
+        use Step::*;
+        match self.step {
+            Reserved | Mirrored | Covered | Quiescing | Quiesced => self.turn_around(Refusal::NicGone),
+            HandedOff | Nic | Leaving | Left | Rested | Grown | Orphaned | Barred | Retaken | Vacated => {
+                (self.step, self.goal, self.barrier) = (Orphaned, Some(Goal::Kernel), None);
+                (self.because, self.lost, self.recovering, self.fin_first) = (None, None, true, false);
+            }
+            _ => {}
+        }
+    }
+
+    /// What is to be done next.
+    fn choose(&mut self) -> Option<Action> {
+        if self.barrier.is_some() {
+            return None;
+        }
+        let goal = self.goal?;
+        if self.enlarged && !matches!(goal, Goal::Enlarge | Goal::Grow) {
+            return Some(Action::Shrink);
+        }
+        match goal {
+            Goal::Nic => self.towards_nic(),
+            Goal::Check => Some(Action::Check),
+            Goal::Kernel => self.towards_kernel(),
+            Goal::Enlarge => Some(Action::Enlarge),
+            Goal::Grow | Goal::Stay if self.step == Step::Nic && !self.enlarged => Some(Action::Conclude(Conclusion::Grown)),
+            Goal::Grow => Some(match self.step {
+                Step::Rested => Action::Grow,
+                step => step.inverse()?,
+            }),
+            Goal::Stay => self.towards_nic(),
+            Goal::End => Some(match self.step {
+                Step::Ended => Action::Conclude(Conclusion::Stays(Refusal::Ended)),
+                // Its program is to see the end.
+                Step::Leaving => Action::LetIn(Owner::Nic),
+                _ => Action::End,
+            }),
+            Goal::GiveUp => Some(match self.step {
+                Step::Kernel => Action::Conclude(Conclusion::Stays(Refusal::Ended)),
+                _ => Action::GiveUp,
+            }),
+        }
+    }
+
+    fn towards_nic(&mut self) -> Option<Action> {
+        Some(match self.step {
+            Step::Kernel => Action::Reserve,
+            Step::Reserved => Action::Mirror,
+            Step::Mirrored => Action::Cover,
+            Step::Covered => Action::KeepOut,
+            Step::Quiescing => Action::Leave,
+            Step::Quiesced => Action::Steal,
+            Step::Stolen => Action::Note(Phase::Reading),
+            Step::Reading => Action::Export,
+            Step::Read => Action::Copy,
+            Step::Copied => Action::Note(Phase::Copied),
+            Step::Recorded => Action::Purge,
+            Step::Purged => Action::HandOff,
+            Step::HandedOff | Step::Leaving | Step::Left => Action::LetIn(Owner::Nic),
+            Step::Nic => Action::Conclude(match self.because.take() {
+                Some(refusal) => Conclusion::Stays(refusal),
+                None => Conclusion::Moved,
+            }),
+            // From every other step there is only the way to the kernel.
+            _ => return self.towards_kernel(),
+        })
+    }
+
+    fn towards_kernel(&mut self) -> Option<Action> {
+        Some(match self.step {
+            Step::Kernel => Action::Conclude(self.conclusion()),
+            // There is nothing that could speak.
+            Step::Purged | Step::Rested | Step::Vacated if self.lost.is_some() => self.release.clone(),
+            Step::Speaking if !self.fin_first => self.release.clone(),
+            Step::Speaking | Step::Released => {
+                if self.anew {
+                    Action::FinishAnew
+                } else {
+                    Action::Finish
+                }
+            }
+            Step::Finished => self.release.clone(),
+            step => step.inverse()?,
+        })
+    }
+
+    fn conclusion(&mut self) -> Conclusion {
+        let recovering = core::mem::take(&mut self.recovering);
+        match (self.lost.take(), self.because.take()) {
+            (Some(lost), _) => Conclusion::Lost(lost, recovering),
+            (None, Some(refusal)) => Conclusion::Stays(refusal),
+            (None, None) if recovering => Conclusion::Recovered,
+            (None, None) => Conclusion::Moved,
+        }
+    }
+
+    /// Takes an outcome in. False: what is pending is to be done, or waited for.
+    fn settle(&mut self, action: Action, outcome: Outcome, now: u64) -> bool {
+        match outcome {
+            Outcome::Done => self.done(&action, now),
+            Outcome::DoneFinAcknowledged => {
+                self.fin_first = true;
+                self.done(&action, now)
+            }
+            Outcome::NotYet => self.not_yet(&action, now),
+            Outcome::Refused(refusal) => self.refused(&action, refusal),
+        }
+    }
+
+    fn done(&mut self, action: &Action, now: u64) -> bool {
+        self.step = action.reaches(self.step);
+        match action {
+            Action::Mirror => self.since = now,
+            Action::KeepOut => {
+                let limit = if self.goal == Some(Goal::Grow) { GROW_LIMIT } else { QUIESCE_LIMIT };
+                self.deadline = now + limit;
+                if self.step == Step::Barred {
+                    self.barrier = Some(Barrier::Started);
+                }
+            }
+            Action::StealAgain => self.barrier = Some(Barrier::Flow),
+            Action::Acknowledge => {
+                self.asked = true;
+                return false;
+            }
+            Action::Check => self.goal = Some(Goal::Kernel),
+            Action::Enlarge => (self.goal, self.enlarged) = (Some(Goal::Grow), true),
+            Action::Resume | Action::Shrink => self.enlarged = false,
+            Action::Import(source) => self.release = releases(*source),
+            Action::EndNic => self.barrier = Some(Barrier::Dead),
+            Action::Conclude(conclusion) => self.concluded(conclusion, now),
+            _ => {}
+        }
+        true
+    }
+
+    fn concluded(&mut self, conclusion: &Conclusion, now: u64) {
+        match conclusion {
+            Conclusion::Moved => self.backoff.clear(),
+            Conclusion::Stays(Refusal::Busy) => self.backoff.extend(now),
+            _ => {}
+        }
+        self.goal = None;
+    }
+
+    fn not_yet(&mut self, action: &Action, now: u64) -> bool {
+        match action {
+            Action::Cover if now.saturating_sub(self.since) > self.patience => self.turn_around(Refusal::OutOfOrder),
+            Action::Cover if !self.asked && now.saturating_sub(self.since) > QUIET => {
+                self.pending = Some(Action::Acknowledge);
+                return false;
+            }
+            Action::Leave if now >= self.deadline => return self.out_of_time(action, now),
+            _ => return false,
+        }
+        true
+    }
+
+    /// The program has not left in time.
+    fn out_of_time(&mut self, leave: &Action, now: u64) -> bool {
+        match self.goal {
+            // One that is stuck inside an operation harms itself: if its NIC has died, or it has closed the connection.
+            Some(Goal::Kernel) if self.step == Step::Retaken || self.forced => return self.done(leave, now),
+            // It is asked for again.
+            Some(Goal::Grow) => self.goal = Some(Goal::Stay),
+            _ => self.turn_around(Refusal::Busy),
+        }
+        true
+    }
+
+    fn refused(&mut self, action: &Action, refusal: Refusal) -> bool {
+        match action {
+            Action::Enlarge => self.goal = Some(Goal::Stay),
+            // A NIC that does not answer, refuses what it must not, or writes images that nobody can read must not go on.
+            Action::Rest | Action::Import(Source::Rested) if refusal == Refusal::NicGone => return self.end_nic(),
+            Action::Grow | Action::Resume => return self.end_nic(),
+            Action::Rest if self.goal == Some(Goal::Grow) => self.goal = Some(Goal::Stay),
+            Action::Rest | Action::Check => self.turn_around(refusal),
+            Action::Import(source) => (self.lost, self.release) = (Some(refusal), releases(*source)),
+            Action::Finish | Action::FinishAnew => {
+                self.lost = Some(refusal);
+                self.step = action.reaches(self.step);
+            }
+            Action::Release => self.release = Action::Replay,
+            _ if self.goal == Some(Goal::Nic) => {
+                if *action == Action::Purge {
+                    // The socket may be anything: what was read goes in again.
+                    self.step = Step::Purged;
+                }
+                self.turn_around(refusal);
+            }
+            // There is no way back from the way back.
+            _ => self.step = action.reaches(self.step),
+        }
+        true
+    }
+
+    fn end_nic(&mut self) -> bool {
+        self.pending = Some(Action::EndNic);
+        false
+    }
+}
+
+/// What gives frames to the kernel after an import.
+fn releases(source: Source) -> Action {
+    match source {
+        Source::Exported => Action::CancelAll,
+        Source::Rested => Action::Release,
+        Source::Record => Action::Replay,
+    }
+}

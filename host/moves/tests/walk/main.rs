@@ -1,0 +1,491 @@
+//! Walks the machine over a model of kernel, NIC, program and journal: every death after every action, every pair of deaths, and random
+//! schedules of refusals, deaths, time-outs and traffic.
+
+mod model;
+
+use baton_abi::layout::Owner;
+use baton_moves::{Action, Barrier, Conclusion, Custody, Death, Event, Fate, Move, Outcome, Phase, Refusal, Source, Step};
+use model::{Slot, Socket, World};
+use proptest::prelude::*;
+use std::collections::VecDeque;
+
+const PATIENCE: u64 = 500_000;
+/// Microseconds between two looks.
+const LOOK: u64 = 100;
+
+/// Who dies after which action, counted from the first of all.
+type Deaths = Vec<(usize, Death)>;
+
+/// One connection, its world, and what goes wrong.
+struct Rig {
+    world: World,
+    machine: Move,
+    now: u64,
+    actions: usize,
+    deaths: Deaths,
+    /// A byte for each action: what goes wrong, and what traffic there is. None when it is used up.
+    schedule: VecDeque<u8>,
+    agent_died: bool,
+    lost: bool,
+    conclusions: Vec<Conclusion>,
+    /// The step after which somebody died last, and the actions since.
+    last_death: Option<(Step, Death)>,
+    since_death: Vec<Action>,
+}
+
+/// What a world may refuse, and with what.
+fn refusal_of(action: &Action) -> Option<Refusal> {
+    Some(match action {
+        Action::Reserve | Action::Check => Refusal::NoRoute,
+        Action::Mirror => Refusal::Acknowledged,
+        Action::Steal | Action::HandOff | Action::Rest | Action::Resume => Refusal::Refused(1),
+        Action::Note(Phase::Reading | Phase::Copied) => Refusal::Filter,
+        Action::Export => Refusal::Unsettled,
+        Action::Copy | Action::Enlarge => Refusal::NoRoom,
+        Action::Purge => Refusal::System("reconnect", "no".into()),
+        _ => return None,
+    })
+}
+
+impl Rig {
+    fn new(deaths: &[(usize, Death)], schedule: &[u8]) -> Rig {
+        Rig {
+            world: World::new(),
+            machine: Move::new(),
+            now: 1,
+            actions: 0,
+            deaths: deaths.to_vec(),
+            schedule: schedule.iter().copied().collect(),
+            agent_died: false,
+            lost: false,
+            conclusions: Vec::new(),
+            last_death: None,
+            since_death: Vec::new(),
+        }
+    }
+
+    /// Feeds an event, and performs what comes of it until something has to be waited for or the agent dies.
+    fn feed(&mut self, event: Event) {
+        let mut next = self.machine.on(event, self.now);
+        while let Some(action) = next {
+            let fault = self.schedule.pop_front().unwrap_or(255);
+            let outcome = self.perform(&action, fault);
+            self.since_death.push(action.clone());
+            if let Action::Conclude(conclusion) = &action {
+                self.conclusions.push(conclusion.clone());
+            }
+            next = self.machine.on(Event::Outcome(outcome), self.now);
+            self.world.check(self.machine.step(), self.lost);
+            self.world.traffic(fault % 2 == 1);
+            self.world.check(self.machine.step(), self.lost);
+            self.die(fault);
+            self.actions += 1;
+            if self.agent_died {
+                return;
+            }
+        }
+    }
+
+    fn perform(&mut self, action: &Action, fault: u8) -> Outcome {
+        match (fault, action) {
+            (0..48, Action::Cover | Action::Acknowledge) => return Outcome::NotYet,
+            (0..48, Action::KeepOut) => self.world.inside = u32::from(fault) * 10,
+            (0..24, action) => {
+                if let Some(refusal) = refusal_of(action) {
+                    if *action == Action::Purge {
+                        self.world.socket = Socket::Shell;
+                    }
+                    return Outcome::Refused(refusal);
+                }
+            }
+            _ => {}
+        }
+        self.world.perform(action)
+    }
+
+    fn die(&mut self, fault: u8) {
+        let planned = self.deaths.iter().find(|(at, _)| *at == self.actions).map(|(_, death)| *death);
+        let death = match fault {
+            48..60 => Some(Death::Nic),
+            60..72 => Some(Death::Agent),
+            _ => planned,
+        };
+        let Some(death) = death else { return };
+        match death {
+            Death::Nic => self.world.kill_nic(),
+            Death::Agent => {
+                self.world.kill_agent();
+                self.agent_died = true;
+            }
+        }
+        (self.last_death, self.since_death) = (Some((self.machine.step(), death)), Vec::new());
+    }
+
+    /// The next agent reads the journal.
+    fn adopt(&mut self) {
+        self.agent_died = false;
+        match self.world.journal {
+            Some((phase, _)) => {
+                self.machine = Move::adopted(phase, self.world.fin_acknowledged && phase == Phase::Speaking);
+                // What the agent before has left of the owner word and of the map of flows is not known.
+                (self.world.owner, self.world.custody) = (self.machine.step().owner(), self.machine.step().custody());
+                if let (Phase::Reading, Socket::Live(streams)) = (phase, self.world.socket) {
+                    self.world.socket = Socket::Read(streams);
+                }
+                if phase == Phase::Copied {
+                    self.feed(Event::NicDied);
+                } else {
+                    self.feed(Event::Tick);
+                }
+            }
+            None => {
+                // It is in the kernel, whatever had been begun: see the last lines of a takeover.
+                self.machine = Move::new();
+                (self.world.owner, self.world.custody) = (Owner::Kernel, Custody::Kernel);
+            }
+        }
+    }
+
+    /// Everything that is under way goes on to its end.
+    fn settle(&mut self) {
+        for _ in 0..20_000 {
+            if self.agent_died {
+                self.adopt();
+            } else if !self.world.nic_lives {
+                self.feed(Event::NicDied);
+                if !self.agent_died {
+                    self.world.nic_lives = true;
+                }
+            } else if let Some(barrier) = self.machine.barrier() {
+                let event = if barrier == Barrier::Started { Event::NicStarted } else { Event::FramesFlow };
+                assert_ne!(barrier, Barrier::Dead, "the NIC that was to be ended lives");
+                self.feed(event);
+            } else if self.machine.waits() {
+                self.now += LOOK;
+                self.feed(Event::Tick);
+            } else {
+                self.world.check(self.machine.step(), self.lost);
+                self.world.check_rest(self.machine.step());
+                return;
+            }
+        }
+        panic!("the move does not end: {:?}, {:?}", self.machine, &self.world.done[self.world.done.len() - 20..]);
+    }
+
+    fn go(&mut self, event: Event) {
+        self.feed(event);
+        self.settle();
+    }
+}
+
+const OFFLOAD: Event = Event::Offload { patience: PATIENCE };
+const RESTORE: Event = Event::Restore { forced: false };
+
+/// To the NIC, to more memory, and back; and if somebody died, all of it once more.
+fn walk(deaths: &[(usize, Death)], fin_acknowledged: bool) -> Rig {
+    let mut rig = Rig::new(deaths, &[]);
+    rig.world.fin_acknowledged = fin_acknowledged;
+    loop {
+        for event in [OFFLOAD, Event::Grow, RESTORE] {
+            rig.go(event);
+        }
+        assert_eq!(rig.machine.step(), Step::Kernel);
+        if rig.last_death.take().is_none() {
+            return rig;
+        }
+    }
+}
+
+#[test]
+fn a_walk_without_faults_visits_the_steps_in_order() {
+    for fin_acknowledged in [false, true] {
+        let rig = walk(&[], fin_acknowledged);
+        assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Grown, Conclusion::Moved]);
+        let at = |action: Action| rig.world.done.iter().position(|done| *done == action).expect("it is done");
+        assert_eq!(at(Action::Finish) < at(Action::Release), fin_acknowledged);
+        assert!(at(Action::Note(Phase::Copied)) < at(Action::Purge), "what cannot be undone is written down before");
+        assert!(rig.world.finished);
+    }
+}
+
+/// What the table of fates says of a death is what happens.
+fn check_fate(rig: &Rig) {
+    let Some((step, death)) = rig.last_death else { return };
+    let has = |source| rig.since_death.contains(&Action::Import(source));
+    let growing = step == Step::Rested && rig.since_death.contains(&Action::Grow);
+    match step.fate(death) {
+        Fate::Undone => assert!(!has(Source::Exported) && !has(Source::Record), "{step:?}, {death:?}: {:?}", rig.since_death),
+        Fate::PutBack => assert!(has(Source::Exported), "{step:?}, {death:?}: {:?}", rig.since_death),
+        Fate::Recovered => assert!(has(Source::Record), "{step:?}, {death:?}: {:?}", rig.since_death),
+        Fate::Continued => assert!(growing || !has(Source::Record), "{step:?}, {death:?}: {:?}", rig.since_death),
+        Fate::Ended => panic!("it had not ended"),
+    }
+}
+
+/// Every death after every action of an offload, a growth and a restore, and every pair of deaths, also during a recovery.
+#[test]
+fn every_death_and_every_pair_of_deaths_has_its_outcome() {
+    let (mut one, mut two) = (0, 0);
+    for fin_acknowledged in [false, true] {
+        for first in 0..walk(&[], fin_acknowledged).actions {
+            for death in [Death::Nic, Death::Agent] {
+                let rig = walk(&[(first, death)], fin_acknowledged);
+                one += 1;
+                for second in first + 1..rig.actions {
+                    for other in [Death::Nic, Death::Agent] {
+                        walk(&[(first, death), (second, other)], fin_acknowledged);
+                        two += 1;
+                    }
+                }
+            }
+        }
+    }
+    println!("{one} deaths and {two} pairs of deaths walked");
+    assert!(one > 100 && two > 5_000, "{one} deaths, {two} pairs");
+}
+
+/// The table of fates, step by step, both ways.
+#[test]
+fn a_death_leads_to_its_fate() {
+    let mut steps = std::collections::BTreeSet::new();
+    for death in [Death::Nic, Death::Agent] {
+        for at in 0..200 {
+            let mut rig = Rig::new(&[(at, death)], &[]);
+            for event in [OFFLOAD, RESTORE] {
+                let before = rig.last_death;
+                rig.go(event);
+                if rig.last_death != before {
+                    check_fate(&rig);
+                    steps.insert(rig.last_death.expect("a death").0);
+                    break;
+                }
+            }
+        }
+    }
+    for step in Step::OF_A_MOVE {
+        assert!(steps.contains(&step), "nobody died after {step:?}");
+    }
+}
+
+#[test]
+fn each_step_of_an_offload_has_an_inverse_that_leads_to_the_kernel() {
+    for step in Step::ALL.iter().filter(|step| **step > Step::Kernel && **step < Step::HandedOff) {
+        assert!(step.inverse().is_some(), "{step:?}");
+    }
+    // A refusal of any action leads back, and says why.
+    for at in 0..40 {
+        let mut schedule = vec![255u8; at];
+        schedule.push(0);
+        let mut rig = Rig::new(&[], &schedule);
+        rig.go(OFFLOAD);
+        match rig.machine.step() {
+            Step::Kernel => assert!(matches!(rig.conclusions[..], [Conclusion::Stays(_)]), "{:?}", rig.conclusions),
+            _ => assert_eq!(rig.conclusions, [Conclusion::Moved]),
+        }
+    }
+}
+
+#[test]
+fn a_program_that_does_not_leave_is_busy_and_then_put_off() {
+    let mut rig = Rig::new(&[], &[]);
+    rig.feed(OFFLOAD);
+    rig.settle();
+    rig.world.inside = 1_000_000;
+    rig.go(RESTORE);
+    assert_eq!(rig.machine.step(), Step::Nic);
+    assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Stays(Refusal::Busy)]);
+    assert!(rig.machine.is_put_off(rig.now));
+    // A close does not wait for ever.
+    rig.go(Event::Restore { forced: true });
+    assert_eq!(rig.machine.step(), Step::Kernel);
+    assert_eq!(rig.conclusions.last(), Some(&Conclusion::Moved));
+    assert!(!rig.machine.is_put_off(rig.now), "it has moved");
+    rig.go(OFFLOAD);
+    assert_eq!(rig.machine.step(), Step::Kernel, "it is still inside");
+    rig.world.inside = 0;
+    rig.go(OFFLOAD);
+    assert_eq!(rig.conclusions.last(), Some(&Conclusion::Stays(Refusal::Busy)), "it is put off");
+}
+
+#[test]
+fn a_copy_that_does_not_cover_in_time_is_given_up_and_the_kernel_asked_once() {
+    let mut rig = Rig::new(&[], &[]);
+    rig.machine.on(OFFLOAD, rig.now);
+    let mut asked = 0;
+    let mut next = rig.machine.on(Event::Outcome(Outcome::Done), rig.now);
+    for _ in 0..20_000 {
+        next = match next {
+            Some(Action::Cover) => rig.machine.on(Event::Outcome(Outcome::NotYet), rig.now),
+            Some(Action::Acknowledge) => {
+                asked += 1;
+                rig.machine.on(Event::Outcome(Outcome::Done), rig.now)
+            }
+            Some(Action::Conclude(conclusion)) => {
+                assert_eq!((conclusion, asked), (Conclusion::Stays(Refusal::OutOfOrder), 1));
+                assert!(rig.now > PATIENCE);
+                return;
+            }
+            Some(_) => rig.machine.on(Event::Outcome(Outcome::Done), rig.now),
+            None => {
+                rig.now += LOOK;
+                rig.machine.on(Event::Tick, rig.now)
+            }
+        };
+    }
+    panic!("the move does not end");
+}
+
+#[test]
+fn a_move_may_be_called_off_until_the_steal() {
+    let mut rig = Rig::new(&[], &[]);
+    rig.world.inside = 10;
+    rig.feed(OFFLOAD);
+    assert_eq!(rig.machine.step(), Step::Quiescing);
+    rig.go(Event::CallOff(Refusal::CalledOff));
+    assert_eq!((rig.machine.step(), rig.world.owner, rig.world.slot), (Step::Kernel, Owner::Kernel, Slot::Empty));
+    assert_eq!(rig.conclusions, [Conclusion::Stays(Refusal::CalledOff)]);
+}
+
+/// A move back that is asked for while a growth waits for the program takes its place, and the memory is given back.
+#[test]
+fn a_restore_takes_the_place_of_a_growth() {
+    let mut rig = Rig::new(&[], &[]);
+    rig.go(OFFLOAD);
+    rig.world.inside = 3;
+    rig.feed(Event::Grow);
+    assert_eq!((rig.machine.step(), rig.world.larger_is_taken), (Step::Leaving, true));
+    rig.go(RESTORE);
+    assert_eq!((rig.machine.step(), rig.world.larger_is_taken), (Step::Kernel, false));
+    assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Moved]);
+}
+
+#[test]
+fn what_ends_on_the_nic_is_the_programs_until_it_forgets_it() {
+    for waiting in [false, true] {
+        let mut rig = Rig::new(&[], &[]);
+        rig.go(OFFLOAD);
+        if waiting {
+            rig.world.inside = 5;
+            rig.feed(RESTORE);
+        }
+        rig.machine.on(Event::Ended, rig.now);
+        // The streams have no holder any more: performed without the model's checks.
+        let mut next = rig.machine.on(Event::Tick, rig.now);
+        while let Some(action) = next {
+            let outcome = rig.world.perform(&action);
+            next = rig.machine.on(Event::Outcome(outcome), rig.now);
+        }
+        assert_eq!((rig.machine.step(), rig.world.owner, rig.world.slot_is_taken), (Step::Ended, Owner::Nic, false));
+        assert_eq!(rig.world.done.last(), Some(&Action::Conclude(Conclusion::Stays(Refusal::Ended))));
+        rig.machine.on(Event::NicDied, rig.now);
+        assert_eq!(rig.machine.step(), Step::Ended);
+        assert_eq!((rig.machine.on(Event::Forgotten, rig.now), rig.machine.step()), (None, Step::Kernel));
+    }
+}
+
+/// The kernel refuses an import although everything had been checked: the connection is lost, and nothing is left behind.
+#[test]
+fn a_lost_connection_leaves_nothing_behind() {
+    for recovering in [false, true] {
+        let mut rig = Rig::new(&[], &[]);
+        rig.go(OFFLOAD);
+        rig.lost = true;
+        let mut event = RESTORE;
+        if recovering {
+            rig.world.kill_nic();
+            rig.feed(Event::NicDied);
+            rig.world.nic_lives = true;
+            rig.feed(Event::NicStarted);
+            event = Event::FramesFlow;
+        }
+        let mut next = rig.machine.on(event, rig.now);
+        while let Some(action) = next {
+            let refused = matches!(action, Action::Import(_)).then(|| Refusal::Lost("reconnect", "no".into()));
+            let outcome = match refused {
+                Some(refusal) => {
+                    rig.world.socket = Socket::Gone;
+                    Outcome::Refused(refusal)
+                }
+                None => rig.world.perform(&action),
+            };
+            next = rig.machine.on(Event::Outcome(outcome), rig.now);
+        }
+        let lost = Conclusion::Lost(Refusal::Lost("reconnect", "no".into()), recovering);
+        assert_eq!(rig.world.done.last(), Some(&Action::Conclude(lost)));
+        rig.world.check_rest(rig.machine.step());
+        assert_eq!((rig.world.owner, rig.world.custody), (Owner::Kernel, Custody::Kernel));
+        assert!(!rig.world.done.contains(&Action::Finish), "there is nothing that could speak");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// Whatever goes wrong, in whatever order: no byte is lost, two never speak, every move ends, and nothing is left behind.
+    #[test]
+    fn random_schedules(
+        schedule in prop::collection::vec(any::<u8>(), 0..300),
+        events in prop::collection::vec(0u8..5, 1..12),
+        fin_acknowledged: bool,
+    ) {
+        let mut rig = Rig::new(&[], &schedule);
+        rig.world.fin_acknowledged = fin_acknowledged;
+        for event in events {
+            let event = match event {
+                0 | 1 => OFFLOAD,
+                2 => RESTORE,
+                3 => Event::Restore { forced: true },
+                _ => Event::Grow,
+            };
+            // Not all of it is waited for.
+            rig.feed(event.clone());
+            if event != Event::Grow || rig.agent_died || !rig.world.nic_lives {
+                rig.settle();
+            }
+        }
+        rig.settle();
+        rig.schedule.clear();
+        rig.world.inside = 0;
+        rig.now += 60_000_000;
+        rig.go(Event::Restore { forced: true });
+        prop_assert_eq!(rig.machine.step(), Step::Kernel);
+        rig.go(OFFLOAD);
+        prop_assert_eq!(rig.machine.step(), Step::Nic);
+    }
+}
+
+/// A world whose actions take time.
+struct Slow {
+    world: World,
+    now: std::cell::Cell<u64>,
+    steps: Vec<Step>,
+}
+
+impl baton_moves::World for Slow {
+    fn perform(&mut self, action: &Action) -> Outcome {
+        self.now.set(self.now.get() + 15_000);
+        self.world.perform(action)
+    }
+
+    fn now(&self) -> u64 {
+        self.now.get()
+    }
+
+    fn reached(&mut self, step: Step) {
+        self.steps.push(step);
+    }
+}
+
+/// What comes before a program is kept out does not count against its time to leave.
+#[test]
+fn a_program_has_all_of_its_time_however_long_the_rest_takes() {
+    let mut slow = Slow { world: World::new(), now: std::cell::Cell::new(1), steps: Vec::new() };
+    slow.world.inside = 1;
+    let mut machine = Move::new();
+    machine.run(OFFLOAD, &mut slow);
+    assert_eq!(machine.step(), Step::Quiescing);
+    machine.run(Event::Tick, &mut slow);
+    assert_eq!(machine.step(), Step::Nic);
+    let expected: Vec<Step> = Step::ALL.iter().copied().filter(|step| *step > Step::Kernel && *step <= Step::Nic).collect();
+    assert_eq!(slow.steps, expected);
+}
