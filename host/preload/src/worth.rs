@@ -4,10 +4,10 @@
 //! delay a hand-over to the agent:
 //!
 //! - *Patience.* Each listener, and each remote address that the program connects to, has a time that its short connections
-//! rarely outlive, learnt as they close. A connection younger than that stays in the kernel. The first few of a listener move
-//! too early.
+//!   rarely outlive, learnt as they close. A connection younger than that stays in the kernel. The first few of a listener move
+//!   too early.
 //! - *Pace.* Hand-overs, and the closing of what was handed over, take at most a ninth of the program's time: when a thousand
-//! connections are made at once they move one after the other, and the program goes on with its requests in between.
+//!   connections are made at once they move one after the other, and the program goes on with its requests in between.
 //!
 //! A connection that alternates between requests and answers moves when it has just answered (or been answered), so that nobody
 //! waits for it while it moves.
