@@ -154,7 +154,7 @@ fn no_user_takes_all_namespaces_or_sessions() {
     let said = hostile.await_attack();
     assert!(said.contains("with 3 sessions: user 65534 has 3 sessions, of 3"), "{said}");
     let said = Hostile::start_at(&second, socket.as_ref(), "", "many").await_attack();
-    assert!(said.contains("with 0 sessions") && said.contains("user 65534 has 1 network namespaces"), "{said}");
+    assert!(said.contains("with 0 sessions") && said.contains("user 65534 has a Baton in 1 network namespaces"), "{said}");
     // Other users are served, there and elsewhere.
     for namespace in [&first, &second] {
         let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));

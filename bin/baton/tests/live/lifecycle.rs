@@ -20,6 +20,7 @@ const SIGSTOP: i32 = 19;
 fn kill_at_once(helpers: &[u32]) {
     process::signal(helpers[1], SIGSTOP).expect("a signal");
     helpers.iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+    wait_for("the end of those who were killed", || !helpers.iter().any(|helper| process::lives(*helper)));
 }
 
 /// The ways in which a program may wait.

@@ -123,7 +123,7 @@ fn a_nic_starts_with_its_settings() {
     let setting = |key: &str| shown["settings"][key].as_str().unwrap_or_default().to_string();
     assert_eq!([setting("lro"), setting("tso"), setting("rx-usecs")], ["reorder", "on", "70"]);
     for (wrong, says) in
-        [("[nic]\nlro = 7\n", "off, in-order, reorder"), ("[nic]\nspeed = 1\n", "no such setting"), ("[card]\n", "card")]
+        [("[nic]\nlro = 7\n", "off, in-order, reorder"), ("[nic]\nspeed = 1\n", "unknown setting"), ("[card]\n", "card")]
     {
         std::fs::write(&file, wrong).expect("a file");
         let refused = baton(&["hosts", "--config", &file, "--", "true"]);
