@@ -30,7 +30,7 @@ impl Connection {
         let took = now.since(self.tuning.since);
         self.tuning = Tuning { since: now, read };
         let round = u64::from(self.rtt.smoothed);
-        let limited = self.rtt.smoothed >= SHORT && took <= round + round / 4;
+        let limited = self.is_long_path() && took <= round + round / 4;
         (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))
     }
 
@@ -40,8 +40,14 @@ impl Connection {
         let queued = self.send.end.wrapping_sub(self.send.una);
         let window = self.congestion.cwnd.saturating_mul(self.send.mss);
         // Twice the window, so that the program refills one while the other is in flight.
-        let limited = queued > size / 2 && window > size / 2 && self.rtt.smoothed >= SHORT;
+        let limited = queued > size / 2 && window > size / 2 && self.is_long_path();
         limited.then(|| window.saturating_mul(FACTOR).min(MOST))
+    }
+
+    /// Whether the path's round trip is long enough to need more memory. The smallest one counts: a busy host makes others longer.
+    fn is_long_path(&self) -> bool {
+        let rtt = if self.rtt.min == 0 { self.rtt.smoothed } else { self.rtt.min };
+        rtt >= SHORT
     }
 
     /// The connection has this much receive memory now, which holds all that it held. The window opens as far as that allows, and is no
