@@ -1,4 +1,4 @@
-//! The agent's loop: programs and tools ask, the NIC tells, moves go on.
+//! The agent's event loop: serves requests of programs and tools, handles the NIC's messages and advances moves.
 
 mod requests;
 
@@ -50,14 +50,16 @@ const TOO_BIG: u64 = u64::MAX - 7;
 const TRAFFIC: u64 = u64::MAX - 8;
 const SIGNALS: u64 = u64::MAX - 9;
 
-/// Descriptors that an agent keeps free for itself: a move needs some, the next NIC, a look into /proc. What would leave it fewer is
-/// refused, and stays in the kernel.
+/// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
+/// whose
+/// descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
-/// Microseconds between two complaints about clients that are turned away.
+/// Least time between two log lines about rejected clients, in microseconds.
 const COMPLAIN: u64 = 1_000_000;
 
-/// The first of the steering's descriptors that an agent beside the kernel inherits, behind those of [`Descriptor`].
+/// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
+/// [`Descriptor`].
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
 
 pub(crate) struct Agent {
@@ -70,9 +72,9 @@ pub(crate) struct Agent {
     pub(crate) chaos: Chaos,
     pub groups: Groups,
     pub schedule: Schedule,
-    /// When moves that did not come about are tried again.
+    /// Times at which failed moves are retried.
     pub retries: Schedule,
-    /// Until when no connection is moved at random.
+    /// Time before which no random move is made, in microseconds of the monotonic clock.
     pub rests_until: u64,
     pub serials: u64,
     pub watched: Watched,
@@ -80,12 +82,12 @@ pub(crate) struct Agent {
     pub guards: Guards,
     pub looks: Looks,
     pub users: Users,
-    /// Sessions that are about to be ended, and what their programs have done.
+    /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     pub shape: Shape,
-    /// The end has been asked for: connections stay in the kernel.
+    /// Shutdown was requested: connections stay in the kernel.
     pub draining: bool,
-    /// Descriptors that this process may have.
+    /// Limit on this process's file descriptors.
     descriptors: u64,
     complained: u64,
     pub keeper: Channel,
@@ -99,10 +101,10 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
         .with_context(|| format!("descriptor {descriptor:?}; the keeper starts this process, not a person"))
 }
 
-/// Runs an agent until the keeper is gone.
+/// Runs an agent until the keeper closes its channel.
 ///
 /// # Errors
-/// If something that it needs is missing, with what.
+/// If something that it needs is missing; the error names it.
 pub fn run() -> Result<()> {
     let keeper = Channel::from_fd(take(Descriptor::Channel)?);
     let mut settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
@@ -110,7 +112,9 @@ pub fn run() -> Result<()> {
         process::pin(0, core);
     }
     let descriptors = process::raise_descriptor_limit();
-    // Who asks for the end is heard, and answered in order; the NIC, which inherits this, ends with its agent.
+    // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
+    // blocked
+    // signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
     let hardware = Hardware {
         host: take(Descriptor::Host)?,
@@ -205,30 +209,30 @@ pub fn run() -> Result<()> {
         poller,
     };
     agent.take_over(inherited)?;
-    // The keeper hears that programs may come.
+    // Notifies the keeper that programs may connect.
     agent.keep(&Kept::Ready, &[]);
     if let Err(error) = agent.main_loop(&listener, &signals) {
-        // The next agent goes on from what the keeper and the journal hold.
+        // The next agent continues from what the keeper and the journal hold.
         agent.nic.end();
         return Err(error);
     }
-    // Whoever comes now finds nobody.
+    // From here on connecting to the socket fails.
     drop(listener);
     agent.give_everything_back();
     if agent.settings.lingers
         && let Some(directory) = agent.settings.socket.parent()
     {
-        // It was made for this agent's socket alone. The keeper may have been killed.
+        // The directory was made for this agent's socket alone, and a keeper that was killed cannot remove it.
         let _ = std::fs::remove_dir(directory);
     }
     Ok(())
 }
 
 impl Agent {
-    /// Ends when the keeper has.
+    /// Runs the loop until the keeper's channel is closed.
     ///
     /// # Errors
-    /// What no client, session or connection can bring about: there is no NIC any more, or no epoll.
+    /// Those that no client, session or connection can cause: no NIC can be started, or epoll fails.
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
@@ -280,7 +284,7 @@ impl Agent {
         }
     }
 
-    /// A client is turned away: its connections stay in the kernel.
+    /// Logs that a client was rejected, at most once per [`COMPLAIN`]. The client's connections stay in the kernel.
     fn complain(&mut self, error: &anyhow::Error) {
         let now = monotonic_micros();
         if now.saturating_sub(self.complained) > COMPLAIN {
@@ -289,7 +293,7 @@ impl Agent {
         }
     }
 
-    /// Refuses what would leave this process too few descriptors.
+    /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free.
     fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
         if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
             Ok(())
@@ -303,7 +307,7 @@ impl Agent {
         let number = self.sessions.vacant();
         let session = Session::new(channel)?;
         if let Err(why) = self.users.connects(session.user) {
-            // It finds its connection closed.
+            // The reason is sent before the channel closes.
             let _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason: why } }, &[]);
             return Ok(());
         }
@@ -313,7 +317,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Refuses what only this agent's user and root may do.
+    /// Fails unless session `number` belongs to root or to this agent's user. `what` names the refused request.
     fn only_ours(&self, number: u32, what: &str) -> Result<()> {
         let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
         if asker != 0 && asker != process::user() {
@@ -322,18 +326,18 @@ impl Agent {
         Ok(())
     }
 
-    /// Somebody brings a client that came to another door.
+    /// Admits a client whose control connection another process received and passes on.
     fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
         self.only_ours(number, "bring others")?;
         self.admit(channel)
     }
 
-    /// Listens to a session.
+    /// Adds a session's control connection to the poller.
     pub(crate) fn watch(&self, number: u32, session: &Session) -> Result<()> {
         Ok(self.poller.add(session.channel.as_fd(), u64::from(number), Trigger::Readable)?)
     }
 
-    /// Gives the keeper something to hold for the next agent, or to drop.
+    /// Sends the keeper a state change: something to hold for the next agent, or to drop.
     pub(crate) fn keep(&self, kept: &Kept, descriptors: &[BorrowedFd<'_>]) {
         if let Err(error) = self.keeper.send(kept, descriptors)
             // Without a keeper there is no next agent.
@@ -343,17 +347,17 @@ impl Agent {
         }
     }
 
-    /// Should this agent die now, it is of this session.
+    /// Records that session `number` is being served: if the agent dies now, that session is taken to be the cause.
     pub(crate) fn attend(&self, number: u32) {
         self.hardware.memory.word32(nic::ATTENDED).store(number.wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// What comes is no session's.
+    /// Records that no session is being served.
     pub(crate) fn attend_nobody(&self) {
         self.hardware.memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
     }
 
-    /// What a move needs, and the session it is in.
+    /// Borrows what a move needs of the agent, and session `session`.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         let ground = Ground {
@@ -371,7 +375,7 @@ impl Agent {
         Some((ground, session))
     }
 
-    /// Counts a move and answers those who asked for it.
+    /// Counts a move that ended with `result`, records why on its connection, and answers the `askers`.
     pub(crate) fn note_end(&mut self, session: u32, number: u32, result: Result<(), Refusal>, askers: Vec<Asker>) {
         let reply = match &result {
             Ok(()) => {
@@ -410,7 +414,9 @@ impl Agent {
         }
     }
 
-    /// A connection whose NIC or agent had died is in the kernel, or lost. Who waited for it to go there is answered.
+    /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to the
+    /// kernel, answers
+    /// them.
     pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
         if let Some(connection) = self.connection(session, number) {
             connection.reason = "the NIC died".into();
@@ -427,11 +433,11 @@ impl Agent {
         }
     }
 
-    /// A connection is the program's alone again.
+    /// Removes a connection that is in the kernel, has ended or cannot be restored, and returns the answer for its program.
     pub(crate) fn finish_forgetting(&mut self, session: u32, number: u32) -> Reply {
         self.give_up(session, number);
         let Some(connection) = self.take(session, number) else {
-            // Forgotten already, at the request of somebody whose answer was lost.
+            // It was removed by an earlier request whose answer was lost.
             return Reply::Done;
         };
         connection.block.set_owner(Owner::Nobody);
@@ -441,8 +447,9 @@ impl Agent {
         }
     }
 
-    /// Forgets a connection at this agent's end: it is in the kernel, or has ended, or is lost with the NIC. The last two its program learns
-    /// from the block, which is as it was.
+    /// Removes a connection because this agent ends: it is in the kernel, has ended, or is lost with the NIC. In the last two
+    /// cases the
+    /// block keeps its contents, from which the program sees what happened.
     fn let_go(&mut self, session: u32, number: u32) {
         let ended = self.has_ended(session, number);
         if let Some(connection) = self.connection(session, number) {
@@ -467,7 +474,9 @@ impl Agent {
         Some(connection)
     }
 
-    /// What the NIC has said by itself: it wants to give a connection back, or one has ended.
+    /// Handles the NIC's unsolicited messages: a broken command ring, a connection that it wants to restore, that has ended or
+    /// that needs
+    /// more memory.
     pub(crate) fn hear_nic(&mut self) {
         self.nic.listen();
         while let Some(message) = self.nic.inbox.pop_front() {
@@ -493,15 +502,16 @@ impl Agent {
         }
     }
 
-    /// The connection on the NIC with this name: its slot says whose it was when it was handed off.
+    /// Finds session and number of the connection on the NIC with this cid, from the handoff parameters in its slot.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
         let (session, number) = journal::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
         let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
         (found.cid == Some(cid)).then_some((session, number))
     }
 
-    /// A program is gone: its connections are the kernel's, which closes them as it would have.
-    /// Or, with `ending`, the agent goes, and the program goes on.
+    /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have. With
+    /// `ending` the
+    /// agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         self.end_connections(number, ending);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
@@ -522,7 +532,7 @@ impl Agent {
         }
     }
 
-    /// Ends the sessions of programs that broke a rule. Their connections go back to the kernel, and to the programs.
+    /// Ends the sessions of programs that broke a rule. Their connections are restored to the kernel and remain the programs'.
     pub(crate) fn end_what_is_cut_off(&mut self) {
         while let Some((number, why)) = self.cut_off.pop() {
             if let Some(Some(session)) = self.sessions.get(number as usize) {
@@ -532,7 +542,7 @@ impl Agent {
         }
     }
 
-    /// All of a session's connections are forgotten, and its group's report says so.
+    /// Removes all connections of a session and writes its group's report.
     fn end_connections(&mut self, number: u32, ending: bool) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let Opening { group, attacher, .. } = session.opening;
@@ -554,7 +564,7 @@ impl Agent {
         self.groups.write(group);
     }
 
-    /// After a NIC's death: the next one, with the sessions attached. Frames do not flow yet.
+    /// Starts the next NIC after one died, and attaches the sessions to it. Frames do not flow yet.
     pub(crate) fn start_next_nic(&mut self) -> Result<()> {
         let mut next = self.start_nic_patiently()?;
         next.inherit_slots(&mut self.nic);
@@ -562,7 +572,7 @@ impl Agent {
             if let Some(Session { open: Some(open), .. }) = session
                 && let Err(error) = next.attach(number as u32, &open.memory, &open.bell)
             {
-                // Its connections go to the kernel all the same, and stay there.
+                // Its connections are restored to the kernel nevertheless, and stay there.
                 eprintln!("baton agent: the NIC cannot have session {number}: {error:#}");
             }
         }
@@ -572,7 +582,7 @@ impl Agent {
         Ok(())
     }
 
-    /// What a machine lacks for a moment, memory or processes, it may have soon.
+    /// Starts a NIC, retrying with doubling pauses: a lack of memory or processes may be temporary.
     fn start_nic_patiently(&mut self) -> Result<NicProcess> {
         let mut pause = Duration::from_millis(10);
         loop {

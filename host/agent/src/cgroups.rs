@@ -1,5 +1,5 @@
-//! BPF programs at control groups, which judge what the groups' sockets send and receive. Nothing tells when one is attached or detached,
-//! so the groups are looked at again and again, as long as connections of theirs are known here.
+//! BPF programs attached to control groups, which filter what the groups' sockets send and receive. The kernel does not notify of
+//! attaching or detaching, so the groups are polled as long as the agent has connections of theirs.
 
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
@@ -10,27 +10,27 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Microseconds between two looks.
+/// Polling period, in microseconds.
 const PERIOD: u64 = 50_000;
 
-/// A group's path from the root of the unified hierarchy.
+/// A control group's path from the root of the unified hierarchy.
 pub(crate) type Name = Arc<str>;
 
-/// A group of a connection.
+/// A control group that connections belong to.
 struct Group {
     directory: File,
-    /// Numbers of the programs that its packets meet, ancestors' included.
+    /// Ids of the BPF programs that its packets pass, including those of its ancestors.
     programs: Vec<u32>,
 }
 
-/// The groups of all connections.
+/// The control groups of all connections.
 #[derive(Default)]
 pub(crate) struct Cgroups {
     groups: HashMap<Name, Group>,
     due: u64,
 }
 
-/// Where the unified hierarchy is mounted, if it is.
+/// Returns the mount point of the unified hierarchy (cgroup2), if it is mounted.
 fn mount() -> Option<PathBuf> {
     let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
     let found = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).find(|words| words.get(2) == Some(&"cgroup2"))?;
@@ -38,7 +38,8 @@ fn mount() -> Option<PathBuf> {
 }
 
 impl Cgroups {
-    /// The group that a process is in, and with it the sockets that it makes; from now on that is looked at. None if it cannot be.
+    /// Returns the control group of a process, and thereby of the sockets that it makes, and polls it from now on. None if it
+    /// cannot be read.
     pub fn of(&mut self, process: u32) -> Option<Name> {
         let path = process::cgroup(process)?;
         if let Some((name, _)) = self.groups.get_key_value(path.as_str()) {
@@ -51,23 +52,23 @@ impl Cgroups {
         Some(name)
     }
 
-    /// How long until they have to be looked at. None if there are none.
+    /// Time until the next poll. None if there are no groups.
     pub fn wait(&self) -> Option<Duration> {
         (!self.groups.is_empty()).then(|| Duration::from_micros(self.due.saturating_sub(monotonic_micros())))
     }
 
-    /// Groups whose programs have changed since the last look, if it is time for one.
+    /// Returns groups whose programs have changed since the last poll; empty if the next poll is not due yet.
     pub fn changed(&mut self) -> Vec<Name> {
         let now = monotonic_micros();
         if now < self.due {
             return Vec::new();
         }
         self.due = now + PERIOD;
-        // Those that no connection names any more are let go.
+        // Groups that no connection refers to any more are dropped.
         self.groups.retain(|name, _| Arc::strong_count(name) > 1);
         let mut changed = Vec::new();
         for (name, group) in &mut self.groups {
-            // Of a group that was removed nothing is heard any more; its sockets keep what they had.
+            // A removed group cannot be queried any more; its sockets keep the programs they had.
             if let Ok(programs) = baton_steering::cgroup_programs(group.directory.as_fd())
                 && programs != group.programs
             {

@@ -1,5 +1,7 @@
-//! What changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec's policies, the firewall's rules,
-//! programs at control groups. Connections that a change touches, or may touch, go back to the kernel, which knows what it means.
+//! Reacts to changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec policies, firewall rules,
+//! and
+//! BPF programs at control groups. Connections that a change affects, or may affect, are restored to the kernel, which applies
+//! it.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Stage};
@@ -16,12 +18,12 @@ use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 
-/// What the agent listens to.
+/// Netlink and ICMP sockets on which the agent receives notifications of changes.
 pub(crate) struct Watched {
     pub routes: Changes,
     /// None where the kernel has no nftables.
     pub rules: Option<Changes>,
-    /// IPv4's and IPv6's messages of packets that were too big, where this process may hear them.
+    /// ICMP "fragmentation needed" and ICMPv6 "packet too big" messages, where this process may receive them.
     pub too_big: Vec<TooBig>,
 }
 
@@ -33,14 +35,14 @@ impl Watched {
     }
 }
 
-/// What was told on the route socket.
+/// Summary of the notifications read from the route socket.
 #[derive(Default)]
 struct Told {
-    /// Links, their settings or addresses.
+    /// Links, their settings or their addresses changed.
     links: bool,
-    /// Routes, rules, addresses, links, or something that was lost.
+    /// Routes, rules, addresses or links changed, or notifications were lost.
     routes: bool,
-    /// Neighbours: device, address, and the link address if the kernel would use one.
+    /// Changed neighbours, by device and address: the link address, or None if the kernel would use none.
     neighbours: HashMap<(u32, IpAddr), Option<[u8; 6]>>,
 }
 
@@ -71,11 +73,11 @@ impl Told {
         told
     }
 
-    /// Whether a connection's frames may have another way now.
+    /// Whether the changes may alter the device, next hop or header of a connection's frames.
     fn touches(&self, on_nic: &OnNic) -> bool {
         let Some(way) = &on_nic.way else { return true };
         let link = &on_nic.image.link;
-        // Inline the only device has no number.
+        // Inline there is one device, whose index in the image is 0.
         let of_neighbour = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
             *address == way.hop && (link.interface == 0 || link.interface == *device) && *found != Some(link.destination)
         };
@@ -83,17 +85,21 @@ impl Told {
     }
 }
 
-/// What has passed is known when the connection is to be moved next.
+/// Placeholder for counters that could not be read; they are read at the connection's next move.
 pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 
-/// Notes what has passed so far: more has to pass before the connection may leave the kernel again.
+/// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have grown,
+/// which
+/// shows that the new rules let its packets pass.
 fn doubt(connection: &mut Connection) {
     let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
     connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
-/// Mutes a connection on the NIC that has no route any more, as it would be in the kernel, and lets it speak when it has one again; its
-/// path's MTU, and the devices at which it is heard, follow the route. An error if it has to go another way: that is the kernel's to follow.
+/// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the kernel, and
+/// unmuted when it has one again; path MTU and the devices at which its frames are received follow the route. An error, the
+/// reason, if
+/// its frames need another device or header: then it has to be restored to the kernel.
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
     const ELSEWHERE: &str = "its route has changed";
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
@@ -126,8 +132,9 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
 }
 
 impl Agent {
-    /// Routes, addresses, neighbours or links have changed: connections whose frames would go another way now go back, those that have none
-    /// fall silent.
+    /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way are
+    /// restored to the
+    /// kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
         let told = Told::take_in(&self.watched.routes);
         if told.links
@@ -143,21 +150,21 @@ impl Agent {
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| told.touches(on_nic)));
     }
 
-    /// IPsec's policies have changed: connections that they cover now go back.
+    /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
     pub(crate) fn policies_changed(&mut self) {
         if self.guards.policies_changed() {
             self.follow_ways(|_| true);
         }
     }
 
-    /// Filters of traffic control have changed: where there are some now, connections go back.
+    /// Handles changed traffic-control filters: connections at devices that now have one are restored to the kernel.
     pub(crate) fn filters_changed(&mut self) {
         if self.guards.traffic_changed() {
             self.follow_ways(|_| true);
         }
     }
 
-    /// Looks the ways of connections on the NIC up again.
+    /// Looks up the routes of those connections on the NIC again for which `of` is true.
     pub(crate) fn follow_ways(&mut self, of: impl Fn(&Connection) -> bool) {
         for (session, number) in self.on_nic() {
             let Some((mut ground, entry)) = self.split(session) else { continue };
@@ -170,8 +177,9 @@ impl Agent {
         }
     }
 
-    /// The firewall has changed. Whom the new rules would stop only the kernel can tell: every connection goes back, and moves again
-    /// when its traffic has passed them.
+    /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are restored
+    /// to it; each
+    /// may move again once its traffic has passed them.
     pub(crate) fn rules_changed(&mut self) {
         if !self.watched.rules.as_ref().is_some_and(Changes::any) {
             return;
@@ -185,7 +193,8 @@ impl Agent {
         }
     }
 
-    /// Programs have been attached to control groups, or detached: as with the firewall, for the connections of those groups.
+    /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the connections of those
+    /// groups.
     pub(crate) fn programs_changed(&mut self) {
         let changed = self.cgroups.changed();
         if changed.is_empty() {

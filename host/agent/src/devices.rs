@@ -1,5 +1,6 @@
-//! Devices at which the steering's programs are, beside the kernel: all by which the kernel would accept a connection's packets, since the
-//! peer's may come by another than that by which ours leave.
+//! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the kernel
+//! would
+//! accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
 use baton_linux::control::Channel;
 use baton_linux::netlink::Netlink;
@@ -10,32 +11,33 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// Reverse path filters that take every packet, or every one from somewhere that there is a route to.
+/// Values of rp_filter: off, which accepts every packet, and loose (RFC 3704), which accepts those whose source has any route.
 const NONE: u32 = 0;
 const LOOSE: u32 = 2;
 
-/// Devices with programs.
+/// Devices with the steering's programs attached.
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// With their links, which outlive the keeper, too, until the connections are back.
+    /// Attached devices by index, with their BPF links. The links also outlive the keeper, until the connections are restored.
     attached: HashMap<u32, Vec<OwnedFd>>,
-    /// The injector, through which the kernel is given frames.
+    /// Index of the injector, the device through which the kernel is given frames.
     injector: u32,
-    /// What the map of devices says.
+    /// Contents of the steering's map of devices: which packets are accepted there, and the device's link address.
     accepts: HashMap<u32, (Accepts, [u8; 6])>,
-    /// Devices that could not be had, of which it has been said.
+    /// Devices to which attaching failed, so that the failure is logged once.
     refused: HashSet<u32>,
-    /// Somebody has needed a device: from now on all are kept up with.
+    /// A move has needed a device: from then on changes of all devices are followed.
     followed: bool,
 }
 
 impl Devices {
-    /// Those that an earlier agent has left.
+    /// Takes over the devices that an earlier agent attached to.
     pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32) -> Devices {
         Devices { followed: !attached.is_empty(), attached, injector, ..Devices::default() }
     }
 
-    /// Puts the programs at a device, if they are not there. The keeper holds the links, too: they outlive this agent.
+    /// Attaches the programs to a device, if they are not attached yet. The keeper holds the links as well, so they outlive this
+    /// agent.
     pub fn attach(&mut self, steering: &Steering, keeper: &Channel, index: u32) -> io::Result<()> {
         if self.attached.contains_key(&index) {
             return Ok(());
@@ -46,16 +48,18 @@ impl Devices {
         Ok(())
     }
 
-    /// Whether the devices are to be kept up with, and have not been looked at yet.
+    /// Whether [`Self::follow`] has not run yet.
     pub fn is_new(&self) -> bool {
         !self.followed
     }
 
-    /// Links, or their settings, have changed, or a device is needed for the first time.
+    /// Attaches to new devices and updates the steering's map. Called when links or their settings have changed, and when a
+    /// device is needed
+    /// for the first time.
     pub fn follow(&mut self, routes: &Netlink, steering: &Steering, keeper: &Channel) -> io::Result<()> {
         self.followed = true;
         let links = rtnetlink::links(routes)?;
-        // A device without IPv4 has no filter, and takes nothing.
+        // A device without IPv4 has no rp_filter, and accepts nothing.
         let filters: HashMap<u32, u32> = rtnetlink::reverse_path_filters(routes).unwrap_or_default().into_iter().collect();
         let addressed = rtnetlink::with_ipv4_address(routes)?;
         let mut gone = std::mem::take(&mut self.attached);
@@ -68,13 +72,13 @@ impl Devices {
                 continue;
             }
             if let Err(error) = self.attach(steering, keeper, link.index) {
-                // Segments that come there reach the shell, which tells on them.
+                // Segments that arrive there reach the shell, whose drop counter shows them.
                 if self.refused.insert(link.index) {
                     eprintln!("baton agent: the NIC does not hear at interface {}: {error}", link.index);
                 }
                 continue;
             }
-            // A loose filter, too, takes nothing at a device without an address but what answers to it.
+            // At a device without an address even a loose filter accepts only packets whose answers would leave by that device.
             let v4 = match filters.get(&link.index) {
                 Some(&NONE) => true,
                 Some(&LOOSE) => addressed.contains(&link.index),
@@ -97,14 +101,15 @@ impl Devices {
         Ok(())
     }
 
-    /// Whether the kernel may take packets at a link at which the NIC does not hear.
+    /// Whether the kernel may accept packets at a link at which the NIC receives none.
     pub fn is_deaf_at(&self, link: &LinkInfo) -> bool {
         let other = link.kind != rtnetlink::ETHERNET && link.kind != rtnetlink::LOOPBACK;
         link.up && (other || self.receives(link) && !self.attached.contains_key(&link.index))
     }
 
-    /// Whether packets that come to a link count as received by it, and the NIC can hear there. What comes to a port of a bridge or bond
-    /// is heard at that; of a VRF nothing moves.
+    /// Whether packets that arrive at a link count as received by it, and the NIC can receive there. Packets that arrive at a
+    /// port of a
+    /// bridge or bond are received at the bridge or bond; connections in a VRF do not move.
     fn receives(&self, link: &LinkInfo) -> bool {
         link.up && link.kind == rtnetlink::ETHERNET && link.master == Master::None && !link.vrf && link.index != self.injector
     }

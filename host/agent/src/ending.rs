@@ -1,5 +1,6 @@
-//! How an agent ends in order: every connection goes to the kernel, and whoever comes meanwhile is turned away. What cannot go to the kernel
-//! is reset.
+//! Orderly shutdown of an agent: every connection is restored to the kernel, and clients that connect meanwhile are rejected.
+//! Connections
+//! that cannot be restored are reset.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
@@ -8,18 +9,21 @@ use baton_moves::Event;
 use baton_protocol::keeper::Kept;
 use std::time::Duration;
 
-/// Microseconds that connections may take which cannot leave the NIC at once: a program is inside an operation, or data has been acknowledged
-/// that the kernel does not have yet.
+/// Time that connections get which cannot leave the NIC at once, in microseconds: a program is inside an operation, or the kernel
+/// does not
+/// have all data that was acknowledged.
 const PATIENCE: u64 = 1_000_000;
 
-/// Between two attempts.
+/// Pause between two attempts to restore.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Why connections stay in the kernel while Baton ends.
+/// Reason that is reported for connections that stay in the kernel while Baton ends.
 const ENDING: &str = "Baton is ending";
 
 impl Agent {
-    /// The end has been asked for, but the program goes on: its connections go to the kernel now, or as soon as they can, and stay there.
+    /// Begins the shutdown while programs keep running: their connections are restored to the kernel now, or as soon as possible,
+    /// and stay
+    /// there.
     pub(crate) fn drain(&mut self) {
         if std::mem::replace(&mut self.draining, true) {
             return;
@@ -38,7 +42,7 @@ impl Agent {
         }
     }
 
-    /// Gives everything back and ends the NIC.
+    /// Restores all connections, ends all sessions, and ends the NIC.
     pub(crate) fn give_everything_back(&mut self) {
         self.fetch_what_was_on_the_nic();
         let deadline = monotonic_micros() + PATIENCE;
@@ -47,9 +51,9 @@ impl Agent {
             left.retain(|(session, number)| {
                 match self.stage(*session, *number) {
                     Some(Stage::Offloading) => self.call_off(*session, *number),
-                    // Begun, or gone on with: its program may have to leave it first.
+                    // Begins or continues its move; its program may have to leave an operation first.
                     Some(Stage::Nic) => self.begin_restore(*session, *number, None),
-                    // One that has ended keeps what its program has not read.
+                    // The memory of one that has ended keeps what its program has not read.
                     Some(Stage::Kernel | Stage::Ended) | None => {}
                 }
                 self.hear_nic();
@@ -87,8 +91,9 @@ impl Agent {
         self.stage(session, number) == Some(Stage::Ended)
     }
 
-    /// A connection that cannot go to the kernel is given up: nothing steals its frames any more, so its peer is reset by the kernel, and its
-    /// slot and memory are free. Its program, if it still runs, finds it lost when its session ends.
+    /// Gives up a connection that cannot be restored: its frames are no longer stolen, so the kernel resets its peer, and its
+    /// slot and memory
+    /// are freed. Its program, if it still runs, finds it lost when its session ends.
     pub(crate) fn give_up(&mut self, session: u32, number: u32) {
         if !self.is_on_nic(session, number) {
             return;

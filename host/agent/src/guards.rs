@@ -1,5 +1,6 @@
-//! What of the kernel stands between a socket and the wire and is not asked per packet while the NIC has the connection: IPsec's policies,
-//! rules of the firewall that change from packet to packet, filters of traffic control. They are read once for each change.
+//! Kernel features that judge packets between a socket and the wire, and that a connection on the NIC bypasses: IPsec policies,
+//! firewall
+//! rules whose verdict changes from packet to packet, traffic-control filters. They are read once for each change.
 
 use crate::refusals::system;
 use baton_linux::firewall::Firewall;
@@ -13,7 +14,7 @@ use std::collections::HashMap;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 
-/// Whether there are tables of iptables-legacy that judge packets (those of `nat` judge a connection's first).
+/// Whether there are tables of iptables-legacy that judge every packet (those of `nat` judge a connection's first only).
 fn has_legacy_tables() -> bool {
     let judges = |path| {
         let names = std::fs::read_to_string(path).unwrap_or_default();
@@ -22,31 +23,31 @@ fn has_legacy_tables() -> bool {
     judges("/proc/self/net/ip_tables_names") || judges("/proc/self/net/ip6_tables_names")
 }
 
-/// What is known of the kernel's guards.
+/// State of the kernel's guards, as read last.
 pub(crate) struct Guards {
     /// None where the kernel has no IPsec.
     xfrm: Option<Xfrm>,
     /// None where it has no netfilter.
     netfilter: Option<Netlink>,
-    /// None when the rules have to be read anew.
+    /// None when the rules have to be read again.
     firewall: Option<Firewall>,
     /// There are tables of iptables-legacy.
     legacy: bool,
-    /// What tells of filters.
+    /// Notifications of changed traffic-control filters.
     traffic: Option<Changes>,
-    /// Devices with filters at their ingress, and without, as far as was looked.
+    /// Whether a device has filters at its ingress, for the devices looked at so far.
     filtered: HashMap<u32, bool>,
 }
 
 struct Xfrm {
     netlink: Netlink,
     changes: Changes,
-    /// None when they have to be read anew.
+    /// None when they have to be read again.
     policies: Option<Policies>,
 }
 
 impl Guards {
-    /// Listens to changes, in the calling thread's network namespace.
+    /// Subscribes to changes, in the calling thread's network namespace.
     pub fn new() -> Guards {
         let netlink = Netlink::open(XFRM);
         let changes = Changes::listen(XFRM, POLICY_CHANGES);
@@ -56,32 +57,33 @@ impl Guards {
         Guards { xfrm, netfilter: Netlink::open(NETFILTER).ok(), firewall: None, legacy: has_legacy_tables(), traffic, filtered }
     }
 
-    /// What tells of changed filters of traffic control.
+    /// Notifications of changed traffic-control filters.
     pub fn traffic_changes(&self) -> Option<&Changes> {
         self.traffic.as_ref()
     }
 
-    /// Filters may have changed. Whether they have.
+    /// Reads the notifications of filters. Returns whether filters have changed.
     pub fn traffic_changed(&mut self) -> bool {
         self.filtered.clear();
         self.traffic.as_ref().is_some_and(Changes::any)
     }
 
-    /// The firewall's rules have changed.
+    /// Discards the firewall's rules, which have changed.
     pub fn forget_rules(&mut self) {
         self.firewall = None;
     }
 
-    /// Looks for tables of iptables-legacy, of which nothing tells. Whether there are some now that there were not.
+    /// Looks for tables of iptables-legacy, of which the kernel sends no notification. Returns whether there are some now and
+    /// were none.
     pub fn legacy_appeared(&mut self) -> bool {
         let before = std::mem::replace(&mut self.legacy, has_legacy_tables());
         self.legacy && !before
     }
 
-    /// Whether each packet of a connection that comes in at a device has to meet the kernel's rules and filters.
+    /// Checks that no rule or filter of the kernel has to judge each packet of a connection that comes in at a device.
     ///
     /// # Errors
-    /// Which, if so; or that they cannot be read.
+    /// Which one has to; or that they cannot be read.
     pub fn pass(&mut self, routes: &Netlink, flow: &Flow, device: u32) -> Result<(), Refusal> {
         if self.legacy {
             return Err(Refusal::LegacyRules);
@@ -103,7 +105,7 @@ impl Guards {
         {
             self.firewall = Some(match Firewall::read(netfilter) {
                 Ok(firewall) => firewall,
-                // A kernel without nftables.
+                // The kernel has no nftables.
                 Err(error) if matches!(error.raw_os_error(), Some(EINVAL | EOPNOTSUPP)) => Firewall::default(),
                 Err(error) => return Err(system("NFT_MSG_GETRULE", &error)),
             });
@@ -114,12 +116,12 @@ impl Guards {
         }
     }
 
-    /// What tells of changed policies.
+    /// Notifications of changed IPsec policies.
     pub fn policy_changes(&self) -> Option<&Changes> {
         self.xfrm.as_ref().map(|xfrm| &xfrm.changes)
     }
 
-    /// Whether policies have changed since this was asked last.
+    /// Whether policies have changed since the last call.
     pub fn policies_changed(&mut self) -> bool {
         let Some(xfrm) = &mut self.xfrm else { return false };
         let changed = xfrm.changes.any();
@@ -129,14 +131,14 @@ impl Guards {
         changed
     }
 
-    /// What IPsec's policies say of a connection whose packets leave by a device.
+    /// Returns the verdict of the IPsec policies on a connection whose packets leave by a device.
     ///
     /// # Errors
     /// If they cannot be read.
     pub fn verdict(&mut self, flow: &Flow, device: u32, mark: u32) -> Result<Verdict, Refusal> {
         let Some(xfrm) = &mut self.xfrm else { return Ok(Verdict::Clear) };
         let policies = match xfrm.policies.take() {
-            // What has changed meanwhile is told, and every connection looked at again.
+            // A change during the read sends a notification, after which every connection is checked again.
             Some(known) => known,
             None => Policies::read(&xfrm.netlink).map_err(|error| system("XFRM_MSG_GETPOLICY", &error))?,
         };

@@ -1,6 +1,8 @@
-//! What nobody tells of, and is looked at from time to time while connections are on the NIC: options that a program has set on its socket
-//! without the library's knowing, and segments that have come where the NIC does not hear, at the deaf shell. Route exceptions, too, which
-//! messages of packets that were too big make.
+//! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set on its
+//! socket
+//! without the library's knowledge, segments that arrived where the NIC does not receive (at the deaf shell), and route
+//! exceptions, which
+//! ICMP messages of too big packets create.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic};
@@ -14,39 +16,39 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// Microseconds between two looks.
+/// Polling period, in microseconds.
 const PERIOD: u64 = 200_000;
-/// Connections that are looked at in one go; the others' turn is the next time.
+/// Connections polled at a time; the others follow in the next period.
 const MOST: usize = 1024;
-/// Microseconds after a handoff in which segments that the kernel had already may still reach the shell.
+/// Time after a handoff during which segments that the kernel had already may still reach the shell, in microseconds.
 const SETTLING: u64 = 100_000;
-/// Microseconds that the kernel has to make a route exception of a message that was seen.
+/// Time that the kernel is given to make a route exception of a message that was received, in microseconds.
 const SOON: u64 = 5_000;
-/// Destinations whose routes are looked at for themselves; if there are more, all are.
+/// Destinations whose routes are looked up one by one; if there are more, all are.
 const MOST_DESTINATIONS: usize = 64;
 
-/// When is looked next, and at what.
+/// Times of the next polls, and what they cover.
 #[derive(Default)]
 pub(crate) struct Looks {
-    /// 0 while nothing is on the NIC.
+    /// Time of the next poll, in microseconds of the monotonic clock; 0 while nothing is on the NIC.
     due: u64,
-    /// There are devices at which the NIC does not hear.
+    /// Whether there are devices at which the kernel may receive and the NIC does not.
     pub deaf: bool,
-    /// Where the last look ended.
+    /// Session and connection at which the next poll begins.
     from: (u32, u32),
-    /// Destinations that packets were too big for, and when their routes are looked at.
+    /// Destinations for which packets were too big, and the time at which their routes are looked up.
     destinations: HashSet<IpAddr>,
     routes_due: u64,
 }
 
 impl Looks {
-    /// How long until there is something to look at. None if nothing is on the NIC.
+    /// Time until the next poll. None if nothing is on the NIC.
     pub fn wait(&self) -> Option<Duration> {
         let due = [self.due, self.routes_due].into_iter().filter(|due| *due != 0).min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
-    /// A connection goes to the NIC. True if it is the first.
+    /// Starts polling when a connection moves to the NIC. True if it is the first.
     pub fn begin(&mut self) -> bool {
         let first = self.due == 0;
         if first {
@@ -56,10 +58,10 @@ impl Looks {
     }
 }
 
-/// What a shell shows.
+/// State of a shell, read from the kernel.
 struct Shown {
     routing: Routing,
-    /// Segments that the socket did not take.
+    /// Segments that the socket dropped.
     dropped: u32,
 }
 
@@ -78,7 +80,7 @@ fn shown(connection: &Connection, netlink: &Netlink) -> Option<Shown> {
     Some(Shown { routing, dropped })
 }
 
-/// Why a connection has to leave the NIC, if it has.
+/// Why a connection has to leave the NIC, if it has, and whether it then stays in the kernel for good.
 fn judge(connection: &OnNic, dropped: &mut Option<u32>, strays: bool, shown: &Shown) -> Option<(&'static str, bool)> {
     let way = connection.way.as_ref()?;
     let (was, is) = (way.routing, shown.routing);
@@ -93,7 +95,7 @@ fn judge(connection: &OnNic, dropped: &mut Option<u32>, strays: bool, shown: &Sh
 }
 
 impl Agent {
-    /// Looks at what is due.
+    /// Runs the polls that are due.
     pub(crate) fn look(&mut self) {
         let now = monotonic_micros();
         if self.looks.routes_due != 0 && now >= self.looks.routes_due {
@@ -118,7 +120,7 @@ impl Agent {
         }
     }
 
-    /// Whether there are devices at which the NIC does not hear may have changed.
+    /// Determines again whether there are devices at which the NIC does not receive.
     pub(crate) fn count_deaf_devices(&mut self) {
         let links = rtnetlink::links(&self.routes).unwrap_or_default();
         self.looks.deaf = links.iter().any(|link| match &self.shape {
@@ -131,7 +133,8 @@ impl Agent {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let Some(shown) = shown(connection, &self.diagnosis) else { return };
-        // Beside the kernel whole datagrams of fragments reach the shell, too: where everything is heard they mean nothing.
+        // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
+        // at all devices.
         let strays = self.looks.deaf && now.saturating_sub(connection.since) > SETTLING;
         let Some(on_nic) = connection.running() else { return };
         let mut dropped = on_nic.dropped;
@@ -143,7 +146,8 @@ impl Agent {
         }
     }
 
-    /// Somewhere on a path packets were too big: what the kernel has made of it is looked at when it has.
+    /// Handles ICMP messages of too big packets: their destinations' routes are looked up when the kernel has had time to make an
+    /// exception.
     pub(crate) fn packets_were_too_big(&mut self) {
         let destinations = &mut self.looks.destinations;
         for listener in &self.watched.too_big {

@@ -1,7 +1,9 @@
-//! Which move is worked on when. Programs' requests come first; the moves that are under way, wanted or due get a slice of each round of
-//! the agent's loop, so that nobody waits longer than that for an answer, however many connections there are.
+//! Scheduling of moves. Programs' requests come first; moves that are under way, suggested or due get a slice of each round of
+//! the
+//! agent's loop, which bounds the time that a request waits, however many connections there are.
 //!
-//! A move never waits for a program: one whose program is inside an operation on the connection is asked again in a later round.
+//! A move never blocks on a program: if the program is inside an operation on the connection, the move is resumed in a later
+//! round.
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage, Then};
@@ -14,37 +16,37 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// Microseconds of a round that each kind of work on moves may take. A move that has begun is finished.
+/// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
 pub(crate) const SLICE: u64 = 500;
 
-/// Microseconds between two looks at moves that wait for their program, or for the NIC's copy.
+/// Time between two checks of moves that wait for their program, or for the NIC's copy, in microseconds.
 const LOOK: u64 = 100;
 
-/// Microseconds without a request after which moves that programs have suggested are made, and after which they are made all the same.
+/// Time without a request after which suggested moves are made, and age from which they are made regardless, in microseconds.
 const IDLE: u64 = 200;
 const OVERDUE: u64 = 10_000;
 
-/// How often a connection is tried to be brought into the kernel for something that only the kernel can do.
+/// Attempts to restore a connection for an operation that only the kernel can do.
 const ATTEMPTS: u8 = 2;
 
-/// A connection: session, number, and serial number, since the others are used again.
+/// Key of a connection: session, number, and serial number, since session and number are reused.
 pub(crate) type Key = (u32, u32, u64);
 
-/// What is to be done about moves.
+/// Queues of moves.
 #[derive(Default)]
 pub(crate) struct Moves {
     /// Moves that have begun and wait for something.
     under_way: VecDeque<Key>,
     /// Moves to the NIC that programs have suggested, with the time of that.
     suggested: VecDeque<(Key, u64)>,
-    /// Connections that have to leave the NIC, and why.
+    /// Connections that have to leave the NIC, each with the reason.
     returning: VecDeque<(Key, &'static str)>,
-    /// When a program asked for something last.
+    /// Time of the last request, in microseconds of the monotonic clock.
     pub last_request: u64,
 }
 
 impl Moves {
-    /// How long the loop may sleep as far as moves are concerned.
+    /// Time that the loop may sleep as far as moves are concerned. None without a limit.
     pub fn wait(&self) -> Option<Duration> {
         let micros = match () {
             () if !self.returning.is_empty() => 0,
@@ -56,14 +58,14 @@ impl Moves {
     }
 }
 
-/// The connection that a key still names.
+/// Returns the connection of a key, if it still exists.
 pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, number, serial): Key) -> Option<&mut Connection> {
     let connection = sessions.get_mut(session as usize)?.as_mut()?.connections.get_mut(number as usize)?.as_mut()?;
     (connection.serial == serial).then_some(connection)
 }
 
 impl Agent {
-    /// A slice of each kind of work.
+    /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
         self.advance_moves();
         self.return_connections();
@@ -71,7 +73,7 @@ impl Agent {
         self.flip();
     }
 
-    /// Something has happened to a connection: does what its machine asks for, until something has to be waited for.
+    /// Passes an event to a connection's state machine and performs its actions until it has to wait for something.
     pub(crate) fn drive(&mut self, session: u32, number: u32, event: Event) {
         let Some((ground, entry)) = self.split(session) else { return };
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
@@ -88,7 +90,7 @@ impl Agent {
         connection.machine = machine;
         let key = (session, number, connection.serial);
         let waits = connection.machine.waits();
-        // A NIC that must not go on is dead: the connection waits for what has died with it.
+        // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
         let must_recover = connection.machine.barrier() == Some(Barrier::Dead);
         if waits && !std::mem::replace(&mut connection.under_way, true) {
             self.moves.under_way.push_back(key);
@@ -97,7 +99,7 @@ impl Agent {
             self.conclude(session, number, conclusion);
         }
         if must_recover && let Err(error) = self.recover() {
-            // It is tried again at the end of this round.
+            // The start is retried at the end of this round.
             eprintln!("baton agent: the next NIC does not start: {error:#}");
         }
     }
@@ -111,7 +113,7 @@ impl Agent {
         Some(session.connections.get(number as usize)?.as_ref()?.stage())
     }
 
-    /// Goes over the moves that wait, at most once over each.
+    /// Advances the moves that wait, each at most once.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
         for _ in 0..self.moves.under_way.len() {
@@ -135,14 +137,14 @@ impl Agent {
         self.drive(session, number, Event::Offload { patience });
     }
 
-    /// Begins a move to the kernel, or goes on with it: its program may have left by now.
+    /// Begins a move to the kernel, or continues one whose program may have left its operation by now.
     pub(crate) fn begin_restore(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let Some(connection) = self.connection(session, number) else { return };
         connection.waiting.askers.extend(asker);
         self.drive(session, number, Event::Restore { forced: false });
     }
 
-    /// A program suggests a move to the NIC: it is made when there is time for it.
+    /// Queues a move to the NIC that a program suggested; it is made when the agent is idle or it is overdue.
     pub(crate) fn suggest(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
         connection.wanted = true;
@@ -159,7 +161,7 @@ impl Agent {
             && let Some((key, since)) = self.moves.suggested.front().copied()
         {
             let idle = now.saturating_sub(self.moves.last_request) >= IDLE;
-            // While programs ask one thing after another, what has waited long gets a move a round.
+            // While requests keep coming, an overdue move is made once a round.
             if !idle && (now != begun || now.saturating_sub(since) < OVERDUE) {
                 return;
             }
@@ -167,14 +169,14 @@ impl Agent {
             let wanted = |connection: &mut Connection| std::mem::take(&mut connection.suggested) && connection.wanted;
             if named(&mut self.sessions, key).is_some_and(wanted) {
                 let (session, number, _) = key;
-                // Nobody waits for the answer.
+                // Tag 0: no answer is sent.
                 let _ = self.request_move(session, number, Place::Nic, (session, 0));
             }
             now = monotonic_micros();
         }
     }
 
-    /// A connection has to leave the NIC as soon as there is time for it.
+    /// Queues a connection that has to leave the NIC, with the reason.
     pub(crate) fn return_soon(&mut self, session: u32, number: u32, why: &'static str) {
         let Some(connection) = self.connection(session, number) else { return };
         connection.must_return = Some(why);
@@ -195,13 +197,13 @@ impl Agent {
         }
     }
 
-    /// A move has ended: counts it, answers those who asked for it, and does what was to be done then.
+    /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         let (waiting, flow) = (std::mem::take(&mut connection.waiting), connection.flow);
         let (askers, then) = (waiting.askers, waiting.then);
         match conclusion {
-            // Nobody waits for a growth; who has asked meanwhile is asked for.
+            // No request waits for a growth; those that arrived meanwhile wait for the next move.
             Conclusion::Grown => connection.waiting.askers = askers,
             Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
             Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
@@ -227,7 +229,7 @@ impl Agent {
         self.go_on(session, number, then, true);
     }
 
-    /// What was to be done when a move is over. `again`: if the connection is not in the kernel, that is tried once more.
+    /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried once more.
     fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
         for (then, attempts) in then {
             let (asker, tag) = then.asker();
@@ -238,11 +240,12 @@ impl Agent {
         }
     }
 
-    /// Brings a connection into the kernel, whatever stage it is in, and does `then`; `attempts` have been made before. The answer, or
-    /// None if it comes later or has come.
+    /// Restores a connection to the kernel, whatever stage it is in, and does `then`, after `attempts` earlier tries. Returns the
+    /// answer, or
+    /// None if it comes later or was sent.
     pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         if attempts > 0 {
-            // The NIC refuses a connection that has just ended; its end is among what it has said since.
+            // The NIC refuses a connection that has just ended; the notification of its end may be in the ring by now.
             self.hear_nic();
         }
         match self.stage(session, number) {
@@ -262,7 +265,7 @@ impl Agent {
         Some(self.finish(session, number, then))
     }
 
-    /// What lay unread in the memory of a connection that ended on the NIC is not wanted any more.
+    /// Frees the memory of a connection that ended on the NIC: its unread bytes are not wanted any more.
     fn forget_what_ended(&mut self, session: u32, number: u32) {
         self.drive(session, number, Event::Forgotten);
         if let Some(Some(entry)) = self.sessions.get_mut(session as usize)
@@ -273,7 +276,7 @@ impl Agent {
         }
     }
 
-    /// What was to be done when the connection is in the kernel; or it could not go there.
+    /// Does `then`, now that the connection is in the kernel or could not be restored.
     fn finish(&mut self, session: u32, number: u32, then: Then) -> Reply {
         match then {
             Then::Forget(_) => self.finish_forgetting(session, number),
@@ -281,7 +284,7 @@ impl Agent {
         }
     }
 
-    /// The program wants of a connection what only the kernel can do.
+    /// Restores a connection because its program wants an operation that only the kernel can do.
     pub(crate) fn give_back(&mut self, session: u32, number: u32, reason: String, until: Until, asker: Asker) -> Option<Reply> {
         let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
         if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
@@ -307,12 +310,12 @@ impl Agent {
         Reply::Done
     }
 
-    /// Brings a connection back if need be, and forgets it. The answer, or None if it comes later or has come.
+    /// Restores a connection if need be, and removes it. Returns the answer, or None if it comes later or was sent.
     pub(crate) fn forget(&mut self, session: u32, number: u32, asker: Asker) -> Option<Reply> {
         self.settle(session, number, Then::Forget(asker), 0)
     }
 
-    /// Calls a move off that has only begun, and tells those who asked for it.
+    /// Cancels a move to the NIC that has not been handed off, and answers those who asked for it.
     pub(crate) fn call_off(&mut self, session: u32, number: u32) {
         self.drive(session, number, Event::CallOff(Refusal::CalledOff));
     }

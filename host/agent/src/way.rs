@@ -1,5 +1,6 @@
-//! A connection's way: by which device its frames leave and where its peer's come, as the kernel would have it; and why that cannot be the
-//! NIC's to follow.
+//! A connection's way: the device by which its frames leave and those by which its peer's arrive, as the kernel would route them;
+//! and the
+//! reasons why the NIC cannot follow it.
 
 use crate::connection::{Connection, OnNic};
 use crate::ground::{Ground, Shape};
@@ -14,32 +15,32 @@ use baton_steering::{FURTHER, Path};
 use baton_wire::frame::Link;
 use std::net::IpAddr;
 
-/// Where a connection's frames go and come from.
+/// Route, header and devices of a connection's frames.
 #[derive(Clone, Copy)]
 pub(crate) struct Way {
     pub link: Link,
-    /// Beside the kernel: where they are heard.
+    /// Beside the kernel: the devices at which its frames are received.
     pub path: Path,
     /// The next hop.
     pub hop: IpAddr,
-    /// MTU of the route, or of one of its exceptions, or of the device.
+    /// Path MTU in bytes: of a route exception or the route if they have one, otherwise of the device.
     pub mtu: u32,
-    /// What of the socket it depends on.
+    /// Options of the socket on which the route depends.
     pub routing: Routing,
 }
 
 impl Way {
-    /// Whether frames would have the same header and leave by the same device.
+    /// Whether frames would have the same Ethernet header as `link` and leave by the same device.
     pub fn leads_as(&self, link: &Link) -> bool {
         (self.link.interface, self.link.source, self.link.destination) == (link.interface, link.source, link.destination)
     }
 }
 
 impl Ground<'_> {
-    /// The route of a connection's packets, as the kernel would choose it for its socket now.
+    /// Returns the route that the kernel would choose now for the connection's socket.
     ///
     /// # Errors
-    /// The kernel could not send them either.
+    /// If the kernel could not send its packets either.
     pub fn route_of(&mut self, connection: &Connection) -> Result<(Routing, Route), Refusal> {
         let local = connection.local.ip().to_canonical();
         let routing = match (&connection.fd, &connection.on_nic) {
@@ -63,7 +64,7 @@ impl Ground<'_> {
         Ok((routing, route))
     }
 
-    /// A connection's way, if the NIC can take it.
+    /// Returns a connection's way, if the NIC can follow it.
     ///
     /// # Errors
     /// Those of [`Ground::route_of`], or why the NIC cannot.
@@ -110,7 +111,8 @@ impl Ground<'_> {
         Ok(Way { link, path, hop, mtu, routing })
     }
 
-    /// The device by which the kernel is to hear the replay for a connection that returns: that to which its socket is bound, or
+    /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is
+    /// bound to, or
     /// its route's, if the NIC can inject there.
     pub fn device_of_replay(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
         let before = on_nic.image.link.interface;
@@ -122,7 +124,7 @@ impl Ground<'_> {
         if link.is_ok_and(|link| link.up && link.kind == rtnetlink::ETHERNET) { wanted } else { before }
     }
 
-    /// Where a connection's frames are heard, beside the kernel; inline the wire is the only place.
+    /// Returns the devices at which a connection's frames are received, beside the kernel; inline the wire is the only one.
     fn path_of(&self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
         if matches!(self.shape, Shape::Inline { .. }) {
@@ -130,7 +132,7 @@ impl Ground<'_> {
         }
         path.leaves_by = interface.index;
         path.anywhere = routing.device == 0;
-        // A strict reverse path filter takes packets by each of several equal paths.
+        // A strict reverse path filter accepts packets by each of several equal-cost paths.
         if path.anywhere && interface.kind != rtnetlink::LOOPBACK {
             let paths = route::paths(self.routes, connection.local, connection.peer, routing).unwrap_or_default();
             let mut others: Vec<u32> = paths.into_iter().filter(|index| *index != interface.index).collect();
@@ -144,7 +146,9 @@ impl Ground<'_> {
         Ok(path)
     }
 
-    /// The device of a route, if the NIC can be there. Beside the kernel the programs are put at all devices when the first is used.
+    /// Returns the device of a route, if the NIC can use it. Beside the kernel the programs are attached to all devices when the
+    /// first is
+    /// used.
     fn device(&mut self, index: u32) -> Result<LinkInfo, Refusal> {
         let info = || rtnetlink::link_at(self.routes, index).map_err(|error| system("RTM_GETLINK", &error));
         match self.shape {
