@@ -1,4 +1,5 @@
-//! The NIC has died: every connection that it had goes back to the kernel, from its record, its block and its memory.
+//! Recovery after a NIC's death: every connection that it had is restored to the kernel, from its record, its block and its
+//! memory.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
@@ -9,7 +10,7 @@ use baton_moves::Event;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
 
-/// More frames than a TAP's queue holds.
+/// Bound on the stale frames that are read: more than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
 
 impl Agent {
@@ -18,9 +19,11 @@ impl Agent {
         self.nic.is_dead()
     }
 
-    /// Starts the next NIC, so that other traffic flows again, and gives the connections of the last one to the kernel. Until then
-    /// their shells are deaf and mute: no peer hears anything but the connections themselves. A connection whose program does not leave
-    /// an operation is waited for by itself.
+    /// Starts the next NIC, so that other traffic flows again, and restores the last one's connections to the kernel. Until then
+    /// their shells
+    /// neither receive nor send, so no peer gets segments that the connection itself did not send. A connection whose program
+    /// does not leave
+    /// an operation is waited for by itself, without delaying the others.
     pub(crate) fn recover(&mut self) -> anyhow::Result<()> {
         self.nic.end();
         self.drive_all(&Event::NicDied);
@@ -42,7 +45,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The same has happened to all connections that are on the NIC, or on their way.
+    /// Passes an event to all connections that are on the NIC, or on their way there.
     fn drive_all(&mut self, event: &Event) {
         for (session, number) in self.all_connections() {
             if matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading)) {
@@ -52,15 +55,17 @@ impl Agent {
         }
     }
 
-    /// Frames that the kernel sent while no NIC was there. Those of connections that may have been between two owners just then are
-    /// dropped: they can lie beyond the numbers that were read, and the kernel, restored from those, would never believe their
-    /// acknowledgement. All others go out.
+    /// Handles frames that the kernel sent while there was no NIC. Those of connections that may have been between two owners
+    /// just then are
+    /// dropped: they may lie beyond the sequence numbers that were read, and the kernel, restored from those, would reject
+    /// acknowledgements of
+    /// them. All others are sent.
     fn drop_stale_frames(&mut self) -> anyhow::Result<()> {
         if matches!(self.shape, Shape::Beside { .. }) {
-            // They never left the kernel.
+            // Beside the kernel its frames do not pass the NIC.
             return Ok(());
         }
-        // The card's are its registers, then the host's and the wire's queues in turn.
+        // Order of the card's descriptors: its registers, then the host's and the wire's queues in turn.
         let further = self.hardware.card.iter().skip(1).step_by(2);
         let mut wire = VnetDevice::new(self.hardware.wire.try_clone()?, false);
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());

@@ -1,11 +1,11 @@
-//! What the kernel refuses, as a [`Refusal`].
+//! Conversions of the kernel's errors to a [`Refusal`].
 
 use baton_handoff::examine::Stay;
 use baton_handoff::import::ImportError;
 use baton_moves::Refusal;
 use std::io;
 
-/// A call that the kernel refused.
+/// Refusal for a system call that failed.
 pub(crate) fn system(call: &'static str, error: &io::Error) -> Refusal {
     match error.kind() {
         io::ErrorKind::NotConnected => Refusal::Closed(call),
@@ -13,12 +13,12 @@ pub(crate) fn system(call: &'static str, error: &io::Error) -> Refusal {
     }
 }
 
-/// The kernel has refused to take a connection back.
+/// Refusal for a connection that could not be restored.
 pub(crate) fn lost(failed: &ImportError) -> Refusal {
     Refusal::Lost(failed.step, failed.error.to_string())
 }
 
-/// Why the kernel's side of a move says that a connection stays.
+/// Refusal for a connection that the export says must stay in the kernel.
 pub(crate) fn refusal(stay: Stay) -> Refusal {
     match stay {
         Stay::NotTcp => Refusal::NotTcp,

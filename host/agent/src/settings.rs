@@ -1,4 +1,4 @@
-//! What an agent is told when it starts.
+//! Settings that an agent receives from the keeper when it starts.
 
 use crate::chaos::Crash;
 use crate::users::Limits;
@@ -9,13 +9,13 @@ use std::path::PathBuf;
 /// Settings of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AgentSettings {
-    /// Where programs find it.
+    /// Path of the socket to which programs connect.
     pub socket: PathBuf,
     /// Name of the kernel's interface behind the NIC; none if the NIC is beside the kernel.
     pub interface: Option<String>,
     /// Bytes of memory that a session may use.
     pub session_bytes: usize,
-    /// The keeper ends with a process that was named to it and the last session, not with whoever started it.
+    /// The keeper ends with the process named to it and the last session, not with the process that started it.
     #[serde(default)]
     pub lingers: bool,
     /// Core that the agent runs on, if it is bound to one.
@@ -24,7 +24,7 @@ pub struct AgentSettings {
     pub patience: u64,
     /// What each user may have.
     pub limits: Limits,
-    /// For tests: who is killed after which step of a move.
+    /// For tests: which process dies after which step of a move.
     #[serde(default)]
     pub crash: Option<Crash>,
     /// The NIC's settings.

@@ -1,14 +1,14 @@
-//! Numbered entries: a number is found, given and taken back in a time that does not depend on how many there are.
+//! Numbered entries. Finding, allocating and freeing a number take a time that does not depend on how many there are.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::{Deref, DerefMut};
 
-/// Entries by number. It can be read as the slice of its places, some of which are empty.
+/// Entries by number. Dereferences to the slice of its places, some of which are empty.
 #[derive(Debug)]
 pub(crate) struct Slab<T> {
     places: Vec<Option<T>>,
-    /// Places that became empty. One that was filled since by its number is skipped when it comes up.
+    /// Numbers of places that became empty. One that was filled since by [`Self::put`] is skipped when it comes up.
     free: BinaryHeap<Reverse<u32>>,
 }
 
@@ -19,7 +19,7 @@ impl<T> Default for Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// The lowest number that is free.
+    /// Returns the lowest free number.
     pub fn vacant(&mut self) -> u32 {
         while let Some(Reverse(number)) = self.free.peek().copied() {
             if matches!(self.places.get(number as usize), Some(None)) {
@@ -42,7 +42,7 @@ impl<T> Slab<T> {
         self.places[at] = Some(entry);
     }
 
-    /// Takes an entry out; its number is free.
+    /// Removes an entry and frees its number.
     pub fn remove(&mut self, number: u32) -> Option<T> {
         let entry = self.places.get_mut(number as usize)?.take()?;
         self.free.push(Reverse(number));

@@ -1,9 +1,9 @@
-//! Texts that programs say: names and reasons. What is kept of them is short, since lists of many must fit into a message.
+//! Texts from programs: names and reasons. They are shortened, since lists of many must fit into a message.
 
-/// Bytes of a text that are kept.
+/// Most bytes of a text that are kept.
 const LONGEST: usize = 160;
 
-/// What is kept of a text.
+/// Returns a text shortened to what is kept of it.
 pub(crate) fn shortened(text: &str) -> String {
     let mut end = text.len().min(LONGEST);
     while !text.is_char_boundary(end) {

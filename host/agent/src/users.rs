@@ -1,11 +1,11 @@
-//! What each user may have of an agent, so that none can take all of it. Root and the agent's own user may have any number.
+//! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are not limited.
 
 use baton_linux::process;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// How much each user may have.
+/// Limits for each user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Limits {
     /// Open sessions: processes with connections.
@@ -23,12 +23,12 @@ impl Default for Limits {
 /// Control connections that a user may have besides its sessions'.
 const TOOLS: u32 = 64;
 
-/// What users have.
+/// What users have now.
 #[derive(Debug)]
 pub(crate) struct Users {
     limits: Limits,
     own: u32,
-    /// Control connections and open sessions.
+    /// Number of control connections and of open sessions, by user.
     have: HashMap<u32, (u32, u32), BuildHasherDefault<DefaultHasher>>,
 }
 
@@ -41,10 +41,10 @@ impl Users {
         user == 0 || user == self.own
     }
 
-    /// A control connection has come.
+    /// Counts a new control connection.
     ///
     /// # Errors
-    /// If it is one too many.
+    /// If the user has as many as allowed.
     pub fn connects(&mut self, user: u32) -> Result<(), String> {
         let unlimited = self.may_have_any_number(user);
         let most = self.limits.sessions.saturating_add(TOOLS);
@@ -56,10 +56,10 @@ impl Users {
         Ok(())
     }
 
-    /// A session is opened.
+    /// Counts a session that is opened.
     ///
     /// # Errors
-    /// If it is one too many.
+    /// If the user has as many as allowed.
     pub fn opens(&mut self, user: u32) -> Result<(), String> {
         let unlimited = self.may_have_any_number(user);
         let (_, sessions) = self.have.entry(user).or_default();
@@ -71,14 +71,14 @@ impl Users {
         Ok(())
     }
 
-    /// A session could not be opened after all.
+    /// Uncounts a session that could not be opened.
     pub fn fails_to_open(&mut self, user: u32) {
         if let Some((_, sessions)) = self.have.get_mut(&user) {
             *sessions = sessions.saturating_sub(1);
         }
     }
 
-    /// A control connection has gone, and perhaps an open session with it.
+    /// Uncounts a control connection, and its session if that was `open`.
     pub fn leaves(&mut self, user: u32, open: bool) {
         if let Some((connections, sessions)) = self.have.get_mut(&user) {
             *connections = connections.saturating_sub(1);
@@ -89,7 +89,7 @@ impl Users {
         }
     }
 
-    /// Groups that a user may have.
+    /// Returns the number of groups that a user may have.
     pub fn groups(&self, user: u32) -> u32 {
         if self.may_have_any_number(user) { u32::MAX } else { self.limits.groups }
     }

@@ -1,4 +1,4 @@
-//! What programs, attachers and tools ask.
+//! Handles the requests of programs, attachers and tools.
 
 use super::Agent;
 use crate::connection::{Asker, Block, Connection, Stage};
@@ -26,19 +26,19 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
-/// Connections in one answer.
+/// Most connections listed in one answer.
 const LISTED: usize = 128;
-/// Bytes that each takes at most besides its texts, and those that all may take.
+/// Most bytes that one listed connection takes besides its texts, and that all in one answer take.
 const LISTED_BYTES: usize = 256;
 const LISTED_IN_ALL: usize = 60_000;
 
-/// Process numbers are smaller (Linux, PID_MAX_LIMIT).
+/// Bound above all process numbers (Linux, PID_MAX_LIMIT).
 const NO_PROCESS: u32 = 1 << 22;
 
-/// Descriptors that connections leave for clients besides.
+/// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
 
-/// What the kernel says of a connection that it has.
+/// Returns the TCP state of a connection that the kernel has.
 fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
     let info = match fd {
@@ -62,7 +62,7 @@ fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail>
 }
 
 impl Agent {
-    /// One request of a session; its end, if the program is gone.
+    /// Serves one request of a session, or ends the session if its program is gone.
     pub(super) fn serve(&mut self, number: u32) {
         self.attend(number);
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
@@ -95,7 +95,7 @@ impl Agent {
         }
     }
 
-    /// The answer, or None if it comes later.
+    /// Runs a request. Returns the answer, or None if it comes later.
     fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
         let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
         match ask {
@@ -232,7 +232,7 @@ impl Agent {
         self.users.opens(user).map_err(anyhow::Error::msg)?;
         let opened = self.open_anew(number, bytes);
         let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
-        // A group that another agent knew, before this one was started, is none.
+        // Groups of an agent before this one's keeper was started do not exist any more.
         let group = if self.groups.has(opening.group) { opening.group } else { 0 };
         self.groups.joined(group);
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
@@ -246,7 +246,7 @@ impl Agent {
         Ok(given)
     }
 
-    /// Memory and doorbells of a session, which the NIC knows.
+    /// Makes memory and doorbells of a session, and attaches them to the NIC.
     fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
         let (open, theirs) = OpenSession::new(bytes)?;
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
@@ -266,7 +266,7 @@ impl Agent {
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
         let flow = Flow { local: local.into(), remote: peer.into() };
-        // Asked again, since the agent that was asked first has died: one connection has one entry.
+        // A repeated request, since the first one's agent died: one connection has one entry.
         if let Some(known) = session.connections.with_flow(&flow) {
             return Reply::Registered { connection: known.number };
         }
@@ -310,7 +310,7 @@ impl Agent {
         Reply::Registered { connection: place }
     }
 
-    /// What a connection's record says.
+    /// Returns the TCP state of a connection: from its record on the NIC, or from the kernel.
     fn detail(&self, session: u32, number: u32) -> Reply {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());

@@ -1,5 +1,6 @@
-//! More memory for a connection on the NIC. It rests for as long as its bytes are copied: the program is kept out, what comes is held.
-//! Until it goes on both memories hold the same, so that whoever recovers it may use either.
+//! Enlarges the memory of a connection on the NIC. The connection rests while its bytes are copied: the program is kept out,
+//! frames that
+//! arrive are held. Until it continues both memories hold the same bytes, so a recovery may use either.
 
 use super::Performer;
 use super::offload::write_block;
@@ -14,11 +15,11 @@ use baton_moves::Refusal;
 use baton_shm::Circle;
 use std::sync::atomic::Ordering;
 
-/// Bytes copied at a time.
+/// Largest piece copied at a time, in bytes.
 const PIECE: usize = 1 << 16;
 
 impl Performer<'_> {
-    /// Takes larger memory, if there is any.
+    /// Allocates larger receive memory, send memory or both.
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
         let (cid, (receive, send)) = (self.cid()?, self.connection.wants);
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
@@ -34,21 +35,21 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Gives back what is not in use.
+    /// Frees the memory that is not in use.
     pub(super) fn shrink(&mut self) {
         if let Some(growing) = self.connection.growing.take() {
             growing.unused.into_iter().flatten().for_each(|block| memory::give_block(self.open, block));
         }
     }
 
-    /// Copies what the old memory holds, and notes where the larger one is.
+    /// Copies the contents of the old memory, and records where the larger one is.
     pub(super) fn grow(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         let (Some(growing), Some(on_nic)) = (&self.connection.growing, &self.connection.on_nic) else {
             return Err(Refusal::NicGone);
         };
         let (nic_memory, base) = (self.ground.nic_memory, nic::slot(cid.slot()));
-        // A NIC that writes such images, or refuses what follows, must not go on.
+        // A NIC that writes an invalid image, or refuses what follows, must not continue.
         let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
         let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
@@ -58,13 +59,13 @@ impl Performer<'_> {
         if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
             (on_nic.memory, growing.unused) = (new, replaced);
         }
-        // What the NIC has said of the connection under its old name it has said of the new one.
+        // Queued messages with the old cid are about the same connection: they get the new one.
         self.ground.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
         self.tell_where(base, &image, new, next);
         Ok(())
     }
 
-    /// Copies all that a resting connection holds: unread bytes, those behind holes, those that are not acknowledged.
+    /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones.
     fn copy_over(&self, base: usize, image: &Image, old: Memory, new: Memory) -> Option<()> {
         let circle = |(offset, size)| self.open.memory.circle(offset, size);
         if new.receive != old.receive {
@@ -81,7 +82,8 @@ impl Performer<'_> {
         Some(())
     }
 
-    /// Tells the NIC and the program where the connection's memory is now, and how far it has come.
+    /// Writes the location of the connection's memory and its sequence numbers into its slot, for the NIC, and its block, for the
+    /// program.
     fn tell_where(&mut self, base: usize, image: &Image, memory: Memory, cid: Cid) {
         let nic_memory = self.ground.nic_memory;
         for (at, value) in [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1].into_iter().enumerate() {
@@ -96,10 +98,10 @@ impl Performer<'_> {
         self.connection.block.store(block::MOVES, self.connection.moves);
     }
 
-    /// The NIC goes on in the larger memory; the old one is free.
+    /// Makes the NIC continue in the larger memory, and frees the old one.
     pub(super) fn resume(&mut self) -> Result<(), Refusal> {
         let (next, old) = (self.cid()?, self.connection.growing.as_ref().map(|growing| growing.cid).ok_or(Refusal::NicGone)?);
-        // What the NIC says under the new name may be heard before this is over.
+        // Notifications with the new cid may reach the program before this returns.
         self.open.note_move(self.connection.block.number());
         self.ground.nic.control(Control::Resume, old, next.0)?;
         self.shrink();

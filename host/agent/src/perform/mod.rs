@@ -1,4 +1,5 @@
-//! Performs the actions of one connection's move: what the machine in `baton-moves` asks of kernel, NIC, program and journal.
+//! Performs the actions of one connection's move: those that the state machine in `baton-moves` requests of kernel, NIC, program
+//! and journal.
 
 mod growth;
 mod offload;
@@ -24,17 +25,17 @@ use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, Wor
 use baton_shm::Region;
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// What a connection's move works with until something has to be waited for.
+/// State of a connection's move while its machine runs, until it has to wait for something.
 pub(crate) struct Performer<'a> {
     pub ground: Ground<'a>,
     pub open: &'a mut OpenSession,
     pub session: u32,
     pub connection: &'a mut Connection,
-    /// The last step that was made: the machine itself is out of the connection.
+    /// Last step that was completed: the machine itself is taken out of the connection meanwhile.
     pub step: Step,
     /// How the move has ended, if it has.
     pub concluded: Option<Conclusion>,
-    /// What was refused last, and why.
+    /// The action that failed last, and why.
     refused: Option<(Action, Refusal)>,
     fd: Option<BorrowedFd<'a>>,
     region: &'a Region,
@@ -42,12 +43,12 @@ pub(crate) struct Performer<'a> {
     entry: Option<Entry>,
     exporter: Option<Exporter<'a>>,
     importer: Option<Importer<'a>>,
-    /// What the kernel's socket is made from.
+    /// The image from which the kernel's socket is restored.
     image: Option<Image>,
 }
 
 impl<'a> Performer<'a> {
-    /// `fd` is the connection's descriptor, `region` its session's memory.
+    /// Makes the performer of one move. `fd` is the connection's descriptor, `region` its session's memory.
     pub fn new(
         ground: Ground<'a>,
         open: &'a mut OpenSession,
@@ -57,7 +58,7 @@ impl<'a> Performer<'a> {
         region: &'a Region,
     ) -> Performer<'a> {
         let step = connection.machine.step();
-        // Of a connection that was in the kernel again when its agent died.
+        // Set for a connection that was in the kernel again when its agent died.
         let entry = connection.journalled.take().map(|entry| *entry);
         let image = entry.as_ref().and_then(|entry| read_image(ground.nic_memory, Cid(entry.cid)).ok());
         Performer {
@@ -82,7 +83,7 @@ impl<'a> Performer<'a> {
         self.fd.ok_or(Refusal::Elsewhere)
     }
 
-    /// The connection's name on the NIC. Only what has a slot there is asked for it.
+    /// Returns the connection's cid. Called only for connections that have a slot on the NIC.
     fn cid(&self) -> Result<Cid, Refusal> {
         self.connection.cid.ok_or(Refusal::NoRoom)
     }
@@ -102,12 +103,13 @@ impl<'a> Performer<'a> {
     }
 
     fn keep_out(&self) {
-        // Most operations are over within a microsecond; whether this one is, is asked next.
+        // Most operations end within a microsecond; the next action checks whether this one has.
         let _ = self.connection.block.keep_out();
     }
 
-    /// Whether the program has left the operation that it was in. One that has asked for the move itself is in none; an attacher has not
-    /// asked for more memory.
+    /// Whether the program has left the operation that it was in. A program that requested the move itself is in none; one with
+    /// an attacher
+    /// did not request more memory.
     fn has_left(&self) -> bool {
         let asked = self.connection.growing.is_none() && !self.connection.waits_for_program();
         asked || self.connection.block.is_left()
@@ -130,7 +132,9 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Only then does the record count no more: should this agent die before, the next one starts from journal and record.
+    /// Clears the journal first, then invalidates the record: should this agent die in between or before, the next one starts
+    /// from what is
+    /// left of them.
     fn clear(&mut self) {
         if let Some(cid) = self.connection.cid {
             journal::clear(self.ground.nic_memory, cid);
@@ -150,7 +154,7 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// The connection has ended on the NIC: its memory stays until the program has read what is in it.
+    /// Releases a connection that has ended on the NIC; its memory stays until the program has read it.
     fn end(&mut self) {
         self.cancel(false);
         self.clear();
@@ -164,15 +168,15 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Nothing steals the connection's frames any more, so its peer is reset by the kernel.
+    /// Gives up a connection: its frames are no longer stolen, so the kernel resets its peer.
     fn give_up(&mut self) {
-        // Its program is to find it lost.
+        // Its program finds it lost.
         self.connection.block.set_owner(Owner::Nic);
         self.cancel(true);
         self.clear();
         self.give_slot();
         if self.connection.outlives_agent {
-            // It resets the socket itself, and reads what lies unread in its memory.
+            // The program resets the socket itself, and reads the unread bytes in the connection's memory.
             self.connection.on_nic = None;
             return;
         }
@@ -253,7 +257,7 @@ impl World for Performer<'_> {
 }
 
 impl Performer<'_> {
-    /// What cannot be refused: slot, memory, journal and NIC are given up.
+    /// Performs the actions that cannot be refused: they release slot, memory, journal entry and NIC.
     fn give_back(&mut self, action: &Action) {
         match action {
             Action::Clear => self.clear(),
@@ -282,7 +286,7 @@ impl Performer<'_> {
             Source::Record => self.import_record(),
         };
         match imported {
-            // What is put back has not changed since it was read.
+            // What is restored after a failed export has not changed since it was read.
             Ok(()) if source != Source::Exported && self.image.is_some_and(|image| image.state.fin_acknowledged()) => {
                 Outcome::DoneFinAcknowledged
             }
@@ -291,7 +295,7 @@ impl Performer<'_> {
     }
 }
 
-/// Lets the program at the connection in the kernel.
+/// Gives the program access to the connection in the kernel, and notifies it.
 pub(crate) fn hand_to_kernel(session: &OpenSession, connection: &mut Connection) {
     connection.moves += 1;
     connection.block.store(block::MOVES, connection.moves);

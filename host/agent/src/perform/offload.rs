@@ -1,4 +1,4 @@
-//! To the NIC.
+//! Actions of a move to the NIC.
 
 use super::{Performer, hand_to_kernel};
 use crate::changes::UNKNOWN;
@@ -27,7 +27,7 @@ const SOL_SOCKET: i32 = 1;
 const SO_MEMINFO: i32 = 55;
 
 impl Performer<'_> {
-    /// Whether the connection may move, and by which way; then takes a slot.
+    /// Checks whether the connection may move, and by which device; then takes a slot.
     pub(super) fn reserve(&mut self) -> Result<(), Refusal> {
         self.may_move()?;
         self.way = Some(self.ground.way_of(self.connection)?);
@@ -36,7 +36,7 @@ impl Performer<'_> {
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
         self.ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
-        // Whatever record is there is of an earlier occupant.
+        // A record that is there is of an earlier occupant.
         unpublish(self.ground.nic_memory, cid.slot());
         Ok(())
     }
@@ -49,7 +49,7 @@ impl Performer<'_> {
             connection.unproved = Some((info.bytes_acked, info.bytes_received));
         }
         if let Some((acked, received)) = connection.unproved {
-            // What comes in shows that it may; what is acknowledged, that it may go out, too.
+            // Received bytes show that packets may come in; acknowledged bytes show that packets may go out as well.
             let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
             if !passes {
                 return Err(Refusal::Unproved);
@@ -76,15 +76,15 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Whether the NIC's copy covers everything that the kernel may hold out of order.
+    /// Whether the NIC's copy covers all data that the kernel may hold out of order.
     pub(super) fn is_covered(&self) -> bool {
         let (Ok(fd), Ok(cid)) = (self.fd(), self.cid()) else { return false };
         let Ok(info) = TcpInfo::read(fd) else { return false };
-        // Nothing came out of order since the socket was (re)connected, or nothing that came could have been SACKed.
+        // Nothing arrived out of order since the socket was (re)connected, or nothing that arrived could have been SACKed.
         if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
             return true;
         }
-        // Receive memory that is not the receive queue's is the out-of-order queue's.
+        // Receive memory beyond the receive queue's is the out-of-order queue's.
         let mut memory = [0u8; 36];
         let unread = socket::queue_bytes(fd, socket::SIOCINQ).unwrap_or(u32::MAX);
         if unread == 0 && socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).is_ok() && memory[..4] == [0; 4] {
@@ -93,8 +93,9 @@ impl Performer<'_> {
         self.ground.nic_memory.word32(nic::slot(cid.slot()) + slot::COVERED).load(Ordering::Acquire) == 1
     }
 
-    /// A connection without traffic sends no acknowledgement that would tell what the kernel holds out of order: it is made to send one.
-    /// False: its program is inside an operation.
+    /// Makes the kernel send an acknowledgement: an idle connection sends none, and only its SACK blocks show what the kernel
+    /// holds out of
+    /// order. Returns false if its program is inside an operation.
     pub(super) fn acknowledge(&mut self) -> bool {
         let Ok(fd) = self.fd() else { return false };
         let left = self.connection.block.keep_out();
@@ -105,9 +106,9 @@ impl Performer<'_> {
         left
     }
 
-    /// The program is kept out: the connection's blackout begins.
+    /// Diverts the connection's frames to the NIC alone. The program is kept out: the connection's blackout begins.
     pub(super) fn steal(&mut self) -> Result<(), Refusal> {
-        // The firewall, or the program, may have changed something since the move began.
+        // Firewall, route or socket options may have changed since the move began.
         if self.connection.unproved.is_some() {
             return Err(Refusal::Unproved);
         }
@@ -119,7 +120,7 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Notes what the move changes on the socket.
+    /// Saves the socket's settings that the move changes, and writes them to the journal.
     pub(super) fn note_reading(&mut self, cid: Cid) -> Result<(), Refusal> {
         let saved = Saved::read(self.fd()?).map_err(|_| Refusal::Filter)?;
         let entry = Entry::new(self.session, self.connection.number, cid, saved);
@@ -127,7 +128,7 @@ impl Performer<'_> {
         self.write(Phase::Reading)
     }
 
-    /// Writes the journal; an entry that is too long has a filter too long to be kept.
+    /// Writes the journal entry. One that is too long has a socket filter that is too long to be kept.
     fn write(&self, phase: Phase) -> Result<(), Refusal> {
         let entry = self.entry.as_ref().ok_or(Refusal::Filter)?;
         journal::write(self.ground.nic_memory, phase, entry).then_some(()).ok_or(Refusal::Filter)
@@ -140,11 +141,11 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// The connection goes on in the kernel.
+    /// Undoes the export: the connection continues in the kernel.
     pub(super) fn abandon(&mut self) -> Result<(), Refusal> {
         let undone = match (self.exporter.take(), &self.entry) {
             (Some(exporter), _) => exporter.abandon(),
-            // The exporter has died with its agent.
+            // The exporter was lost with an earlier agent.
             (None, Some(entry)) => export::undo(self.fd()?, &entry.saved),
             (None, None) => Ok(()),
         };
@@ -156,7 +157,9 @@ impl Performer<'_> {
         let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
         let mut image = *exporter.image();
         if self.connection.attached {
-            // A program that corks its socket uncorks it, too; better a segment early than one that waits for what nobody sees.
+            // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the socket; a
+            // segment sent early is
+            // better than one that is held for an uncorking that is not seen.
             (image.nodelay, image.cork) = (true, false);
         }
         if let Some(path) = self.connection.path {
@@ -207,8 +210,9 @@ impl Performer<'_> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         on_nic.limits.write(self.ground.nic_memory, cid);
         write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
-        // An event of the NIC's may reach the program before the move is over. Noted any earlier the program would look at its block,
-        // find no move there, and not look again when the event comes.
+        // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
+        // move there,
+        // and not look again when that notification arrives.
         self.open.note_move(self.connection.block.number());
         self.ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0))?;
         if self.connection.attached {
@@ -217,7 +221,7 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Past the purge there is one way back: what was read goes in again.
+    /// Restores the connection from the exported image: after the purge the only way to undo the move.
     pub(super) fn import_exported(&mut self) -> Result<(), Refusal> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         let image = on_nic.image;
@@ -230,7 +234,9 @@ impl Performer<'_> {
     }
 }
 
-/// Writes down what the NIC needs in the connection's slot, and what the program needs in its block.
+/// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for
+/// the
+/// program.
 fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
     let OnNic { image, memory, saved, .. } = on_nic;
@@ -248,12 +254,12 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     write_block(connection, image, *memory, cid);
     let keepalive = u32::from(saved.keepalive()) << 2;
     b.store(block::FLAGS, u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1 | keepalive);
-    // Before the NIC runs: what it tells the program must find its connection.
+    // Written before the NIC runs, since its notifications make the program look for the connection.
     b.store(block::MOVES, connection.moves);
     Ok(())
 }
 
-/// Writes into the program's block where the connection's memory is, and how far it has come.
+/// Writes cid, memory and sequence numbers of the connection into its block.
 pub(super) fn write_block(connection: &Connection, image: &Image, memory: Memory, cid: Cid) {
     let b = &connection.block;
     b.store(block::CID, cid.0);

@@ -1,4 +1,4 @@
-//! To the kernel without the NIC that had the connection.
+//! Actions that restore a connection whose NIC has died.
 
 use super::Performer;
 use super::restore::damaged;
@@ -10,20 +10,21 @@ use baton_recovery::{gather, posts_of};
 use baton_steering::Path;
 
 impl Performer<'_> {
-    /// The next NIC holds the connection's frames, under a new name: while its socket is being restored nothing of it may meet the kernel.
+    /// Makes the next NIC hold the connection's frames, under a new cid: none may reach the kernel while the socket is being
+    /// restored.
     pub(super) fn steal_again(&mut self) {
         let (Some(cid), Some(on_nic)) = (self.connection.cid, &self.connection.on_nic) else { return };
         let next = cid.next_generation();
         let wherever = Path { leaves_by: on_nic.image.link.interface, anywhere: true, ..Path::default() };
         let path = on_nic.way.map_or(wherever, |way| way.path);
         self.ground.shape.steal_again(&self.connection.flow, &path);
-        // The flow is in the slot since the handoff. Should this NIC die, too, the next round goes on from here.
+        // The slot has held the flow since the handoff. Should this NIC die, too, the next round starts from here.
         let _ = self.ground.nic.control(Control::Mirror, next, 0);
         let _ = self.ground.nic.control(Control::Steal, next, 0);
         self.connection.cid = Some(next);
     }
 
-    /// From record, block and memory; or, if its NIC never ran it, from the image that was handed off.
+    /// Restores the connection from record, block and memory; or, if its NIC never ran it, from the image that was handed off.
     pub(super) fn import_record(&mut self) -> Result<(), Refusal> {
         let base = nic::slot(self.cid()?.slot());
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("journal"))?;

@@ -1,4 +1,4 @@
-//! Back to the kernel.
+//! Actions of a move back to the kernel.
 
 use super::Performer;
 use crate::connection::Path;
@@ -12,23 +12,24 @@ use baton_moves::Refusal;
 use baton_recovery::Replay;
 use std::io;
 
-/// What should be there is not.
+/// Refusal of a connection of which `what` is missing or damaged.
 pub(super) fn damaged(what: &'static str) -> Refusal {
     lost(&ImportError { step: what, error: io::ErrorKind::InvalidData.into() })
 }
 
 impl Performer<'_> {
-    /// Whether the connection can go to the kernel now. Without a route the import would close the socket for good: then it waits on the
-    /// NIC. Where the NIC could not go itself, the kernel can.
+    /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so it waits on
+    /// the NIC.
+    /// Other reasons that would keep it off the NIC do not keep it from the kernel.
     pub(super) fn check(&mut self) -> Result<(), Refusal> {
         self.fd()?;
         self.ground.route_of(self.connection).map(|_| ())
     }
 
-    /// The NIC writes the image and holds what comes.
+    /// Makes the NIC stop the connection, write its image and hold the frames that arrive.
     pub(super) fn rest(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
-        // What the NIC replays to the kernel has to come by a device at which the socket listens now.
+        // The replay has to arrive by a device from which the socket receives now.
         if self.connection.growing.is_none()
             && let Ok((routing, route)) = self.ground.route_of(self.connection)
             && let Some(on_nic) = &self.connection.on_nic
@@ -45,7 +46,7 @@ impl Performer<'_> {
         let image = match read_image(self.ground.nic_memory, self.cid()?) {
             Ok(image) => image,
             Err(error) => {
-                // A NIC that writes such images must not go on.
+                // A NIC that writes an invalid image must not continue.
                 eprintln!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
                 return Err(Refusal::NicGone);
             }
@@ -55,7 +56,7 @@ impl Performer<'_> {
         self.begin_import(Image { unread, ..image })
     }
 
-    /// Makes the shell a connection again, from an image that the NIC or its record gave.
+    /// Makes the shell a connection again, from the NIC's image or from its record.
     pub(super) fn begin_import(&mut self, image: Image) -> Result<(), Refusal> {
         self.image = Some(image);
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
@@ -68,16 +69,16 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// The NIC lets go of the connection, and replays to the kernel what the peer said last.
+    /// Makes the NIC release the connection and replay the held frames to the kernel.
     pub(super) fn release(&mut self) -> Result<(), Refusal> {
         match self.ground.release(self.cid()?, &self.connection.flow) {
             Err(Refusal::NicGone) => Err(Refusal::NicGone),
-            // Whatever it says, it has nothing of the connection any more.
+            // Whatever the answer, the NIC has nothing of the connection any more.
             _ => Ok(()),
         }
     }
 
-    /// Replays to the kernel what a NIC that has died cannot: data that it held out of order, and a FIN.
+    /// Replays to the kernel, in place of a NIC that has died, the data that it held out of order, and a FIN.
     pub(super) fn replay(&mut self) {
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(image) = &self.image
@@ -85,7 +86,7 @@ impl Performer<'_> {
         {
             eprintln!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
         }
-        // What the next NIC holds goes to the kernel, and nothing is held any more.
+        // The next NIC passes the frames that it holds to the kernel, and holds no more.
         if let Some(cid) = self.connection.cid {
             let _ = self.ground.nic.control(Control::Cancel, cid, 0);
         }
@@ -111,13 +112,13 @@ impl Performer<'_> {
         }
     }
 
-    /// The kernel speaks.
+    /// Finishes the import: from here on the kernel sends for the connection.
     pub(super) fn finish(&mut self) -> Result<(), Refusal> {
         let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
         importer.finish().map_err(|failed| lost(&failed))
     }
 
-    /// A dead agent had restored the connection; what was unsent may be missing in the kernel.
+    /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the kernel.
     pub(super) fn finish_anew(&mut self) -> Result<(), Refusal> {
         let (Some(image), Some(entry)) = (&self.image, &self.entry) else { return Err(damaged("journal")) };
         let (_, unacknowledged) = queues(self.region, entry.memory(), image).ok_or_else(|| damaged("queues"))?;
