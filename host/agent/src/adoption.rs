@@ -1,5 +1,5 @@
-//! A new agent after one that died: it takes over sessions and connections from the keeper, what was under way from the journal, and
-//! gives every connection to the kernel. The NIC has died with its agent.
+//! Takeover by a new agent after one that died: it takes sessions and connections from the keeper, moves that were under way from
+//! the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
 use crate::connection::{Block, Connection, Memory, Stage};
@@ -28,15 +28,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Requests that a control connection may hold, and then some.
+/// Bound on the stale requests that are read from a control connection: more than one holds.
 const MOST_WAITING: usize = 4096;
 
-/// What the keeper hands over.
+/// State that the keeper hands over.
 #[derive(Default)]
 pub(crate) struct Inherited(Vec<(Kept, Vec<OwnedFd>)>);
 
 impl Inherited {
-    /// Takes everything that the keeper has.
+    /// Receives everything that the keeper holds.
     pub fn receive(keeper: &Channel) -> Result<Inherited> {
         let mut inherited = Inherited::default();
         loop {
@@ -48,7 +48,7 @@ impl Inherited {
         }
     }
 
-    /// Devices at which the programs beside the kernel are.
+    /// Takes the devices to which the programs beside the kernel are attached, with their links.
     pub fn devices(&mut self) -> HashMap<u32, Vec<OwnedFd>> {
         let devices = self.0.iter_mut();
         devices
@@ -56,17 +56,17 @@ impl Inherited {
             .collect()
     }
 
-    /// Whether the end has been asked for.
+    /// Whether shutdown was requested.
     pub fn draining(&self) -> bool {
         self.0.iter().any(|(kept, _)| *kept == Kept::Ending)
     }
 
-    /// What the NIC was last set to do for the kernel.
+    /// The offloads that the NIC was last set to do for the kernel.
     pub fn offloads(&self) -> Option<Offloads> {
         self.0.iter().find_map(|(kept, _)| if let Kept::Offloads(offloads) = kept { Some(**offloads) } else { None })
     }
 
-    /// Groups by name.
+    /// Moves the groups into `groups`.
     pub fn take_groups(&mut self, groups: &mut Groups) {
         for (kept, descriptors) in &mut self.0 {
             if let Kept::Group(name, user, flip) = kept {
@@ -75,7 +75,7 @@ impl Inherited {
         }
     }
 
-    /// Sessions by number, with their connections in the kernel; what cannot be taken over is left out.
+    /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
     fn sessions(self) -> BTreeMap<u32, Session> {
         let mut sessions = BTreeMap::new();
         for (kept, descriptors) in self.0 {
@@ -88,7 +88,7 @@ impl Inherited {
     }
 }
 
-/// One of the things that the keeper holds.
+/// Adds one of the things that the keeper holds to the sessions.
 fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<OwnedFd>) -> Result<()> {
     let mut descriptors = descriptors.into_iter();
     let mut next = || descriptors.next().context("the keeper lost its descriptor");
@@ -109,7 +109,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
             let fd = next()?;
             let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
             let (Some(session), Ok(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
-            // A socket whose connection has ended on the NIC has no peer any more; nothing of it is on any wire.
+            // A socket whose connection has ended on the NIC has no peer any more, and no frames of it are sent.
             let Some(peer) = names.1.ok().or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
             let process = session.process;
             adopt(session, number, Some(fd), process, (local, peer));
@@ -139,12 +139,13 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
 }
 
 impl Agent {
-    /// Takes over what a dead agent has left: afterwards every connection is in the kernel, and every program can ask again.
+    /// Takes over what a dead agent has left. Afterwards every connection is in the kernel, and every program can send requests
+    /// again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
         inherited.take_groups(&mut self.groups);
         for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
-            // More than is allowed now may have been allowed before.
+            // An earlier agent may have had higher limits.
             let _ = self.users.connects(session.user);
             if session.open.is_some() {
                 let _ = self.users.opens(session.user);
@@ -160,7 +161,7 @@ impl Agent {
                     self.attend(entry.session);
                     self.resume(phase, entry);
                 }
-                // Whatever record is there is of an earlier occupant.
+                // A record that is there is of an earlier occupant.
                 None => unpublish(&self.hardware.memory, at),
             }
         }
@@ -173,7 +174,7 @@ impl Agent {
         } else {
             self.nic.let_frames_flow()?;
         }
-        // A move that had come no further than the mirror leaves no entry.
+        // A move that had come no further than mirroring leaves no entry.
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         let settled = connections.filter(|connection| connection.machine.goal().is_none());
         settled.for_each(|connection| self.shape.unsteer(&connection.flow));
@@ -182,7 +183,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Connections of groups that move at random go on moving.
+    /// Schedules the next random move of connections whose groups have them.
     fn schedule_again(&mut self) {
         for (at, session) in self.sessions.iter_mut().enumerate() {
             let Some(session) = session else { continue };
@@ -198,7 +199,7 @@ impl Agent {
         }
     }
 
-    /// Goes on with a move from where the journal says that it was. What the NIC had waits for the next one.
+    /// Continues a move from the phase in the journal. Connections that the NIC had wait for the next NIC.
     fn resume(&mut self, phase: Phase, entry: Entry) {
         let (cid, at) = (Cid(entry.cid), (entry.session, entry.connection));
         let finished = read_image(&self.hardware.memory, cid).is_ok_and(|image| image.state.fin_acknowledged());
@@ -225,11 +226,12 @@ impl Agent {
         }
     }
 
-    /// Connections that a dead agent had closed to their programs are open again, and programs learn that their requests were lost.
+    /// Reopens connections that a dead agent had closed to their programs, and notifies programs that their requests were lost.
     fn let_programs_in(&mut self) {
         for (number, session) in self.sessions.iter_mut().enumerate() {
             let Some(session) = session else { continue };
-            // What was asked before is asked again. Whoever goes on asking meanwhile is served later, as everybody is.
+            // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served before
+            // others.
             for _ in 0..MOST_WAITING {
                 if session.channel.try_receive::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
                     break;
@@ -253,14 +255,14 @@ impl Agent {
 }
 
 impl Session {
-    /// Whether a connection is the NIC's as far as its program knows. Without an entry in the journal it has ended there.
+    /// Whether a connection is on the NIC according to its block. Without a journal entry it has ended there.
     fn has_ended(&self, number: u32) -> bool {
         let owner = |open: &OpenSession| Block::new(open.memory.clone(), number).load(block::OWNER);
         self.open.as_ref().is_some_and(|open| owner(open) == Owner::Nic as u32)
     }
 
-    /// Connections that had ended on the NIC: their programs have not read everything yet, and do so from where it lies. Where that is only the
-    /// program still knows; what it says is believed as far as the memory is nobody else's.
+    /// Reserves the memory of connections that had ended on the NIC, in which their programs have unread bytes. Only the program
+    /// still knows where it is; its block is believed only as far as the memory is not another's.
     fn keep_what_has_ended(&mut self) {
         for number in 0..self.connections.len() as u32 {
             if !self.has_ended(number) {

@@ -51,8 +51,7 @@ const TRAFFIC: u64 = u64::MAX - 8;
 const SIGNALS: u64 = u64::MAX - 9;
 
 /// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
-/// whose
-/// descriptor would leave fewer is refused, and its connection stays in the kernel.
+/// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
 /// Least time between two log lines about rejected clients, in microseconds.
@@ -113,8 +112,7 @@ pub fn run() -> Result<()> {
     }
     let descriptors = process::raise_descriptor_limit();
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
-    // blocked
-    // signals; it ends with its agent.
+    // blocked signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
     let hardware = Hardware {
         host: take(Descriptor::Host)?,
@@ -415,8 +413,7 @@ impl Agent {
     }
 
     /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to the
-    /// kernel, answers
-    /// them.
+    /// kernel, answers them.
     pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
         if let Some(connection) = self.connection(session, number) {
             connection.reason = "the NIC died".into();
@@ -448,8 +445,7 @@ impl Agent {
     }
 
     /// Removes a connection because this agent ends: it is in the kernel, has ended, or is lost with the NIC. In the last two
-    /// cases the
-    /// block keeps its contents, from which the program sees what happened.
+    /// cases the block keeps its contents, from which the program sees what happened.
     fn let_go(&mut self, session: u32, number: u32) {
         let ended = self.has_ended(session, number);
         if let Some(connection) = self.connection(session, number) {
@@ -475,8 +471,7 @@ impl Agent {
     }
 
     /// Handles the NIC's unsolicited messages: a broken command ring, a connection that it wants to restore, that has ended or
-    /// that needs
-    /// more memory.
+    /// that needs more memory.
     pub(crate) fn hear_nic(&mut self) {
         self.nic.listen();
         while let Some(message) = self.nic.inbox.pop_front() {
@@ -510,8 +505,7 @@ impl Agent {
     }
 
     /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have. With
-    /// `ending` the
-    /// agent ends and the program continues.
+    /// `ending` the agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         self.end_connections(number, ending);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {

@@ -1,5 +1,5 @@
-//! Connections of programs that do not know of Baton, held by an attacher's session: the agent has a descriptor of theirs only while
-//! one is moved and the program stands still, so that closing a socket means what it always meant.
+//! Connections of programs that do not know of Baton, held by an attacher's session. The agent has a descriptor of one only while
+//! it is moved and the program is stopped, so that closing a socket has its usual effect.
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
@@ -16,17 +16,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Requests of an attacher that are looked at, when its time is up, besides those that were waited for.
+/// Requests that are read from an attacher after its time is up, besides those that were waited for.
 const MOST_LATE: usize = 1024;
 
-/// Attachers in one answer.
+/// Most attachers listed in one answer.
 const ATTACHERS: usize = 256;
 
-/// Microseconds that an attacher may take to stop its programs and lend what is asked for.
+/// Time that an attacher gets to stop its programs and lend the descriptors that were requested, in microseconds.
 const PATIENCE: u64 = 3_000_000;
 
 impl Session {
-    /// An attacher's programs have their sockets alone again.
+    /// Drops the descriptors of an attacher's programs, which then have their sockets alone again.
     pub(crate) fn take_back_descriptors(&mut self) {
         if self.opening.attacher {
             self.connections.iter_mut().flatten().for_each(|connection| connection.fd = None);
@@ -40,7 +40,8 @@ impl Session {
             return;
         }
         let mut missing: BTreeSet<u32> = connections.iter().copied().collect();
-        // What has come in time counts, even if another attacher has used the time up; not what comes without end.
+        // Requests that arrived in time count, even if another attacher has used up the time; the bound stops an endless stream
+        // of them.
         let mut late = connections.len() + MOST_LATE;
         while !missing.is_empty() && late > 0 {
             let now = monotonic_micros();
@@ -50,7 +51,8 @@ impl Session {
                     self.note(connection, descriptors.pop());
                     missing.remove(&connection);
                 }
-                // Its program has closed it: a socket of our own stands for it, and is closed when the connection is in it.
+                // Its program has closed it: a socket of the agent's stands in, and is closed when the connection has been
+                // restored into it.
                 Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
                         let _ = diagnosis::destroy(netlink, &entry.flow);
@@ -62,7 +64,7 @@ impl Session {
                     }
                     missing.remove(&connection);
                 }
-                // Whatever else it was about to ask is asked at a bad time.
+                // Any other request is refused for now.
                 Ok((Request { tag, .. }, _)) => {
                     let body = Reply::Stayed { reason: Refusal::NicGone.to_string(), transient: true };
                     let _ = self.channel.try_send(&Answer { tag, body }, &[]);
@@ -80,7 +82,7 @@ impl Session {
 
     fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
-            // Whatever was lent, it is this connection's socket or none.
+            // A descriptor that is not this connection's socket is dropped.
             connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection)).map(Arc::new);
         }
     }
@@ -91,7 +93,7 @@ fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
     names == Some((connection.local, connection.peer)) && socket::is_of_this_namespace(fd).unwrap_or(false)
 }
 
-/// A socket in place of one that its program has closed.
+/// Makes a socket in place of one that its program has closed.
 fn stand_in(connection: &Connection, abort: bool) -> io::Result<OwnedFd> {
     let fd = socket::stream(connection.local.is_ipv6(), 0)?;
     if abort {
@@ -110,14 +112,14 @@ impl Agent {
         attachers.map(|session| (session.process, session.opening.program.clone())).collect()
     }
 
-    /// Asks an attacher to move a connection.
+    /// Requests an attacher to move a connection.
     pub(crate) fn want(&mut self, session: u32, connection: u32, to: Place) {
         if let Some(Some(session)) = self.sessions.get(session as usize) {
             let _ = session.channel.try_send(&Answer { tag: 0, body: Reply::Wanted { connection, to } }, &[]);
         }
     }
 
-    /// Notes a descriptor for as long as a move takes; None when that is over.
+    /// Stores a connection's descriptor while a move takes place; None drops it afterwards.
     pub(crate) fn lent(&mut self, session: u32, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
             && session.opening.attacher
@@ -126,43 +128,44 @@ impl Agent {
         }
     }
 
-    /// A move while the program stands still: it happens now, or not.
+    /// Moves a connection while its program is stopped: the move takes place now, or not at all.
     pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<OwnedFd>, asker: Asker) {
         self.lent(session, number, fd);
         if let Some((reply, _)) = self.request_move(session, number, to, asker) {
             self.answer(asker.0, asker.1, reply, &[]);
         }
-        // What the kernel holds out of order is not waited for.
+        // Out-of-order data in the kernel is not waited for.
         if self.stage(session, number) == Some(Stage::Offloading) {
             self.drive(session, number, Event::CallOff(Refusal::OutOfOrder));
         }
         self.lent(session, number, None);
     }
 
-    /// A connection whose socket its program has closed: it goes into a socket of ours, whose closing the kernel does as it would have
-    /// done that.
+    /// Restores a connection whose socket its program has closed into a socket of the agent's, which the kernel then closes as it
+    /// would have closed the program's.
     pub(crate) fn close_attached(&mut self, session: u32, number: u32, abort: bool, tag: u32) -> Option<Reply> {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Some(Reply::Done) };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(Reply::Done) };
         if connection.stage() == Stage::Nic {
-            // What the program has left behind in the kernel says nothing: the NIC still has the connection's frames.
+            // The program's orphaned socket sends nothing: the NIC still has the connection's frames.
             let _ = diagnosis::destroy(&self.diagnosis, &connection.flow);
             match stand_in(connection, abort) {
                 Ok(fd) => connection.fd = Some(Arc::new(fd)),
                 Err(error) => return Some(Reply::Failed { reason: format!("no socket to close it in: {error}") }),
             }
         }
-        // An attacher is not waited for: it is forgotten now.
+        // The removal does not wait for an attacher.
         self.forget(session, number, (session, tag))
     }
 
-    /// The attacher has ended without bringing a connection back: what the program and the NIC had of it last is lost, and both ends
-    /// are told by a reset.
+    /// Resets a connection whose attacher has ended without bringing it back: the last data of program and NIC is lost, and both
+    /// ends see a reset.
     pub(crate) fn leave_attached(&mut self, session: u32, number: u32) {
         let _ = self.close_attached(session, number, true, 0);
     }
 
-    /// A dead agent's journal says what was being moved: the descriptors are needed before anything else is done.
+    /// Requests the descriptors of connections that were being moved, according to a dead agent's journal. They are needed before
+    /// anything else is done.
     pub(crate) fn fetch_what_was_moving(&mut self) {
         let memory = self.hardware.memory.clone();
         let moving: HashSet<(u32, u32)> = (0..journal::slots_used(&memory, self.settings.nic.slots as u32))
@@ -171,7 +174,7 @@ impl Agent {
         self.fetch(|session, connection| moving.contains(&(session, connection.number)));
     }
 
-    /// The NIC has died: what it had goes to the kernel.
+    /// Requests the descriptors of connections that a dead NIC had, which have to be restored to the kernel.
     pub(crate) fn fetch_what_was_on_the_nic(&mut self) {
         self.fetch(|_, connection| connection.stage() == Stage::Nic);
     }
@@ -190,7 +193,7 @@ impl Agent {
                 Sent::Full => self.cut_off.push((at as u32, DEAF)),
             }
         }
-        // All have the same time, so that many who do not answer take no longer than one.
+        // All attachers have the same deadline, so that many who do not answer take no longer than one.
         let deadline = monotonic_micros() + PATIENCE;
         for (at, connections) in asked {
             if let Some(Some(session)) = self.sessions.get_mut(at) {
@@ -199,7 +202,7 @@ impl Agent {
         }
     }
 
-    /// Attachers' programs may go on.
+    /// Gives borrowed descriptors back, so that attachers' programs may continue.
     pub(crate) fn return_what_was_lent(&mut self) {
         let all = self.sessions.iter().enumerate().flat_map(|(at, session)| {
             let connections = session.iter().flat_map(|session| session.connections.iter().flatten());

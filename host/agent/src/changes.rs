@@ -1,7 +1,6 @@
 //! Reacts to changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec policies, firewall rules,
-//! and
-//! BPF programs at control groups. Connections that a change affects, or may affect, are restored to the kernel, which applies
-//! it.
+//! and BPF programs at control groups. Connections that a change affects, or may affect, are restored to the kernel, which
+//! applies it.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Stage};
@@ -89,8 +88,7 @@ impl Told {
 pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 
 /// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have grown,
-/// which
-/// shows that the new rules let its packets pass.
+/// which shows that the new rules let its packets pass.
 fn doubt(connection: &mut Connection) {
     let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
     connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
@@ -98,8 +96,7 @@ fn doubt(connection: &mut Connection) {
 
 /// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the kernel, and
 /// unmuted when it has one again; path MTU and the devices at which its frames are received follow the route. An error, the
-/// reason, if
-/// its frames need another device or header: then it has to be restored to the kernel.
+/// reason, if its frames need another device or header: then it has to be restored to the kernel.
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
     const ELSEWHERE: &str = "its route has changed";
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
@@ -133,8 +130,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
 
 impl Agent {
     /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way are
-    /// restored to the
-    /// kernel, those without a route are muted.
+    /// restored to the kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
         let told = Told::take_in(&self.watched.routes);
         if told.links
@@ -178,8 +174,7 @@ impl Agent {
     }
 
     /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are restored
-    /// to it; each
-    /// may move again once its traffic has passed them.
+    /// to it; each may move again once its traffic has passed them.
     pub(crate) fn rules_changed(&mut self) {
         if !self.watched.rules.as_ref().is_some_and(Changes::any) {
             return;

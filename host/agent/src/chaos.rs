@@ -1,4 +1,4 @@
-//! For tests: lets the NIC or the agent die after a step of a move.
+//! Fault injection for tests: kills the NIC or the agent after a step of a move.
 
 use baton_abi::layout::nic;
 use baton_moves::Step;
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Who dies, and after which step of a move.
+/// Which process dies, and after which step of a move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "(u8, bool)", into = "(u8, bool)")]
 pub struct Crash {
     /// The step.
     pub after: Step,
-    /// The agent dies (and with it the NIC), not the NIC alone.
+    /// Whether the agent dies (and the NIC with it), not the NIC alone.
     pub agent: bool,
 }
 
@@ -32,8 +32,8 @@ impl TryFrom<(u8, bool)> for Crash {
     }
 }
 
-/// Lets the NIC or the agent die after a step, every second time that it is made, so that what follows can go on. The count is where
-/// the next agent finds it.
+/// Kills the NIC or the agent after a step, every second time that the step is made, so that the recovery can make it. The count
+/// is in NIC memory, where the next agent finds it.
 #[derive(Clone, Debug)]
 pub(crate) struct Chaos {
     crash: Option<Crash>,
@@ -45,7 +45,7 @@ impl Chaos {
         Chaos { crash, nic_memory }
     }
 
-    /// Whether the NIC is to die now. The agent does so here.
+    /// Whether the NIC is to be killed now. If the agent is to die, this kills it.
     pub fn strikes(&self, step: Step) -> bool {
         let Some(crash) = self.crash.filter(|crash| crash.after == step) else { return false };
         let strikes = self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2);

@@ -1,4 +1,4 @@
-//! A connection as the agent holds it, and what both directions of a move share.
+//! State that the agent keeps of a connection, shared by both directions of a move.
 
 use crate::journal::Entry;
 use crate::memory::Limits;
@@ -17,17 +17,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// How often a program's busy word is looked at again at once: most operations are over within a microsecond.
+/// Times that a program's busy word is read in a row: most operations end within a microsecond.
 const GLANCES: u32 = 200;
 
-/// A waiting request for a move: session of the asker, its tag.
+/// A request for a move that waits for its answer: session of the asker, and tag.
 pub(crate) type Asker = (u32, u32);
 
-/// What a program waits for when it has asked for something that a connection has to be in the kernel for.
+/// An operation that needs the connection in the kernel, and waits for its move there.
 pub(crate) enum Then {
-    /// The connection is forgotten.
+    /// Remove the connection.
     Forget(Asker),
-    /// The kernel has it, and why; when it may move again.
+    /// Leave the connection in the kernel, for `reason`, until it may move again.
     GiveBack { asker: Asker, reason: String, until: Until },
 }
 
@@ -39,57 +39,58 @@ impl Then {
     }
 }
 
-/// Who waits for the end of a connection's move.
+/// Requests that wait for the end of a connection's move.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    /// They are told how it ended.
+    /// Receive the move's result.
     pub askers: Vec<Asker>,
-    /// What is to be done then, and how often the connection has been tried to be brought into the kernel for that.
+    /// Operations to do afterwards, each with the number of attempts to restore the connection for it.
     pub then: Vec<(Then, u8)>,
 }
 
-/// Where a connection is in its life with the agent: a view of its step.
+/// Stage of a connection's life with the agent, derived from its move's step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stage {
     /// In the kernel.
     Kernel,
-    /// On its way to the NIC, which waits for the NIC's copy or for the program.
+    /// Being offloaded: the move waits for the NIC's copy or for the program.
     Offloading,
-    /// On the NIC, or on its way from there.
+    /// On the NIC, or being restored.
     Nic,
     /// It ended while it was on the NIC; only the shell is left.
     Ended,
 }
 
-/// A growth under way.
+/// An enlargement of a connection's memory that is under way.
 pub(crate) struct Growing {
-    /// The name before it: the NIC knows the connection by that until it goes on.
+    /// The cid before it, by which the NIC knows the connection until it is resumed.
     pub cid: Cid,
-    /// Memory of the connection's that is not in use: the larger one, until the old one's bytes have been copied; then the old one.
+    /// Memory blocks (offset, size) that are not in use: the larger ones until the bytes have been copied, the old ones
+    /// afterwards.
     pub unused: [Option<(u32, u32)>; 2],
     /// The larger memory.
     pub larger: Memory,
 }
 
-/// What the agent remembers of a connection on the NIC.
+/// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
-    /// As it was handed off.
+    /// The image that was handed off.
     pub image: Image,
     pub saved: Saved,
     pub memory: Memory,
-    /// What its memory may grow to.
+    /// Sizes to which its memory may grow.
     pub limits: Limits,
     /// Microseconds of the monotonic clock just before the handoff.
     pub handed_off_at: u64,
-    /// There is no route to its peer: nothing of it leaves the NIC.
+    /// There is no route to its peer: the NIC sends nothing of it.
     pub muted: bool,
-    /// Where its frames go and come from, as was found last. None after a death: it is on its way to the kernel.
+    /// Its way, as found last. None after its NIC or agent died: it is being restored.
     pub way: Option<Way>,
-    /// Segments that its shell had dropped when that was looked at first.
+    /// Segments that its shell had dropped at the first poll.
     pub dropped: Option<u32>,
 }
 
-/// What is known of a connection's path.
+/// Congestion state and round-trip times of a connection's path.
 #[derive(Clone, Copy)]
 pub(crate) struct Path {
     cwnd: u32,
@@ -105,7 +106,7 @@ impl Path {
         Path { cwnd, ssthresh, srtt, rttvar, min_rtt }
     }
 
-    /// Puts it into the image of a connection whose kernel has measured nothing since it came back.
+    /// Writes it into the image of a connection if the kernel has measured no round trip since the connection was restored.
     pub fn remember(self, image: &mut Image) {
         if image.srtt == 0 && self.srtt != 0 {
             let Path { cwnd, ssthresh, srtt, rttvar, min_rtt } = self;
@@ -122,7 +123,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Whether it lies in the heap of a session.
+    /// Whether both blocks lie in the heap of a session.
     pub fn fits(&self, session: &Region) -> bool {
         let inside = |(offset, size): (u32, u32)| {
             let end = offset as usize + size as usize;
@@ -134,67 +135,67 @@ impl Memory {
 
 pub(crate) struct Connection {
     pub number: u32,
-    /// None while an attacher's program has it alone.
+    /// Its descriptor. None while an attacher's program has it alone.
     pub fd: Option<Arc<OwnedFd>>,
-    /// An attacher's: what its program sets on the socket is not seen.
+    /// It belongs to an attacher: options that its program sets on the socket are not seen.
     pub attached: bool,
-    /// The process whose connection it is.
+    /// Number of the process that has the connection.
     pub process: u32,
-    /// The control group whose programs its packets meet.
+    /// The control group whose BPF programs its packets pass.
     pub cgroup: Option<crate::cgroups::Name>,
     pub flow: Flow,
     pub local: SocketAddr,
     pub peer: SocketAddr,
-    /// How far it has come between kernel and NIC, and its move if one is under way.
+    /// State machine: its place between kernel and NIC, and its move if one is under way.
     pub machine: Move,
-    /// Its name on the NIC, while it has a slot there.
+    /// Its cid, while it has a slot on the NIC.
     pub cid: Option<Cid>,
-    /// What the agent remembers of it from the moment that its bytes are in session memory.
+    /// Set from the moment that its bytes are in session memory.
     pub on_nic: Option<Box<OnNic>>,
-    /// Bytes of receive and of send memory that the NIC could use for it, 0 for no more.
+    /// Bytes of receive and of send memory that the NIC requests for it, 0 for no more.
     pub wants: (u32, u32),
     pub growing: Option<Growing>,
-    /// The journal's entry, of one whose agent has died, until it is in the kernel.
+    /// The journal entry of a connection whose agent died, until it is in the kernel.
     pub journalled: Option<Box<Entry>>,
     pub waiting: Waiting,
-    /// Counts changes of what its block says; the program looks again when it does.
+    /// Number of changes to its block, written there so that the program reads it again.
     pub moves: u32,
-    /// Moves made.
+    /// Number of completed moves.
     pub made: u32,
-    /// When it came to where it is, microseconds of the monotonic clock.
+    /// Time of its last move, in microseconds of the monotonic clock.
     pub since: u64,
-    /// Which connection this is, of all that were ever registered with this agent.
+    /// Serial number, unique among all connections that were ever registered with this agent.
     pub serial: u64,
-    /// Why it stayed or went back last.
+    /// Reason why it last stayed, moved or was restored.
     pub reason: String,
-    /// What the NIC had learnt of the path when the connection went back: the kernel takes none of it.
+    /// Path state that the NIC had measured when the connection was restored, none of which the kernel takes.
     pub path: Option<Path>,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
     pub inherited: bool,
     /// It stays in the kernel for good.
     pub stays: bool,
-    /// It was asked to be on the NIC, and goes there again when it can.
+    /// Its move to the NIC was requested, and is retried when possible.
     pub wanted: bool,
-    /// The firewall has changed: what had been acknowledged and received then. It moves when traffic has passed.
+    /// Bytes acknowledged and received when the firewall changed. It may move when traffic has passed since.
     pub unproved: Option<(u64, u64)>,
-    /// Why it has to leave the NIC as soon as it can, if it has.
+    /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,
-    /// It could not go to the kernel when it had to.
+    /// It could not be restored when it had to be.
     pub given_up: bool,
-    /// Its program has closed it; a socket of the agent's own stands for it.
+    /// Its program has closed it; a socket of the agent's stands in for it.
     pub closed: bool,
-    /// Its program has ended, or is about to: nobody waits for it.
+    /// Its program has ended, or is being ended: moves do not wait for it.
     pub abandoned: bool,
-    /// Its program goes on when its agent has ended.
+    /// Its program continues after its agent has ended.
     pub outlives_agent: bool,
-    /// It is in the list of moves that wait, and in that of moves that are suggested.
+    /// Whether it is in the queue of moves that wait, and in that of suggested moves.
     pub under_way: bool,
     pub suggested: bool,
     pub block: Block,
 }
 
 impl Connection {
-    /// One that is in the kernel.
+    /// Makes a connection that is in the kernel.
     pub fn new(number: u32, fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
         Connection {
             number,
@@ -233,7 +234,7 @@ impl Connection {
         }
     }
 
-    /// Its descriptor.
+    /// Returns its descriptor, or a refusal while the agent has none.
     pub fn fd(&self) -> Result<BorrowedFd<'_>, Refusal> {
         self.fd.as_ref().map(AsFd::as_fd).ok_or(Refusal::Elsewhere)
     }
@@ -243,7 +244,7 @@ impl Connection {
         !self.attached && !self.abandoned
     }
 
-    /// Whether no move of it is to be begun now.
+    /// Whether no move of it may begin now.
     pub fn is_put_off(&self) -> bool {
         self.machine.is_put_off(events::monotonic_micros())
     }
@@ -257,7 +258,7 @@ impl Connection {
         }
     }
 
-    /// What the agent remembers of it, while the NIC runs it.
+    /// Returns its state on the NIC, while the NIC runs it.
     pub fn running(&mut self) -> Option<&mut OnNic> {
         if self.machine.step().custody() == Custody::Nic { self.on_nic.as_deref_mut() } else { None }
     }
@@ -282,7 +283,7 @@ impl Block {
         Block { memory, base: session::block(connection) }
     }
 
-    /// Which of the session's it is.
+    /// Number of the connection in its session.
     pub fn number(&self) -> u32 {
         ((self.base - session::BLOCKS) / session::BLOCK_BYTES) as u32
     }
@@ -295,7 +296,7 @@ impl Block {
         self.memory.word32(self.base + field).store(value, Ordering::Release);
     }
 
-    /// Whoever waits for the end of a move goes on.
+    /// Sets the owner, and wakes the program's threads that wait for the end of a move.
     pub fn set_owner(&self, owner: Owner) {
         self.store(layout::OWNER, owner as u32);
         if owner != Owner::Moving {
@@ -303,8 +304,8 @@ impl Block {
         }
     }
 
-    /// Keeps the program out of the connection from now on. False if it is still inside an operation: then [`Block::is_left`] tells when
-    /// it has left.
+    /// Keeps the program out of the connection from now on. Returns false if the program is still inside an operation:
+    /// [`Block::is_left`] is true once it has left.
     pub fn keep_out(&self) -> bool {
         self.set_owner(Owner::Moving);
         fence(Ordering::SeqCst);

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::ops::{Deref, DerefMut};
 
-/// They can be read as the slice of their places, some of which are empty.
+/// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 #[derive(Default)]
 pub(crate) struct Connections {
     places: Slab<Connection>,
@@ -15,7 +15,7 @@ pub(crate) struct Connections {
 }
 
 impl Connections {
-    /// The lowest number that is free.
+    /// Returns the lowest free number.
     pub fn vacant(&mut self) -> u32 {
         self.places.vacant()
     }
@@ -26,7 +26,7 @@ impl Connections {
         self.places.put(connection.number, connection);
     }
 
-    /// Takes a connection out; its number is free.
+    /// Removes a connection and frees its number.
     pub fn remove(&mut self, number: u32) -> Option<Connection> {
         let connection = self.places.remove(number)?;
         if self.by_flow.get(&connection.flow) == Some(&number) {
@@ -35,7 +35,7 @@ impl Connections {
         Some(connection)
     }
 
-    /// The connection with a 4-tuple.
+    /// Returns the connection with a 4-tuple.
     pub fn with_flow(&self, flow: &Flow) -> Option<&Connection> {
         self.places.get(*self.by_flow.get(flow)? as usize)?.as_ref()
     }

@@ -1,6 +1,5 @@
 //! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the kernel
-//! would
-//! accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
+//! would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
 use baton_linux::control::Channel;
 use baton_linux::netlink::Netlink;
@@ -54,8 +53,7 @@ impl Devices {
     }
 
     /// Attaches to new devices and updates the steering's map. Called when links or their settings have changed, and when a
-    /// device is needed
-    /// for the first time.
+    /// device is needed for the first time.
     pub fn follow(&mut self, routes: &Netlink, steering: &Steering, keeper: &Channel) -> io::Result<()> {
         self.followed = true;
         let links = rtnetlink::links(routes)?;
@@ -108,8 +106,7 @@ impl Devices {
     }
 
     /// Whether packets that arrive at a link count as received by it, and the NIC can receive there. Packets that arrive at a
-    /// port of a
-    /// bridge or bond are received at the bridge or bond; connections in a VRF do not move.
+    /// port of a bridge or bond are received at the bridge or bond; connections in a VRF do not move.
     fn receives(&self, link: &LinkInfo) -> bool {
         link.up && link.kind == rtnetlink::ETHERNET && link.master == Master::None && !link.vrf && link.index != self.injector
     }

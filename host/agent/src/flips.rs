@@ -1,4 +1,4 @@
-//! Moves that nobody asks for: connections that move to and fro at random, and those that have to go back and could not yet.
+//! Moves without a request: random moves of connections in groups that have them, and retries of failed moves.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
@@ -9,13 +9,15 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
 
-/// Microseconds after which a move back that did not come about is tried again.
+/// Time after which a failed restore is retried, in microseconds.
 const AGAIN: u64 = 1_000;
 
-/// Microseconds after which a connection that was asked to be on the NIC, and had to leave it, is tried again.
+/// Time after which a connection that had to leave the NIC, although a move there was requested, is offloaded again, in
+/// microseconds.
 pub(crate) const LATER: u64 = 1_000_000;
 
-/// When which connection is to move: microseconds, session, number, and the connection's serial number, since numbers are used again.
+/// Times at which connections are to move: microseconds of the monotonic clock, session, number, and serial number, since session
+/// and number are reused.
 #[derive(Default)]
 pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
 
@@ -32,7 +34,7 @@ impl Schedule {
         })
     }
 
-    /// How long until the next is due.
+    /// Time until the next is due.
     pub fn wait(&self) -> Option<Duration> {
         let Reverse((at, ..)) = self.0.peek()?;
         Some(Duration::from_micros(at.saturating_sub(monotonic_micros())))
@@ -40,7 +42,7 @@ impl Schedule {
 }
 
 impl Agent {
-    /// Moves what is due.
+    /// Makes the moves that are due.
     pub(crate) fn flip(&mut self) {
         let begun = monotonic_micros();
         while let Some((session, number, serial)) = self.retries.due(begun) {
@@ -60,15 +62,15 @@ impl Agent {
                 self.flip_one(session, number, serial, false);
                 now = monotonic_micros();
             } else {
-                // What there is no time for is not made up for.
+                // Moves for which there is no time are skipped.
                 self.flip_later(session, number, serial);
             }
         }
-        // Requests and other moves get as long as this took, one slice at most.
+        // Leaves requests and other moves as much time as this took, up to one slice.
         self.rests_until = now + SLICE.min(now - begun);
     }
 
-    /// How long the loop may sleep as far as random moves and retries are concerned.
+    /// Time that the loop may sleep as far as random moves and retries are concerned.
     pub(crate) fn flips_wait(&self) -> Option<Duration> {
         let rest = Duration::from_micros(self.rests_until.saturating_sub(monotonic_micros()));
         let flips = self.schedule.wait().map(|wait| wait.max(rest));
@@ -134,7 +136,7 @@ impl Agent {
         self.groups.get(name)
     }
 
-    /// A connection that was asked to be on the NIC has left it: it is tried again later.
+    /// Schedules a retry for a connection that has left the NIC although it was requested to be there.
     pub(crate) fn try_later(&mut self, session: u32, number: u32) {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
@@ -143,7 +145,7 @@ impl Agent {
         }
     }
 
-    /// Whether a connection that has to go back is still on the NIC; it is then tried again.
+    /// Schedules a retry if a connection that has to be restored is still on the NIC. Returns whether it is.
     fn try_again(&mut self, session: u32, number: u32, serial: u64) -> bool {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
@@ -154,7 +156,7 @@ impl Agent {
         still
     }
 
-    /// A connection has to leave the NIC: now, or as soon as it can.
+    /// Restores a connection that has to leave the NIC, now or as soon as possible.
     pub(crate) fn must_return(&mut self, session: u32, number: u32, why: &'static str) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };

@@ -1,6 +1,5 @@
 //! Kernel features that judge packets between a socket and the wire, and that a connection on the NIC bypasses: IPsec policies,
-//! firewall
-//! rules whose verdict changes from packet to packet, traffic-control filters. They are read once for each change.
+//! firewall rules whose verdict changes from packet to packet, traffic-control filters. They are read once for each change.
 
 use crate::refusals::system;
 use baton_linux::firewall::Firewall;

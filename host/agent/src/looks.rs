@@ -1,8 +1,6 @@
 //! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set on its
-//! socket
-//! without the library's knowledge, segments that arrived where the NIC does not receive (at the deaf shell), and route
-//! exceptions, which
-//! ICMP messages of too big packets create.
+//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the deaf shell), and route
+//! exceptions, which ICMP messages of too big packets create.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic};

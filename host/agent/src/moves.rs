@@ -1,6 +1,5 @@
 //! Scheduling of moves. Programs' requests come first; moves that are under way, suggested or due get a slice of each round of
-//! the
-//! agent's loop, which bounds the time that a request waits, however many connections there are.
+//! the agent's loop, which bounds the time that a request waits, however many connections there are.
 //!
 //! A move never blocks on a program: if the program is inside an operation on the connection, the move is resumed in a later
 //! round.
@@ -241,8 +240,7 @@ impl Agent {
     }
 
     /// Restores a connection to the kernel, whatever stage it is in, and does `then`, after `attempts` earlier tries. Returns the
-    /// answer, or
-    /// None if it comes later or was sent.
+    /// answer, or None if it comes later or was sent.
     pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         if attempts > 0 {
             // The NIC refuses a connection that has just ended; the notification of its end may be in the ring by now.

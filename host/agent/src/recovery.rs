@@ -20,10 +20,8 @@ impl Agent {
     }
 
     /// Starts the next NIC, so that other traffic flows again, and restores the last one's connections to the kernel. Until then
-    /// their shells
-    /// neither receive nor send, so no peer gets segments that the connection itself did not send. A connection whose program
-    /// does not leave
-    /// an operation is waited for by itself, without delaying the others.
+    /// their shells neither receive nor send, so no peer gets segments that the connection itself did not send. A connection
+    /// whose program does not leave an operation is waited for by itself, without delaying the others.
     pub(crate) fn recover(&mut self) -> anyhow::Result<()> {
         self.nic.end();
         self.drive_all(&Event::NicDied);
@@ -56,10 +54,8 @@ impl Agent {
     }
 
     /// Handles frames that the kernel sent while there was no NIC. Those of connections that may have been between two owners
-    /// just then are
-    /// dropped: they may lie beyond the sequence numbers that were read, and the kernel, restored from those, would reject
-    /// acknowledgements of
-    /// them. All others are sent.
+    /// just then are dropped: they may lie beyond the sequence numbers that were read, and the kernel, restored from those, would
+    /// reject acknowledgements of them. All others are sent.
     fn drop_stale_frames(&mut self) -> anyhow::Result<()> {
         if matches!(self.shape, Shape::Beside { .. }) {
             // Beside the kernel its frames do not pass the NIC.

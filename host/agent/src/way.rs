@@ -1,6 +1,5 @@
 //! A connection's way: the device by which its frames leave and those by which its peer's arrive, as the kernel would route them;
-//! and the
-//! reasons why the NIC cannot follow it.
+//! and the reasons why the NIC cannot follow it.
 
 use crate::connection::{Connection, OnNic};
 use crate::ground::{Ground, Shape};
@@ -112,8 +111,7 @@ impl Ground<'_> {
     }
 
     /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is
-    /// bound to, or
-    /// its route's, if the NIC can inject there.
+    /// bound to, or its route's, if the NIC can inject there.
     pub fn device_of_replay(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
         let before = on_nic.image.link.interface;
         let wanted = if routing.device == 0 { route.interface } else { routing.device };
@@ -147,8 +145,7 @@ impl Ground<'_> {
     }
 
     /// Returns the device of a route, if the NIC can use it. Beside the kernel the programs are attached to all devices when the
-    /// first is
-    /// used.
+    /// first is used.
     fn device(&mut self, index: u32) -> Result<LinkInfo, Refusal> {
         let info = || rtnetlink::link_at(self.routes, index).map_err(|error| system("RTM_GETLINK", &error));
         match self.shape {

@@ -1,6 +1,5 @@
 //! Enlarges the memory of a connection on the NIC. The connection rests while its bytes are copied: the program is kept out,
-//! frames that
-//! arrive are held. Until it continues both memories hold the same bytes, so a recovery may use either.
+//! frames that arrive are held. Until it continues both memories hold the same bytes, so a recovery may use either.
 
 use super::Performer;
 use super::offload::write_block;

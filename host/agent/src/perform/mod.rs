@@ -108,8 +108,7 @@ impl<'a> Performer<'a> {
     }
 
     /// Whether the program has left the operation that it was in. A program that requested the move itself is in none; one with
-    /// an attacher
-    /// did not request more memory.
+    /// an attacher did not request more memory.
     fn has_left(&self) -> bool {
         let asked = self.connection.growing.is_none() && !self.connection.waits_for_program();
         asked || self.connection.block.is_left()
@@ -132,9 +131,8 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Clears the journal first, then invalidates the record: should this agent die in between or before, the next one starts
-    /// from what is
-    /// left of them.
+    /// Clears the journal entry, then invalidates the record. Only after that is the record ignored: should this agent die
+    /// before, the next one starts from journal and record.
     fn clear(&mut self) {
         if let Some(cid) = self.connection.cid {
             journal::clear(self.ground.nic_memory, cid);
@@ -286,7 +284,7 @@ impl Performer<'_> {
             Source::Record => self.import_record(),
         };
         match imported {
-            // What is restored after a failed export has not changed since it was read.
+            // The image of an undone export has not changed since it was read.
             Ok(()) if source != Source::Exported && self.image.is_some_and(|image| image.state.fin_acknowledged()) => {
                 Outcome::DoneFinAcknowledged
             }

@@ -94,8 +94,7 @@ impl Performer<'_> {
     }
 
     /// Makes the kernel send an acknowledgement: an idle connection sends none, and only its SACK blocks show what the kernel
-    /// holds out of
-    /// order. Returns false if its program is inside an operation.
+    /// holds out of order. Returns false if its program is inside an operation.
     pub(super) fn acknowledge(&mut self) -> bool {
         let Ok(fd) = self.fd() else { return false };
         let left = self.connection.block.keep_out();
@@ -158,8 +157,7 @@ impl Performer<'_> {
         let mut image = *exporter.image();
         if self.connection.attached {
             // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the socket; a
-            // segment sent early is
-            // better than one that is held for an uncorking that is not seen.
+            // segment sent early is better than one that is held for an uncorking that is not seen.
             (image.nodelay, image.cork) = (true, false);
         }
         if let Some(path) = self.connection.path {
@@ -211,8 +209,7 @@ impl Performer<'_> {
         on_nic.limits.write(self.ground.nic_memory, cid);
         write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
         // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
-        // move there,
-        // and not look again when that notification arrives.
+        // move there, and not look again when that notification arrives.
         self.open.note_move(self.connection.block.number());
         self.ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0))?;
         if self.connection.attached {
@@ -235,8 +232,7 @@ impl Performer<'_> {
 }
 
 /// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for
-/// the
-/// program.
+/// the program.
 fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
     let OnNic { image, memory, saved, .. } = on_nic;

@@ -19,8 +19,7 @@ pub(super) fn damaged(what: &'static str) -> Refusal {
 
 impl Performer<'_> {
     /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so it waits on
-    /// the NIC.
-    /// Other reasons that would keep it off the NIC do not keep it from the kernel.
+    /// the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
     pub(super) fn check(&mut self) -> Result<(), Refusal> {
         self.fd()?;
         self.ground.route_of(self.connection).map(|_| ())
