@@ -1,4 +1,4 @@
-//! What a move needs of the host besides the connection: the NIC, the steering beside the kernel, routes and links.
+//! What a move needs besides the connection: the NIC, the steering beside the kernel, routes and links.
 
 use crate::chaos::Chaos;
 use crate::connection::Connection;
@@ -25,18 +25,18 @@ pub(crate) enum Shape {
         /// That interface's index.
         interface: u32,
     },
-    /// The kernel has its devices, the NIC hears and speaks beside it.
+    /// The kernel keeps its devices, the NIC receives and sends beside it.
     Beside {
         steering: Steering,
         devices: Devices,
         injector: OwnedFd,
-        /// The injector's program is there as long as this is open.
+        /// Keeps the injector's BPF program attached.
         _injector_link: OwnedFd,
     },
 }
 
 impl Shape {
-    /// The device through which the kernel is given frames.
+    /// Returns the device through which the kernel is given frames.
     pub fn kernel(&self, host: &OwnedFd) -> io::Result<Kernel> {
         let host = host.try_clone()?;
         Ok(match self {
@@ -47,7 +47,7 @@ impl Shape {
         })
     }
 
-    /// Says what is done with a connection's frames beside the kernel.
+    /// Sets what the steering does with a connection's frames, beside the kernel.
     pub fn steer(&self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Refusal> {
         match self {
             Shape::Inline { .. } => Ok(()),
@@ -55,7 +55,7 @@ impl Shape {
         }
     }
 
-    /// The kernel hears and speaks for a connection again.
+    /// Removes a connection from the steering: the kernel receives and sends its frames again.
     pub fn unsteer(&self, flow: &Flow) {
         if let Shape::Beside { steering, .. } = self
             && let Err(error) = steering.remove(flow)
@@ -64,7 +64,7 @@ impl Shape {
         }
     }
 
-    /// After a NIC's death: nothing of the connection meets the kernel, whatever the last NIC had come to.
+    /// Steals a connection's frames after a NIC's death, so that none reaches the kernel, whatever stage its move had reached.
     pub fn steal_again(&self, flow: &Flow, path: &Path) {
         if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
             eprintln!("baton agent: {flow:?}: {refusal}");
@@ -76,7 +76,7 @@ impl Shape {
 pub(crate) struct Ground<'a> {
     pub nic: &'a mut NicProcess,
     pub nic_memory: &'a Region,
-    /// The kernel's interface, for what the agent has to say to it itself.
+    /// The kernel's interface, through which the agent gives frames to the kernel itself.
     pub host: &'a OwnedFd,
     pub shape: &'a mut Shape,
     pub keeper: &'a Channel,
@@ -84,19 +84,19 @@ pub(crate) struct Ground<'a> {
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
     pub guards: &'a mut Guards,
-    /// The process whose connection is moved.
+    /// Number of the process whose connection is moved.
     pub process: u32,
 }
 
 impl Ground<'_> {
-    /// A step of a move has been made.
+    /// Called after each step of a move; for tests, it may end the NIC or the agent.
     pub fn passed(&mut self, step: Step) {
         if self.chaos.strikes(step) {
             self.nic.end();
         }
     }
 
-    /// Whether a process holds the connection's socket that is not its program, nor one of Baton's.
+    /// Whether a process other than its program and Baton's own holds the connection's socket.
     pub fn others_hold(&self, connection: &Connection) -> bool {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
         connection
@@ -105,7 +105,7 @@ impl Ground<'_> {
             .is_ok_and(|inode| process::others_hold(inode, &ours))
     }
 
-    /// The NIC copies the connection's frames; its flow is in the slot.
+    /// Makes the NIC copy the connection's frames; its flow is in the slot.
     pub fn mirror(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
         self.nic.control(Control::Mirror, cid, 0)?;
         let steered = self.shape.steer(flow, path, Steer::Mirror);
@@ -115,19 +115,19 @@ impl Ground<'_> {
         steered
     }
 
-    /// The NIC gets the connection's frames alone.
+    /// Makes the NIC, and not the kernel, receive the connection's frames.
     pub fn steal(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
         self.nic.control(Control::Steal, cid, 0)?;
         self.shape.steer(flow, path, Steer::Steal)
     }
 
-    /// The NIC gives up what it holds of a connection that it does not run; see [`Control::Cancel`].
+    /// Makes the NIC drop its state of a connection that it does not run; see [`Control::Cancel`].
     pub fn cancel(&mut self, cid: Cid, flow: &Flow, forgotten: bool) {
         self.shape.unsteer(flow);
         let _ = self.nic.control(Control::Cancel, cid, u32::from(forgotten));
     }
 
-    /// The NIC lets go of a connection that the kernel has again.
+    /// Makes the NIC release a connection that the kernel has again.
     pub fn release(&mut self, cid: Cid, flow: &Flow) -> Result<(), Refusal> {
         self.shape.unsteer(flow);
         self.nic.control(Control::Release, cid, 0).map(|_| ())

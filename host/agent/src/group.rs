@@ -1,4 +1,5 @@
-//! Groups of sessions: a program and what it starts. Their connections may be moved to and fro at random, and are reported together.
+//! Groups of sessions: a program and the processes that it starts. Their connections may be moved at random, and are reported
+//! together.
 
 use crate::connection::Connection;
 use baton_linux::events::monotonic_micros;
@@ -9,16 +10,16 @@ use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::os::fd::OwnedFd;
 
-/// Microseconds for which a group is kept that no session belongs to: a script's next command may come late.
+/// Time for which a group without sessions is kept, in microseconds: a script's next command may come late.
 const UNUSED: u64 = 3_600_000_000;
 
-/// Causes that a report tells apart, of each kind.
+/// Most causes of each kind that a report lists separately.
 const MOST_CAUSES: usize = 64;
 
 /// A group.
 pub(crate) struct Group {
     user: u32,
-    /// Sessions that are open now, and since when there are none, microseconds of the monotonic clock.
+    /// Number of open sessions, and the time since which there are none, in microseconds of the monotonic clock.
     sessions: u32,
     unused_since: u64,
     pub flip: Option<Flip>,
@@ -41,21 +42,21 @@ impl Group {
         }
     }
 
-    /// Microseconds until a connection's next move, if its group moves them at random.
+    /// Returns the time until a connection's next move, in microseconds, if its group moves them at random.
     pub fn interval(&mut self) -> Option<u64> {
         let flip = self.flip?;
         let random = splitmix(&mut self.random);
-        // What was asked for has been checked; what a keeper holds since an earlier version may not have been.
+        // Requests have been checked; a group that the keeper holds from an earlier version may not have been.
         let (min, max) = (flip.min.clamp(1, Flip::LONGEST), flip.max.clamp(1, Flip::LONGEST));
         Some(min + random % (max.saturating_sub(min) + 1))
     }
 
-    /// The program has asked for a connection in the kernel, for this reason.
+    /// Counts a connection that its program needed in the kernel, for this reason.
     pub fn gave_back(&mut self, reason: &str) {
         *cause(&mut self.report.given_back, reason) += 1;
     }
 
-    /// A move has not taken place.
+    /// Counts a move that was refused.
     pub fn stayed(&mut self, refusal: &Refusal) {
         *cause(&mut self.report.stayed, &refusal.to_string()) += 1;
         match refusal {
@@ -65,7 +66,7 @@ impl Group {
         }
     }
 
-    /// A connection is the program's alone again.
+    /// Counts a connection that is removed, by its number of moves.
     pub fn forgotten(&mut self, connection: &Connection) {
         *self.report.connections_by_moves.entry(connection.made).or_default() += 1;
         if connection.made == 0 {
@@ -86,13 +87,14 @@ impl Group {
     }
 }
 
-/// The entry of a cause, or of all others: causes may be a program's own words, and a report does not grow without end.
+/// Returns the counter of a cause, or that of all others once there are [`MOST_CAUSES`]: a cause may be a program's own text, and
+/// the report must stay bounded.
 fn cause<'a>(causes: &'a mut BTreeMap<String, u64>, name: &str) -> &'a mut u64 {
     let name = if causes.len() < MOST_CAUSES || causes.contains_key(name) { name } else { "other causes" };
     causes.entry(name.into()).or_default()
 }
 
-/// The next of a sequence of numbers (Steele, Lea and Flood's SplitMix64).
+/// Returns the next pseudorandom number (Steele, Lea and Flood's SplitMix64).
 fn splitmix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
@@ -101,7 +103,7 @@ fn splitmix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The groups by name.
+/// All groups, by name.
 #[derive(Default)]
 pub(crate) struct Groups {
     groups: HashMap<u64, Group, std::hash::BuildHasherDefault<std::hash::DefaultHasher>>,
@@ -112,14 +114,14 @@ impl Groups {
         self.groups.insert(name, group);
     }
 
-    /// A session of the group has opened.
+    /// Counts a session of the group that was opened.
     pub fn joined(&mut self, name: u64) {
         if let Some(group) = self.groups.get_mut(&name) {
             group.sessions += 1;
         }
     }
 
-    /// One has ended.
+    /// Uncounts a session of the group that has ended.
     pub fn left(&mut self, name: u64) {
         if let Some(group) = self.groups.get_mut(&name) {
             group.sessions = group.sessions.saturating_sub(1);
@@ -127,8 +129,8 @@ impl Groups {
         }
     }
 
-    /// Makes room for another group of a user's, who may have `most`. Groups that nobody uses any more end: those for a long time, and the
-    /// user's oldest one if there is no room otherwise. Returns the names of those that have ended.
+    /// Makes room for another group of a user, who may have `most`. Removes groups that have been unused for a long time, and the
+    /// user's oldest unused one if there is no room otherwise. Returns the names of the removed groups.
     ///
     /// # Errors
     /// If all of the user's groups are in use.
@@ -159,7 +161,7 @@ impl Groups {
         self.groups.get_mut(&name)
     }
 
-    /// Something of a group has come to an end: its report is brought up to date.
+    /// Writes a group's report, after something of the group has ended.
     pub fn write(&mut self, name: u64) {
         if let Some(Err(error)) = self.get(name).map(Group::write) {
             eprintln!("baton agent: the report cannot be written: {error}");

@@ -1,5 +1,5 @@
-//! What an agent writes down before each step of a move that the next agent could not find out by itself. It lies in the slot of the
-//! connection, which programs do not see; its first word is written last.
+//! The agent's journal: written before each step of a move, it holds what the next agent could not find out by itself. An entry
+//! lies in the connection's slot, which programs do not see; its first word is written last.
 
 use crate::connection::{Memory, OnNic};
 use crate::memory::Limits;
@@ -12,7 +12,7 @@ use baton_shm::Region;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
-/// An entry.
+/// An entry of the journal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Entry {
     pub session: u32,
@@ -31,7 +31,7 @@ impl Entry {
         Entry { session, connection, cid: cid.0, saved, memory: [0; 4], image: Vec::new(), handed_off_at: 0 }
     }
 
-    /// The entry of a connection whose bytes have been copied.
+    /// Completes the entry of a connection whose bytes have been copied.
     pub fn copied(mut self, image: &Image, memory: Memory, at: u64) -> Entry {
         let mut bytes = [0u8; MAX_ENCODED];
         let length = image.encode(&mut bytes).unwrap_or(0);
@@ -46,7 +46,7 @@ impl Entry {
         Memory { receive: (receive, receive_size), send: (send, send_size) }
     }
 
-    /// What an agent remembers of a connection on the NIC. None if the entry is damaged.
+    /// Returns the agent's state of a connection on the NIC. None if the entry is damaged.
     pub fn on_nic(&self) -> Option<OnNic> {
         let mut bytes = [0u8; MAX_ENCODED];
         bytes.get_mut(..self.image.len())?.copy_from_slice(&self.image);
@@ -69,7 +69,7 @@ fn place(at: u32) -> usize {
     nic::slot(at) + slot::JOURNAL
 }
 
-/// Writes an entry. False if it is too long, which only a huge filter of the program's can bring about.
+/// Writes an entry. Returns false if it is too long, which only a huge socket filter of the program can cause.
 #[must_use]
 pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     let base = place(Cid(entry.cid).slot());
@@ -77,7 +77,7 @@ pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     if bytes.len() > slot::JOURNAL_BYTES - 8 {
         return false;
     }
-    // A half-written entry must not be taken for one.
+    // The first word is 0 meanwhile, so that a half-written entry is not read.
     nic_memory.word32(base).store(0, Ordering::Release);
     nic_memory.word32(grown_at(Cid(entry.cid).slot())).store(0, Ordering::Release);
     nic_memory.word32(base + 4).store(bytes.len() as u32, Ordering::Release);
@@ -94,10 +94,10 @@ fn grown_copy(at: u32, copy: u32) -> usize {
     grown_at(at) + 4 + (copy as usize - 1) * slot::GROWN_WORDS * 4
 }
 
-/// The entry stands, but for its connection's name and memory.
+/// Updates cid and memory of an entry, whose other fields stay valid.
 pub(crate) fn grown(nic_memory: &Region, at: u32, cid: Cid, memory: Memory) {
     let counts = nic_memory.word32(grown_at(at));
-    // The copy that does not count is written, and counts then.
+    // The copy that is not valid is written, and becomes valid after that.
     let copy = if counts.load(Ordering::Acquire) == 1 { 2 } else { 1 };
     let words = [cid.0, memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
     for (word, value) in words.into_iter().enumerate() {
@@ -106,7 +106,7 @@ pub(crate) fn grown(nic_memory: &Region, at: u32, cid: Cid, memory: Memory) {
     counts.store(copy, Ordering::Release);
 }
 
-/// The entry stands, the move has come further. `image` is what the kernel is to go on from.
+/// Advances an entry to the phase `Speaking`. `image` is the one from which the kernel continues.
 pub(crate) fn speaking(nic_memory: &Region, cid: Cid, image: &Image) {
     let mut bytes = [0u8; MAX_ENCODED];
     if image.encode(&mut bytes).is_ok() {
@@ -115,17 +115,17 @@ pub(crate) fn speaking(nic_memory: &Region, cid: Cid, image: &Image) {
     }
 }
 
-/// The entry stands, the move goes back a step: the socket is whole, and the next agent is to leave its bytes alone.
+/// Sets an entry back to the phase `Reading`: the socket is whole, and the next agent must not change its bytes.
 pub(crate) fn reading(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(Phase::Reading as u32, Ordering::Release);
 }
 
-/// The move is over.
+/// Clears an entry: the move is over.
 pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
 }
 
-/// The entry of a slot.
+/// Reads the entry of a slot.
 pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     let base = place(at);
     let phase = Phase::from_number(nic_memory.word32(base).load(Ordering::Acquire))?;
@@ -143,7 +143,7 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     (Cid(entry.cid).slot() == at).then_some((phase, entry))
 }
 
-/// Session and number of the connection that was handed off last under the slot of this name.
+/// Returns session and number of the connection that was last handed off in the slot of this cid.
 pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u32, u32)> {
     if cid.slot() as usize >= slots {
         return None;
@@ -152,23 +152,23 @@ pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<
     Some((parameter(0), parameter(5)))
 }
 
-/// The name that the next occupant of a slot gets, kept so that no agent uses a name that another has used.
+/// Returns the cid of a slot's next occupant. It is kept in NIC memory, so that no agent uses a cid that another has used.
 pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
     if word == 0 { Cid::new(at, 1) } else { Cid(word) }
 }
 
-/// How many slots have ever had a connection: the first ones.
+/// Returns the number of slots that ever had a connection; these are the first ones.
 pub(crate) fn slots_used(nic_memory: &Region, slots: u32) -> u32 {
     nic_memory.word32(nic::SLOTS_USED).load(Ordering::Acquire).min(slots)
 }
 
-/// Notes how many slots have had a connection, before the last of them has one.
+/// Stores the number of slots that have had a connection. Called before the last of them gets one.
 pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
     nic_memory.word32(nic::SLOTS_USED).store(used, Ordering::Release);
 }
 
-/// Notes the name of a slot's next occupant.
+/// Stores the cid of a slot's next occupant.
 pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
     nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_CID).store(name.0, Ordering::Release);
 }

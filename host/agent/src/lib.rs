@@ -1,4 +1,4 @@
-//! The agent: decides and moves connections, supervises the NIC.
+//! The agent: decides where connections run, moves them, and supervises the NIC.
 
 #![forbid(unsafe_code)]
 

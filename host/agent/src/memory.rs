@@ -1,4 +1,4 @@
-//! Send and receive memory of connections: how much each begins with, how much it may grow to, and where it comes from.
+//! Send and receive memory of connections: initial sizes, limits of growth, and allocation from the session's heap.
 
 use crate::connection::Memory;
 use crate::session::OpenSession;
@@ -11,15 +11,15 @@ use baton_shm::Region;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
-/// Send and receive memory that a connection begins with, if it needs no more.
+/// Initial size of send and of receive memory in bytes, unless the connection needs more.
 const BEGINNING: u32 = 1 << 18;
-/// What it begins with once more than half of the session's memory is taken, so that thousands of connections find room.
+/// Initial size in bytes once more than half of the session's memory is taken, so that thousands of connections find room.
 const BEGINNING_LATE: u32 = 1 << 16;
-/// What it is content with if there is no more.
+/// Least size in bytes, if there is no more.
 const LEAST: u32 = 1 << 14;
-/// The most that it gets.
+/// Greatest size in bytes.
 const MOST: u32 = 1 << 26;
-/// Share of what is left for growth that one connection gets at a time.
+/// Divisor: one growth gets at most the bytes left for growth divided by this.
 const SHARE: u64 = 4;
 const SOL_SOCKET: i32 = 1;
 const SO_SNDBUF: i32 = 7;
@@ -28,20 +28,21 @@ const SO_BUF_LOCK: i32 = 72;
 const SEND_LOCKED: i32 = 1;
 const RECEIVE_LOCKED: i32 = 2;
 
-/// Bytes of memory that a connection may have at most.
+/// Most bytes of receive and of send memory that a connection may have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Limits {
     pub receive: u32,
     pub send: u32,
 }
 
-/// The third field of a setting: the most.
+/// Reads the third field of a sysctl such as tcp_rmem: the maximum.
 fn third(setting: &str) -> Option<u32> {
     std::fs::read_to_string(format!("/proc/sys/net/ipv4/{setting}")).ok()?.split_whitespace().nth(2)?.parse().ok()
 }
 
 impl Limits {
-    /// The host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the kernel.
+    /// Returns the maxima of the host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the
+    /// kernel.
     pub fn of(fd: BorrowedFd<'_>) -> Limits {
         let get = |option| socket::get(fd, SOL_SOCKET, option).ok();
         let locks = get(SO_BUF_LOCK).unwrap_or(0);
@@ -52,7 +53,7 @@ impl Limits {
         Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, "tcp_rmem"), send: limit(SEND_LOCKED, SO_SNDBUF, "tcp_wmem") }
     }
 
-    /// Tells the NIC, before a handoff.
+    /// Writes the limits into the slot, for the NIC, before a handoff.
     pub fn write(self, nic_memory: &Region, cid: Cid) {
         for (at, value) in [self.receive, self.send].into_iter().enumerate() {
             nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).store(value, Ordering::Release);
@@ -60,8 +61,8 @@ impl Limits {
     }
 }
 
-/// Memory for the queues of a connection that moves to the NIC: room for what is there, for the window that was advertised, and for as much
-/// in flight as its path holds; no less than connections begin with, and no more than it may have.
+/// Allocates memory for the queues of a connection that moves to the NIC: enough for their bytes, for the advertised window, and
+/// for as much in flight as its path holds; at least the initial size, and at most its limits.
 pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> Option<Memory> {
     let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
     let received = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?;
@@ -69,7 +70,7 @@ pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> 
     let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
     let beginning = if scarce { BEGINNING_LATE } else { BEGINNING };
     let receive = take_between(&mut session.heap, received, beginning.min(limits.receive))?;
-    // Where memory is scarce a connection that could use more gets it when it asks.
+    // Where memory is scarce, a connection that could use more gets it when it requests more.
     let sent = if scarce { beginning } else { beginning.max(in_flight) }.min(limits.send);
     let Some(send) = take_between(&mut session.heap, image.send_queue(), sent) else {
         session.heap.give(receive.0, receive.1);
@@ -78,7 +79,7 @@ pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> 
     Some(Memory { receive, send })
 }
 
-/// As much as is wished for, or less, but no less than is needed.
+/// Allocates `wished` bytes, or less, but at least `needed`.
 fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)> {
     let needed = needed.max(LEAST.min(wished));
     if needed > MOST {
@@ -86,7 +87,7 @@ fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)>
     }
     let mut size = wished.max(needed);
     loop {
-        // Beyond what every connection begins with only what is left for growth is given.
+        // Blocks larger than the initial size come only from what is left for growth.
         if (size <= BEGINNING || size <= needed.next_power_of_two() || fits_growth(heap, size))
             && let Some(block) = heap.take(size)
         {
@@ -99,13 +100,15 @@ fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)>
     }
 }
 
-/// Half of the heap is for connections that are still to come.
+/// Whether a block of `size` bytes fits the share of one growth. Half of the heap is reserved for connections that are still to
+/// come.
 fn fits_growth(heap: &Heap, size: u32) -> bool {
     let left = heap.free_bytes().saturating_sub(heap.bytes() / 2);
     u64::from(size.next_power_of_two()) <= left / SHARE
 }
 
-/// Larger memory than `now`, as near to what is wanted as there is room for. None if there is none, or nothing is wanted.
+/// Allocates a block larger than `now` bytes, as near to `wanted` as there is room for. None if there is no room, or nothing is
+/// wanted.
 pub(crate) fn enlarge(heap: &mut Heap, now: u32, wanted: u32, most: u32) -> Option<(u32, u32)> {
     let mut size = wanted.min(most).min(MOST).next_power_of_two();
     while size > now {
@@ -119,15 +122,15 @@ pub(crate) fn enlarge(heap: &mut Heap, now: u32, wanted: u32, most: u32) -> Opti
     None
 }
 
-/// Gives a connection's memory back.
+/// Frees a connection's memory.
 pub(crate) fn give(session: &mut OpenSession, memory: Memory) {
     give_block(session, memory.receive);
     give_block(session, memory.send);
 }
 
-/// Gives one block back.
+/// Frees one block.
 pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) {
-    // Pages of ordinary buffers are soon used again; large ones go back to the system.
+    // Pages of ordinary buffers are soon used again; those of large ones are returned to the system.
     if size > 1 << 21 {
         session.memory.discard(offset as usize, size as usize);
     }
@@ -138,7 +141,7 @@ pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) 
 mod tests {
     use super::*;
 
-    /// However many connections want the most, half of the heap is left for those that come later, and each of them gets what it needs.
+    /// However many connections request the most, half of the heap is left for later ones, and each of those gets what it needs.
     #[test]
     fn growth_leaves_room_for_others() {
         let mut heap = Heap::new(0, 64 << 20);

@@ -1,4 +1,4 @@
-//! The NIC process as the agent sees it: started, asked, watched.
+//! The NIC process as the agent sees it: its start, its commands, its notifications and its end.
 
 use crate::ground::Shape;
 use crate::journal;
@@ -21,7 +21,7 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Microseconds after which a NIC that has not answered a command counts as dead.
+/// Time after which a NIC that has not answered a command counts as dead, in microseconds.
 const ANSWER_LIMIT: u64 = 2_000_000;
 
 /// The devices and memory that outlive any one NIC process.
@@ -35,7 +35,7 @@ pub(crate) struct Hardware {
     pub agent_bell: Doorbell,
 }
 
-/// The session that a message says is cut off, since its program broke the interface's rules.
+/// Returns the session that a message ends because its program broke the interface's rules, if it is such a message.
 pub(crate) fn cut_off(message: &Message) -> Option<u32> {
     let about = (message.operation, Control::from_number(message.kind));
     matches!(about, (Operation::OsControl, Some(Control::Detach))).then_some(message.address)
@@ -48,19 +48,19 @@ pub(crate) struct NicProcess {
     events: Consumer<RingWords>,
     memory: Arc<Region>,
     bell: Doorbell,
-    /// What the NIC said without being asked.
+    /// Notifications that the NIC sent without a command.
     pub inbox: VecDeque<Message>,
-    /// Connections that it has room for, as advertised.
+    /// Number of connections that it has room for, as advertised.
     pub room: u32,
     free: FreeSlots,
-    /// The process has been ended: nothing is asked of it any more.
+    /// The process has been ended: it gets no more commands.
     ended: bool,
 }
 
-/// Slots without a connection. Memory of slots that never had one is not touched.
+/// Slots without a connection. The memory of slots that never had one is not touched.
 #[derive(Default)]
 struct FreeSlots {
-    /// Slots that had a connection, with the names that they give their next ones.
+    /// Free slots that had a connection, with the cid of their next one.
     names: BTreeMap<u32, Cid>,
     /// The first slot that never had a connection, and the number of slots.
     fresh: u32,
@@ -68,7 +68,7 @@ struct FreeSlots {
 }
 
 impl FreeSlots {
-    /// All slots, whatever an earlier agent has had in them.
+    /// Returns all slots as free, whatever an earlier agent had in them.
     fn read(memory: &Region, slots: u32) -> FreeSlots {
         let fresh = journal::slots_used(memory, slots);
         let names = (0..fresh).map(|slot| (slot, journal::next_name(memory, slot))).collect();
@@ -109,7 +109,7 @@ impl NicProcess {
         }
         descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, true);
-        // What the last NIC left unread was for the last NIC.
+        // Commands that the last NIC left unread were meant for that NIC only.
         Consumer::new(hardware.memory.ring(nic::COMMANDS)).skip_all();
         let child = command.spawn().context("starting the NIC process")?;
         drop(theirs);
@@ -154,33 +154,34 @@ impl NicProcess {
         let _ = self.child.wait();
     }
 
-    /// A free slot, within what the NIC advertised.
+    /// Takes a free slot, if the NIC advertised room, and returns its cid.
     pub fn take_slot(&mut self) -> Option<Cid> {
         if self.room == 0 { None } else { self.free.take(&self.memory) }
     }
 
-    /// A slot that is free again.
+    /// Frees a slot.
     pub fn give_slot(&mut self, cid: Cid) {
         journal::note_next_name(&self.memory, cid.next_generation());
         self.free.names.insert(cid.slot(), cid.next_generation());
     }
 
-    /// A slot is another connection's already.
+    /// Removes a slot from the free ones, because a connection has it already.
     pub fn withhold(&mut self, cid: Cid) {
         self.free.names.remove(&cid.slot());
     }
 
-    /// Takes over the free slots of the last NIC, with their names, so that no name is used twice.
+    /// Takes over the free slots of the last NIC, with their cids, so that no cid is used twice.
     pub fn inherit_slots(&mut self, last: &mut NicProcess) {
         self.free = std::mem::take(&mut last.free);
     }
 
-    /// Lets frames flow.
+    /// Starts forwarding frames.
     pub fn let_frames_flow(&mut self) -> Result<()> {
         self.tell(&ToNic::Start, &[])
     }
 
-    /// Other offloads for the kernel's connections. Waits until they are in force: whoever sets them again and again must not outrun it.
+    /// Sets the offloads for the kernel's connections. Waits until they are in force, so that repeated calls do not outrun the
+    /// NIC.
     pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
         self.tell(&ToNic::Offloads(Box::new(*offloads)), &[])?;
         match self.channel.receive::<ToAgent>()?.0 {
@@ -206,7 +207,7 @@ impl NicProcess {
         }
     }
 
-    /// Gives a command and waits for its answer.
+    /// Sends a command and waits for its answer.
     ///
     /// # Errors
     /// [`Refusal::Refused`] with the NIC's reason, [`Refusal::NicGone`] if it died.
@@ -240,7 +241,7 @@ impl NicProcess {
             if spins.is_multiple_of(4096) {
                 std::thread::yield_now();
                 if self.is_dead() || monotonic_micros() > deadline {
-                    // One that hangs must not go on later.
+                    // A NIC that hangs must not continue later.
                     self.end();
                     return Err(Refusal::NicGone);
                 }
@@ -248,7 +249,7 @@ impl NicProcess {
         }
     }
 
-    /// A control command.
+    /// Sends a control command and waits for its answer.
     ///
     /// # Errors
     /// See [`NicProcess::command`].
@@ -268,13 +269,13 @@ impl NicProcess {
         }
     }
 
-    /// Moves what the NIC has said into the inbox: at most as much as its ring holds.
+    /// Moves the NIC's notifications into the inbox, at most as many as its ring holds.
     pub fn listen(&mut self) {
         let waiting = std::iter::from_fn(|| self.next_event()).take(RING_MESSAGES).collect::<Vec<_>>();
         self.inbox.extend(waiting);
     }
 
-    /// What was said of a session does not count for the next one of this number.
+    /// Drops notifications about a session, so that they do not apply to the next one of this number.
     pub fn forget_session(&mut self, session: u32) {
         self.inbox.retain(|message| cut_off(message) != Some(session));
     }

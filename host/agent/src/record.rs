@@ -1,4 +1,4 @@
-//! What the recovery record, the program's block and the image in a slot say of a connection.
+//! Readers of a connection's recovery record, of its block and of the image in its slot.
 
 use crate::connection::{Connection, Memory, OnNic};
 use baton_abi::layout::{block, nic, slot};
@@ -9,7 +9,7 @@ use baton_linux::socket::Pieces;
 use baton_shm::Region;
 use std::sync::atomic::Ordering;
 
-/// The record that counts, if the NIC ever published one. `base` is the offset of the connection's slot.
+/// Returns the valid record, if the NIC ever published one. `base` is the offset of the connection's slot.
 pub(crate) fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
     let published = nic_memory.words(base + slot::PUBLISHED, 1)[0].load(Ordering::Acquire);
     if published == 0 {
@@ -24,12 +24,12 @@ const fn record_bytes() -> usize {
     record::WORDS * 8
 }
 
-/// No record counts in the slot any more.
+/// Invalidates the record in a slot.
 pub(crate) fn unpublish(nic_memory: &Region, at: u32) {
     nic_memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
 }
 
-/// Ranges that the NIC had received out of order: first sequence number, and the one behind the last.
+/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last.
 pub(crate) fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
     let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
     let count = usize::from(record.ranges).min(slot::RANGES_BYTES / 8);
@@ -37,14 +37,15 @@ pub(crate) fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> 
     words.iter().map(|word| word.load(Ordering::Relaxed)).map(|word| (word as u32, (word >> 32) as u32)).collect()
 }
 
-/// The image in a slot.
+/// Reads the image in a slot.
 pub(crate) fn read_image(nic_memory: &Region, cid: Cid) -> Result<Image, ImageError> {
     let mut bytes = [0u8; MAX_ENCODED];
     let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
     Image::decode(&bytes)
 }
 
-/// The image at the moment of a NIC's death. What the program did is in its block; it is believed only as far as it can be true.
+/// Makes the image of a connection at its NIC's death. What the program did is in its block, which is believed only as far as it
+/// can be true.
 pub(crate) fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> Option<Image> {
     let handed = &on_nic.image;
     let mut state = State::from_number(record.state)?;
@@ -75,7 +76,7 @@ pub(crate) fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Conne
         rcv_adv: record.rcv_adv,
         unread,
         ts_recent: record.ts_recent,
-        // Later than anything the NIC can have sent.
+        // A timestamp later than any that the NIC can have sent.
         ts_clock: handed.ts_clock.wrapping_add(elapsed as u32 + 1),
         cwnd: record.cwnd,
         srtt: record.srtt,
@@ -83,12 +84,13 @@ pub(crate) fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Conne
     })
 }
 
-/// Bytes that the program has not read, where the NIC believes that `told` are left before `data_end`: it learns of reading late.
+/// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`: the NIC is
+/// notified of reads late.
 pub(crate) fn unread_by_program(connection: &Connection, data_end: u32, told: u32) -> u32 {
     data_end.wrapping_sub(connection.block.load(block::READ_SEQ)).min(told)
 }
 
-/// Where the unread and the unacknowledged bytes of an image lie.
+/// Returns the memory pieces of an image's unread and unacknowledged bytes.
 pub(crate) fn queues<'a>(region: &'a Region, memory: Memory, image: &Image) -> Option<(Pieces<'a>, Pieces<'a>)> {
     let unread = Pieces::of(region, memory.receive, image.read_seq(), image.unread)?;
     let unacknowledged = Pieces::of(region, memory.send, image.snd_una, image.send_queue())?;

@@ -1,4 +1,4 @@
-//! A program's session as the agent holds it.
+//! State that the agent keeps of a program's session.
 
 use crate::connection::Memory;
 use crate::connections::Connections;
@@ -19,27 +19,27 @@ pub(crate) struct Session {
     pub channel: Channel,
     pub process: u32,
     pub user: u32,
-    /// How it was opened.
+    /// Parameters with which it was opened.
     pub opening: Opening,
     /// None until the program has opened its session (a tool never does).
     pub open: Option<OpenSession>,
     pub connections: Connections,
 }
 
-/// Why a session ends whose program lets answers pile up.
+/// Reason for ending a session whose program does not read its answers.
 pub(crate) const DEAF: &str = "it does not read its answers";
 
-/// What became of a message to a program.
+/// Result of sending a message to a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Sent {
-    /// It is on its way, or its program is gone, which is found out by the channel.
+    /// It was sent, or the program is gone, which the channel reports.
     Done,
-    /// There is no room: the program does not read.
+    /// There is no room in the channel: the program does not read.
     Full,
 }
 
 impl Session {
-    /// Sends a message to the program. It never waits for that to read.
+    /// Sends a message to the program, without waiting for the program to read.
     pub fn send(&self, answer: &Answer, descriptors: &[BorrowedFd<'_>]) -> Sent {
         match self.channel.try_send(answer, descriptors) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Sent::Full,
@@ -47,7 +47,7 @@ impl Session {
         }
     }
 
-    /// One whose program has not opened it yet.
+    /// Makes a session that its program has not opened yet.
     pub fn new(channel: Channel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
         Ok(Session { channel, process, user, opening: Opening::alone(), open: None, connections: Connections::default() })
@@ -56,32 +56,32 @@ impl Session {
 
 pub(crate) struct OpenSession {
     pub memory: Arc<Region>,
-    /// The NIC's and this agent's end: what is rung here the program hears.
+    /// The NIC's and this agent's end of the doorbells: ringing it wakes the program.
     pub bell: SessionBell,
     pub heap: Heap,
-    /// Memory of connections that ended on the NIC: the program may still read it until it forgets them.
+    /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
     pub ended: BTreeMap<u32, Memory>,
 }
 
 impl OpenSession {
-    /// One with new memory, and the program's end of its doorbells.
+    /// Makes a session with new memory. Returns the program's end of its doorbells as well.
     pub fn new(bytes: usize) -> io::Result<(OpenSession, SessionBell)> {
         let (ours, theirs) = SessionBell::pair()?;
         Ok((Self::with_memory(Arc::new(Region::create("baton-session", bytes)?), ours), theirs))
     }
 
-    /// Memory that a session has already.
+    /// Makes a session from memory that exists already.
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
         OpenSession { heap: Heap::new(at::HEAP, at::heap_end(memory.len())), memory, bell, ended: BTreeMap::new() }
     }
 
-    /// Tells the program that a connection has moved, or that any may have ([`at::ANY`]).
+    /// Notifies the program that a connection has moved, or that any may have ([`at::ANY`]).
     pub fn announce_move(&self, number: u32) {
         self.note_move(number);
         self.bell.ring();
     }
 
-    /// The same, for when the program looks next.
+    /// Records a move without ringing: the program sees it when it looks next.
     pub fn note_move(&self, number: u32) {
         let moves = self.memory.word32(at::MOVES);
         let entry = moves.load(Ordering::Acquire) % at::MOVED_ENTRIES;
@@ -89,7 +89,7 @@ impl OpenSession {
         moves.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Drops commands that the program gave to a NIC that has died: what they said is in the connections' blocks, too.
+    /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as well.
     pub fn forget_commands(&self) {
         Consumer::new(self.memory.ring(at::COMMANDS)).skip_all();
     }
