@@ -50,7 +50,7 @@ pub enum Action {
     Check,
     /// NIC: write the image, hold what comes, end.
     Rest,
-    /// Kernel: make the socket a connection that hears and does not speak yet.
+    /// Kernel: import the connection into the socket, which receives but does not send yet.
     Import(Source),
     /// NIC: the frames are the kernel's; replay to it what the peer said last and what was held.
     Release,
@@ -90,7 +90,7 @@ pub enum Action {
     GiveUp,
     /// The NIC does not answer, or does what it must not: end it. [`crate::Event::NicDied`] follows.
     EndNic,
-    /// The move is over: tell who asked.
+    /// The move is over: answer whoever requested it.
     Conclude(Conclusion),
 }
 
@@ -99,7 +99,7 @@ pub enum Action {
 pub enum Conclusion {
     /// The connection is where it was asked to be.
     Moved,
-    /// It has more memory, or there was none for it: nobody waits to hear of it.
+    /// It has more memory, or there was none for it. No answer is due.
     Grown,
     /// It stays where it was, or has ended.
     Stays(Refusal),
@@ -114,8 +114,8 @@ pub enum Conclusion {
 pub enum Outcome {
     /// It is done.
     Done,
-    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. The kernel has to send its own, silenced, before it can
-    /// hear of that: [`Action::Finish`] comes before the frames are released.
+    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. The kernel accepts that acknowledgement only after it
+    /// has sent its own FIN, which is silenced: so [`Action::Finish`] comes before the frames are released.
     DoneFinAcknowledged,
     /// Not yet: ask again a moment later.
     NotYet,

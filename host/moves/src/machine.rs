@@ -28,11 +28,11 @@ pub enum Goal {
     Enlarge,
     /// Into larger memory.
     Grow,
-    /// To stay on the NIC: a growth does not take place, and nobody waits to hear why.
+    /// To stay on the NIC: a growth does not take place, and no answer is due.
     Stay,
     /// To its end on the NIC.
     End,
-    /// To its end, since nobody can have it.
+    /// To its end, since neither kernel nor NIC can take it.
     GiveUp,
 }
 
@@ -345,7 +345,7 @@ impl Move {
     fn towards_kernel(&mut self) -> Option<Action> {
         Some(match self.step {
             Step::Kernel => Action::Conclude(self.conclusion()),
-            // There is nothing that could speak.
+            // The kernel's socket is lost, so it has nothing to send.
             Step::Purged | Step::Rested | Step::Vacated if self.lost.is_some() => self.release.clone(),
             Step::Speaking if !self.fin_first => self.release.clone(),
             Step::Speaking | Step::Released => {

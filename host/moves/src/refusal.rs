@@ -50,7 +50,7 @@ pub enum Refusal {
     /// Its device has no Ethernet headers.
     #[error("its route leads through interface {0}, which is neither Ethernet nor loopback")]
     NotEthernet(u32),
-    /// Its packets carry a mark, by which rules, queues and filters of the kernel tell them.
+    /// Its packets carry a mark, which the kernel's rules, queues and filters match.
     #[error("its packets carry a mark (SO_MARK {0}), and the NIC's do not: where nothing goes by the mark, do not set it")]
     Marked(u32),
     /// It is bound to a device, and its route leads through another.
@@ -71,7 +71,7 @@ pub enum Refusal {
          lets it move"
     )]
     Rules(String),
-    /// There are rules of whose changes nothing tells.
+    /// There are rules whose changes cannot be observed.
     #[error(
         "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"
     )]
@@ -178,7 +178,7 @@ mod tests {
         assert!(!system.is_transient());
     }
 
-    /// Whoever may try again is told so, or the cause says that it passes.
+    /// A transient refusal says "try again", or names a cause that passes.
     #[test]
     fn what_asks_to_try_again_is_transient() {
         for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged] {

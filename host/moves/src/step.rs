@@ -54,16 +54,16 @@ steps! {
     Left,
     /// The NIC has written the image and holds what comes.
     Rested,
-    /// The kernel's socket has numbers and queues, and hears; it does not speak, and the NIC still holds the frames.
+    /// The kernel's socket has numbers and queues and can receive. It does not send, and the NIC still holds the frames.
     Imported,
     /// The journal says that the kernel is to go on from its own numbers: an import from the image would go back in time.
     Speaking,
     /// The frames are the kernel's again, and what was held is replayed to it.
     Released,
-    /// As [`Step::Speaking`], but the kernel speaks already, silenced: our FIN has been acknowledged, and it has to send its own before
-    /// it can hear of that.
+    /// As [`Step::Speaking`], but the kernel sends already, silenced: the peer has acknowledged our FIN, and the kernel accepts that only
+    /// after it has sent its own.
     Finished,
-    /// The kernel hears and speaks.
+    /// The kernel receives and sends.
     Back,
     /// The journal holds nothing; frames are the kernel's, the program is kept out, slot and memory are taken.
     Cleared,
@@ -267,7 +267,7 @@ impl Step {
                 Some(Phase::Copied) => Fate::Recovered,
                 Some(Phase::Speaking) => Fate::Continued,
             },
-            // Before the steal the NIC is missed in time; between steal and handoff nobody looks for it.
+            // Before the steal the NIC's death is noticed in time; between steal and handoff nothing checks for it.
             (Death::Nic, Kernel | Reserved | Mirrored | Covered | Quiescing | Quiesced) => Fate::Undone,
             (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::PutBack,
             (Death::Nic, HandedOff | Nic | Leaving | Left | Grown | Orphaned | Barred | Retaken | Vacated) => Fate::Recovered,
