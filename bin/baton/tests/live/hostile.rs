@@ -9,7 +9,7 @@ use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -147,8 +147,8 @@ fn no_user_takes_all_namespaces_or_sessions() {
     let socket = scratch.file("agent.sock");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["up", "--socket", &socket, "--namespaces-per-user", "1", "--sessions-per-user", "3"]).stderr(Stdio::piped());
-    let mut up = host.spawn(&mut command).expect("baton");
-    let mut messages = BufReader::new(up.stderr.take().expect("its messages"));
+    let mut up = Up(host.spawn(&mut command).expect("baton"));
+    let mut messages = BufReader::new(up.0.stderr.take().expect("its messages"));
     messages.read_line(&mut String::new()).expect("a line");
     let mut hostile = Hostile::start_at(&first, socket.as_ref(), "", "many");
     let said = hostile.await_attack();
@@ -161,8 +161,16 @@ fn no_user_takes_all_namespaces_or_sessions() {
         let listed = namespace.spawn(list.args(["ls", "--socket", &socket])).expect("baton").wait().expect("its end");
         assert!(listed.success());
     }
-    process::signal(up.id(), libc::SIGTERM).expect("our child");
-    up.wait().expect("baton");
+}
+
+/// `baton up`, which ends with its test, however that ends.
+struct Up(Child);
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        let _ = process::signal(self.0.id(), libc::SIGTERM);
+        let _ = self.0.wait();
+    }
 }
 
 fn ns() -> Namespace {
