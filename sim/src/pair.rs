@@ -132,7 +132,7 @@ impl End {
         let mut bytes = [0u8; baton_image::MAX_ENCODED];
         let length = image.encode(&mut bytes).expect("an image fits its room");
         let image = Image::decode(&bytes[..length]).expect("an image that was written reads back");
-        let ranges: Vec<(u32, u32)> = self.connection.out_of_order().to_vec();
+        let ranges: Vec<(u32, u32)> = self.connection.out_of_order().collect();
         self.connection = Connection::from_image(&image, self.memory.len() as u32, now);
         for (left, right) in ranges {
             let segment = Segment {
@@ -188,17 +188,34 @@ impl Pair {
             memory: vec![0; configs[at].receive_buffer as usize],
             flow: if at == 0 { flow } else { flow.reversed() },
         };
-        let mut active = Connection::connect(configs[0], isn[0], 77, now);
-        let syn = active.poll_transmit(now, 0).expect("a SYN");
         let mut pair = Pair {
-            ends: [end(0, active), end(1, Connection::connect(configs[1], isn[1], 99, now))],
+            ends: [
+                end(0, Connection::connect(configs[0], isn[0], 77, now)),
+                end(1, Connection::connect(configs[1], isn[1], 99, now)),
+            ],
             now,
             links: [Link::new(impairments, seed), Link::new(impairments, seed ^ 0x5555)],
         };
-        let syn = pair.ends[0].packet(&syn);
+        let syn = pair.carry_syn();
         pair.ends[1].connection =
-            Connection::accept(configs[1], &syn.segment, isn[1], 99, now).expect("a SYN makes a connection");
+            Connection::accept(configs[1], &syn.segment, isn[1], 99, pair.now).expect("a SYN makes a connection");
         pair
+    }
+
+    /// Runs until the SYN has arrived at the other end.
+    fn carry_syn(&mut self) -> Packet {
+        loop {
+            while let Some(transmit) = self.ends[0].connection.poll_transmit(self.now, 0) {
+                let packet = self.ends[0].packet(&transmit);
+                self.links[0].push(packet, self.now.0);
+            }
+            let timer = self.ends[0].connection.next_timeout().0;
+            self.now = Instant(self.links[0].next_arrival().map_or(timer, |arrival| arrival.min(timer)).max(self.now.0));
+            self.ends[0].connection.on_timeout(self.now);
+            if let Some(packet) = self.links[0].pop(self.now.0).filter(|packet| !packet.damaged) {
+                return packet;
+            }
+        }
     }
 
     /// Runs one round: programs, transmissions, then jumps to the next arrival or time-out and delivers it. False when nothing is left.

@@ -70,6 +70,8 @@ pub(crate) struct Growing {
     pub unused: [Option<(u32, u32)>; 2],
     /// The larger memory.
     pub larger: Memory,
+    /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing was.
+    pub copied: Option<u32>,
 }
 
 /// State that the agent keeps of a connection on the NIC.

@@ -32,7 +32,7 @@ pub(crate) fn unpublish(nic_memory: &Region, at: u32) {
 /// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last.
 pub(crate) fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
     let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
-    let count = usize::from(record.ranges).min(slot::RANGES_BYTES / 8);
+    let count = usize::from(record.ranges).min(slot::MOST_RANGES);
     let words = nic_memory.words(table, count);
     words.iter().map(|word| word.load(Ordering::Relaxed)).map(|word| (word as u32, (word >> 32) as u32)).collect()
 }

@@ -112,11 +112,13 @@ pub mod slot {
     pub const JOURNAL_BYTES: usize = FORWARD - JOURNAL;
     /// A frame to be forwarded (`nic_forward`).
     pub const FORWARD: usize = 3072;
-    /// Two tables of out-of-order ranges, each of 64 pairs of sequence numbers (8 bytes). [`crate::Record`] says which one is
-    /// valid.
+    /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes). [`crate::Record`] says which
+    /// one is valid. Of a connection with more ranges it holds the first ones.
     pub const RANGES: usize = 1024;
     /// Bytes of one table of ranges.
-    pub const RANGES_BYTES: usize = 512;
+    pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
+    /// Most ranges in a table.
+    pub const MOST_RANGES: usize = 64;
 }
 
 /// Number of (address, length) pairs that a connection's send queue holds; a power of two.

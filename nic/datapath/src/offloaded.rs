@@ -262,7 +262,7 @@ impl Offloaded {
         if waiting == layout::POSTS {
             return false;
         }
-        let free = self.tcp.out_of_order().last().map_or(self.tcp.rcv_nxt(), |(_, right)| *right);
+        let free = self.tcp.out_of_order().next_back().map_or(self.tcp.rcv_nxt(), |(_, right)| right);
         self.pending.posted[waiting] = self.receive.post(address, length, self.tcp.rcv_read(), free);
         self.pending.answers += 1;
         true
@@ -291,16 +291,17 @@ impl Offloaded {
         self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
     }
 
-    /// Writes the out-of-order ranges to the table that is not valid, which becomes valid with the record.
+    /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes valid with the
+    /// record. When the NIC dies, the others are sent again by the peer (RFC 2018 section 8).
     #[cold]
     fn store_ranges(&mut self) {
         self.ranges_table ^= 1;
         let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;
-        let ranges = self.tcp.out_of_order();
-        let words = self.nic_memory.words(base, at::RANGES_BYTES / 8);
-        for (word, (left, right)) in words.iter().zip(ranges) {
-            word.store(u64::from(*left) | u64::from(*right) << 32, Ordering::Relaxed);
+        let words = self.nic_memory.words(base, at::MOST_RANGES);
+        self.ranges = 0;
+        for (word, (left, right)) in words.iter().zip(self.tcp.out_of_order()) {
+            word.store(u64::from(left) | u64::from(right) << 32, Ordering::Relaxed);
+            self.ranges += 1;
         }
-        self.ranges = ranges.len().min(words.len()) as u8;
     }
 }

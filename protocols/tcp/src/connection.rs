@@ -351,7 +351,7 @@ impl Connection {
     }
 
     /// Ranges received behind a hole, in order.
-    pub fn out_of_order(&self) -> &[(u32, u32)] {
+    pub fn out_of_order(&self) -> impl DoubleEndedIterator<Item = (u32, u32)> + ExactSizeIterator + '_ {
         self.reassembly.ranges()
     }
 

@@ -1,6 +1,7 @@
 //! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
 
 use crate::connection::{ALWAYS, Connection, Due, EndReason, State};
+use crate::reassembly::most_ranges;
 use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
@@ -293,7 +294,7 @@ impl Connection {
         if self.reassembly.covers(seq, end) {
             self.report_duplicate(seq, end);
             received.place = 0;
-        } else if !self.reassembly.insert(seq, end) {
+        } else if !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
             received.place = 0;
         }
     }

@@ -1,16 +1,26 @@
 //! Ranges received behind a hole. The bytes lie at their place in receive memory already; only the ranges are kept.
 
 use crate::seq::{at_or_before, before, earlier, later};
-use alloc::vec::Vec;
+use alloc::collections::VecDeque;
 use baton_wire::SackBlocks;
 
-/// The most ranges that are kept; a segment that would make one more is not accepted (work per packet stays bounded).
-pub const MAX_RANGES: usize = 64;
+/// Ranges that every connection can have.
+const BASE: usize = 64;
+/// Receive window in bytes that allows one range more: a full buffer on the path may drop every other segment of a window.
+const BYTES_PER_RANGE: u32 = 2048;
+/// Most ranges of any connection. An insertion moves at most half of them: 64 KB.
+const MOST: usize = 1 << 14;
+
+/// Most ranges of a connection with a receive window of so many bytes. A segment that would make one more is not accepted, so that the
+/// work per packet and the memory are bounded.
+pub(crate) fn most_ranges(window: u32) -> usize {
+    (BASE + (window / BYTES_PER_RANGE) as usize).min(MOST)
+}
 
 /// Ordered, disjoint, non-adjacent ranges of sequence numbers.
 #[derive(Clone, Debug, Default)]
 pub struct Reassembly {
-    ranges: Vec<(u32, u32)>,
+    ranges: VecDeque<(u32, u32)>,
     /// Left edges of the ranges that grew last, newest first (RFC 2018 section 4).
     recent: [u32; 4],
     /// A FIN came behind a hole: the sequence number it has.
@@ -43,17 +53,17 @@ impl Reassembly {
         self.waiting = self.ranges.len() as u32 + u32::from(self.fin_at.is_some());
     }
 
-    /// The ranges in order.
-    pub fn ranges(&self) -> &[(u32, u32)] {
-        &self.ranges
+    /// The ranges in order: first sequence number, and the one behind the last.
+    pub fn ranges(&self) -> impl DoubleEndedIterator<Item = (u32, u32)> + ExactSizeIterator + '_ {
+        self.ranges.iter().copied()
     }
 
-    /// Adds a range that begins behind `rcv_nxt`. Returns false if there is no room for one range more.
-    pub fn insert(&mut self, left: u32, right: u32) -> bool {
+    /// Adds a range that begins behind `rcv_nxt`. Returns false if that would be one more than `most`.
+    pub fn insert(&mut self, left: u32, right: u32, most: usize) -> bool {
         let first = self.ranges.partition_point(|range| before(range.1, left));
         let last = self.ranges.partition_point(|range| at_or_before(range.0, right));
         if first == last {
-            if self.ranges.len() >= MAX_RANGES {
+            if self.ranges.len() >= most {
                 return false;
             }
             self.ranges.insert(first, (left, right));
@@ -69,7 +79,13 @@ impl Reassembly {
 
     /// Whether all of a range is held already.
     pub fn covers(&self, left: u32, right: u32) -> bool {
-        self.ranges.iter().any(|range| at_or_before(range.0, left) && at_or_before(right, range.1))
+        self.range_at(left).is_some_and(|at| at_or_before(right, self.ranges[at].1))
+    }
+
+    /// Index of the range that contains a sequence number.
+    fn range_at(&self, seq: u32) -> Option<usize> {
+        let at = self.ranges.partition_point(|range| at_or_before(range.1, seq));
+        self.ranges.get(at).is_some_and(|range| at_or_before(range.0, seq)).then_some(at)
     }
 
     /// `rcv_nxt` has moved: drops what it passed, and returns where it goes on to.
@@ -92,7 +108,7 @@ impl Reassembly {
         let mut blocks = SackBlocks::default();
         let mut used = [usize::MAX; 4];
         for left in self.recent {
-            if let Some(at) = self.ranges.iter().position(|range| at_or_before(range.0, left) && before(left, range.1))
+            if let Some(at) = self.range_at(left)
                 && !used.contains(&at)
             {
                 used[blocks.as_slice().len()] = at;
@@ -117,12 +133,13 @@ mod tests {
     #[test]
     fn ranges_merge_and_advance() {
         let mut r = Reassembly::default();
-        assert!(r.insert(10, 20));
-        assert!(r.insert(30, 40));
-        assert!(r.insert(u32::MAX - 5, 2));
-        assert_eq!(r.ranges(), [(u32::MAX - 5, 2), (10, 20), (30, 40)]);
-        assert!(r.insert(20, 30));
-        assert_eq!(r.ranges(), [(u32::MAX - 5, 2), (10, 40)]);
+        assert!(r.insert(10, 20, 64));
+        assert!(r.insert(30, 40, 64));
+        assert!(r.insert(u32::MAX - 5, 2, 64));
+        assert!(r.ranges().eq([(u32::MAX - 5, 2), (10, 20), (30, 40)]));
+        assert!(r.insert(20, 30, 64));
+        assert!(r.ranges().eq([(u32::MAX - 5, 2), (10, 40)]));
+        assert!(r.covers(12, 40) && !r.covers(12, 41) && !r.covers(5, 12));
         assert_eq!(r.sack_blocks(3).as_slice(), [(10, 40), (u32::MAX - 5, 2)]);
         assert_eq!(r.advance(u32::MAX - 5), 2);
         assert_eq!(r.advance(12), 40);
@@ -132,10 +149,21 @@ mod tests {
     #[test]
     fn the_number_of_ranges_is_capped() {
         let mut r = Reassembly::default();
-        for i in 0..MAX_RANGES as u32 {
-            assert!(r.insert(i * 10, i * 10 + 5));
+        for i in 0..64 {
+            assert!(r.insert(i * 10, i * 10 + 5, 64));
         }
-        assert!(!r.insert(10_000, 10_001));
-        assert!(r.insert(5, 10), "a range that fills a hole needs no room");
+        assert!(!r.insert(10_000, 10_001, 64));
+        assert!(r.insert(5, 10, 64), "a range that fills a hole needs no room");
+    }
+
+    /// A window of which every other segment of 1448 bytes was lost.
+    #[test]
+    fn a_window_with_a_hole_beside_every_segment_has_room() {
+        for window in [1 << 16, 1 << 20, 1 << 24] {
+            let mut r = Reassembly::default();
+            for at in (0..window).step_by(2 * 1448) {
+                assert!(r.insert(at + 1448, at + 2 * 1448, most_ranges(window)));
+            }
+        }
     }
 }

@@ -13,10 +13,10 @@ const FACTOR: u32 = 4;
 /// No connection needs more.
 const MOST: u32 = 1 << 30;
 
-/// Since when the program's reading is measured, and where it was then.
+/// When the program had read the last two quarters of a window, the later first, and where it was then.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tuning {
-    since: Instant,
+    quarters: [Instant; 2],
     read: u32,
 }
 
@@ -24,11 +24,12 @@ impl Connection {
     /// Bytes of receive memory that the connection could use, if that is more than it has.
     pub fn wanted_receive_memory(&mut self, now: Instant) -> Option<u32> {
         let (read, window) = (self.receive.read, self.receive.capacity);
-        if read.wrapping_sub(self.tuning.read) < window / 2 {
+        if read.wrapping_sub(self.tuning.read) < window / 4 {
             return None;
         }
-        let took = now.since(self.tuning.since);
-        self.tuning = Tuning { since: now, read };
+        let [last, before_last] = self.tuning.quarters;
+        self.tuning = Tuning { quarters: [now, last], read };
+        let took = now.since(before_last);
         let round = u64::from(self.rtt.smoothed);
         let limited = self.is_long_path() && took <= round + round / 4;
         (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))

@@ -30,8 +30,20 @@ impl Performer<'_> {
             return Err(Refusal::NoRoom);
         }
         let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
-        self.connection.growing = Some(Growing { cid, unused, larger });
+        let copied = self.copy_ahead(nic::slot(cid.slot()), old.send, larger.send);
+        self.connection.growing = Some(Growing { cid, unused, larger, copied });
         Ok(())
+    }
+
+    /// Copies the send queue of a connection that is still active: queued bytes do not change until they are acknowledged. So only
+    /// those that the program queues from now on are left for the time of rest, which the peer sees as a delay. Returns the
+    /// sequence number behind the last byte copied.
+    fn copy_ahead(&self, base: usize, old: (u32, u32), new: (u32, u32)) -> Option<u32> {
+        let record = read_record(self.ground.nic_memory, base).filter(|_| new != old)?;
+        let (from, to) = (self.open.memory.circle(old.0, old.1)?, self.open.memory.circle(new.0, new.1)?);
+        let queued = record.snd_end.wrapping_sub(record.snd_una);
+        (queued <= from.length()).then(|| copy_bytes(&from, &to, record.snd_una, queued))?;
+        Some(record.snd_end)
     }
 
     /// Frees the memory that is not in use.
@@ -52,7 +64,7 @@ impl Performer<'_> {
         let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
         let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
-        self.copy_over(base, &image, old, new).ok_or(Refusal::NicGone)?;
+        self.copy_over(base, &image, old, growing).ok_or(Refusal::NicGone)?;
         journal::grown(nic_memory, cid.slot(), next, new);
         self.connection.cid = Some(next);
         if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
@@ -64,19 +76,30 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones.
-    fn copy_over(&self, base: usize, image: &Image, old: Memory, new: Memory) -> Option<()> {
+    /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones that have not been
+    /// copied yet.
+    fn copy_over(&self, base: usize, image: &Image, old: Memory, growing: &Growing) -> Option<()> {
+        let new = growing.larger;
         let circle = |(offset, size)| self.open.memory.circle(offset, size);
         if new.receive != old.receive {
             let (from, to) = (circle(old.receive)?, circle(new.receive)?);
             copy_bytes(&from, &to, image.read_seq(), image.unread);
             let record = read_record(self.ground.nic_memory, base);
-            for (left, right) in record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default() {
+            let ranges = record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default();
+            if ranges.len() == slot::MOST_RANGES {
+                // The NIC may hold more ranges than the table.
+                copy_bytes(&from, &to, image.read_seq(), from.length());
+            }
+            for (left, right) in ranges {
                 copy_bytes(&from, &to, left, right.wrapping_sub(left).min(from.length()));
             }
         }
         if new.send != old.send {
-            copy_bytes(&circle(old.send)?, &circle(new.send)?, image.snd_una, image.send_queue());
+            let queue = image.send_queue();
+            let copied = growing.copied.map_or(0, |end| end.wrapping_sub(image.snd_una));
+            // All that was copied may have been acknowledged meanwhile.
+            let done = if copied <= queue { copied } else { 0 };
+            copy_bytes(&circle(old.send)?, &circle(new.send)?, image.snd_una.wrapping_add(done), queue - done);
         }
         Some(())
     }

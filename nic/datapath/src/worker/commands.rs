@@ -261,8 +261,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
         offloaded.unpublish();
         if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
-            let replay =
-                Replay { image: &image, ranges: offloaded.tcp.out_of_order(), fin_behind_hole: offloaded.tcp.fin_behind_hole() };
+            let ranges: Vec<(u32, u32)> = offloaded.tcp.out_of_order().collect();
+            let replay = Replay { image: &image, ranges: &ranges, fin_behind_hole: offloaded.tcp.fin_behind_hole() };
             let (sent, dropped) = replay.send(&mut self.to_kernel.device, |seq, out| offloaded.receive.read(seq, out));
             self.counters.add(Counter::HostSent, sent);
             self.counters.add(Counter::Dropped, dropped);
