@@ -1,7 +1,7 @@
 //! Kernel features that judge packets between a socket and the wire, and that a connection on the NIC bypasses: IPsec policies,
 //! firewall rules whose verdict changes from packet to packet, traffic-control filters. They are read once for each change.
 
-use crate::refusals::system;
+use baton_handoff::examine::system;
 use baton_linux::firewall::Firewall;
 use baton_linux::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
 use baton_linux::rtnetlink;

@@ -24,7 +24,6 @@ mod nic;
 mod perform;
 mod record;
 mod recovery;
-mod refusals;
 mod session;
 mod settings;
 mod slab;

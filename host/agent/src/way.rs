@@ -3,7 +3,7 @@
 
 use crate::connection::{Connection, OnNic};
 use crate::ground::{Ground, Shape};
-use crate::refusals::system;
+use baton_handoff::examine::system;
 use baton_handoff::export;
 use baton_linux::diagnosis;
 use baton_linux::route::{self, Route, Routing};

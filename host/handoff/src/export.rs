@@ -1,10 +1,11 @@
 //! Exports a connection from the kernel: its numbers, then its queues, then the purge that leaves a shell.
 
-use crate::examine::Stay;
+use crate::examine::system;
 use crate::shell::{self, Queue, Saved};
 use baton_image::{Image, State};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::{self, TcpInfo};
+use baton_moves::Refusal;
 use baton_wire::Flow;
 use baton_wire::frame::Link;
 use std::io;
@@ -25,12 +26,12 @@ pub struct Exporter<'a> {
 }
 
 trait Step<T> {
-    fn step(self, name: &'static str) -> Result<T, Stay>;
+    fn step(self, name: &'static str) -> Result<T, Refusal>;
 }
 
 impl<T> Step<T> for io::Result<T> {
-    fn step(self, name: &'static str) -> Result<T, Stay> {
-        self.map_err(|error| Stay::System(name, error))
+    fn step(self, name: &'static str) -> Result<T, Refusal> {
+        self.map_err(|error| system(name, &error))
     }
 }
 
@@ -76,7 +77,7 @@ impl<'a> Exporter<'a> {
     ///
     /// # Errors
     /// Why the connection stays.
-    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Refusal> {
         let exporter = Self::read(fd, flow, link, saved);
         if exporter.is_err() {
             let _ = undo(fd, saved);
@@ -84,7 +85,7 @@ impl<'a> Exporter<'a> {
         exporter
     }
 
-    fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Stay> {
+    fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Refusal> {
         // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
         shell::deafen(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
@@ -94,7 +95,7 @@ impl<'a> Exporter<'a> {
             let (second, second_write) = again?;
             let moved = (image.snd_una, image.rcv_nxt, image.unread) != (second.snd_una, second.rcv_nxt, second.unread);
             if moved || write_seq != second_write {
-                return Err(Stay::Busy);
+                return Err(Refusal::Unsettled);
             }
             let local = socket::local_address(fd).step("getsockname")?;
             let peer = socket::peer_address(fd).step("getpeername")?;
@@ -112,7 +113,7 @@ impl<'a> Exporter<'a> {
     ///
     /// # Errors
     /// Why the connection stays; the caller then calls [`Exporter::abandon`].
-    pub fn copy_queues(&self, unread: &Pieces<'_>, unacknowledged: &Pieces<'_>) -> Result<(), Stay> {
+    pub fn copy_queues(&self, unread: &Pieces<'_>, unacknowledged: &Pieces<'_>) -> Result<(), Refusal> {
         for (queue, pieces, name) in [(Queue::Receive, unread, "receive queue"), (Queue::Send, unacknowledged, "send queue")] {
             if pieces.length() == 0 {
                 continue;
@@ -122,7 +123,7 @@ impl<'a> Exporter<'a> {
             if got > pieces.length() {
                 self.copy_tail(pieces, got).step(name)?;
             } else if got < pieces.length() {
-                return Err(Stay::System(name, io::ErrorKind::UnexpectedEof.into()));
+                return Err(system(name, &io::ErrorKind::UnexpectedEof.into()));
             }
         }
         shell::select(self.fd, Queue::None).step("TCP_REPAIR_QUEUE")
@@ -155,8 +156,8 @@ impl<'a> Exporter<'a> {
     ///
     /// # Errors
     /// If the kernel refuses a step; the connection must then be imported from its image at once.
-    pub fn purge(self) -> Result<Saved, (Saved, Stay)> {
-        let steps = || -> Result<(), Stay> {
+    pub fn purge(self) -> Result<Saved, (Saved, Refusal)> {
+        let steps = || -> Result<(), Refusal> {
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
             shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
             self.saved.remember(self.fd);
@@ -181,11 +182,11 @@ pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     saved.write(fd)
 }
 
-fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Stay> {
+fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Refusal> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
     // It may have arrived since the connection was examined.
     crate::examine::check_urgent(fd)?;
-    let state = State::from_number(info.state).ok_or(Stay::State(crate::examine::state_name(info.state)))?;
+    let state = State::from_number(info.state).ok_or(Refusal::State(crate::examine::state_name(info.state)))?;
     let options = options(fd).step("getsockopt")?;
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
     let write_seq = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
@@ -199,7 +200,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     let timestamps = info.options & tcp_info::OPTION_TIMESTAMPS != 0;
     let ts_clock = if timestamps { socket::get(fd, libc::IPPROTO_TCP, TCP_TIMESTAMP).step("TCP_TIMESTAMP")? as u32 } else { 0 };
     if timestamps && info.options & tcp_info::OPTION_MICROSECONDS != 0 {
-        return Err(Stay::MicrosecondClock);
+        return Err(Refusal::MicrosecondClock);
     }
     // From Linux 6.7 on the kernel clears the lowest bit of the value that it returns: a segment may have carried one more.
     let ts_clock = ts_clock.wrapping_add(1);
@@ -240,12 +241,12 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
         reordering_seen: info.reord_seen > 0,
     };
-    image.check().map_err(|_| Stay::Busy)?;
+    image.check().map_err(|_| Refusal::Unsettled)?;
     Ok((image, write_seq))
 }
 
 /// {snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup}.
-fn read_window(fd: BorrowedFd<'_>) -> Result<[u32; 5], Stay> {
+fn read_window(fd: BorrowedFd<'_>) -> Result<[u32; 5], Refusal> {
     let mut raw = [0u8; 20];
     socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &mut raw).step("TCP_REPAIR_WINDOW")?;
     Ok(std::array::from_fn(|at| u32::from_ne_bytes([raw[4 * at], raw[4 * at + 1], raw[4 * at + 2], raw[4 * at + 3]])))

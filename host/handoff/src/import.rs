@@ -3,6 +3,7 @@
 use crate::shell::{self, Queue, Saved};
 use baton_image::Image;
 use baton_linux::socket::{self, Pieces};
+use baton_moves::Refusal;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
@@ -20,6 +21,12 @@ pub struct ImportError {
     pub step: &'static str,
     /// The kernel's error.
     pub error: io::Error,
+}
+
+impl From<ImportError> for Refusal {
+    fn from(failed: ImportError) -> Refusal {
+        Refusal::Lost(failed.step, failed.error.to_string())
+    }
 }
 
 trait Step<T> {

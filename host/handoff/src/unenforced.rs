@@ -1,7 +1,7 @@
 //! Socket options that the NIC does not act on: a connection that uses one stays in the kernel.
 
-use crate::examine::Stay;
 use baton_linux::socket;
+use baton_moves::Refusal;
 use std::os::fd::BorrowedFd;
 
 const SO_MAX_PACING_RATE: i32 = 47;
@@ -23,24 +23,24 @@ pub fn may_keep_in_kernel(level: i32, option: i32) -> bool {
 /// Checks whether the program has set an option that the NIC does not act on.
 ///
 /// # Errors
-/// [`Stay::Option`] with its name.
-pub fn check(fd: BorrowedFd<'_>) -> Result<(), Stay> {
+/// [`Refusal::Option`] with its name.
+pub fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
     let mut rate = [0xff; 8];
     let paced = socket::get_bytes(fd, libc::SOL_SOCKET, SO_MAX_PACING_RATE, &mut rate)
         .is_ok_and(|length| rate[..length.min(8)].iter().any(|byte| *byte != 0xff));
     if paced {
-        return Err(Stay::Option("SO_MAX_PACING_RATE"));
+        return Err(Refusal::Option("SO_MAX_PACING_RATE"));
     }
     // For an IPv6 socket with a mapped peer address the IPv4 options count, too.
     let get = |level, option| socket::get(fd, level, option).ok();
     for (level, option, name) in [(0, 10, "IP_MTU_DISCOVER"), (41, 23, "IPV6_MTU_DISCOVER")] {
         if get(level, option).is_some_and(|value| !FOLLOWS_PATH_MTU.contains(&value)) {
-            return Err(Stay::Option(name));
+            return Err(Refusal::Option(name));
         }
     }
     for (level, option, name) in [(0, 21, "IP_MINTTL"), (41, 73, "IPV6_MINHOPCOUNT")] {
         if get(level, option).is_some_and(|value| value > 0) {
-            return Err(Stay::Option(name));
+            return Err(Refusal::Option(name));
         }
     }
     let mut raw = [0u8; 16];
@@ -51,5 +51,5 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Stay> {
     }
     // The host's default counts as not set by the program.
     let default = std::fs::read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_default();
-    if default.trim_ascii() == name { Ok(()) } else { Err(Stay::Option("TCP_CONGESTION")) }
+    if default.trim_ascii() == name { Ok(()) } else { Err(Refusal::Option("TCP_CONGESTION")) }
 }

@@ -5,7 +5,6 @@ use crate::connection::{Asker, Block, Connection, Stage};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::record::read_record;
-use crate::refusals::refusal;
 use crate::session::{DEAF, OpenSession, Sent};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
@@ -257,7 +256,7 @@ impl Agent {
     fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
         let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
         let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS);
-        if let Err(stay) = examined.and_then(|()| examine::examine(fd.as_fd()).map(|_| ()).map_err(refusal)) {
+        if let Err(stay) = examined.and_then(|()| examine::examine(fd.as_fd()).map(|_| ())) {
             return stays(stay);
         }
         let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {

@@ -6,7 +6,6 @@ use crate::connection::{Connection, Memory, OnNic};
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
 use crate::record::{queues, unpublish};
-use crate::refusals::{lost, refusal};
 use baton_abi::layout::{block, nic, slot};
 use baton_abi::{Cid, Message, Operation};
 use baton_handoff::examine;
@@ -43,8 +42,8 @@ impl Performer<'_> {
 
     fn may_move(&mut self) -> Result<(), Refusal> {
         let connection = &mut *self.connection;
-        let info = examine::examine(connection.fd()?).map_err(refusal)?;
-        unenforced::check(connection.fd()?).map_err(refusal)?;
+        let info = examine::examine(connection.fd()?)?;
+        unenforced::check(connection.fd()?)?;
         if connection.unproved == Some(UNKNOWN) {
             connection.unproved = Some((info.bytes_acked, info.bytes_received));
         }
@@ -113,7 +112,7 @@ impl Performer<'_> {
         }
         let way = self.ground.way_of(self.connection)?;
         let fd = self.fd()?;
-        examine::check_receiving(fd).and_then(|()| unenforced::check(fd)).map_err(refusal)?;
+        examine::check_receiving(fd).and_then(|()| unenforced::check(fd))?;
         self.ground.steal(self.cid()?, &self.connection.flow, &way.path)?;
         self.way = Some(way);
         Ok(())
@@ -135,7 +134,7 @@ impl Performer<'_> {
 
     pub(super) fn export(&mut self) -> Result<(), Refusal> {
         let (Some(entry), Some(way)) = (&self.entry, &self.way) else { return Err(Refusal::NoRoute) };
-        let exporter = Exporter::begin(self.fd()?, self.connection.flow, way.link, &entry.saved).map_err(refusal)?;
+        let exporter = Exporter::begin(self.fd()?, self.connection.flow, way.link, &entry.saved)?;
         self.exporter = Some(exporter);
         Ok(())
     }
@@ -148,7 +147,7 @@ impl Performer<'_> {
             (None, Some(entry)) => export::undo(self.fd()?, &entry.saved),
             (None, None) => Ok(()),
         };
-        undone.map_err(|error| crate::refusals::system("TCP_REPAIR", &error))
+        undone.map_err(|error| baton_handoff::examine::system("TCP_REPAIR", &error))
     }
 
     /// Copies the bytes of both queues into session memory.
@@ -176,7 +175,7 @@ impl Performer<'_> {
             dropped: None,
         }));
         let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
-        let copied = exporter.copy_queues(&unread, &unacknowledged).map_err(refusal);
+        let copied = exporter.copy_queues(&unread, &unacknowledged);
         if copied.is_err() {
             self.give_memory();
         }
@@ -196,7 +195,7 @@ impl Performer<'_> {
         };
         let (saved, purged) = match exporter.purge() {
             Ok(saved) => (saved, Ok(())),
-            Err((saved, stay)) => (saved, Err(refusal(stay))),
+            Err((saved, stay)) => (saved, Err(stay)),
         };
         on_nic.saved = saved;
         purged
@@ -226,7 +225,7 @@ impl Performer<'_> {
         let (local, peer) = (self.connection.local, self.connection.peer);
         self.image = Some(image);
         let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &on_nic.saved);
-        self.importer = Some(imported.map_err(|failed| lost(&failed))?);
+        self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
     }
 }

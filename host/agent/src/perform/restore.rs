@@ -3,7 +3,6 @@
 use super::Performer;
 use crate::connection::Path;
 use crate::record::{queues, read_image, read_ranges, read_record, unread_by_program};
-use crate::refusals::lost;
 use baton_abi::layout::{block, nic};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
@@ -14,7 +13,7 @@ use std::io;
 
 /// Refusal of a connection of which `what` is missing or damaged.
 pub(super) fn damaged(what: &'static str) -> Refusal {
-    lost(&ImportError { step: what, error: io::ErrorKind::InvalidData.into() })
+    Refusal::from(ImportError { step: what, error: io::ErrorKind::InvalidData.into() })
 }
 
 impl Performer<'_> {
@@ -61,10 +60,10 @@ impl Performer<'_> {
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
         let saved = on_nic.saved.with_keepalive(self.connection.block.load(block::FLAGS) & 4 != 0);
-        let gone = |_| lost(&ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
+        let gone = |_| Refusal::from(ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
         let (local, peer) = (self.connection.local, self.connection.peer);
         let imported = Importer::begin(self.fd().map_err(gone)?, &image, local, peer, &unread, &unacknowledged, &saved);
-        self.importer = Some(imported.map_err(|failed| lost(&failed))?);
+        self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
     }
 
@@ -114,13 +113,13 @@ impl Performer<'_> {
     /// Finishes the import: from here on the kernel sends for the connection.
     pub(super) fn finish(&mut self) -> Result<(), Refusal> {
         let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
-        importer.finish().map_err(|failed| lost(&failed))
+        importer.finish().map_err(Refusal::from)
     }
 
     /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the kernel.
     pub(super) fn finish_anew(&mut self) -> Result<(), Refusal> {
         let (Some(image), Some(entry)) = (&self.image, &self.entry) else { return Err(damaged("journal")) };
         let (_, unacknowledged) = queues(self.region, entry.memory(), image).ok_or_else(|| damaged("queues"))?;
-        import::resume_sending(self.fd()?, image, &unacknowledged, &entry.saved).map_err(|failed| lost(&failed))
+        import::resume_sending(self.fd()?, image, &unacknowledged, &entry.saved).map_err(Refusal::from)
     }
 }
