@@ -7,7 +7,7 @@ use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
 use crate::perform::hand_to_kernel;
 use crate::record::{read_image, unpublish};
-use crate::session::{DEAF, OpenSession, Sent, Session};
+use crate::session::{NOT_READING, OpenSession, Sent, Session};
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session};
@@ -179,7 +179,7 @@ impl Agent {
         let settled = connections.filter(|connection| connection.machine.goal().is_none());
         settled.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.let_programs_in();
-        self.attend_nobody();
+        self.clear_attended();
         Ok(())
     }
 
@@ -217,7 +217,7 @@ impl Agent {
         } else {
             connection.journalled = Some(Box::new(entry));
         }
-        connection.machine = Move::adopted(phase, phase == Phase::Speaking && finished);
+        connection.machine = Move::adopted(phase, phase == Phase::Sending && finished);
         connection.cid = Some(cid);
         // Its slot is taken until it has been restored.
         self.nic.withhold(cid);
@@ -248,7 +248,7 @@ impl Agent {
                 open.announce_move(session::ANY);
             }
             if session.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[]) == Sent::Full {
-                self.cut_off.push((number as u32, DEAF));
+                self.cut_off.push((number as u32, NOT_READING));
             }
         }
     }

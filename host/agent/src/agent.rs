@@ -266,15 +266,15 @@ impl Agent {
                     TOO_BIG => self.packets_were_too_big(),
                     session => {
                         self.serve(session as u32);
-                        self.attend_nobody();
+                        self.clear_attended();
                     }
                 }
             }
-            self.hear_nic();
+            self.handle_nic_messages();
             self.programs_changed();
             self.look();
             self.work_on_moves();
-            self.attend_nobody();
+            self.clear_attended();
             self.end_what_is_cut_off();
             if self.nic_is_dead() {
                 self.recover()?;
@@ -351,7 +351,7 @@ impl Agent {
     }
 
     /// Records that no session is being served.
-    pub(crate) fn attend_nobody(&self) {
+    pub(crate) fn clear_attended(&self) {
         self.hardware.memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
     }
 
@@ -379,7 +379,7 @@ impl Agent {
             Ok(()) => {
                 self.statistics.moves += 1;
                 if self.looks.begin() {
-                    self.count_deaf_devices();
+                    self.find_devices_without_nic();
                 }
                 Reply::Done
             }
@@ -472,8 +472,8 @@ impl Agent {
 
     /// Handles the NIC's unsolicited messages: a broken command ring, a connection that it wants to restore, that has ended or
     /// that needs more memory.
-    pub(crate) fn hear_nic(&mut self) {
-        self.nic.listen();
+    pub(crate) fn handle_nic_messages(&mut self) {
+        self.nic.receive();
         while let Some(message) = self.nic.inbox.pop_front() {
             if let Some(session) = cut_off(&message) {
                 self.cut_off.push((session, "its command ring makes no sense"));

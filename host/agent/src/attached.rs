@@ -4,7 +4,7 @@
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::journal;
-use crate::session::{DEAF, Sent, Session};
+use crate::session::{NOT_READING, Sent, Session};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, socket};
@@ -190,7 +190,7 @@ impl Agent {
             }
             match session.send(&Answer { tag: 0, body: Reply::Fetch { connections: connections.clone() } }, &[]) {
                 Sent::Done => asked.push((at, connections)),
-                Sent::Full => self.cut_off.push((at as u32, DEAF)),
+                Sent::Full => self.cut_off.push((at as u32, NOT_READING)),
             }
         }
         // All attachers have the same deadline, so that many who do not answer take no longer than one.
@@ -215,7 +215,7 @@ impl Agent {
             let Some(session) = session.as_mut().filter(|session| session.opening.attacher) else { continue };
             session.take_back_descriptors();
             if session.send(&Answer { tag: 0, body: Reply::Returned }, &[]) == Sent::Full {
-                self.cut_off.push((number as u32, DEAF));
+                self.cut_off.push((number as u32, NOT_READING));
             }
         }
     }

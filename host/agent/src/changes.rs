@@ -36,7 +36,7 @@ impl Watched {
 
 /// Summary of the notifications read from the route socket.
 #[derive(Default)]
-struct Told {
+struct RouteChanges {
     /// Links, their settings or their addresses changed.
     links: bool,
     /// Routes, rules, addresses or links changed, or notifications were lost.
@@ -45,8 +45,8 @@ struct Told {
     neighbours: HashMap<(u32, IpAddr), Option<[u8; 6]>>,
 }
 
-impl Told {
-    fn take_in(changes: &Changes) -> Told {
+impl RouteChanges {
+    fn collect(changes: &Changes) -> RouteChanges {
         const RTM_NEWLINK: u16 = 16;
         const RTM_DELLINK: u16 = 17;
         const RTM_NEWADDR: u16 = 20;
@@ -55,21 +55,21 @@ impl Told {
         const RTM_DELNEIGH: u16 = 29;
         const RTM_NEWNETCONF: u16 = 80;
         const RTM_DELNETCONF: u16 = 81;
-        let mut told = Told::default();
+        let mut changed = RouteChanges::default();
         changes.each(|kind, body| match kind {
-            RTM_NEWNETCONF | RTM_DELNETCONF => told.links = true,
+            RTM_NEWNETCONF | RTM_DELNETCONF => changed.links = true,
             RTM_NEWNEIGH | RTM_DELNEIGH => match rtnetlink::parse_neighbour(body) {
                 Some((device, address, found)) => {
-                    told.neighbours.insert((device, address), found.filter(|_| kind == RTM_NEWNEIGH));
+                    changed.neighbours.insert((device, address), found.filter(|_| kind == RTM_NEWNEIGH));
                 }
-                None => told.routes = true,
+                None => changed.routes = true,
             },
             _ => {
-                told.links |= matches!(kind, RTM_NEWLINK | RTM_DELLINK | RTM_NEWADDR | RTM_DELADDR | 0);
-                told.routes = true;
+                changed.links |= matches!(kind, RTM_NEWLINK | RTM_DELLINK | RTM_NEWADDR | RTM_DELADDR | 0);
+                changed.routes = true;
             }
         });
-        told
+        changed
     }
 
     /// Whether the changes may alter the device, next hop or header of a connection's frames.
@@ -132,18 +132,18 @@ impl Agent {
     /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way are
     /// restored to the kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
-        let told = Told::take_in(&self.watched.routes);
-        if told.links
+        let changed = RouteChanges::collect(&self.watched.routes);
+        if changed.links
             && let Shape::Beside { steering, devices, .. } = &mut self.shape
             && !devices.is_new()
             && let Err(error) = devices.follow(&self.routes, steering, &self.keeper)
         {
             eprintln!("baton agent: devices have changed, and could not be looked at: {error}");
         }
-        if told.links {
-            self.count_deaf_devices();
+        if changed.links {
+            self.find_devices_without_nic();
         }
-        self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| told.touches(on_nic)));
+        self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
     }
 
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.

@@ -100,7 +100,7 @@ impl Devices {
     }
 
     /// Whether the kernel may accept packets at a link at which the NIC receives none.
-    pub fn is_deaf_at(&self, link: &LinkInfo) -> bool {
+    pub fn passes_nic_by(&self, link: &LinkInfo) -> bool {
         let other = link.kind != rtnetlink::ETHERNET && link.kind != rtnetlink::LOOPBACK;
         link.up && (other || self.receives(link) && !self.attached.contains_key(&link.index))
     }

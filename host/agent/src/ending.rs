@@ -53,7 +53,7 @@ impl Agent {
                     // The memory of one that has ended keeps what its program has not read.
                     Some(Stage::Kernel | Stage::Ended) | None => {}
                 }
-                self.hear_nic();
+                self.handle_nic_messages();
                 self.is_on_nic(*session, *number)
             });
             if monotonic_micros() >= deadline {

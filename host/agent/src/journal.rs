@@ -106,12 +106,12 @@ pub(crate) fn grown(nic_memory: &Region, at: u32, cid: Cid, memory: Memory) {
     counts.store(copy, Ordering::Release);
 }
 
-/// Advances an entry to the phase `Speaking`. `image` is the one from which the kernel continues.
-pub(crate) fn speaking(nic_memory: &Region, cid: Cid, image: &Image) {
+/// Advances an entry to the phase `Sending`. `image` is the one from which the kernel continues.
+pub(crate) fn sending(nic_memory: &Region, cid: Cid, image: &Image) {
     let mut bytes = [0u8; MAX_ENCODED];
     if image.encode(&mut bytes).is_ok() {
         let _ = nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
-        nic_memory.word32(place(cid.slot())).store(Phase::Speaking as u32, Ordering::Release);
+        nic_memory.word32(place(cid.slot())).store(Phase::Sending as u32, Ordering::Release);
     }
 }
 

@@ -1,5 +1,5 @@
 //! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set on its
-//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the deaf shell), and route
+//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the shell, whose input is blocked), and route
 //! exceptions, which ICMP messages of too big packets create.
 
 use crate::agent::Agent;
@@ -31,7 +31,7 @@ pub(crate) struct Looks {
     /// Time of the next poll, in microseconds of the monotonic clock; 0 while nothing is on the NIC.
     due: u64,
     /// Whether there are devices at which the kernel may receive and the NIC does not.
-    pub deaf: bool,
+    pub passed_by: bool,
     /// Session and connection at which the next poll begins.
     from: (u32, u32),
     /// Destinations for which packets were too big, and the time at which their routes are looked up.
@@ -119,11 +119,11 @@ impl Agent {
     }
 
     /// Determines again whether there are devices at which the NIC does not receive.
-    pub(crate) fn count_deaf_devices(&mut self) {
+    pub(crate) fn find_devices_without_nic(&mut self) {
         let links = rtnetlink::links(&self.routes).unwrap_or_default();
-        self.looks.deaf = links.iter().any(|link| match &self.shape {
+        self.looks.passed_by = links.iter().any(|link| match &self.shape {
             Shape::Inline { interface } => link.up && link.kind != rtnetlink::LOOPBACK && link.index != *interface,
-            Shape::Beside { devices, .. } => devices.is_deaf_at(link),
+            Shape::Beside { devices, .. } => devices.passes_nic_by(link),
         });
     }
 
@@ -133,7 +133,7 @@ impl Agent {
         let Some(shown) = shown(connection, &self.diagnosis) else { return };
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
         // at all devices.
-        let strays = self.looks.deaf && now.saturating_sub(connection.since) > SETTLING;
+        let strays = self.looks.passed_by && now.saturating_sub(connection.since) > SETTLING;
         let Some(on_nic) = connection.running() else { return };
         let mut dropped = on_nic.dropped;
         let verdict = judge(on_nic, &mut dropped, strays, &shown);

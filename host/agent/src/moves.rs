@@ -244,7 +244,7 @@ impl Agent {
     pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         if attempts > 0 {
             // The NIC refuses a connection that has just ended; the notification of its end may be in the ring by now.
-            self.hear_nic();
+            self.handle_nic_messages();
         }
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}

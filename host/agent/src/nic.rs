@@ -177,20 +177,20 @@ impl NicProcess {
 
     /// Starts forwarding frames.
     pub fn let_frames_flow(&mut self) -> Result<()> {
-        self.tell(&ToNic::Start, &[])
+        self.send(&ToNic::Start, &[])
     }
 
     /// Sets the offloads for the kernel's connections. Waits until they are in force, so that repeated calls do not outrun the
     /// NIC.
     pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
-        self.tell(&ToNic::Offloads(Box::new(*offloads)), &[])?;
+        self.send(&ToNic::Offloads(Box::new(*offloads)), &[])?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Set => Ok(()),
             other => bail!("the NIC did not change its offloads: {other:?}"),
         }
     }
 
-    fn tell(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+    fn send(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
         self.channel.send(message, descriptors)?;
         self.memory.word32(nic::CHANNEL).fetch_add(1, Ordering::AcqRel);
         self.bell.ring();
@@ -200,7 +200,7 @@ impl NicProcess {
     /// Gives a session's memory to the NIC.
     pub fn attach(&mut self, session: u32, memory: &Region, bell: &SessionBell) -> Result<()> {
         let memory = memory.fd().context("session memory is shared memory")?;
-        self.tell(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
+        self.send(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Attached => Ok(()),
             other => bail!("the NIC did not attach the session: {other:?}"),
@@ -270,7 +270,7 @@ impl NicProcess {
     }
 
     /// Moves the NIC's notifications into the inbox, at most as many as its ring holds.
-    pub fn listen(&mut self) {
+    pub fn receive(&mut self) {
         let waiting = std::iter::from_fn(|| self.next_event()).take(RING_MESSAGES).collect::<Vec<_>>();
         self.inbox.extend(waiting);
     }

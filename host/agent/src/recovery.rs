@@ -38,7 +38,7 @@ impl Agent {
         self.nic.let_frames_flow()?;
         self.fetch_what_was_on_the_nic();
         self.drive_all(&Event::FramesFlow);
-        self.attend_nobody();
+        self.clear_attended();
         self.return_what_was_lent();
         Ok(())
     }

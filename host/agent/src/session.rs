@@ -27,7 +27,7 @@ pub(crate) struct Session {
 }
 
 /// Reason for ending a session whose program does not read its answers.
-pub(crate) const DEAF: &str = "it does not read its answers";
+pub(crate) const NOT_READING: &str = "it does not read its answers";
 
 /// Result of sending a message to a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -72,7 +72,7 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
 }
 
 impl<'a> Exporter<'a> {
-    /// Makes the socket deaf (a filter drops all it receives), enters repair mode and reads the sequence numbers twice: they
+    /// Blocks the socket's input by a filter, enters repair mode and reads the sequence numbers twice: they
     /// must not change. Frames must already be stolen, and `saved` read from the socket. On an error the socket is unchanged.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl<'a> Exporter<'a> {
 
     fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Refusal> {
         // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
-        shell::deafen(fd).step("SO_ATTACH_FILTER")?;
+        shell::block_input(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
         let read = read_image(fd, flow, link, saved);
         let again = read_image(fd, flow, link, saved);
@@ -177,7 +177,7 @@ impl<'a> Exporter<'a> {
 /// # Errors
 /// The failed system call's.
 pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
-    shell::remove_deafness(fd, saved)?;
+    shell::unblock_input(fd, saved)?;
     shell::repair(fd, false)?;
     saved.write(fd)
 }

@@ -85,7 +85,7 @@ impl<'a> Importer<'a> {
             let _ = socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[]);
         }
         saved.remember(fd);
-        shell::remove_deafness(fd, saved).step("SO_DETACH_FILTER")?;
+        shell::unblock_input(fd, saved).step("SO_DETACH_FILTER")?;
         Ok(Importer { fd, image: *image, unsent: unacknowledged.skip(sent), saved: saved.clone() })
     }
 

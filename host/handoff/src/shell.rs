@@ -108,7 +108,7 @@ impl Saved {
         socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)
     }
 
-    /// Puts the settings back, except the filter, which [`remove_deafness`] puts back.
+    /// Puts the settings back, except the filter, which [`unblock_input`] puts back.
     ///
     /// # Errors
     /// The failed system call's.
@@ -151,20 +151,20 @@ fn attach_filter(fd: BorrowedFd<'_>, instructions: &mut [libc::sock_filter]) -> 
     check(done).map(|_| ())
 }
 
-/// Makes a socket deaf: a filter drops every segment before TCP sees it.
+/// Blocks a socket's input: a filter drops every segment before TCP sees it.
 ///
 /// # Errors
 /// The failed system call's.
-pub fn deafen(fd: BorrowedFd<'_>) -> io::Result<()> {
+pub fn block_input(fd: BorrowedFd<'_>) -> io::Result<()> {
     // BPF_RET | BPF_K, 0.
     attach_filter(fd, &mut [libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 }])
 }
 
-/// Undoes [`deafen`]: puts the program's own filter back, or none.
+/// Undoes [`block_input`]: puts the program's own filter back, or none.
 ///
 /// # Errors
 /// The failed system call's.
-pub(crate) fn remove_deafness(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
+pub(crate) fn unblock_input(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     if saved.filter.is_empty() {
         return match socket::set(fd, libc::SOL_SOCKET, libc::SO_DETACH_FILTER, 0) {
             // It has no filter already.

@@ -34,9 +34,9 @@ pub enum Action {
     /// Kernel and NIC: look once more whether the connection may move, then the NIC alone gets its frames, and nothing of the kernel's
     /// leaves.
     Steal,
-    /// Journal: write this phase. With [`Phase::Copied`] the image, with [`Phase::Speaking`] what the kernel goes on from.
+    /// Journal: write this phase. With [`Phase::Copied`] the image, with [`Phase::Sending`] what the kernel goes on from.
     Note(Phase),
-    /// Kernel: make the socket deaf, enter repair mode, read the numbers twice. A refusal leaves the socket as it was.
+    /// Kernel: let a filter drop all that the socket receives, enter repair mode, read the numbers twice. A refusal leaves the socket as it was.
     Export,
     /// Kernel: copy the bytes of both queues into session memory.
     Copy,
@@ -164,7 +164,7 @@ impl Action {
             (Action::Note(Phase::Reading), Recorded) => Copied,
             (Action::Note(Phase::Reading), _) => Reading,
             (Action::Note(Phase::Copied), _) => Recorded,
-            (Action::Note(Phase::Speaking), _) => Speaking,
+            (Action::Note(Phase::Sending), _) => Sending,
             (Action::Export | Action::GiveMemory, _) => Read,
             (Action::Copy, _) => Copied,
             (Action::Purge, _) => Purged,
@@ -174,9 +174,9 @@ impl Action {
             (Action::Rest, _) => Rested,
             (Action::Import(Source::Record), _) => Restored,
             (Action::Import(_), _) => Imported,
-            (Action::Release | Action::Replay | Action::CancelAll, Speaking) => Released,
+            (Action::Release | Action::Replay | Action::CancelAll, Sending) => Released,
             (Action::Release | Action::Replay | Action::CancelAll, _) => Back,
-            (Action::Finish | Action::FinishAnew, Speaking) => Finished,
+            (Action::Finish | Action::FinishAnew, Sending) => Finished,
             (Action::Finish | Action::FinishAnew, _) => Back,
             (Action::Cancel, Mirrored | Covered) => Reserved,
             (Action::Cancel, _) => Cleared,

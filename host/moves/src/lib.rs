@@ -9,9 +9,9 @@
 //!
 //! ```text
 //! offload   Kernel ─ Reserved ─ Mirrored ─ Covered ─ Quiescing ─ Quiesced ─ Stolen ─ Reading ─ Read ─ Copied ─ Recorded ─ Purged ─ HandedOff ─ Nic
-//! restore   Nic ─ Leaving ─ Left ─ Rested ─ Imported ─ Speaking ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel
+//! restore   Nic ─ Leaving ─ Left ─ Rested ─ Imported ─ Sending ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel
 //! growth    Nic ─ Leaving ─ Left ─ Rested ─ Grown ─ HandedOff ─ Nic
-//! recovery  Orphaned ─ Barred ─ Retaken ─ Vacated ─ Restored ─ Speaking ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel
+//! recovery  Orphaned ─ Barred ─ Retaken ─ Vacated ─ Restored ─ Sending ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel
 //! ```
 #![no_std]
 #![forbid(unsafe_code)]

@@ -156,7 +156,7 @@ impl Move {
             because: (phase == Phase::Reading).then_some(Refusal::NicGone),
             release: Action::Replay,
             fin_first: fin_acknowledged,
-            anew: phase == Phase::Speaking,
+            anew: phase == Phase::Sending,
             ..Move::new()
         }
     }
@@ -347,8 +347,8 @@ impl Move {
             Step::Kernel => Action::Conclude(self.conclusion()),
             // The kernel's socket is lost, so it has nothing to send.
             Step::Purged | Step::Rested | Step::Vacated if self.lost.is_some() => self.release.clone(),
-            Step::Speaking if !self.fin_first => self.release.clone(),
-            Step::Speaking | Step::Released => {
+            Step::Sending if !self.fin_first => self.release.clone(),
+            Step::Sending | Step::Released => {
                 if self.anew {
                     Action::FinishAnew
                 } else {

@@ -36,7 +36,7 @@ steps! {
     Stolen,
     /// The journal says that the socket is being read.
     Reading,
-    /// The socket is deaf and in repair mode, its numbers are read.
+    /// A filter drops all that the socket receives, it is in repair mode, its numbers are read.
     Read,
     /// The bytes of both queues are in session memory, too.
     Copied,
@@ -57,10 +57,10 @@ steps! {
     /// The kernel's socket has numbers and queues and can receive. It does not send, and the NIC still holds the frames.
     Imported,
     /// The journal says that the kernel is to go on from its own numbers: an import from the image would go back in time.
-    Speaking,
+    Sending,
     /// The frames are the kernel's again, and what was held is replayed to it.
     Released,
-    /// As [`Step::Speaking`], but the kernel sends already, silenced: the peer has acknowledged our FIN, and the kernel accepts that only
+    /// As [`Step::Sending`], but the kernel sends already, silenced: the peer has acknowledged our FIN, and the kernel accepts that only
     /// after it has sent its own.
     Finished,
     /// The kernel receives and sends.
@@ -102,18 +102,18 @@ pub enum Custody {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Phase {
-    /// The socket is being read: deaf and in repair mode perhaps, but whole.
+    /// The socket is being read: its input may be blocked and it may be in repair mode, but nothing of it is gone.
     Reading = 1,
     /// The queues' bytes are in session memory: whatever the socket has become, the connection can be made anew from them.
     Copied = 2,
     /// The connection is in the kernel again; what it had not sent is being sent.
-    Speaking = 3,
+    Sending = 3,
 }
 
 impl Phase {
     /// The phase of this number, as the journal holds it.
     pub fn from_number(number: u32) -> Option<Phase> {
-        [Phase::Reading, Phase::Copied, Phase::Speaking].into_iter().find(|phase| *phase as u32 == number)
+        [Phase::Reading, Phase::Copied, Phase::Sending].into_iter().find(|phase| *phase as u32 == number)
     }
 
     /// The step at which a next agent takes the connection over.
@@ -121,7 +121,7 @@ impl Phase {
         match self {
             Phase::Reading => Step::Read,
             Phase::Copied => Step::Orphaned,
-            Phase::Speaking => Step::Speaking,
+            Phase::Sending => Step::Sending,
         }
     }
 }
@@ -162,7 +162,7 @@ impl Step {
         Step::HandedOff,
         Step::Rested,
         Step::Imported,
-        Step::Speaking,
+        Step::Sending,
         Step::Released,
     ];
 
@@ -187,7 +187,7 @@ impl Step {
             Kernel | Reserved | Released | Back | Cleared | Freed | Ended => Custody::Kernel,
             Mirrored | Covered | Quiescing | Quiesced => Custody::Mirrored,
             HandedOff | Nic | Leaving | Left => Custody::Nic,
-            Stolen | Reading | Read | Copied | Recorded | Purged | Rested | Imported | Speaking | Finished | Grown | Orphaned
+            Stolen | Reading | Read | Copied | Recorded | Purged | Rested | Imported | Sending | Finished | Grown | Orphaned
             | Barred | Retaken | Vacated | Restored => Custody::Held,
         }
     }
@@ -200,7 +200,7 @@ impl Step {
             Reading | Read | Copied => Some(Phase::Reading),
             Recorded | Purged | HandedOff | Nic | Leaving | Left | Rested | Imported | Grown | Orphaned | Barred | Retaken
             | Vacated | Restored => Some(Phase::Copied),
-            Speaking | Released | Finished | Back => Some(Phase::Speaking),
+            Sending | Released | Finished | Back => Some(Phase::Sending),
         }
     }
 
@@ -221,7 +221,7 @@ impl Step {
                 | Vacated
                 | Restored
                 | Imported
-                | Speaking
+                | Sending
                 | Released
                 | Finished
                 | Back
@@ -245,14 +245,14 @@ impl Step {
             Step::Left => Action::Rest,
             Step::Rested => Action::Import(Source::Rested),
             Step::Grown => Action::Resume,
-            Step::Imported | Step::Restored => Action::Note(Phase::Speaking),
+            Step::Imported | Step::Restored => Action::Note(Phase::Sending),
             Step::Released => Action::Finish,
             Step::Freed => Action::LetIn(Owner::Kernel),
             Step::Orphaned => Action::KeepOut,
             Step::Barred => Action::StealAgain,
             Step::Vacated => Action::Import(Source::Record),
             // What lets the frames go depends on how the connection came here.
-            Step::Kernel | Step::Speaking | Step::Finished | Step::Ended => return None,
+            Step::Kernel | Step::Sending | Step::Finished | Step::Ended => return None,
         })
     }
 
@@ -265,13 +265,13 @@ impl Step {
             (Death::Agent, _) => match self.journal() {
                 None | Some(Phase::Reading) => Fate::Undone,
                 Some(Phase::Copied) => Fate::Recovered,
-                Some(Phase::Speaking) => Fate::Continued,
+                Some(Phase::Sending) => Fate::Continued,
             },
             // Before the steal the NIC's death is noticed in time; between steal and handoff nothing checks for it.
             (Death::Nic, Kernel | Reserved | Mirrored | Covered | Quiescing | Quiesced) => Fate::Undone,
             (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::PutBack,
             (Death::Nic, HandedOff | Nic | Leaving | Left | Grown | Orphaned | Barred | Retaken | Vacated) => Fate::Recovered,
-            (Death::Nic, Rested | Imported | Restored | Speaking | Released | Finished | Back | Cleared | Freed) => {
+            (Death::Nic, Rested | Imported | Restored | Sending | Released | Finished | Back | Cleared | Freed) => {
                 Fate::Continued
             }
         }

@@ -442,7 +442,7 @@ fn keep_alive_is_the_nics() {
     assert_eq!(scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_KEEPALIVE).expect("SO_KEEPALIVE"), 1);
     scene.move_to(Place::Nic);
     // Now the peer stops answering: a filter drops everything that its kernel receives.
-    baton_handoff::shell::deafen(scene.peer.as_fd()).expect("a deaf peer");
+    baton_handoff::shell::block_input(scene.peer.as_fd()).expect("a deaf peer");
     let silent = Instant::now();
     loop {
         match scene.session.receive(scene.id, &mut [0; 16]) {

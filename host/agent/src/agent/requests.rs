@@ -5,7 +5,7 @@ use crate::connection::{Asker, Block, Connection, Stage};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::record::read_record;
-use crate::session::{DEAF, OpenSession, Sent};
+use crate::session::{NOT_READING, OpenSession, Sent};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
@@ -90,7 +90,7 @@ impl Agent {
         if let Some(Some(session)) = self.sessions.get(number as usize)
             && session.send(&Answer { tag, body }, descriptors) == Sent::Full
         {
-            self.cut_off.push((number, DEAF));
+            self.cut_off.push((number, NOT_READING));
         }
     }
 

@@ -72,7 +72,7 @@ impl Performer<'_> {
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
         self.ground.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
-        self.tell_where(base, &image, new, next);
+        self.write_location(base, &image, new, next);
         Ok(())
     }
 
@@ -106,7 +106,7 @@ impl Performer<'_> {
 
     /// Writes the location of the connection's memory and its sequence numbers into its slot, for the NIC, and its block, for the
     /// program.
-    fn tell_where(&mut self, base: usize, image: &Image, memory: Memory, cid: Cid) {
+    fn write_location(&mut self, base: usize, image: &Image, memory: Memory, cid: Cid) {
         let nic_memory = self.ground.nic_memory;
         for (at, value) in [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1].into_iter().enumerate() {
             nic_memory.word32(base + slot::PARAMETERS + 4 + 4 * at).store(value, Ordering::Release);

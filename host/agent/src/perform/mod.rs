@@ -94,9 +94,9 @@ impl<'a> Performer<'a> {
             Phase::Reading if self.step == Step::Recorded => journal::reading(self.ground.nic_memory, cid),
             Phase::Reading => return self.note_reading(cid),
             Phase::Copied => return self.note_copied(),
-            Phase::Speaking => {
+            Phase::Sending => {
                 let image = self.image.as_ref().ok_or(Refusal::NoRoom)?;
-                journal::speaking(self.ground.nic_memory, cid, image);
+                journal::sending(self.ground.nic_memory, cid, image);
             }
         }
         Ok(())

@@ -126,7 +126,7 @@ impl Rig {
         self.agent_died = false;
         match self.world.journal {
             Some((phase, _)) => {
-                self.machine = Move::adopted(phase, self.world.fin_acknowledged && phase == Phase::Speaking);
+                self.machine = Move::adopted(phase, self.world.fin_acknowledged && phase == Phase::Sending);
                 // What the agent before has left of the owner word and of the map of flows is not known.
                 (self.world.owner, self.world.custody) = (self.machine.step().owner(), self.machine.step().custody());
                 if let (Phase::Reading, Socket::Live(streams)) = (phase, self.world.socket) {

@@ -23,7 +23,7 @@ pub enum Socket {
     Live(Streams),
     /// Deaf, in repair mode, whole.
     Read(Streams),
-    /// Established, empty, deaf.
+    /// Established, empty, its input blocked.
     Shell,
     /// It hears, and does not speak.
     Imported(Streams),
