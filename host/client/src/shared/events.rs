@@ -1,0 +1,203 @@
+//! Events of the NIC: which connections they are for, and moves.
+
+use super::{Connections, RELAXED, Shared};
+use crate::connection::Connection;
+use baton_abi::layout::Owner;
+use baton_abi::layout::session as at;
+use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
+use baton_ring::{Consumer, Token};
+use baton_shm::{Region, RingWords};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError};
+
+#[derive(Debug)]
+pub(crate) struct Events {
+    pub(super) ring: Consumer<RingWords>,
+    /// Numbers of the connections that the NIC's slots had when they were last looked up.
+    by_slot: Vec<Option<u32>>,
+    /// Numbers by cid, for a connection whose slot's entry in `by_slot` is still another's.
+    by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
+    /// Connections that were between two owners when they were last checked.
+    between: Vec<u32>,
+}
+
+impl Shared {
+    #[cold]
+    pub(super) fn note_move(&self, connection: &Connection, token: Token) {
+        if let Some(mut events) = self.events.lock(token)
+            && connection.has_moved()
+        {
+            refresh(&mut events, connection);
+            // Other threads, too, must check it anew.
+            self.listener.0(connection.number());
+        }
+    }
+
+    /// Whether there are events of the NIC's or moves that [`Shared::catch_up`] has not handled.
+    #[inline(always)]
+    pub fn has_events(&self, token: Token) -> bool {
+        self.has_moved() || self.events.lock(token).is_some_and(|events| events.ring.has_message())
+    }
+
+    #[inline(always)]
+    pub(super) fn has_moved(&self) -> bool {
+        self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
+    }
+
+    /// Handles the NIC's events; the listener is called for each connection that they concern.
+    #[inline(never)]
+    pub fn catch_up(&self, token: Token) {
+        let Some(mut events) = self.events.lock(token) else { return };
+        if self.has_moved() {
+            self.check_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
+        }
+        if !events.ring.has_message() {
+            return;
+        }
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        // Several in a row for one connection cause one call.
+        let mut last = None;
+        while let Some([first, mut second]) = events.ring.pop() {
+            if counts_bytes(first) {
+                events.ring.pop_like(first, |more| second = add_length(second, more));
+            }
+            let about =
+                Message::from_words([first, second]).and_then(|message| self.on_event(&mut events, &connections, &message));
+            if let (Some(number), true) = (last, last != about) {
+                self.listener.0(number);
+            }
+            last = about;
+        }
+        if let Some(number) = last {
+            self.listener.0(number);
+        }
+        events.ring.release();
+    }
+
+    #[inline]
+    pub(super) fn on_event(&self, events: &mut Events, connections: &Connections, message: &Message) -> Option<u32> {
+        let mut connection = events.find(connections, message.cid);
+        if connection.is_none() {
+            // The first event since a move, or since the slot's previous occupant was looked up: find out whose it is.
+            self.refresh_cids(events, connections);
+            connection = events.search(connections, message.cid);
+        }
+        let connection = connection?;
+        let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
+        match message.operation {
+            Operation::OsRecv => add(&connection.received),
+            Operation::OsAck => add(&connection.room_ends),
+            Operation::OsControl => match Control::from_number(message.kind) {
+                Some(Control::Posted) => {
+                    connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
+                }
+                Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
+                Some(Control::Closed) => connection.set_ended(message.address),
+                _ => return None,
+            },
+            _ => return None,
+        }
+        Some(connection.number())
+    }
+
+    /// Learns the cids that connections got by moving.
+    #[cold]
+    pub(super) fn refresh_cids(&self, events: &mut Events, connections: &Connections) {
+        if self.has_moved() {
+            self.check_moves(events, connections);
+        }
+        for number in std::mem::take(&mut events.between) {
+            self.check_move(events, connections, number, true);
+        }
+    }
+
+    /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
+    #[cold]
+    pub(super) fn check_moves(&self, events: &mut Events, connections: &Connections) {
+        let early = self.early.swap(false, Ordering::AcqRel);
+        let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves[0].load(Ordering::Acquire));
+        self.moves_seen.store(moves, RELAXED);
+        let missed = moves.wrapping_sub(seen);
+        let entry = |at: u32| {
+            let entry = seen.wrapping_add(at) % at::MOVED_ENTRIES;
+            self.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
+        };
+        let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
+        // Entries that were overwritten while they were read do not count.
+        let overtaken = self.moves[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
+        if early || overtaken || moved.contains(&at::ANY) {
+            events.between.clear();
+            (0..connections.len() as u32).for_each(|number| self.check_move(events, connections, number, false));
+            return;
+        }
+        moved.append(&mut events.between);
+        moved.into_iter().for_each(|number| self.check_move(events, connections, number, false));
+    }
+
+    /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that a thread
+    /// is using is refreshed when it is entered next.
+    pub(super) fn check_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
+        let Some(Some(connection)) = connections.get(number as usize) else { return };
+        if !connection.has_moved() {
+            return;
+        }
+        if !now && connection.owner() == Owner::Moving {
+            if !events.between.contains(&number) {
+                events.between.push(number);
+            }
+            return;
+        }
+        refresh(events, connection);
+        self.listener.0(number);
+    }
+}
+
+impl Events {
+    pub(super) fn new(memory: &Arc<Region>) -> Events {
+        let ring = Consumer::new(memory.ring(at::EVENTS));
+        Events { ring, by_slot: Vec::new(), by_cid: HashMap::default(), between: Vec::new() }
+    }
+
+    #[inline]
+    pub(super) fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+        let number = (*self.by_slot.get(cid.slot() as usize)?)?;
+        connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)
+    }
+
+    #[cold]
+    pub(super) fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+        let number = *self.by_cid.get(&cid.0)?;
+        let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)?;
+        self.note(found);
+        Some(found)
+    }
+
+    pub(super) fn forget(&mut self, connection: &Connection) {
+        let cid = connection.cid().0;
+        if self.by_cid.get(&cid) == Some(&connection.number()) {
+            self.by_cid.remove(&cid);
+        }
+        if let Some(known) = self.by_slot.get_mut(connection.cid().slot() as usize)
+            && *known == Some(connection.number())
+        {
+            *known = None;
+        }
+    }
+
+    pub(super) fn note(&mut self, connection: &Connection) {
+        let slot = connection.cid().slot() as usize;
+        if self.by_slot.len() <= slot {
+            self.by_slot.resize(slot + 1, None);
+        }
+        self.by_slot[slot] = Some(connection.number());
+        self.by_cid.insert(connection.cid().0, connection.number());
+    }
+}
+
+pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
+    events.forget(connection);
+    connection.refresh();
+    events.note(connection);
+}

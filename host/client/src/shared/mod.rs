@@ -1,0 +1,312 @@
+//! A program's side of the interface, for any number of threads: the session with the agent, and the operations on a connection
+//! while the NIC has it. No operation waits for the network.
+
+use crate::connection::{Connection, Entered, Readiness};
+use crate::ending::Ending;
+use baton_abi::layout::Owner;
+use baton_abi::layout::session as at;
+use baton_abi::{Message, Operation};
+use baton_linux::bell::SessionBell;
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
+use baton_ring::{Lock, Producer, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use baton_shm::{MovableWords, Region, RingWords};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+mod events;
+mod receiving;
+mod requests;
+mod sending;
+
+pub(crate) use events::{Events, refresh};
+use requests::protocol_error;
+
+const RELAXED: Ordering = Ordering::Relaxed;
+/// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the session's
+/// events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
+const READINESS_ATTEMPTS: u32 = 8;
+
+/// A session with the agent.
+#[derive(Debug)]
+pub struct Shared {
+    /// Its number, as tools show it.
+    pub number: u32,
+    memory: Arc<Region>,
+    channel: Mutex<Arc<Channel>>,
+    /// The same connection, for threads that only check whether it is hung up.
+    pub(crate) line: Arc<Channel>,
+    pub(crate) ending: Ending,
+    commands: Lock<Producer<RingWords>>,
+    pub(crate) events: Lock<Events>,
+    pub(crate) connections: RwLock<Connections>,
+    bell: SessionBell,
+    next_tag: AtomicU32,
+    moves_seen: AtomicU32,
+    nic_sleeping: MovableWords<1>,
+    moves: MovableWords<1>,
+    /// A connection had moved before the program knew its number.
+    early: AtomicBool,
+    pub(crate) listener: Listener,
+}
+
+/// Called with the number of each connection that may have become readable or writable. It is called with the session's events
+/// locked, so it must not call the session.
+pub struct Listener(pub Box<dyn Fn(u32) + Send + Sync>);
+
+impl std::fmt::Debug for Listener {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Listener")
+    }
+}
+
+/// Connections by number.
+pub(crate) type Connections = Vec<Option<Arc<Connection>>>;
+
+fn would_block() -> io::Error {
+    io::ErrorKind::WouldBlock.into()
+}
+
+fn broken_pipe() -> io::Error {
+    io::Error::from_raw_os_error(32)
+}
+
+impl Shared {
+    /// Opens a session with the agent that listens at `path`.
+    ///
+    /// # Errors
+    /// If no agent listens there, or it is of another version.
+    pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
+        Self::connect_with(path, opening, listener, Ok)
+    }
+
+    /// As [`Shared::connect`]; each of the session's descriptors is passed through `renumber`, in the order of
+    /// [`Shared::descriptors`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn connect_with(
+        path: &Path,
+        opening: Opening,
+        listener: Listener,
+        mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
+    ) -> io::Result<Shared> {
+        let channel = Channel::connect(path).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!(
+                    "no agent at {} ({error}): start Baton (baton up), or set BATON_SOCKET to the path of its socket",
+                    path.display()
+                ),
+            )
+        })?;
+        let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
+        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
+        let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
+        let number = match answer.body {
+            Reply::Opened { session } => session,
+            Reply::Failed { reason } => return Err(io::Error::other(reason)),
+            _ => return Err(protocol_error("the session was not opened")),
+        };
+        let descriptors = descriptors.into_iter().map(renumber).collect::<io::Result<Vec<_>>>()?;
+        let Ok([memory, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
+            return Err(protocol_error("descriptors are missing"));
+        };
+        let memory = Arc::new(Region::map(memory)?);
+        Ok(Shared::new(number, channel, memory, SessionBell::from_fd(bell), listener))
+    }
+
+    fn new(number: u32, channel: Arc<Channel>, memory: Arc<Region>, bell: SessionBell, listener: Listener) -> Shared {
+        Shared {
+            number,
+            line: channel.clone(),
+            ending: Ending::default(),
+            channel: Mutex::new(channel),
+            commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
+            events: Lock::new(Events::new(&memory)),
+            nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),
+            moves: MovableWords::new(memory.clone(), at::MOVES),
+            memory,
+            connections: RwLock::default(),
+            bell,
+            next_tag: AtomicU32::new(2),
+            moves_seen: AtomicU32::new(0),
+            early: AtomicBool::new(false),
+            listener,
+        }
+    }
+
+    /// A session on private memory, without an agent.
+    #[cfg(test)]
+    fn on(memory: Arc<Region>) -> Shared {
+        let (channel, _) = Channel::pair().expect("two sockets");
+        let (bell, _) = SessionBell::pair().expect("two sockets");
+        Shared::new(0, Arc::new(channel), memory, bell, Listener(Box::new(|_| {})))
+    }
+
+    /// All descriptors of the session.
+    pub fn descriptors(&self) -> [i32; 3] {
+        use std::os::fd::AsRawFd;
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
+        let memory = self.memory.fd().map_or(-1, |fd| fd.as_raw_fd());
+        [channel, memory, self.bell.as_fd().as_raw_fd()]
+    }
+
+    /// The control connection, for a session whose agent sends messages without a request. No other thread may send requests
+    /// then.
+    pub fn channel(&self) -> &Mutex<Arc<Channel>> {
+        &self.channel
+    }
+
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or if this
+    /// thread is inside already.
+    #[inline(always)]
+    pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
+        let entered = connection.enter(token)?;
+        if connection.has_moved() {
+            self.note_move(connection, token);
+        }
+        Some(entered)
+    }
+
+    /// What can be done with a connection that the NIC has, as of its last move.
+    #[inline]
+    pub fn readiness(&self, connection: &Connection, token: Token) -> Readiness {
+        for _ in 0..READINESS_ATTEMPTS {
+            if connection.has_moved() && connection.owner() != Owner::Moving {
+                self.note_move(connection, token);
+            }
+            let before = connection.moves.load(Ordering::Acquire);
+            let readiness = connection.readiness();
+            fence(Ordering::Acquire);
+            // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not fit
+            // together.
+            if connection.moves.load(RELAXED) == before && (!connection.has_moved() || connection.owner() == Owner::Moving) {
+                return readiness;
+            }
+        }
+        connection.readiness()
+    }
+
+    #[inline(always)]
+    fn ring_nic(&self) {
+        if needs_doorbell(&self.nic_sleeping[0]) {
+            self.bell.ring();
+        }
+    }
+
+    /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place in
+    /// session memory. The caller has entered the connection, which is on the NIC.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub(crate) fn post(&self, connection: &Connection, token: Token, address: u32, length: u32) -> io::Result<()> {
+        self.report_all_read(connection, token)?;
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands
+            .push(Message::new(Operation::NicPost, connection.cid(), address, length).to_words())
+            .map_err(|_| would_block())?;
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// Reports to the NIC how far the program has read, however little that is.
+    pub(crate) fn report_all_read(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let read = connection.read.load(RELAXED);
+        if read == connection.reported_read.load(RELAXED) { Ok(()) } else { self.report_read(connection, token, read) }
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<Region> {
+        &self.memory
+    }
+
+    /// The doorbell, which rings when there are events while a thread sleeps.
+    pub fn bell(&self) -> &SessionBell {
+        &self.bell
+    }
+
+    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is woken by the
+    /// doorbell.
+    pub fn count_sleeper(&self) {
+        count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
+    }
+
+    /// Undoes [`Shared::count_sleeper`].
+    pub fn uncount_sleeper(&self) {
+        uncount_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_abi::layout::block;
+    use baton_abi::{Cid, Control};
+    use baton_ring::Consumer;
+
+    /// A connection may have moved before its program knows the number under which it was registered.
+    #[test]
+    fn an_early_move_is_seen() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let connection = Connection::unregistered(memory.clone());
+        connection.set_number(3);
+        assert!(!connection.has_moved());
+        memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+        connection.set_number(3);
+        assert!(connection.has_moved());
+    }
+
+    /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.
+    #[test]
+    fn shutting_down_waits_for_room() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        let shared = Shared::on(memory);
+        let connection = shared.unregistered();
+        connection.set_number(0);
+        let filler = Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 0, 0);
+        {
+            let mut commands = shared.commands.lock(1).unwrap();
+            while commands.push(filler.to_words()).is_ok() {}
+            commands.publish();
+        }
+        let refused = shared.shutdown(&connection, 1).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+        assert!(!shared.readiness(&connection, 1).shut);
+        while nic.pop().is_some() {}
+        nic.release();
+        shared.shutdown(&connection, 1).unwrap();
+        assert!(shared.readiness(&connection, 1).shut);
+        let sent = Message::from_words(nic.pop().unwrap()).unwrap();
+        assert_eq!((sent.operation, sent.kind), (Operation::NicControl, Control::Shutdown as u16));
+    }
+
+    /// A connection that has left the NIC is checked later than the next one in its slot: the next one's events still reach it.
+    #[test]
+    fn slots_are_reused() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let connection = |number, cid: Cid| {
+            let connection = Connection::unregistered(memory.clone());
+            connection.set_number(number);
+            memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
+            connection.refresh();
+            Some(Arc::new(connection))
+        };
+        let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
+        let connections = vec![connection(0, first), connection(1, next)];
+        let mut events = Events::new(&memory);
+        let number = |found: Option<&Connection>| found.map(Connection::number);
+        for late in [1, 0] {
+            events.note(connections[late].as_ref().unwrap());
+        }
+        assert_eq!(number(events.find(&connections, next)), None);
+        assert_eq!(number(events.search(&connections, next)), Some(1));
+        assert_eq!(number(events.find(&connections, next)), Some(1));
+        assert_eq!(number(events.search(&connections, Cid::new(5, 3))), None);
+    }
+}

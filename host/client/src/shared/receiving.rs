@@ -1,0 +1,174 @@
+//! What a program reads, and when the NIC is told of it.
+
+use super::{RELAXED, Shared, would_block};
+use crate::connection::{Connection, Inside};
+use baton_abi::{Message, Operation};
+use baton_ring::Token;
+use std::io;
+use std::sync::atomic::{Ordering, fence};
+
+impl Shared {
+    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received, in any
+    /// other case.
+    #[inline(always)]
+    pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
+        let Some(block) = connection.step_in(token) else { return 0 };
+        let done = self.take_at_once(connection, block, token, out);
+        block.step_out();
+        fence(Ordering::SeqCst);
+        block.wake_mover();
+        done
+    }
+
+    #[inline(always)]
+    pub(super) fn take_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+        let read = connection.read.load(RELAXED);
+        let mut unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        if out.len() > unread {
+            self.catch_up(token);
+            unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        }
+        let length = out.len().min(unread);
+        if length == 0 {
+            return 0;
+        }
+        let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
+        if should_report(connection, end) || !connection.receive_memory.read_straight(read, out) {
+            return self.take_and_report(connection, block, token, out);
+        }
+        connection.note_read(block, end);
+        length
+    }
+
+    /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a message
+    /// that they are read.
+    #[inline(never)]
+    pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+        let read = connection.read.load(RELAXED);
+        let end = read.wrapping_add(out.len() as u32);
+        connection.receive_memory.read(read, out);
+        if should_report(connection, end) && self.report_read(connection, token, end).is_err() {
+            return 0;
+        }
+        connection.note_read(block, end);
+        out.len()
+    }
+
+    /// `nic_recvd`: reports that the program has read up to `read`.
+    pub(super) fn report_read(&self, connection: &Connection, token: Token, read: u32) -> io::Result<()> {
+        if self.has_ended() {
+            return Ok(());
+        }
+        let length = read.wrapping_sub(connection.reported_read.load(RELAXED));
+        let message = Message::new(Operation::NicRecvd, connection.cid(), 0, length);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        connection.note_reported(read);
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// Bytes that can be received now after the first `skip` unread ones, at most `wanted`; 0 at the end of the stream, or if
+    /// none are wanted. The caller has entered the connection, which is on the NIC.
+    #[inline(always)]
+    pub(super) fn unread(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
+        let known = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
+        if (known as usize) < wanted {
+            return self.unread_after_all(connection, token, skip, wanted);
+        }
+        Ok(wanted)
+    }
+
+    #[inline(never)]
+    pub(super) fn unread_after_all(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
+        self.catch_up(token);
+        loop {
+            // In this order: other threads handle the NIC's events, too, and the end comes after the last byte.
+            let over = connection.is_over();
+            let unread = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
+            if unread > 0 {
+                return Ok(wanted.min(unread as usize));
+            }
+            if over {
+                return match connection.take_error() {
+                    0 => Ok(0),
+                    error => Err(io::Error::from_raw_os_error(error as i32)),
+                };
+            }
+            if !connection.is_over() {
+                return Err(would_block());
+            }
+        }
+    }
+
+    /// Receives bytes. Returns how many; 0 at the end of the stream. The caller has entered the connection, which is on the NIC.
+    ///
+    /// # Errors
+    /// `WouldBlock` if none have arrived, else the error that ended the connection.
+    #[inline(always)]
+    pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
+        let length = self.unread(connection, token, 0, out.len())?;
+        if length == 0 {
+            return Ok(0);
+        }
+        let read = connection.read.load(RELAXED);
+        connection.receive_memory.read(read, &mut out[..length]);
+        self.consume(connection, token, length as u32)?;
+        Ok(length)
+    }
+
+    /// Marks bytes as read that [`Shared::peek`] has returned. The caller has entered the connection, which is on the NIC.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    #[inline(always)]
+    pub fn consume(&self, connection: &Connection, token: Token, length: u32) -> io::Result<()> {
+        let read = connection.read.load(RELAXED).wrapping_add(length);
+        if should_report(connection, read) {
+            self.report_read(connection, token, read)?;
+        }
+        connection.note_read(connection.inside(), read);
+        Ok(())
+    }
+
+    /// As [`Shared::consume`], for a connection that is being moved, by the process that restores it.
+    ///
+    /// # Errors
+    /// None.
+    pub fn note_read(&self, connection: &Connection, length: u32) -> io::Result<()> {
+        connection.note_read(connection.inside(), connection.read.load(RELAXED).wrapping_add(length));
+        Ok(())
+    }
+
+    /// As [`Shared::receive`], but drops the bytes.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn skip(&self, connection: &Connection, token: Token, most: usize) -> io::Result<usize> {
+        let mut nowhere = vec![0; self.unread(connection, token, 0, most)?.max(1)];
+        self.receive(connection, token, &mut nowhere)
+    }
+
+    /// As [`Shared::receive`], from `skip` bytes after the first unread one, and the bytes stay unread.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn peek(&self, connection: &Connection, token: Token, skip: u32, out: &mut [u8]) -> io::Result<usize> {
+        let length = self.unread(connection, token, skip, out.len())?;
+        if length == 0 {
+            return Ok(0);
+        }
+        let from = connection.read.load(RELAXED).wrapping_add(skip);
+        connection.receive_memory.read(from, &mut out[..length]);
+        Ok(length)
+    }
+}
+
+/// Whether the NIC should get a message that the program has read up to `read`: a small part of the memory opens no window.
+/// Whoever takes the connection over next reads the block.
+#[inline(always)]
+fn should_report(connection: &Connection, read: u32) -> bool {
+    read.wrapping_sub(connection.report_at.load(RELAXED)) as i32 >= 0
+}

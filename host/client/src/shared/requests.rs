@@ -1,0 +1,198 @@
+//! Requests to the agent and their answers.
+
+use super::{RELAXED, Shared};
+use crate::connection::Connection;
+use crate::ending::ended;
+use baton_abi::layout::session as at;
+use baton_linux::control::Channel;
+use baton_linux::process::Undisturbed;
+use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until};
+use baton_ring::Token;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+pub(super) fn protocol_error(what: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("unexpected answer from the agent: {what} (are program and Baton of the same version?)"),
+    )
+}
+
+impl Shared {
+    pub(super) fn tag(&self) -> u32 {
+        // Tag 0 is for requests whose answer is ignored.
+        self.next_tag.fetch_add(1, RELAXED).max(1)
+    }
+
+    pub(super) fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        // A signal handler of the program's may close a socket, which asks the agent, too.
+        let _undisturbed = Undisturbed::begin();
+        let descriptors: Vec<_> = descriptor.into_iter().collect();
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if self.has_ended() {
+                return Err(ended());
+            }
+            let tag = self.tag();
+            let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
+            channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            if let Some(reply) = await_answer(&channel, tag, known)? {
+                return Ok(reply);
+            }
+        }
+    }
+
+    /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other processes
+    /// may hold the same socket. From now on no thread may wait inside the kernel for that socket while the connection can be
+    /// moved.
+    ///
+    /// # Errors
+    /// With the reason, if this connection can never be moved.
+    pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
+        let connection = self.unregistered();
+        self.register_as(&connection, fd, inherited)?;
+        Ok(connection)
+    }
+
+    /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps these for
+    /// ever, and lets each represent one connection after another.
+    pub fn unregistered(&self) -> Arc<Connection> {
+        Arc::new(Connection::unregistered(self.memory.clone()))
+    }
+
+    /// As [`Shared::register`], for a connection from [`Shared::unregistered`] that represents no other now.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<()> {
+        let number = match self.ask(&Ask::Register { inherited, process: None }, Some(fd))? {
+            Reply::Registered { connection } => connection,
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
+            _ => return Err(protocol_error("the connection was not registered")),
+        };
+        self.take_charge(connection, number);
+        Ok(())
+    }
+
+    /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.
+    pub fn take_charge(&self, connection: &Arc<Connection>, number: u32) {
+        connection.set_number(number);
+        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
+        if connections.len() <= number as usize {
+            connections.resize_with(number as usize + 1, || None);
+        }
+        connections[number as usize] = Some(connection.clone());
+        drop(connections);
+        if connection.has_moved() {
+            self.early.store(true, Ordering::Release);
+        }
+        if self.has_ended() {
+            connection.fail();
+        }
+    }
+
+    /// Moves a connection and waits until the move is done.
+    ///
+    /// # Errors
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays where it was.
+    pub fn move_to(&self, connection: u32, to: Place) -> io::Result<()> {
+        match self.ask(&Ask::Move { connection, to }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the connection was not moved")),
+        }
+    }
+
+    /// Requests a move without waiting for it.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
+        let _undisturbed = Undisturbed::begin();
+        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.has_ended() {
+            return Err(ended());
+        }
+        channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
+    }
+
+    /// Restores a connection to the kernel, with the reason, and when it may move again.
+    ///
+    /// # Errors
+    /// If the agent has ended, or the connection cannot be in the kernel now.
+    pub fn give_back(&self, connection: u32, reason: &str, until: Until) -> io::Result<()> {
+        match self.ask(&Ask::GiveBack { connection, reason: reason.into(), until }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the connection was not moved")),
+        }
+    }
+
+    /// Makes the agent forget a connection, which is then in the kernel and the program's alone.
+    ///
+    /// # Errors
+    /// If the agent has ended, or the connection cannot be in the kernel now.
+    pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
+        self.let_go(connection, token);
+        if self.has_ended() {
+            return Ok(());
+        }
+        match reply? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the connection was not released")),
+        }
+    }
+
+    /// Forgets a connection that the agent has forgotten.
+    pub fn let_go(&self, connection: &Connection, token: Token) {
+        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(place) = connections.get_mut(connection.number() as usize)
+            && place.as_ref().is_some_and(|known| std::ptr::eq(&**known, connection))
+        {
+            *place = None;
+        }
+        drop(connections);
+        if let Some(mut events) = self.events.lock(token) {
+            events.forget(connection);
+        }
+    }
+
+    /// State of a connection that is on the NIC.
+    ///
+    /// # Errors
+    /// If the agent has ended, or the connection is not on the NIC.
+    pub fn detail(&self, connection: u32) -> io::Result<Detail> {
+        match self.ask(&Ask::Detail { connection }, None)? {
+            Reply::Detail(detail) => Ok(detail),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the connection's state is missing")),
+        }
+    }
+
+    /// Reports to the agent that the program exits, and waits for the answer.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn say_goodbye(&self) -> io::Result<()> {
+        self.ask(&Ask::Goodbye, None).map(|_| ())
+    }
+}
+
+/// Receives the answer; None if the agent has died with the request.
+fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Reply>> {
+    loop {
+        let (answer, _): (Answer, _) = channel.receive()?;
+        match answer.body {
+            Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
+            // Reports an earlier death, or answers a request that was repeated since.
+            Reply::Restarted { .. } => {}
+            body if answer.tag == tag => return Ok(Some(body)),
+            _ => {}
+        }
+    }
+}

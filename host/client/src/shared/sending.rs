@@ -1,0 +1,185 @@
+//! What a program sends: bytes, the end of the stream, options.
+
+use super::{RELAXED, Shared, broken_pipe, would_block};
+use crate::connection::{Connection, Inside};
+use baton_abi::layout::block;
+use baton_abi::{Control, MORE, Message, Operation};
+use baton_ring::Token;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+impl Shared {
+    /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection, which is
+    /// on the NIC.
+    ///
+    /// # Errors
+    /// `WouldBlock` if there is no room, else the error that ended the connection.
+    #[inline]
+    pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
+        self.send_pieces(connection, token, bytes.len(), std::iter::once(bytes))
+    }
+
+    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn send_pieces<'a>(
+        &self,
+        connection: &Connection,
+        token: Token,
+        total: usize,
+        pieces: impl Iterator<Item = &'a [u8]>,
+    ) -> io::Result<usize> {
+        if connection.stopped.load(RELAXED) {
+            return Err(self.send_error(connection));
+        }
+        let mut length = total.min(connection.room() as usize);
+        if length < total {
+            self.catch_up(token);
+            length = total.min(connection.room() as usize);
+            if length == 0 {
+                return Err(would_block());
+            }
+        }
+        if length == 0 {
+            return Ok(0);
+        }
+        let memory = &connection.send_memory;
+        let queued = connection.queued.load(RELAXED);
+        let mut left = length;
+        for piece in pieces {
+            let piece = &piece[..piece.len().min(left)];
+            memory.write(queued.wrapping_add((length - left) as u32), piece);
+            left -= piece.len();
+        }
+        let (length, end) = (length as u32, queued.wrapping_add(length as u32));
+        let first = length.min(memory.length() - (queued & (memory.length() - 1)));
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        if !commands.has_room(2) {
+            return Err(would_block());
+        }
+        let mut push = |seq: u32, length: u32, more: u16| {
+            let message = Message::new(Operation::NicSend, connection.cid(), memory.offset_of(seq), length);
+            let _ = commands.push(Message { kind: more, ..message }.to_words());
+        };
+        if first < length {
+            // Around the end of send memory: two messages, but the NIC sends the bytes as one piece.
+            push(queued, first, MORE);
+            push(queued.wrapping_add(first), length - first, 0);
+        } else {
+            push(queued, length, 0);
+        }
+        connection.note_queued(connection.inside(), end);
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(length as usize)
+    }
+
+    /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is inside, and
+    /// there is room for all bytes. False, with nothing sent, in any other case.
+    #[inline(always)]
+    pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
+        let Some(block) = connection.step_in(token) else { return false };
+        let done = self.put_at_once(connection, block, token, bytes);
+        block.step_out();
+        // Contains a full barrier, which a mover that waits for this operation to end needs, too.
+        self.ring_nic();
+        block.wake_mover();
+        done
+    }
+
+    #[inline(always)]
+    pub(super) fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
+        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+            return false;
+        }
+        let queued = connection.queued.load(RELAXED);
+        let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
+        let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
+        let Some(mut commands) = self.commands.lock(token) else { return false };
+        let pushed = commands.push(message.to_words()).is_ok();
+        if pushed {
+            connection.note_queued(block, queued.wrapping_add(bytes.len() as u32));
+            commands.publish();
+        }
+        pushed
+    }
+
+    #[cold]
+    pub(super) fn send_error(&self, connection: &Connection) -> io::Error {
+        match connection.take_error() {
+            0 => broken_pipe(),
+            error => io::Error::from_raw_os_error(error as i32),
+        }
+    }
+
+    /// Shuts down the sending side. The caller has entered the connection, which is on the NIC.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full, `ResourceBusy` in a signal handler that interrupted another command.
+    pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        let message = Message::control(Operation::NicControl, Control::Shutdown, connection.cid(), 0, 0);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the flag is
+        // left.
+        connection.set_shut(true);
+        connection.set_flag(block::FLAG_SHUT_DOWN, true);
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    pub(super) fn control(
+        &self,
+        connection: &Connection,
+        token: Token,
+        control: Control,
+        address: u32,
+        length: u32,
+    ) -> io::Result<()> {
+        if self.has_ended() {
+            return Ok(());
+        }
+        let message = Message::control(Operation::NicControl, control, connection.cid(), address, length);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
+    /// Reports to the NIC, if it acts on the option, that a socket option has been set on the descriptor of a connection that it
+    /// has. SO_KEEPALIVE must not be set on the descriptor, since the shell would send probes; its value is `keepalive`.
+    ///
+    /// # Errors
+    /// As [`Shared::shutdown`], else the failed system call's.
+    pub fn option_was_set(
+        &self,
+        connection: &Connection,
+        token: Token,
+        fd: BorrowedFd<'_>,
+        (level, option): (i32, i32),
+        value: i32,
+    ) -> io::Result<()> {
+        let get = |option| baton_linux::socket::get(fd, 6, option).map(|value| value as u32);
+        match (level, option) {
+            (6, 1) => self.control(connection, token, Control::NoDelay, value as u32, 0),
+            (6, 3) => self.control(connection, token, Control::Cork, value as u32, 0),
+            (6, 18) => self.control(connection, token, Control::UserTimeout, value as u32, 0),
+            (1, 9) | (6, 4..=6) => {
+                if (level, option) == (1, 9) {
+                    connection.set_flag(block::FLAG_KEEPALIVE, value != 0);
+                }
+                let on = connection.keepalive();
+                let (idle, interval, count) = (get(4)?, get(5)?, get(6)?);
+                let (first, second) = (idle | u32::from(on) << 31, interval | count << 16);
+                self.control(connection, token, Control::KeepAlive, first, second)
+            }
+            _ => Ok(()),
+        }
+    }
+}
