@@ -132,7 +132,7 @@ impl Connection {
         };
         if let Some(rtt) = sample.rtt.or_else(echoed) {
             self.rtt.sample(rtt, now.0);
-            self.congestion.on_rtt(rtt, self.rtt.min);
+            self.congestion.on_rtt(rtt);
         }
         if at_or_before(self.congestion.round_end, self.send.una) && advanced {
             self.congestion.next_round(self.send.nxt);

@@ -27,6 +27,8 @@ pub(crate) struct Cubic {
     credit: u64,
     /// HyStart: smallest round-trip time of this round, and what ends the round.
     round_min: u32,
+    /// Smallest round-trip time of data. The handshake's does not count: Linux, too, begins congestion control when it is over.
+    delay_min: u32,
     round_samples: u8,
     pub round_end: u32,
 }
@@ -43,6 +45,7 @@ impl Cubic {
             w_est: 0,
             credit: 0,
             round_min: u32::MAX,
+            delay_min: u32::MAX,
             round_samples: 0,
             round_end: 0,
         }
@@ -115,13 +118,14 @@ impl Cubic {
     }
 
     /// HyStart's delay test: leaves slow start when the round-trip time of a round has grown (as Linux does).
-    pub fn on_rtt(&mut self, rtt: u32, min_rtt: u32) {
+    pub fn on_rtt(&mut self, rtt: u32) {
+        self.delay_min = self.delay_min.min(rtt);
         if !self.in_slow_start() || self.cwnd < 16 {
             return;
         }
         self.round_min = self.round_min.min(rtt);
         self.round_samples = self.round_samples.saturating_add(1);
-        let threshold = min_rtt.saturating_add((min_rtt / 8).clamp(4_000, 16_000));
+        let threshold = self.delay_min.saturating_add((self.delay_min / 8).clamp(4_000, 16_000));
         if self.round_samples >= 8 && self.round_min > threshold {
             self.ssthresh = self.cwnd;
         }
