@@ -122,7 +122,7 @@ impl Connection {
         }
         // RFC 5961 section 5.2: an acknowledgement of what was never sent, or of something ancient.
         let ahead = before(self.send.nxt, segment.ack);
-        let ancient = before(segment.ack, self.send.una.wrapping_sub(self.send.max_wnd.max(65535)));
+        let ancient = before(segment.ack, self.send.una.wrapping_sub(self.send.max_wnd));
         if ahead || ancient {
             self.challenge(now);
             return Received::default();
@@ -263,6 +263,11 @@ impl Connection {
         }
         if length > 0 {
             let in_order = self.receive.nxt.wrapping_add(length);
+            let held = self.reassembly.ranges().next();
+            if let Some((left, right)) = held.filter(|(left, _)| before(*left, in_order)) {
+                // RFC 2883 section 4: the segment brings again what was held behind the hole that it fills.
+                self.report_duplicate(left, earlier(right, in_order));
+            }
             let reached = self.reassembly.advance(in_order);
             let filled = self.take_pending_fin(reached);
             received.delivered = reached.wrapping_sub(next);

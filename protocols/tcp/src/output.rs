@@ -1,7 +1,7 @@
 //! What to send next: resets, retransmissions, new data, FIN, probes, acknowledgements, in that order.
 
 use crate::connection::{ALWAYS, Connection, Due, State};
-use crate::scoreboard::{EVER, PUSHED};
+use crate::scoreboard::{EVER, PUSHED, UNTIMED};
 use crate::segment::Transmit;
 use crate::seq::{at_or_before, before, earlier};
 use crate::time::Instant;
@@ -336,7 +336,7 @@ impl Connection {
             let next = earlier(seq.wrapping_add(mss), self.send.nxt);
             // The FIN shares the last record, as it did when it was sent.
             let next = if self.send.fin_queued && next == self.send.end && self.send.nxt == fin_end { fin_end } else { next };
-            self.scoreboard.push(seq, next.wrapping_sub(seq), now, EVER);
+            self.scoreboard.push(seq, next.wrapping_sub(seq), now, EVER | UNTIMED);
             seq = next;
         }
     }

@@ -17,6 +17,8 @@ pub(crate) const RETRANSMITTED: u8 = 4;
 pub(crate) const EVER: u8 = 8;
 /// It carries PSH, also when it is sent again.
 pub(crate) const PUSHED: u8 = 16;
+/// The connection's last owner sent it, nobody knows when: no round-trip sample, but its order among the others counts.
+pub(crate) const UNTIMED: u8 = 32;
 
 /// A sent segment.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +47,7 @@ impl Sent {
 pub(crate) struct Newest {
     pub sent_at: Instant,
     pub end: u32,
+    /// Its round-trip time in microseconds, at least 1; 0 if there is no such segment yet.
     pub rtt: u64,
 }
 
@@ -146,7 +149,7 @@ impl Scoreboard {
 
     fn deliver(newest: &mut Newest, sent: &Sent, min_rtt: u32, sample: &mut Sample) {
         let rtt = sample.now.since(sent.sent_at);
-        if sent.flags & EVER != 0 && rtt < u64::from(min_rtt) {
+        if sent.flags & (EVER | UNTIMED) == EVER && rtt < u64::from(min_rtt) {
             // The acknowledgement is for the original, not for the retransmission (RFC 8985 section 6.2, step 2).
             return;
         }
@@ -154,7 +157,7 @@ impl Scoreboard {
             sample.rtt = Some(rtt.min(u64::from(u32::MAX)) as u32);
         }
         if (sent.sent_at, 0) > (newest.sent_at, 0) || (sent.sent_at == newest.sent_at && before(newest.end, sent.end())) {
-            *newest = Newest { sent_at: sent.sent_at, end: sent.end(), rtt };
+            *newest = Newest { sent_at: sent.sent_at, end: sent.end(), rtt: rtt.max(1) };
         }
     }
 
@@ -368,7 +371,7 @@ impl Scoreboard {
             if sent.flags & RETRANSMITTED == 0 {
                 self.retransmitted += 1;
             }
-            sent.flags |= RETRANSMITTED | EVER;
+            sent.flags = sent.flags & !UNTIMED | RETRANSMITTED | EVER;
             sent.sent_at = now;
             self.timeline.push_back((now, sent.end()));
         }
