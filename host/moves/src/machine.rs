@@ -480,8 +480,7 @@ impl Move {
 /// What gives frames to the kernel after an import.
 fn releases(source: Source) -> Action {
     match source {
-        Source::Exported => Action::CancelAll,
         Source::Rested => Action::Release,
-        Source::Record => Action::Replay,
+        Source::Exported | Source::Record => Action::Replay,
     }
 }

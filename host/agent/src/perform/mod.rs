@@ -215,8 +215,8 @@ impl World for Performer<'_> {
                 self.replay();
                 Ok(())
             }
-            Action::Cancel | Action::CancelAll => {
-                self.cancel(*action == Action::CancelAll);
+            Action::Cancel => {
+                self.cancel(false);
                 Ok(())
             }
             Action::Finish => self.finish(),

@@ -70,6 +70,9 @@ pub struct World {
     pub read: u32,
     pub fin_acknowledged: bool,
     pub finished: bool,
+    /// The kernel's socket knows of the peer's FIN, which came before the first move. An import does not carry it, and the peer does
+    /// not send it again.
+    pub knows_fin: bool,
     /// Everything that was done, for the message of a failure.
     pub done: Vec<Action>,
 }
@@ -98,6 +101,7 @@ impl World {
             read: 0,
             fin_acknowledged: false,
             finished: false,
+            knows_fin: true,
             done: Vec::new(),
         }
     }
@@ -218,6 +222,7 @@ impl World {
         match step {
             Step::Kernel => {
                 assert!(matches!(self.socket, Socket::Live(_) | Socket::Gone), "{self:?}");
+                assert!(self.knows_fin || self.socket == Socket::Gone, "the peer's FIN is lost: {:?}", self.done);
                 assert_eq!((taken, self.slot, self.journal), ((false, false, false), Slot::Empty, None), "{self:?}");
             }
             Step::Nic => assert_eq!((taken, self.socket), ((true, true, false), Socket::Shell), "{self:?}"),
@@ -270,9 +275,12 @@ impl World {
             Action::Import(source) => return self.import(*source),
             Action::Release => {
                 self.custody = Custody::Kernel;
-                return self.nic(&[Slot::Leaving], Slot::Empty);
+                let released = self.nic(&[Slot::Leaving], Slot::Empty);
+                self.knows_fin |= released == Outcome::Done;
+                return released;
             }
-            Action::Replay | Action::Cancel | Action::CancelAll => (self.custody, self.slot) = (Custody::Kernel, Slot::Empty),
+            Action::Replay => (self.custody, self.slot, self.knows_fin) = (Custody::Kernel, Slot::Empty, true),
+            Action::Cancel => (self.custody, self.slot) = (Custody::Kernel, Slot::Empty),
             Action::Finish | Action::FinishAnew => self.finish(),
             Action::GiveMemory => self.memory_is_taken = false,
             Action::Free => (self.slot_is_taken, self.memory_is_taken) = (false, false),
@@ -343,7 +351,7 @@ impl World {
                 Streams { end, read, ..self.record.unwrap_or(journalled) }
             }
         };
-        (self.socket, self.finished) = (Socket::Imported(streams), false);
+        (self.socket, self.finished, self.knows_fin) = (Socket::Imported(streams), false, false);
         if self.fin_acknowledged && source == Source::Rested { Outcome::DoneFinAcknowledged } else { Outcome::Done }
     }
 

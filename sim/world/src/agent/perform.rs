@@ -72,8 +72,8 @@ impl Performer<'_> {
     fn give_back(&mut self, action: &Action) {
         match action {
             Action::Replay => self.replay(),
-            Action::Cancel | Action::CancelAll => {
-                let _ = self.control(Control::Cancel, u32::from(*action == Action::CancelAll));
+            Action::Cancel => {
+                let _ = self.control(Control::Cancel, 0);
             }
             Action::Abandon => self.machine.kernel.abandon(self.connection.descriptor),
             Action::StealAgain => self.steal_again(),
@@ -319,8 +319,8 @@ impl Performer<'_> {
             let replay = Replay { image: &image, ranges: &ranges, fin_behind_hole: None };
             replay.send(&mut kernel, |seq, out| receive.read(seq, out));
         }
-        // The next NIC passes the frames that it holds to the kernel, and holds no more.
-        let _ = self.control(Control::Cancel, 0);
+        // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
+        let _ = self.control(Control::Cancel, 1);
     }
 
     fn memory(&self) -> Option<Memory> {
