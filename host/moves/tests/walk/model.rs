@@ -57,6 +57,8 @@ pub struct World {
     pub record: Option<Streams>,
     pub rested: Option<Streams>,
     pub block: (u32, u32),
+    /// The NIC is to run the next connection that it is handed, and to die before it answers.
+    pub dies_in_handoff: bool,
     /// What the agent has in its own memory.
     pub exported: Option<Streams>,
     pub slot_is_taken: bool,
@@ -90,6 +92,7 @@ impl World {
             record: None,
             rested: None,
             block: (0, 0),
+            dies_in_handoff: false,
             exported: None,
             slot_is_taken: false,
             memory_is_taken: false,
@@ -265,7 +268,13 @@ impl World {
             Action::HandOff => {
                 let streams = self.journal.expect("an entry").1;
                 self.block = (streams.end, streams.read);
-                return self.steer(&[Slot::Held], Slot::Active(streams), Custody::Nic);
+                let handed = self.steer(&[Slot::Held], Slot::Active(streams), Custody::Nic);
+                if std::mem::take(&mut self.dies_in_handoff) {
+                    self.traffic(false);
+                    self.kill_nic();
+                    return Outcome::Refused(Refusal::NicGone);
+                }
+                return handed;
             }
             Action::Rest => {
                 let Slot::Active(streams) = self.slot else { return self.nic(&[], Slot::Leaving) };
