@@ -72,6 +72,13 @@ impl Progress {
 /// no state that an image can have.
 pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
     let mut state = State::from_number(record.state)?;
+    // The connection has ended in order, and the agent has not heard of it. The kernel sends our FIN once more, which the peer
+    // acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
+    let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
+    let snd_una = if ended { record.snd_end } else { record.snd_una };
+    if ended {
+        state = State::LastAck;
+    }
     if program.flags & block::FLAG_SHUT_DOWN != 0 {
         state = match state {
             State::Established => State::FinWait1,
@@ -79,15 +86,15 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
             other => other,
         };
     }
-    let acked_all = state.fin_acknowledged();
+    let acked_all = ended || state.fin_acknowledged();
     let queued = program.queued;
-    let plausible = queued.wrapping_sub(record.snd_una) <= send_memory && queued.wrapping_sub(record.snd_end) < 1 << 31;
+    let plausible = queued.wrapping_sub(snd_una) <= send_memory && queued.wrapping_sub(record.snd_end) < 1 << 31;
     let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
     let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
     let unread = program.unread(data_end, data_end.wrapping_sub(record.rcv_read));
     Some(Image {
         state,
-        snd_una: record.snd_una,
+        snd_una,
         snd_nxt: record.snd_nxt,
         snd_end,
         snd_wnd: record.snd_wnd,
@@ -103,4 +110,63 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
         srtt: record.srtt,
         ..*handed
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::{Endpoint, Flow};
+
+    fn at_death(record: &Record, program: &Progress) -> Option<Image> {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        image_at_death(&Image::open(flow), 1 << 16, 3_000, record, program)
+    }
+
+    /// A connection that has ended in order, of which the agent has not heard: what is unread is still the program's, and the FIN that
+    /// was acknowledged is sent again.
+    #[test]
+    fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {
+        let record = Record {
+            state: State::Closed as u8,
+            snd_una: 501,
+            snd_nxt: 501,
+            snd_end: 500,
+            rcv_nxt: 1001,
+            rcv_adv: 9000,
+            rcv_read: 100,
+            ..Record::default()
+        };
+        let program = Progress { flags: block::FLAG_SHUT_DOWN, queued: 500, read: 400 };
+        let image = at_death(&record, &program).expect("an image");
+        assert_eq!(image.check(), Ok(()));
+        assert_eq!((image.state, image.unread, image.read_seq()), (State::LastAck, 600, 400));
+        assert_eq!((image.snd_una, image.snd_nxt, image.snd_end, image.send_queue()), (500, 501, 500, 0));
+    }
+
+    /// One that was given up with bytes unacknowledged has no such way back.
+    #[test]
+    fn a_connection_that_timed_out_stays_closed() {
+        let record = Record { state: State::Closed as u8, snd_una: 7, snd_nxt: 9, snd_end: 9, ..Record::default() };
+        let program = Progress { flags: 0, queued: 9, read: 0 };
+        assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
+    }
+
+    /// What the program says counts only as far as it can be true.
+    #[test]
+    fn an_implausible_program_is_not_believed() {
+        let record = Record {
+            state: State::Established as u8,
+            snd_una: 7,
+            snd_nxt: 9,
+            snd_end: 9,
+            rcv_nxt: 50,
+            rcv_adv: 90,
+            rcv_read: 40,
+            ..Record::default()
+        };
+        for (queued, read, snd_end, unread) in [(12, 45, 12, 5), (3, 49, 9, 1), (7 + (1 << 16) + 1, 51, 9, 10)] {
+            let image = at_death(&record, &Progress { flags: 0, queued, read }).expect("an image");
+            assert_eq!((image.snd_end, image.unread), (snd_end, unread));
+        }
+    }
 }
