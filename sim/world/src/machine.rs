@@ -41,6 +41,8 @@ pub(crate) struct Card {
     /// Session memory, by the session's number.
     pub sessions: Vec<Arc<Region>>,
     pub journal: Journal,
+    /// Cids of all handoffs so far: none may come twice.
+    pub handed_off: BTreeSet<u32>,
     /// No memory is given to connections that move to the NIC.
     pub memory_short: bool,
 }
@@ -164,6 +166,7 @@ impl Card {
             fuse: Fuse::default(),
             sessions: (0..sessions).map(|_| region(session::HEAP + HEAP_BYTES)).collect(),
             journal: Journal::default(),
+            handed_off: BTreeSet::new(),
             memory_short: false,
         }
     }

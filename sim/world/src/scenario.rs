@@ -56,6 +56,10 @@ impl Scenario {
         let config = Config {
             receive_buffer: [1 << 14, 1 << 16, 1 << 17][rng.below(3) as usize],
             nodelay: rng.chance(500_000),
+            // A RST may be lost: only keep-alive ends a connection whose peer is gone and that has nothing to send.
+            keepalive: true,
+            keepalive_idle: 15,
+            keepalive_interval: 5,
             ..Config::default()
         };
         Scenario { seed, hosts, impairments, config, programs, moves_every, end_of_faults, faults }

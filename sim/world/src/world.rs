@@ -215,7 +215,7 @@ impl World {
             Fault::DelayKeeper(delay) => host.keeper.delay = delay,
             Fault::FillRing => {
                 if let Some(agent) = host.agent.as_mut().filter(|_| host.machine.has_nic()) {
-                    agent.flood();
+                    agent.flood(&mut host.machine, &mut self.trace);
                 }
             }
             Fault::ShortMemory(time) => {

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Rounds in which a NIC that lives has answered.
-const ROUNDS: usize = 4;
+const ROUNDS: usize = 8;
 
 pub(crate) struct NicLink {
     commands: Producer<RingWords>,
@@ -78,8 +78,7 @@ impl NicLink {
                 return Err(Refusal::NicGone);
             }
         }
-        // A NIC that does not answer must not continue later.
-        machine.kill_nic(trace);
+        machine.failure = Some(format!("the NIC of host {} does not answer {message:?}", machine.number));
         Err(Refusal::NicGone)
     }
 

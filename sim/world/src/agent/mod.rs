@@ -11,10 +11,12 @@ use crate::journal::Memory;
 use crate::keeper::{Keeper, Kept};
 use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
-use baton_abi::layout::Owner;
+use baton_abi::layout::{Owner, session};
 use baton_abi::{Control, Message, Operation};
 use baton_moves::{Action, Barrier, Conclusion, Event, Move, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
+use baton_ring::Consumer;
+use baton_shm::RingWords;
 use baton_sim::Rng;
 use connection::{Connection, Stage};
 use link::NicLink;
@@ -31,6 +33,8 @@ const LATER: u64 = 10_000;
 const ATTEMPTS: u8 = 2;
 /// Longest time that a step of the agent takes, microseconds.
 const MOST_STEP: u64 = 40;
+/// Longest time for which an agent does nothing, microseconds.
+const INATTENTION: u64 = 30_000;
 /// Time in which a NIC starts, microseconds.
 const NIC_START: u64 = 3_000;
 
@@ -62,6 +66,8 @@ enum Task {
     DriveAll(Event),
     EndNic,
     StartNic,
+    /// Drops what programs have queued for the NIC that died: their blocks say the same.
+    ForgetCommands,
     DropStaleFrames,
     LetFramesFlow,
     /// The last of a takeover: programs get at what is in the kernel, and hear that they have to repeat their requests.
@@ -184,6 +190,7 @@ impl Agent {
         self.tasks.extend([
             Task::EndNic,
             Task::DriveAll(Event::NicDied),
+            Task::ForgetCommands,
             Task::StartNic,
             Task::DriveAll(Event::NicStarted),
             Task::DropStaleFrames,
@@ -291,6 +298,10 @@ impl Agent {
                 machine.start_nic(trace);
                 self.nic.restarted();
                 self.due += self.rng.below(NIC_START);
+            }
+            Task::ForgetCommands => {
+                let sessions = &machine.card().sessions;
+                sessions.iter().for_each(|memory| Consumer::<RingWords>::new(memory.ring(session::COMMANDS)).skip_all());
             }
             Task::DropStaleFrames => {
                 let ours = self.connections.values().map(|connection| connection.flow).collect();
@@ -462,8 +473,10 @@ impl Agent {
         }
     }
 
-    /// A burst of commands that the NIC refuses: its ring of answers is full while the agent does not read it.
-    pub fn flood(&mut self) {
+    /// Makes the NIC's ring to the agent full: the NIC refuses a burst of commands, and the agent does not look for a while.
+    pub fn flood(&mut self, machine: &mut Machine, trace: &mut Trace) {
         self.nic.flood();
+        machine.run_nic(trace);
+        self.due = self.due.max(machine.now.0 + self.rng.below(INATTENTION));
     }
 }

@@ -226,6 +226,9 @@ impl Performer<'_> {
         write_block(self.connection, image, on_nic.memory, cid);
         b.store(block::FLAGS, u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1);
         b.store(block::MOVES, self.connection.moves);
+        if !self.machine.card().handed_off.insert(cid.0) {
+            self.machine.failure = Some(format!("cid {} of host {} is used twice", cid.0, self.machine.number));
+        }
         self.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
     }
 
@@ -345,6 +348,8 @@ impl Performer<'_> {
     fn clear(&mut self) {
         if let Some(cid) = self.connection.cid {
             let card = self.machine.card();
+            // Before the entry goes, which the next agent would know the cid from.
+            card.journal.next_cids.insert(cid.slot(), cid.next_generation());
             card.journal.entries.remove(&cid.slot());
             unpublish(&card.memory, cid.slot());
         }
