@@ -7,6 +7,7 @@
 mod agent;
 mod block;
 mod client;
+mod exhaustive;
 mod fault;
 mod heap;
 mod icmp;
@@ -27,6 +28,7 @@ use scenario::Scenario;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::World;
 
+pub use exhaustive::{Crash, Failed, Planned, TRAFFIC, Traffic, Walked, exhaustive, run_crashes};
 pub use fault::Fault;
 pub use world::Counts;
 
@@ -39,6 +41,10 @@ pub struct Outcome {
     pub failure: Option<String>,
     /// What the run has done.
     pub counts: Counts,
+    /// Numbers of the actions of the first host's agents after which a move was concluded.
+    pub concluded: Vec<u64>,
+    /// Points before and after the frames that the first host's NICs have sent since the first move began.
+    pub frames_of_nic: u64,
     /// A hash over everything that happened: the same on every machine.
     pub hash: u64,
     /// Everything that happened, if it was asked for.
@@ -57,5 +63,14 @@ fn finish(mut world: World, seed: u64) -> Outcome {
         Ok(()) => world.failure.take(),
         Err(payload) => Some(nic::message(&*payload)),
     };
-    Outcome { seed, failure, counts: world.counts, hash: world.trace.hash(), lines: world.trace.into_lines() }
+    let (concluded, frames_of_nic) = world.walked();
+    Outcome {
+        seed,
+        failure,
+        counts: world.counts,
+        concluded,
+        frames_of_nic,
+        hash: world.trace.hash(),
+        lines: world.trace.into_lines(),
+    }
 }

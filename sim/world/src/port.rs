@@ -42,27 +42,36 @@ pub(crate) struct Killed;
 
 /// Kills the NIC just before or just after it sends a frame.
 #[derive(Clone, Default)]
-pub(crate) struct Fuse(Rc<Cell<Option<u32>>>);
+pub(crate) struct Fuse {
+    left: Rc<Cell<Option<u32>>>,
+    passed: Rc<Cell<u64>>,
+}
 
 impl Fuse {
     /// Lets the NIC die at a point counted from now: points 0 and 1 are before and after the next frame that it sends, and so on.
     pub fn light(&self, points: u32) {
-        self.0.set(Some(points));
+        self.left.set(Some(points));
     }
 
     pub fn put_out(&self) {
-        self.0.set(None);
+        self.left.set(None);
+    }
+
+    /// Points that were passed so far.
+    pub fn passed(&self) -> u64 {
+        self.passed.get()
     }
 
     /// Passes a point. Ends the round by unwinding if it is the one.
     fn pass(&self) {
-        match self.0.get() {
+        self.passed.set(self.passed.get() + 1);
+        match self.left.get() {
             Some(0) => {
-                self.0.set(None);
+                self.left.set(None);
                 // Without the panic hook: this is no failure of the code that runs.
                 resume_unwind(Box::new(Killed));
             }
-            Some(left) => self.0.set(Some(left - 1)),
+            Some(left) => self.left.set(Some(left - 1)),
             None => {}
         }
     }

@@ -1,5 +1,6 @@
 //! What a seed stands for: hosts, links, connections, moves, faults.
 
+use crate::exhaustive;
 use crate::fault::{self, Planned};
 use crate::program::{Opening, Plan};
 use baton_sim::{Impairments, Rng};
@@ -33,6 +34,8 @@ pub(crate) struct Scenario {
     /// Until when there are moves and faults, microseconds.
     pub end_of_faults: u64,
     pub faults: Vec<Planned>,
+    /// Crashes on the first host, instead of faults at random times.
+    pub crashes: Vec<exhaustive::Planned>,
 }
 
 /// The address of a host.
@@ -62,7 +65,7 @@ impl Scenario {
             keepalive_interval: 5,
             ..Config::default()
         };
-        Scenario { seed, hosts, impairments, config, programs, moves_every, end_of_faults, faults }
+        Scenario { seed, hosts, impairments, config, programs, moves_every, end_of_faults, faults, crashes: Vec::new() }
     }
 }
 

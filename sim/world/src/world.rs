@@ -2,6 +2,7 @@
 
 use crate::agent::{Agent, Request};
 use crate::client::{Client, View};
+use crate::exhaustive::Crash;
 use crate::fault::Fault;
 use crate::keeper::Keeper;
 use crate::machine::Machine;
@@ -39,6 +40,9 @@ struct Host {
     nic_dies_at: Option<u64>,
     memory_returns_at: u64,
     network_returns_at: u64,
+    /// Actions of the agents before, and after which of all a move was concluded.
+    actions: u64,
+    concluded: Vec<u64>,
 }
 
 /// What a run has done.
@@ -148,9 +152,12 @@ impl World {
         self.counts.link_faults =
             link.lost + link.overflowed + link.reordered + link.duplicated + link.corrupted + self.network.too_big;
         self.counts.bytes = self.programs.iter().map(|program| program.received).sum();
-        for agent in self.hosts.iter().filter_map(|host| host.agent.as_ref()) {
-            self.counts.moves += agent.moves;
-            self.counts.actions += agent.actions;
+        for host in &mut self.hosts {
+            if let Some(agent) = &host.agent {
+                self.counts.moves += agent.moves;
+                self.counts.actions += agent.actions - host.actions;
+                (host.actions, host.concluded) = (agent.actions, agent.concluded.clone());
+            }
         }
     }
 
@@ -247,7 +254,8 @@ impl World {
         host.machine.kill_nic(&mut self.trace);
         let Some(agent) = host.agent.take() else { return };
         self.counts.moves += agent.moves;
-        self.counts.actions += agent.actions;
+        self.counts.actions += agent.actions - host.actions;
+        (host.actions, host.concluded) = (agent.actions, agent.concluded);
         self.trace.note(self.now, at, &Happening::Life("the agent dies"));
         host.start_at = self.now.max(host.keeper.complete_at()) + 1 + self.rng.below(AGENT_START);
         (host.agent_dies_at, host.nic_dies_at) = (None, None);
@@ -263,7 +271,9 @@ impl World {
             host.generation += 1;
             host.start_at = u64::MAX;
             let seed = self.rng.next_u64();
-            host.agent = Some(Agent::start(&mut host.machine, &host.keeper, seed, &mut self.trace));
+            let mut agent = Agent::start(&mut host.machine, &host.keeper, seed, &mut self.trace);
+            (agent.actions, agent.concluded) = (host.actions, std::mem::take(&mut host.concluded));
+            host.agent = Some(agent);
         }
         self.run_programs(at);
         self.request_moves(at);
@@ -289,6 +299,27 @@ impl World {
         if host.agent_dies_at.is_some_and(|dies| actions >= dies) {
             self.kill_agent(at);
         }
+        self.crash(at, actions);
+    }
+
+    /// The crashes of an exhaustive run.
+    fn crash(&mut self, at: usize, actions: u64) {
+        let Some((after, crash)) = self.scenario.crashes.first().copied().filter(|_| at == 0) else { return };
+        let host = &mut self.hosts[at];
+        match crash {
+            Crash::NicAtFrame if actions > 0 => host.machine.card().fuse.light(after as u32),
+            Crash::Nic if actions >= after => host.machine.kill_nic(&mut self.trace),
+            Crash::Agent if actions >= after => self.kill_agent(at),
+            _ => return,
+        }
+        self.counts.faults += 1;
+        self.scenario.crashes.remove(0);
+    }
+
+    /// After which actions of the first host's agents moves were concluded, and points that its NICs have passed.
+    pub fn walked(&mut self) -> (Vec<u64>, u64) {
+        let host = &mut self.hosts[0];
+        (std::mem::take(&mut host.concluded), host.machine.card.as_ref().map_or(0, |card| card.fuse.passed()))
     }
 
     fn run_programs(&mut self, at: usize) {
@@ -419,6 +450,8 @@ impl Host {
             nic_dies_at: None,
             memory_returns_at: u64::MAX,
             network_returns_at: u64::MAX,
+            actions: 0,
+            concluded: Vec::new(),
         }
     }
 

@@ -90,8 +90,10 @@ pub(crate) struct Agent {
     pub answers: Vec<(u32, Answer)>,
     due: u64,
     rng: Rng,
-    /// Actions performed and moves concluded.
+    /// Actions performed so far, by the agents before, too; and after which of them a move was concluded.
     pub actions: u64,
+    pub concluded: Vec<u64>,
+    /// Moves concluded by this agent.
     pub moves: u64,
     /// Connections that the kernel refused although everything had been checked.
     pub lost: Vec<String>,
@@ -116,6 +118,7 @@ impl Agent {
             due: machine.now.0,
             rng: Rng::new(seed),
             actions: 0,
+            concluded: Vec::new(),
             moves: 0,
             lost: Vec::new(),
         };
@@ -380,6 +383,7 @@ impl Agent {
 
     fn conclude(&mut self, number: u32, conclusion: &Conclusion) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
+        self.concluded.push(self.actions);
         (connection.exported, connection.image, connection.journalled) = (None, None, None);
         match conclusion {
             Conclusion::Moved | Conclusion::Recovered => self.moves += 1,
