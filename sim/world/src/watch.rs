@@ -1,6 +1,6 @@
 //! Oracles on the wire: what must hold of every segment that leaves a host, whoever sends it.
 
-use baton_abi::layout::nic;
+use baton_abi::layout::{nic, slot};
 use baton_abi::{Cid, Record};
 use baton_recovery::read_record;
 use baton_shm::Region;
@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 /// What one end of a connection has said so far.
 #[derive(Default)]
 struct Said {
+    /// Sequence number behind everything that it has sent.
+    end: Option<u32>,
     /// Latest acknowledgement number, right edge of the window, timestamp.
     ack: Option<u32>,
     edge: Option<u32>,
@@ -49,9 +51,37 @@ impl Watch {
             .retreat(segment.ack, edge, clock)
             .or_else(|| about.on_nic.and_then(|(memory, cid)| uncovered(memory, cid, segment, edge, said.shift)));
         (said.ack, said.clock) = (Some(segment.ack), clock);
+        let end = end_of(segment);
+        said.end = Some(said.end.filter(|last| before(end, *last)).unwrap_or(end));
         said.edge = Some(said.edge.filter(|last| before(edge, *last)).unwrap_or(edge));
         wrong.map(|wrong| format!("{flow:?}: {wrong}"))
     }
+}
+
+impl Watch {
+    /// Checks the record of a connection whose NIC has died: it must cover everything that the host has said. Returns what is wrong.
+    pub fn check_record(&self, flow: Flow, memory: &Region, cid: Cid) -> Option<String> {
+        let said = self.said.get(&flow)?;
+        let mut bytes = [0; 36];
+        memory.read(nic::slot(cid.slot()) + slot::FLOW, &mut bytes).ok()?;
+        if Flow::from_bytes(&bytes) != flow {
+            // It has ended on the NIC, and the slot is another connection's.
+            return None;
+        }
+        let record = read_record(memory, nic::slot(cid.slot()))?;
+        let beyond = |value: Option<u32>, covered: u32| value.filter(|value| before(covered, *value));
+        if let Some(end) = beyond(said.end, record.snd_nxt) {
+            return Some(format!("{flow:?}: the NIC died after it had sent up to {end}, its record covers {}", record.snd_nxt));
+        }
+        beyond(said.ack, record.rcv_nxt)
+            .map(|ack| format!("{flow:?}: the NIC died after it had acknowledged {ack}, its record covers {}", record.rcv_nxt))
+    }
+}
+
+/// The sequence number behind a segment.
+fn end_of(segment: &TcpFrame) -> u32 {
+    let fin = u32::from(segment.flags.contains(Flags::FIN));
+    segment.seq.wrapping_add(segment.payload_length as u32 + fin)
 }
 
 impl Said {
@@ -75,8 +105,7 @@ impl Said {
 /// What a segment of a connection on the NIC says and the recovery record does not cover.
 fn uncovered(memory: &Region, cid: Cid, segment: &TcpFrame, edge: u32, shift: u8) -> Option<String> {
     let Record { snd_nxt, rcv_nxt, rcv_adv, .. } = read_record(memory, nic::slot(cid.slot()))?;
-    let fin = u32::from(segment.flags.contains(Flags::FIN));
-    let end = segment.seq.wrapping_add(segment.payload_length as u32 + fin);
+    let end = end_of(segment);
     if before(snd_nxt, end) {
         return Some(format!("sends up to {end}, the record covers {snd_nxt}"));
     }

@@ -283,8 +283,12 @@ impl World {
         }
         host.machine.run(&mut self.trace);
         self.kill_what_is_due(at);
-        self.counts.deaths += u64::from(had_nic && !self.hosts[at].machine.has_nic());
+        let died = had_nic && !self.hosts[at].machine.has_nic();
         self.transmit(at);
+        if died {
+            self.counts.deaths += 1;
+            self.check_records(at);
+        }
         self.check_host(at);
     }
 
@@ -384,6 +388,20 @@ impl World {
         let may_reset = aborted || program.is_some_and(Program::may_reset);
         let wrong = self.watch.check(flow, parsed, &About { may_reset, on_nic });
         if let Some(wrong) = wrong {
+            self.fail(format!("host {at}: {wrong}"));
+        }
+    }
+
+    /// The records of a NIC that has just died.
+    fn check_records(&mut self, at: usize) {
+        let Some(card) = &self.hosts[at].machine.card else { return };
+        let of_host = self.programs.iter().filter(|program| program.host == at);
+        let wrong = of_host.filter_map(|program| {
+            let (flow, block) = program.flow.zip(program.block.as_ref())?;
+            let owned = block.owner() == Owner::Nic;
+            owned.then(|| self.watch.check_record(flow, &card.memory, Cid(block.load(block::CID))))?
+        });
+        if let Some(wrong) = wrong.collect::<Vec<_>>().into_iter().next() {
             self.fail(format!("host {at}: {wrong}"));
         }
     }
