@@ -6,6 +6,7 @@ use baton_abi::layout::{block, session};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Circle, Region, RingWords};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Linux's ETIMEDOUT.
@@ -16,7 +17,12 @@ pub(crate) struct Client {
     pub memory: Arc<Region>,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
+    /// The latest commands.
+    queued: VecDeque<Message>,
 }
+
+/// Commands that are remembered, to be repeated.
+const REMEMBERED: usize = 64;
 
 /// A connection's numbers since its last move.
 pub(crate) struct View {
@@ -109,7 +115,28 @@ impl Client {
             commands: Producer::new(memory.ring(session::COMMANDS)),
             events: Consumer::new(memory.ring(session::EVENTS)),
             memory,
+            queued: VecDeque::new(),
         }
+    }
+
+    fn push(&mut self, message: Message) -> bool {
+        let pushed = self.commands.push(message.to_words()).is_ok();
+        if pushed {
+            self.queued.push_back(message);
+            if self.queued.len() > REMEMBERED {
+                self.queued.pop_front();
+            }
+        }
+        pushed
+    }
+
+    /// Repeats the remembered commands whose cid is none of `current`, which no connection has any more.
+    pub fn repeat(&mut self, current: &[Cid]) {
+        let stale: Vec<_> = self.queued.iter().filter(|message| !current.contains(&message.cid)).copied().collect();
+        for message in stale {
+            let _ = self.commands.push(message.to_words());
+        }
+        self.commands.publish();
     }
 
     /// Takes in the NIC's events for all connections of the session.
@@ -144,7 +171,7 @@ impl Client {
         let first = (length as u32).min(memory.length() - (view.queued & (memory.length() - 1)));
         let mut push = |seq: u32, length: u32, more: u16| {
             let message = Message::new(Operation::NicSend, view.cid, memory.offset_of(seq), length);
-            let _ = self.commands.push(Message { kind: more, ..message }.to_words());
+            self.push(Message { kind: more, ..message });
         };
         if first < length as u32 {
             push(view.queued, first, MORE);
@@ -176,7 +203,7 @@ impl Client {
         let unreported = read.wrapping_sub(view.reported);
         if unreported >= memory.length() / 8 {
             let message = Message::new(Operation::NicRecvd, view.cid, 0, unreported);
-            if self.commands.push(message.to_words()).is_err() {
+            if !self.push(message) {
                 return Err(Errno::WouldBlock);
             }
             self.commands.publish();
@@ -190,7 +217,7 @@ impl Client {
     /// Shuts down the sending side. False if the ring is full.
     pub fn shutdown(&mut self, view: &mut View) -> bool {
         let message = Message::control(Operation::NicControl, Control::Shutdown, view.cid, 0, 0);
-        if self.commands.push(message.to_words()).is_err() {
+        if !self.push(message) {
             return false;
         }
         view.shut = true;

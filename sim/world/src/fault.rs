@@ -23,6 +23,8 @@ pub enum Fault {
     ShortMemory(u64),
     /// A program writes this many random words into its session memory, and as many into its ring.
     Scribble(u32),
+    /// A program repeats commands that it queued for connections which the NIC has no more, as a thread that was stopped for long.
+    Repeat,
     /// The host's network is cut off for this long, microseconds.
     Cut(u64),
     /// The MTU of the paths from the host, bytes.
@@ -56,7 +58,8 @@ fn draw(rng: &mut Rng) -> Fault {
         14 => Fault::DelayKeeper(rng.below(20_000)),
         15 => Fault::FillRing,
         16 => Fault::ShortMemory(rng.below(100_000)),
-        17 => Fault::Scribble(1 + rng.below(64) as u32),
+        17 if rng.chance(500_000) => Fault::Scribble(1 + rng.below(64) as u32),
+        17 => Fault::Repeat,
         18 => Fault::Cut(rng.below(300_000)),
         _ => Fault::Mtu([1500, 1280, 1000, 576][rng.below(4) as usize]),
     }

@@ -229,6 +229,12 @@ impl World {
                 host.machine.card().memory_short = true;
                 host.memory_returns_at = self.now + time;
             }
+            Fault::Repeat => {
+                if let Some(agent) = &host.agent {
+                    let current = agent.cids();
+                    host.clients.iter_mut().for_each(|client| client.repeat(&current));
+                }
+            }
             Fault::Scribble(words) => self.scribble(at, words),
             Fault::Cut(time) => {
                 host.network_returns_at = self.now + time;

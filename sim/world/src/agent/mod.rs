@@ -12,7 +12,7 @@ use crate::keeper::{Keeper, Kept};
 use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_moves::{Action, Barrier, Conclusion, Event, Move, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
@@ -210,6 +210,11 @@ impl Agent {
     /// Whether a connection is on the NIC, or was and is being restored.
     pub fn is_on_nic(&self, number: u32) -> bool {
         self.connections.get(&number).is_some_and(|connection| connection.stage() == Stage::Nic)
+    }
+
+    /// The cids of all connections that have one.
+    pub fn cids(&self) -> Vec<Cid> {
+        self.connections.values().filter_map(|connection| connection.cid).collect()
     }
 
     /// Whether nothing is under way.
