@@ -140,7 +140,7 @@ impl Client {
     }
 
     /// Takes in the NIC's events for all connections of the session.
-    pub fn catch_up<'a>(&mut self, views: &mut [&'a mut View]) {
+    pub fn catch_up(&mut self, views: &mut [&mut View]) {
         while let Some(message) = self.events.pop().map(Message::from_words) {
             let Some(message) = message else { continue };
             if !views.iter().any(|view| view.cid == message.cid) {

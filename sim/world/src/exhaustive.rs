@@ -8,6 +8,8 @@ use crate::{Outcome, finish};
 use baton_sim::Impairments;
 use baton_tcp::Config;
 use baton_wire::Endpoint;
+use std::fmt;
+use std::str::FromStr;
 
 /// Who dies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,6 +41,59 @@ pub enum Traffic {
 /// All of them.
 pub const TRAFFIC: [Traffic; 4] = [Traffic::BothWays, Traffic::Disordered, Traffic::FinReceived, Traffic::FinAcknowledged];
 
+impl fmt::Display for Traffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Traffic::BothWays => "both-ways",
+            Traffic::Disordered => "disordered",
+            Traffic::FinReceived => "fin-received",
+            Traffic::FinAcknowledged => "fin-acknowledged",
+        })
+    }
+}
+
+/// A run of one connection: its traffic and its crashes. As text `both-ways,7:nic,12:agent` or `fin-received,3:frame`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Walk {
+    /// The state of the connection.
+    pub traffic: Traffic,
+    /// Who dies when.
+    pub crashes: Vec<Planned>,
+}
+
+const CRASHES: [(Crash, &str); 3] = [(Crash::Nic, "nic"), (Crash::Agent, "agent"), (Crash::NicAtFrame, "frame")];
+
+impl fmt::Display for Walk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.traffic)?;
+        for (at, crash) in &self.crashes {
+            let name = CRASHES.iter().find(|(other, _)| other == crash).map_or("", |(_, name)| name);
+            write!(f, ",{at}:{name}")?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Walk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Walk, String> {
+        let wrong = |part: &str| {
+            format!("{part} is none of both-ways, disordered, fin-received, fin-acknowledged, N:nic, N:agent, N:frame")
+        };
+        let mut parts = text.split(',');
+        let first = parts.next().unwrap_or_default();
+        let traffic = TRAFFIC.into_iter().find(|traffic| traffic.to_string() == first).ok_or_else(|| wrong(first))?;
+        let crash = |part: &str| {
+            let (at, name) = part.split_once(':')?;
+            let (crash, _) = CRASHES.iter().find(|(_, other)| *other == name)?;
+            Some((at.parse().ok()?, *crash))
+        };
+        let crashes = parts.map(|part| crash(part).ok_or_else(|| wrong(part))).collect::<Result<_, _>>()?;
+        Ok(Walk { traffic, crashes })
+    }
+}
+
 /// What an exhaustive run has walked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Walked {
@@ -48,19 +103,8 @@ pub struct Walked {
     pub pairs: u64,
     /// Crashes before or after a frame.
     pub points: u64,
-    /// Runs in which something did not hold.
-    pub failures: Vec<Failed>,
-}
-
-/// A run in which something did not hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failed {
-    /// The state of the connection.
-    pub traffic: Traffic,
-    /// Who died when.
-    pub crashes: Vec<Planned>,
-    /// What did not hold.
-    pub what: String,
+    /// Runs in which something did not hold, and what.
+    pub failures: Vec<(Walk, String)>,
 }
 
 /// Bytes that an end sends.
@@ -112,8 +156,8 @@ fn scenario(traffic: Traffic, crashes: &[Planned]) -> Scenario {
 }
 
 /// Runs one connection with these crashes. `readable`: with an account of what happened.
-pub fn run_crashes(traffic: Traffic, crashes: &[Planned], readable: bool) -> Outcome {
-    finish(World::new(scenario(traffic, crashes), readable), 0)
+pub fn run_walk(walk: &Walk, readable: bool) -> Outcome {
+    finish(World::new(scenario(walk.traffic, &walk.crashes), readable), 0)
 }
 
 /// Walks crashes and pairs of crashes. Of the second crashes of a pair every `stride`th is walked; 1 for all.
@@ -149,11 +193,12 @@ impl Walked {
     }
 
     fn run(&mut self, traffic: Traffic, crashes: &[Planned]) -> Option<Outcome> {
-        let outcome = run_crashes(traffic, crashes, false);
+        let walk = Walk { traffic, crashes: crashes.to_vec() };
+        let outcome = run_walk(&walk, false);
         match &outcome.failure {
             None => Some(outcome),
             Some(what) => {
-                self.failures.push(Failed { traffic, crashes: crashes.to_vec(), what: what.clone() });
+                self.failures.push((walk, what.clone()));
                 None
             }
         }

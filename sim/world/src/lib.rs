@@ -20,6 +20,7 @@ mod nic;
 mod port;
 mod program;
 mod scenario;
+mod seeds;
 mod trace;
 mod watch;
 mod world;
@@ -28,8 +29,8 @@ use scenario::Scenario;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::World;
 
-pub use exhaustive::{Crash, Failed, Planned, TRAFFIC, Traffic, Walked, exhaustive, run_crashes};
-pub use fault::Fault;
+pub use exhaustive::{Crash, Planned, TRAFFIC, Traffic, Walk, Walked, exhaustive, run_walk};
+pub use seeds::{Summary, run_seeds};
 pub use world::Counts;
 
 /// What has come of a run.

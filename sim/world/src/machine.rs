@@ -52,7 +52,7 @@ impl Machine {
     pub fn new(number: usize, address: [u8; 4], sessions: Option<usize>, config: Config, seed: u64) -> Machine {
         let lanes: [Lane; 4] = std::array::from_fn(|_| Lane::new(QUEUE));
         let [from_kernel, to_kernel, from_wire, to_wire] = lanes;
-        let card = sessions.map(|sessions| Card::new(sessions));
+        let card = sessions.map(Card::new);
         let outgoing = if card.is_some() { from_kernel.clone() } else { to_wire.clone() };
         Machine {
             number,

@@ -12,8 +12,6 @@ pub(crate) enum Happening<'a> {
     Sent { flow: Flow, seq: u32, ack: u32, flags: u8, window: u16, length: u32 },
     /// A move has come to a step.
     Reached { connection: u32, step: Step },
-    /// The agent performs an action.
-    Performs { connection: u32, action: &'a str },
     /// A fault, or the end of one.
     Fault(&'a str),
     /// Somebody died, or was started.
@@ -35,7 +33,6 @@ impl fmt::Display for Happening<'_> {
                 write!(f, " win {window} len {length}")
             }
             Happening::Reached { connection, step } => write!(f, "connection {connection} is {step:?}"),
-            Happening::Performs { connection, action } => write!(f, "agent: connection {connection}: {action}"),
             Happening::Fault(what) => write!(f, "fault: {what}"),
             Happening::Life(what) => write!(f, "{what}"),
             Happening::Program { connection, did, amount } => write!(f, "program of {connection} {did} {amount}"),
@@ -89,16 +86,17 @@ impl Trace {
         Trace { hash: Stable(0xcbf2_9ce4_8422_2325), lines: readable.then(Vec::new) }
     }
 
-    pub fn is_readable(&self) -> bool {
-        self.lines.is_some()
-    }
-
     /// Notes what happened on a host at a time in microseconds.
     pub fn note(&mut self, now: u64, host: usize, what: &Happening<'_>) {
         (now, host).hash(&mut self.hash);
         what.hash(&mut self.hash);
+        self.explain(now, host, || what.to_string());
+    }
+
+    /// Adds a line for readers, which the hash does not cover.
+    pub fn explain(&mut self, now: u64, host: usize, what: impl FnOnce() -> String) {
         if let Some(lines) = &mut self.lines {
-            lines.push(format!("{:>5}.{:06} host {host} {what}", now / 1_000_000, now % 1_000_000));
+            lines.push(format!("{:>5}.{:06} host {host} {}", now / 1_000_000, now % 1_000_000, what()));
         }
     }
 

@@ -66,6 +66,21 @@ pub struct Counts {
     pub simulated: u64,
 }
 
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, more: Counts) {
+        // No `..`: a new field breaks this line until it is added.
+        let Counts { faults, link_faults, connections, bytes, moves, actions, deaths, simulated } = more;
+        self.faults += faults;
+        self.link_faults += link_faults;
+        self.connections += connections;
+        self.bytes += bytes;
+        self.moves += moves;
+        self.actions += actions;
+        self.deaths += deaths;
+        self.simulated += simulated;
+    }
+}
+
 pub(crate) struct World {
     now: u64,
     hosts: Vec<Host>,
@@ -207,9 +222,7 @@ impl World {
 
     fn strike(&mut self, at: usize, fault: Fault) {
         self.counts.faults += 1;
-        if self.trace.is_readable() {
-            self.trace.note(self.now, at, &Happening::Fault(&format!("{fault:?}")));
-        }
+        self.trace.note(self.now, at, &Happening::Fault(&format!("{fault:?}")));
         let host = &mut self.hosts[at];
         host.machine.now = Instant(self.now);
         let actions = host.agent.as_ref().map_or(0, |agent| agent.actions);

@@ -364,13 +364,7 @@ impl Agent {
 
     fn perform(&mut self, number: u32, action: &Action, machine: &mut Machine, trace: &mut Trace) {
         let Some(mut connection) = self.connections.remove(&number) else { return };
-        if trace.is_readable() {
-            trace.note(
-                machine.now.0,
-                machine.number,
-                &Happening::Performs { connection: number, action: &format!("{action:?}") },
-            );
-        }
+        trace.explain(machine.now.0, machine.number, || format!("agent: connection {number}: {action:?}"));
         self.actions += 1;
         let outcome = Performer { agent: self, connection: &mut connection, machine, trace }.perform(action);
         let before = connection.machine.step();
