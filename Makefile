@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak programs restarts suites numa bench packetdrill-adapter packetdrill clean
+.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -22,6 +22,8 @@ test: lint
 	$(CARGO) build --profile checked --locked
 	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
+	$(CHECKED) sim --seeds 0..30 --json
+	$(CHECKED) sim --exhaustive --stride 31 --json
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
@@ -48,6 +50,12 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
+
+# The simulator: many seeds, every crash and every pair of crashes of a move there and back, and the builds sabotaged on purpose.
+sim: build
+	$(BATON) sim --seeds 0..3000 --json
+	$(BATON) sim --exhaustive --json
+	scripts/sabotage
 
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build

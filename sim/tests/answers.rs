@@ -190,3 +190,18 @@ fn any_amount_in_flight_is_taken_over() {
         assert_eq!((image.snd_una, image.snd_nxt), (1 + queue, 1 + queue));
     }
 }
+
+/// A peer that sends a timestamp of 0 and then its clock is heard, as in Linux: 0 is not compared with, also when it is later by the
+/// arithmetic of RFC 7323 section 5.2.
+#[test]
+fn a_timestamp_of_zero_keeps_no_later_one_out() {
+    let mut connection = connection(&image(), BUFFER);
+    connection.set_quick_ack(true);
+    let stamped = |seq, value| {
+        let options = TcpOptions { timestamps: Some((value, 1)), ..TcpOptions::default() };
+        Segment { options, ..segment(seq, 10, Flags::ACK) }
+    };
+    for (seq, value, delivered) in [(1, 0, 10), (11, 0x9000_0000, 10), (21, 0x8000_0000, 0), (21, 0x9000_0001, 10)] {
+        assert_eq!(answer(&mut connection, &stamped(seq, value), NOW).0.delivered, delivered, "timestamp {value:#x}");
+    }
+}

@@ -30,6 +30,11 @@ enum Command {
         after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
     )]
     Soak(lab::soak::SoakArguments),
+    /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must hold.
+    #[command(
+        after_help = "Examples:\n  baton sim --seeds 0..3000 --json\n  baton sim --seed 1725 --trace\n  baton sim --exhaustive\n  baton sim --walk fin-received,7:nic,12:agent --trace"
+    )]
+    Sim(lab::sim::SimArguments),
     /// Shows how connections of a server move to the NIC and back, and measures kernel and NIC.
     Demo {
         /// Directory of the report.
@@ -94,6 +99,7 @@ fn run(command: Command) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             lab::soak::run(&arguments)
         }
+        Command::Sim(arguments) => lab::sim::run(&arguments),
         Command::Demo { output } => {
             baton_linux::namespace::become_root_if_needed()?;
             lab::demo(&output)

@@ -54,11 +54,11 @@ pub enum Action {
     Import(Source),
     /// NIC: the frames are the kernel's; replay to it what the peer said last and what was held.
     Release,
-    /// Agent: the same without the NIC that had the connection, from its record. The next NIC, if it holds frames, gives them up.
+    /// Agent: the same without a NIC that has run the connection: replay what the import could not carry, the peer's FIN too, from the
+    /// image and, if there is one, the record. The NIC, if it holds frames, gives them up; those that were mirrored, too, since the
+    /// kernel's copies went with its out-of-order queue.
     Replay,
-    /// NIC: undo a mirror or a steal; what was held goes to the kernel. True: its own copies are gone, those that were mirrored go, too.
-    CancelAll,
-    /// As [`Action::CancelAll`], but the kernel has everything that was mirrored.
+    /// NIC: undo a mirror or a steal; what was held goes to the kernel, which has everything that was mirrored.
     Cancel,
     /// Kernel: leave repair mode, send what was unsent, close what was closed.
     Finish,
@@ -174,8 +174,8 @@ impl Action {
             (Action::Rest, _) => Rested,
             (Action::Import(Source::Record), _) => Restored,
             (Action::Import(_), _) => Imported,
-            (Action::Release | Action::Replay | Action::CancelAll, Sending) => Released,
-            (Action::Release | Action::Replay | Action::CancelAll, _) => Back,
+            (Action::Release | Action::Replay, Sending) => Released,
+            (Action::Release | Action::Replay, _) => Back,
             (Action::Finish | Action::FinishAnew, Sending) => Finished,
             (Action::Finish | Action::FinishAnew, _) => Back,
             (Action::Cancel, Mirrored | Covered) => Reserved,

@@ -450,6 +450,11 @@ impl Move {
             // A NIC that does not answer, refuses what it must not, or writes images that nobody can read must not go on.
             Action::Rest | Action::Import(Source::Rested) if refusal == Refusal::NicGone => return self.end_nic(),
             Action::Grow | Action::Resume => return self.end_nic(),
+            // It may have died after it had run the connection and acknowledged data that only session memory has. Its record tells.
+            Action::HandOff if refusal == Refusal::NicGone => {
+                self.step = Step::HandedOff;
+                return self.end_nic();
+            }
             Action::Rest if self.goal == Some(Goal::Grow) => self.goal = Some(Goal::Stay),
             Action::Rest | Action::Check => self.turn_around(refusal),
             Action::Import(source) => (self.lost, self.release) = (Some(refusal), releases(*source)),
@@ -480,8 +485,7 @@ impl Move {
 /// What gives frames to the kernel after an import.
 fn releases(source: Source) -> Action {
     match source {
-        Source::Exported => Action::CancelAll,
         Source::Rested => Action::Release,
-        Source::Record => Action::Replay,
+        Source::Exported | Source::Record => Action::Replay,
     }
 }

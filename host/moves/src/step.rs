@@ -140,8 +140,6 @@ pub enum Death {
 pub enum Fate {
     /// It has not left the kernel: what was done is undone.
     Undone,
-    /// What was read from the socket is put back into it ([`Source::Exported`]).
-    PutBack,
     /// It is made anew from image or recovery record and from session memory ([`Source::Record`]).
     Recovered,
     /// The restore goes on; the agent replays to the kernel what the NIC no longer can.
@@ -267,9 +265,10 @@ impl Step {
                 Some(Phase::Copied) => Fate::Recovered,
                 Some(Phase::Sending) => Fate::Continued,
             },
-            // Before the steal the NIC's death is noticed in time; between steal and handoff nothing checks for it.
+            // Before the steal the NIC's death is noticed in time. Between steal and handoff nothing checks for it, and a handoff that is
+            // not answered may have taken place.
             (Death::Nic, Kernel | Reserved | Mirrored | Covered | Quiescing | Quiesced) => Fate::Undone,
-            (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::PutBack,
+            (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::Recovered,
             (Death::Nic, HandedOff | Nic | Leaving | Left | Grown | Orphaned | Barred | Retaken | Vacated) => Fate::Recovered,
             (Death::Nic, Rested | Imported | Restored | Sending | Released | Finished | Back | Cleared | Freed) => {
                 Fate::Continued

@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 mod posted;
+mod record;
 mod replay;
 
 pub use posted::{Post, gather, pieces, posts_of};
+pub use record::{Progress, image_at_death, read_image, read_ranges, read_record, unpublish};
 pub use replay::Replay;

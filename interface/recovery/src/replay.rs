@@ -45,7 +45,7 @@ impl Replay<'_> {
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         // One segment carries all of it: a kernel that answered before it knew of the FIN would send to a peer that may have
         // closed, and be reset.
-        if image.state.fin_received() {
+        if image.state.fin_received() && !cfg!(feature = "sabotage-forget-fin") {
             transmit(in_order, Flags::ACK | Flags::FIN, 0);
             return (sent, dropped);
         }

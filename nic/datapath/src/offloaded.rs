@@ -280,7 +280,8 @@ impl Offloaded {
         self.published += 1;
         let words = &*self.record;
         let copy = if self.published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
-        for (word, value) in copy.iter().zip(record.to_words()) {
+        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
+        for (word, value) in copy.iter().zip(record.to_words()).take(torn) {
             word.store(value, Ordering::Relaxed);
         }
         words[at::PUBLISHED / 8].store(self.published, Ordering::Release);

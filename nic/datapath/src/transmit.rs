@@ -57,10 +57,19 @@ impl<W: Device> Output<W> {
         let most = self.capabilities.segmentation;
         let mut published = false;
         let before = offloaded.tcp.retransmissions();
+        let fresh = offloaded.tcp.snd_nxt();
         while let Some(transmit) = offloaded.tcp.poll_transmit(now, most) {
-            offloaded.publish(now);
+            if !cfg!(feature = "sabotage-send-before-record") {
+                offloaded.publish(now);
+            }
             published = true;
             self.emit(offloaded, &transmit, counters);
+            if cfg!(feature = "sabotage-send-before-record") {
+                offloaded.publish(now);
+            }
+        }
+        if cfg!(feature = "sabotage-drop-send-memory") {
+            offloaded.drop_send_memory(fresh);
         }
         offloaded.growth.consider(&mut offloaded.tcp, now);
         if !published {
@@ -73,11 +82,16 @@ impl<W: Device> Output<W> {
     /// Sends a pure acknowledgement, after publishing the recovery record.
     #[inline(always)]
     pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
-        offloaded.publish(now);
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish(now);
+        }
         let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
         self.frame.set_length(length);
         self.frame.segmentation = None;
         self.finish(offloaded, counters);
+        if cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish(now);
+        }
     }
 
     /// Completes the checksum, or leaves it to the device, and sends the frame that was built.
@@ -147,10 +161,19 @@ impl Offloaded {
     /// Notes that the peer has acknowledged `acked` bytes.
     pub fn note_acknowledged(&mut self, acked: u32, events: Events) {
         if acked > 0 {
-            self.pending.acked += acked;
+            if !cfg!(feature = "sabotage-drop-send-memory") {
+                self.pending.acked += acked;
+            }
             self.drop_acked_pairs();
         }
         self.note_events(events);
+    }
+
+    /// Sabotage (see `Cargo.toml`): send memory counts as free once its bytes have been sent, from sequence number `fresh` on.
+    fn drop_send_memory(&mut self, fresh: u32) {
+        let end = self.tcp.snd_end();
+        let sent = self.tcp.snd_nxt().wrapping_sub(fresh);
+        self.pending.acked += sent.min(end.wrapping_sub(fresh) & (u32::MAX >> 1));
     }
 
     /// Notes the events that the program must know.

@@ -72,7 +72,8 @@ impl Connection {
             // RFC 7323 section 4.3, of which all but this has been looked at.
             if segment.seq == self.receive.last_ack {
                 self.receive.ts_recent = value;
-                self.receive.ts_known = true;
+                // Some hosts send 0 until they know better; as in Linux it is not compared with.
+                self.receive.ts_known = value != 0;
             }
         }
         let (acked, events) = self.process_plain_ack(segment, now);
@@ -217,7 +218,7 @@ impl Connection {
             // RFC 7323 section 4.3: from segments that cover the last acknowledgement sent.
             if at_or_before(seq, r.last_ack) && !(r.ts_known && before(value, r.ts_recent)) {
                 r.ts_recent = value;
-                r.ts_known = true;
+                r.ts_known = value != 0;
             }
         }
     }

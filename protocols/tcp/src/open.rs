@@ -107,7 +107,7 @@ impl Connection {
         (r.read, r.adv, r.last_ack) = (r.nxt, r.nxt, r.nxt);
         r.last_at = now;
         if let Some((value, _)) = options.timestamps {
-            (r.ts_recent, r.ts_known) = (value, true);
+            (r.ts_recent, r.ts_known) = (value, value != 0);
         }
         self.send.wnd = u32::from(syn.window);
         self.send.max_wnd = self.send.wnd;

@@ -132,9 +132,11 @@ impl<'a> Performer<'a> {
     }
 
     /// Clears the journal entry, then invalidates the record. Only after that is the record ignored: should this agent die
-    /// before, the next one starts from journal and record.
+    /// before, the next one starts from journal and record. The entry is also what the next agent knows the cid from: before it
+    /// goes, the slot's next cid is noted. A cid that came twice would let events of its first use count for the second.
     fn clear(&mut self) {
         if let Some(cid) = self.connection.cid {
+            journal::note_next_name(self.ground.nic_memory, cid.next_generation());
             journal::clear(self.ground.nic_memory, cid);
             unpublish(self.ground.nic_memory, cid.slot());
         }
@@ -215,8 +217,8 @@ impl World for Performer<'_> {
                 self.replay();
                 Ok(())
             }
-            Action::Cancel | Action::CancelAll => {
-                self.cancel(*action == Action::CancelAll);
+            Action::Cancel => {
+                self.cancel(false);
                 Ok(())
             }
             Action::Finish => self.finish(),

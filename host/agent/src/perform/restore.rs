@@ -76,7 +76,8 @@ impl Performer<'_> {
         }
     }
 
-    /// Replays to the kernel, in place of a NIC that has died, the data that it held out of order, and a FIN.
+    /// Replays to the kernel what an import does not carry, in place of a NIC that has died or has never run the connection: the data
+    /// that the NIC held out of order, and a FIN.
     pub(super) fn replay(&mut self) {
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(image) = &self.image
@@ -84,9 +85,9 @@ impl Performer<'_> {
         {
             eprintln!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
         }
-        // The next NIC passes the frames that it holds to the kernel, and holds no more.
+        // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
         if let Some(cid) = self.connection.cid {
-            let _ = self.ground.nic.control(Control::Cancel, cid, 0);
+            let _ = self.ground.nic.control(Control::Cancel, cid, 1);
         }
     }
 

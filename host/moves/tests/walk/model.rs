@@ -57,6 +57,8 @@ pub struct World {
     pub record: Option<Streams>,
     pub rested: Option<Streams>,
     pub block: (u32, u32),
+    /// The NIC is to run the next connection that it is handed, and to die before it answers.
+    pub dies_in_handoff: bool,
     /// What the agent has in its own memory.
     pub exported: Option<Streams>,
     pub slot_is_taken: bool,
@@ -70,6 +72,9 @@ pub struct World {
     pub read: u32,
     pub fin_acknowledged: bool,
     pub finished: bool,
+    /// The kernel's socket knows of the peer's FIN, which came before the first move. An import does not carry it, and the peer does
+    /// not send it again.
+    pub knows_fin: bool,
     /// Everything that was done, for the message of a failure.
     pub done: Vec<Action>,
 }
@@ -87,6 +92,7 @@ impl World {
             record: None,
             rested: None,
             block: (0, 0),
+            dies_in_handoff: false,
             exported: None,
             slot_is_taken: false,
             memory_is_taken: false,
@@ -98,6 +104,7 @@ impl World {
             read: 0,
             fin_acknowledged: false,
             finished: false,
+            knows_fin: true,
             done: Vec::new(),
         }
     }
@@ -218,6 +225,7 @@ impl World {
         match step {
             Step::Kernel => {
                 assert!(matches!(self.socket, Socket::Live(_) | Socket::Gone), "{self:?}");
+                assert!(self.knows_fin || self.socket == Socket::Gone, "the peer's FIN is lost: {:?}", self.done);
                 assert_eq!((taken, self.slot, self.journal), ((false, false, false), Slot::Empty, None), "{self:?}");
             }
             Step::Nic => assert_eq!((taken, self.socket), ((true, true, false), Socket::Shell), "{self:?}"),
@@ -260,7 +268,13 @@ impl World {
             Action::HandOff => {
                 let streams = self.journal.expect("an entry").1;
                 self.block = (streams.end, streams.read);
-                return self.steer(&[Slot::Held], Slot::Active(streams), Custody::Nic);
+                let handed = self.steer(&[Slot::Held], Slot::Active(streams), Custody::Nic);
+                if std::mem::take(&mut self.dies_in_handoff) {
+                    self.traffic(false);
+                    self.kill_nic();
+                    return Outcome::Refused(Refusal::NicGone);
+                }
+                return handed;
             }
             Action::Rest => {
                 let Slot::Active(streams) = self.slot else { return self.nic(&[], Slot::Leaving) };
@@ -270,9 +284,12 @@ impl World {
             Action::Import(source) => return self.import(*source),
             Action::Release => {
                 self.custody = Custody::Kernel;
-                return self.nic(&[Slot::Leaving], Slot::Empty);
+                let released = self.nic(&[Slot::Leaving], Slot::Empty);
+                self.knows_fin |= released == Outcome::Done;
+                return released;
             }
-            Action::Replay | Action::Cancel | Action::CancelAll => (self.custody, self.slot) = (Custody::Kernel, Slot::Empty),
+            Action::Replay => (self.custody, self.slot, self.knows_fin) = (Custody::Kernel, Slot::Empty, true),
+            Action::Cancel => (self.custody, self.slot) = (Custody::Kernel, Slot::Empty),
             Action::Finish | Action::FinishAnew => self.finish(),
             Action::GiveMemory => self.memory_is_taken = false,
             Action::Free => (self.slot_is_taken, self.memory_is_taken) = (false, false),
@@ -343,7 +360,7 @@ impl World {
                 Streams { end, read, ..self.record.unwrap_or(journalled) }
             }
         };
-        (self.socket, self.finished) = (Socket::Imported(streams), false);
+        (self.socket, self.finished, self.knows_fin) = (Socket::Imported(streams), false, false);
         if self.fin_acknowledged && source == Source::Rested { Outcome::DoneFinAcknowledged } else { Outcome::Done }
     }
 

@@ -95,7 +95,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The slot of a cid.
     pub(super) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
-        self.connections.slots[cid.slot() as usize].as_mut().filter(|slot| slot.cid == cid).ok_or(Refusal::NotYours)
+        let checked = !cfg!(feature = "sabotage-skip-generation");
+        self.connections.slots[cid.slot() as usize].as_mut().filter(|slot| !checked || slot.cid == cid).ok_or(Refusal::NotYours)
     }
 
     /// Begins to copy a connection's frames.
@@ -249,6 +250,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
         offloaded.receive.gather(offloaded.tcp.rcv_read());
         slot.custody = Custody::Leaving(offloaded);
+        if cfg!(feature = "sabotage-lose-steal") {
+            self.remove_slot(cid);
+        }
         Ok(0)
     }
 

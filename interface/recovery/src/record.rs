@@ -1,0 +1,172 @@
+//! Readers of a connection's recovery record, of the image in its slot, and of how far its program has come.
+
+use baton_abi::layout::{block, nic, session, slot};
+use baton_abi::{Cid, Record, record};
+use baton_image::{Image, ImageError, MAX_ENCODED, State};
+use baton_shm::Region;
+use core::sync::atomic::Ordering;
+
+const RECORD_BYTES: usize = record::WORDS * 8;
+
+/// Returns the valid record, if the NIC ever published one. `base` is the offset of the connection's slot.
+pub fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
+    let published = nic_memory.words(base + slot::PUBLISHED, 1)[0].load(Ordering::Acquire);
+    if published == 0 {
+        return None;
+    }
+    let copy = base + slot::RECORDS + (published & 1) as usize * RECORD_BYTES;
+    let words = nic_memory.words(copy, record::WORDS);
+    Some(Record::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed))))
+}
+
+/// Invalidates the record in a slot.
+pub fn unpublish(nic_memory: &Region, at: u32) {
+    nic_memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
+}
+
+/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last.
+pub fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
+    let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
+    let count = usize::from(record.ranges).min(slot::MOST_RANGES);
+    let words = nic_memory.words(table, count);
+    words.iter().map(|word| word.load(Ordering::Relaxed)).map(|word| (word as u32, (word >> 32) as u32)).collect()
+}
+
+/// Reads the image in a slot.
+///
+/// # Errors
+/// What is wrong with its bytes.
+pub fn read_image(nic_memory: &Region, cid: Cid) -> Result<Image, ImageError> {
+    let mut bytes = [0u8; MAX_ENCODED];
+    let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
+    Image::decode(&bytes)
+}
+
+/// How far a program has come with a connection, as the connection's block says. The program can write there whatever it likes.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// [`block::FLAGS`].
+    pub flags: u32,
+    /// Sequence number behind the last byte that it has queued.
+    pub queued: u32,
+    /// Sequence number of the first byte that it has not read.
+    pub read: u32,
+}
+
+impl Progress {
+    /// Reads the block of a connection by its number in the session.
+    pub fn of(session_memory: &Region, connection: u32) -> Progress {
+        let load = |field| session_memory.word32(session::block(connection) + field).load(Ordering::Acquire);
+        Progress { flags: load(block::FLAGS), queued: load(block::QUEUED_SEQ), read: load(block::READ_SEQ) }
+    }
+
+    /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`: the NIC is
+    /// notified of reads late.
+    pub fn unread(&self, data_end: u32, told: u32) -> u32 {
+        data_end.wrapping_sub(self.read).min(told)
+    }
+}
+
+/// Makes the image of a connection at its NIC's death, `elapsed` microseconds after its handoff with the image `handed` and
+/// `send_memory` bytes of send memory. The program's progress is believed only as far as it can be true. None if the record has
+/// no state that an image can have.
+pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
+    let mut state = State::from_number(record.state)?;
+    // The connection has ended in order, and the agent has not heard of it. The kernel sends our FIN once more, which the peer
+    // acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
+    let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
+    let snd_una = if ended { record.snd_end } else { record.snd_una };
+    if ended {
+        state = State::LastAck;
+    }
+    if program.flags & block::FLAG_SHUT_DOWN != 0 {
+        state = match state {
+            State::Established => State::FinWait1,
+            State::CloseWait => State::LastAck,
+            other => other,
+        };
+    }
+    let acked_all = ended || state.fin_acknowledged();
+    let queued = program.queued;
+    let plausible = queued.wrapping_sub(snd_una) <= send_memory && queued.wrapping_sub(record.snd_end) < 1 << 31;
+    let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
+    let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
+    let unread = program.unread(data_end, data_end.wrapping_sub(record.rcv_read));
+    Some(Image {
+        state,
+        snd_una,
+        snd_nxt: record.snd_nxt,
+        snd_end,
+        snd_wnd: record.snd_wnd,
+        snd_wl1: record.snd_wl1,
+        max_window: record.max_window,
+        rcv_nxt: record.rcv_nxt,
+        rcv_adv: record.rcv_adv,
+        unread,
+        ts_recent: record.ts_recent,
+        // A timestamp later than any that the NIC can have sent.
+        ts_clock: handed.ts_clock.wrapping_add((elapsed / 1000) as u32 + 1),
+        cwnd: record.cwnd,
+        srtt: record.srtt,
+        ..*handed
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::{Endpoint, Flow};
+
+    fn at_death(record: &Record, program: &Progress) -> Option<Image> {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        image_at_death(&Image::open(flow), 1 << 16, 3_000, record, program)
+    }
+
+    /// A connection that has ended in order, of which the agent has not heard: what is unread is still the program's, and the FIN that
+    /// was acknowledged is sent again.
+    #[test]
+    fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {
+        let record = Record {
+            state: State::Closed as u8,
+            snd_una: 501,
+            snd_nxt: 501,
+            snd_end: 500,
+            rcv_nxt: 1001,
+            rcv_adv: 9000,
+            rcv_read: 100,
+            ..Record::default()
+        };
+        let program = Progress { flags: block::FLAG_SHUT_DOWN, queued: 500, read: 400 };
+        let image = at_death(&record, &program).expect("an image");
+        assert_eq!(image.check(), Ok(()));
+        assert_eq!((image.state, image.unread, image.read_seq()), (State::LastAck, 600, 400));
+        assert_eq!((image.snd_una, image.snd_nxt, image.snd_end, image.send_queue()), (500, 501, 500, 0));
+    }
+
+    /// One that was given up with bytes unacknowledged has no such way back.
+    #[test]
+    fn a_connection_that_timed_out_stays_closed() {
+        let record = Record { state: State::Closed as u8, snd_una: 7, snd_nxt: 9, snd_end: 9, ..Record::default() };
+        let program = Progress { flags: 0, queued: 9, read: 0 };
+        assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
+    }
+
+    /// What the program says counts only as far as it can be true.
+    #[test]
+    fn an_implausible_program_is_not_believed() {
+        let record = Record {
+            state: State::Established as u8,
+            snd_una: 7,
+            snd_nxt: 9,
+            snd_end: 9,
+            rcv_nxt: 50,
+            rcv_adv: 90,
+            rcv_read: 40,
+            ..Record::default()
+        };
+        for (queued, read, snd_end, unread) in [(12, 45, 12, 5), (3, 49, 9, 1), (7 + (1 << 16) + 1, 51, 9, 10)] {
+            let image = at_death(&record, &Progress { flags: 0, queued, read }).expect("an image");
+            assert_eq!((image.snd_end, image.unread), (snd_end, unread));
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What the agent knows of a connection.
+
+use crate::block::Block;
+use crate::journal::{Memory, OnNic};
+use crate::keeper::Kept;
+use crate::kernel::Descriptor;
+use baton_abi::Cid;
+use baton_abi::layout::block;
+use baton_image::Image;
+use baton_moves::{Move, Step};
+use baton_wire::Flow;
+
+/// An enlargement that is under way.
+pub(super) struct Growing {
+    /// The cid before it.
+    pub cid: Cid,
+    /// Blocks of memory that are not in use.
+    pub unused: [Option<(u32, u32)>; 2],
+    pub larger: Memory,
+}
+
+/// Stage of a connection's life with the agent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Stage {
+    Kernel,
+    Offloading,
+    Nic,
+    Ended,
+}
+
+pub(super) struct Connection {
+    pub number: u32,
+    pub session: u32,
+    pub descriptor: Descriptor,
+    pub flow: Flow,
+    pub block: Block,
+    pub machine: Move,
+    pub cid: Option<Cid>,
+    pub on_nic: Option<OnNic>,
+    /// Bytes of receive and of send memory that the NIC has asked for.
+    pub wants: (u32, u32),
+    pub growing: Option<Growing>,
+    /// What was read from the socket, until it is in session memory.
+    pub exported: Option<Image>,
+    /// The image from which the kernel's socket is made.
+    pub image: Option<Image>,
+    /// Where the bytes are of a connection that was in the kernel again when its agent died.
+    pub journalled: Option<OnNic>,
+    /// Number of changes to its block.
+    pub moves: u32,
+    /// The program has asked that it is forgotten; attempts to restore it for that.
+    pub forget: Option<u8>,
+    /// It has to leave the NIC, and when that is tried again, microseconds.
+    pub must_return: Option<u64>,
+    /// There is no connection any more, because it could not be restored.
+    pub lost: bool,
+}
+
+impl Connection {
+    pub fn new(number: u32, kept: &Kept, block: Block) -> Connection {
+        Connection {
+            number,
+            session: kept.session,
+            descriptor: kept.descriptor,
+            flow: kept.flow,
+            moves: block.load(block::MOVES),
+            block,
+            machine: Move::new(),
+            cid: None,
+            on_nic: None,
+            wants: (0, 0),
+            growing: None,
+            exported: None,
+            image: None,
+            journalled: None,
+            forget: None,
+            must_return: None,
+            lost: false,
+        }
+    }
+
+    pub fn stage(&self) -> Stage {
+        match self.machine.step() {
+            Step::Ended => Stage::Ended,
+            step if step.is_on_nic() => Stage::Nic,
+            Step::Kernel if self.machine.goal().is_none() => Stage::Kernel,
+            _ => Stage::Offloading,
+        }
+    }
+}

@@ -1,0 +1,485 @@
+//! The agent: one thing after another, as the real one. Each step is one action of a move, one message or one request, and takes
+//! some time, in which kernel, NIC, programs and network go on.
+
+mod connection;
+mod link;
+mod perform;
+
+use crate::block::Block;
+use crate::heap::Heap;
+use crate::journal::Memory;
+use crate::keeper::{Keeper, Kept};
+use crate::machine::Machine;
+use crate::trace::{Happening, Trace};
+use baton_abi::layout::{Owner, session};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_moves::{Action, Barrier, Conclusion, Event, Move, Phase, Refusal};
+use baton_recovery::{read_image, unpublish};
+use baton_ring::Consumer;
+use baton_shm::RingWords;
+use baton_sim::Rng;
+use connection::{Connection, Stage};
+use link::NicLink;
+use perform::Performer;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Time between two checks of moves that wait, microseconds.
+const LOOK: u64 = 100;
+/// Microseconds of mirroring that the copy may take.
+const PATIENCE: u64 = 500_000;
+/// Time between two attempts to restore a connection that must leave the NIC, microseconds.
+const LATER: u64 = 10_000;
+/// Attempts to restore a connection for a program that closes it.
+const ATTEMPTS: u8 = 2;
+/// Longest time that a step of the agent takes, microseconds.
+const MOST_STEP: u64 = 40;
+/// Longest time for which an agent does nothing, microseconds.
+const INATTENTION: u64 = 30_000;
+/// Time in which a NIC starts, microseconds.
+const NIC_START: u64 = 3_000;
+
+/// What a program asks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Request {
+    Register(Kept),
+    Offload,
+    Restore,
+    Forget,
+}
+
+/// What a program is answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Answer {
+    Registered,
+    /// The connection is the program's alone. True: there is none any more.
+    Forgotten {
+        lost: bool,
+    },
+}
+
+/// Something to be done after what is being done.
+enum Task {
+    /// Passes an event to one connection.
+    Drive(u32, Event),
+    /// The same, if the connection is on the NIC or on its way there.
+    DriveMoved(u32, Event),
+    DriveAll(Event),
+    EndNic,
+    StartNic,
+    /// Drops what programs have queued for the NIC that died: their blocks say the same.
+    ForgetCommands,
+    DropStaleFrames,
+    LetFramesFlow,
+    /// The last of a takeover: programs get at what is in the kernel, and hear that they have to repeat their requests.
+    Announce,
+}
+
+/// The agent.
+pub(crate) struct Agent {
+    connections: BTreeMap<u32, Connection>,
+    nic: NicLink,
+    heaps: Vec<Heap>,
+    /// Memory of connections that have ended on the NIC, whose programs have not read all.
+    ended: BTreeMap<u32, Memory>,
+    /// The next action of the move that is worked on.
+    chain: Option<(u32, Action)>,
+    tasks: VecDeque<Task>,
+    requests: VecDeque<(u32, Request)>,
+    /// Requests are served: the takeover is over.
+    announced: bool,
+    pub answers: Vec<(u32, Answer)>,
+    due: u64,
+    rng: Rng,
+    /// Actions performed so far, by the agents before, too; and after which of them a move was concluded.
+    pub actions: u64,
+    pub concluded: Vec<u64>,
+    /// Moves concluded by this agent.
+    pub moves: u64,
+    /// Connections that the kernel refused although everything had been checked.
+    pub lost: Vec<String>,
+}
+
+impl Agent {
+    /// Starts an agent, which takes over what the keeper and the journal hold.
+    pub fn start(machine: &mut Machine, keeper: &Keeper, seed: u64, trace: &mut Trace) -> Agent {
+        trace.note(machine.now.0, machine.number, &Happening::Life("an agent starts"));
+        let card = machine.card();
+        let heaps = card.sessions.iter().map(|session| Heap::new(session.len())).collect();
+        let mut agent = Agent {
+            connections: BTreeMap::new(),
+            nic: NicLink::new(&card.memory, &card.journal),
+            heaps,
+            ended: BTreeMap::new(),
+            chain: None,
+            tasks: VecDeque::new(),
+            requests: VecDeque::new(),
+            announced: false,
+            answers: Vec::new(),
+            due: machine.now.0,
+            rng: Rng::new(seed),
+            actions: 0,
+            concluded: Vec::new(),
+            moves: 0,
+            lost: Vec::new(),
+        };
+        for (number, kept) in keeper.kept() {
+            agent.add(machine, *number, kept);
+        }
+        agent.adopt(machine);
+        agent
+    }
+
+    fn add(&mut self, machine: &mut Machine, number: u32, kept: &Kept) {
+        let memory = machine.card().sessions[kept.session as usize].clone();
+        self.connections.insert(number, Connection::new(number, kept, Block { memory, number }));
+    }
+
+    /// Takes moves that were under way from the journal. The NIC has died with the last agent.
+    fn adopt(&mut self, machine: &mut Machine) {
+        self.tasks.push_back(Task::StartNic);
+        let entries: Vec<_> = machine.card().journal.entries.values().cloned().collect();
+        let noted: Vec<u32> = entries.iter().map(|entry| entry.cid.slot()).collect();
+        for slot in (0..crate::nic::SLOTS as u32).filter(|slot| !noted.contains(slot)) {
+            // A record that is there is of an earlier occupant.
+            unpublish(&machine.card().memory, slot);
+        }
+        for entry in entries {
+            let image = read_image(&machine.card().memory, entry.cid).ok();
+            let Some(connection) = self.connections.get_mut(&entry.connection) else { continue };
+            let finished = image.is_some_and(|image| image.state.fin_acknowledged());
+            connection.machine = Move::adopted(entry.phase, entry.phase == Phase::Sending && finished);
+            connection.cid = Some(entry.cid);
+            self.nic.withhold(entry.cid);
+            if entry.phase == Phase::Copied {
+                if let Some(on_nic) = &entry.on_nic {
+                    let heap = &mut self.heaps[connection.session as usize];
+                    heap.reserve(on_nic.memory.receive);
+                    heap.reserve(on_nic.memory.send);
+                }
+                connection.on_nic = entry.on_nic;
+            } else {
+                (connection.image, connection.journalled) = (image, entry.on_nic);
+                self.tasks.push_back(Task::Drive(entry.connection, Event::Tick));
+            }
+        }
+        self.keep_what_has_ended(machine);
+        self.schedule_recovery();
+        self.tasks.push_back(Task::Announce);
+    }
+
+    /// Connections that are the NIC's by their block, and have no entry in the journal, have ended there.
+    fn keep_what_has_ended(&mut self, machine: &mut Machine) {
+        use baton_abi::layout::block;
+        for connection in self.connections.values_mut() {
+            if connection.block.owner() != Owner::Nic || connection.stage() != Stage::Kernel {
+                continue;
+            }
+            let word = |field| connection.block.load(field);
+            let memory = Memory {
+                receive: (word(block::RECEIVE_BASE), word(block::RECEIVE_SIZE)),
+                send: (word(block::SEND_BASE), word(block::SEND_SIZE)),
+            };
+            let heap = &mut self.heaps[connection.session as usize];
+            heap.reserve(memory.receive);
+            heap.reserve(memory.send);
+            self.ended.insert(connection.number, memory);
+            connection.machine = Move::ended();
+            machine.kernel.end(connection.descriptor);
+        }
+    }
+
+    /// The steps of a recovery from the NIC's death.
+    fn schedule_recovery(&mut self) {
+        self.tasks.extend([
+            Task::EndNic,
+            Task::DriveAll(Event::NicDied),
+            Task::ForgetCommands,
+            Task::StartNic,
+            Task::DriveAll(Event::NicStarted),
+            Task::DropStaleFrames,
+            Task::LetFramesFlow,
+            Task::DriveAll(Event::FramesFlow),
+        ]);
+    }
+
+    /// Queues a request of a program's.
+    pub fn request(&mut self, number: u32, request: Request) {
+        self.requests.push_back((number, request));
+    }
+
+    /// Whether a connection is on the NIC, or was and is being restored.
+    pub fn is_on_nic(&self, number: u32) -> bool {
+        self.connections.get(&number).is_some_and(|connection| connection.stage() == Stage::Nic)
+    }
+
+    /// The cids of all connections that have one.
+    pub fn cids(&self) -> Vec<Cid> {
+        self.connections.values().filter_map(|connection| connection.cid).collect()
+    }
+
+    /// Whether nothing is under way.
+    pub fn is_idle(&self) -> bool {
+        let settled = |connection: &Connection| connection.machine.goal().is_none();
+        self.chain.is_none() && self.tasks.is_empty() && self.requests.is_empty() && self.connections.values().all(settled)
+    }
+
+    /// Slots, memory and connections that are still taken.
+    pub fn taken(&self) -> (usize, bool, usize) {
+        let memory = self.heaps.iter().any(|heap| !heap.is_empty());
+        (crate::nic::SLOTS - self.nic.free_slots(), memory, self.connections.len())
+    }
+
+    /// When the agent has something to do next, microseconds.
+    pub fn next_due(&self, machine: &Machine) -> u64 {
+        let busy = self.chain.is_some() || !self.tasks.is_empty() || !machine.has_nic();
+        if busy || self.announced && (!self.requests.is_empty() || self.nic.has_message()) {
+            return self.due.max(machine.now.0);
+        }
+        let connections = self.connections.values();
+        let retries = connections.filter_map(|connection| connection.must_return.filter(|_| connection.stage() == Stage::Nic));
+        let works = |connection: &Connection| connection.machine.waits() || connection.forget.is_some();
+        let ticks = self.connections.values().any(works).then_some(self.due.max(machine.now.0));
+        retries.chain(ticks).min().unwrap_or(u64::MAX)
+    }
+
+    /// Does the next step, if its time has come.
+    pub fn run(&mut self, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
+        let now = machine.now.0;
+        if self.next_due(machine) > now {
+            return;
+        }
+        self.due = now + 1 + self.rng.below(MOST_STEP);
+        if let Some((number, action)) = self.chain.take() {
+            return self.perform(number, &action, machine, trace);
+        }
+        if let Some(task) = self.tasks.pop_front() {
+            return self.do_task(task, machine, trace);
+        }
+        if !machine.has_nic() {
+            return self.schedule_recovery();
+        }
+        self.nic.listen();
+        if let Some(message) = self.nic.inbox.pop_front() {
+            return self.hear(&message, now);
+        }
+        if let Some((number, request)) = self.requests.pop_front() {
+            return self.serve(number, request, machine, keeper);
+        }
+        self.look(now);
+        self.settle_requests(machine, keeper, trace);
+    }
+
+    /// Lets the moves that wait go on, and restores what must return.
+    fn look(&mut self, now: u64) {
+        for (number, connection) in &mut self.connections {
+            if connection.machine.waits() {
+                self.tasks.push_back(Task::Drive(*number, Event::Tick));
+            } else if connection.must_return.is_some_and(|at| at <= now) {
+                match connection.stage() {
+                    Stage::Nic => {
+                        connection.must_return = Some(now + LATER);
+                        self.tasks.push_back(Task::Drive(*number, Event::Restore { forced: false }));
+                    }
+                    _ => connection.must_return = None,
+                }
+            }
+        }
+        self.due = self.due.max(now + LOOK);
+    }
+
+    fn do_task(&mut self, task: Task, machine: &mut Machine, trace: &mut Trace) {
+        match task {
+            Task::Drive(number, event) => self.drive(number, event, machine),
+            Task::DriveMoved(number, event) => {
+                let moved = |connection: &Connection| matches!(connection.stage(), Stage::Nic | Stage::Offloading);
+                if self.connections.get(&number).is_some_and(moved) {
+                    self.drive(number, event, machine);
+                }
+            }
+            Task::DriveAll(event) => {
+                for number in self.connections.keys().rev() {
+                    self.tasks.push_front(Task::DriveMoved(*number, event.clone()));
+                }
+            }
+            Task::EndNic => machine.kill_nic(trace),
+            Task::StartNic => {
+                machine.start_nic(trace);
+                self.nic.restarted();
+                self.due += self.rng.below(NIC_START);
+            }
+            Task::ForgetCommands => {
+                let sessions = &machine.card().sessions;
+                sessions.iter().for_each(|memory| Consumer::<RingWords>::new(memory.ring(session::COMMANDS)).skip_all());
+            }
+            Task::DropStaleFrames => {
+                let ours = self.connections.values().map(|connection| connection.flow).collect();
+                machine.drop_stale_frames(&ours);
+            }
+            Task::LetFramesFlow => {
+                let now = machine.now;
+                if let Some(nic) = &mut machine.card().nic {
+                    nic.let_frames_flow(now);
+                }
+            }
+            Task::Announce => self.announce(),
+        }
+    }
+
+    fn announce(&mut self) {
+        for connection in self.connections.values_mut() {
+            if connection.stage() == Stage::Kernel && connection.block.owner() != Owner::Kernel {
+                connection.moves += 1;
+                connection.block.store(baton_abi::layout::block::MOVES, connection.moves);
+                connection.block.set_owner(Owner::Kernel);
+            }
+        }
+        self.announced = true;
+    }
+
+    /// Whether programs are served.
+    pub fn is_announced(&self) -> bool {
+        self.announced
+    }
+
+    fn drive(&mut self, number: u32, event: Event, machine: &mut Machine) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        let next = connection.machine.on(event, machine.now.0);
+        self.follow(number, next);
+    }
+
+    /// Notes the next action of a move; or, if the NIC must not go on, recovers.
+    fn follow(&mut self, number: u32, next: Option<Action>) {
+        match next {
+            Some(action) => self.chain = Some((number, action)),
+            None => {
+                let barrier = self.connections.get(&number).and_then(|connection| connection.machine.barrier());
+                if barrier == Some(Barrier::Dead) {
+                    let later = std::mem::take(&mut self.tasks);
+                    self.schedule_recovery();
+                    self.tasks.extend(later);
+                }
+            }
+        }
+    }
+
+    fn perform(&mut self, number: u32, action: &Action, machine: &mut Machine, trace: &mut Trace) {
+        let Some(mut connection) = self.connections.remove(&number) else { return };
+        trace.explain(machine.now.0, machine.number, || format!("agent: connection {number}: {action:?}"));
+        self.actions += 1;
+        let outcome = Performer { agent: self, connection: &mut connection, machine, trace }.perform(action);
+        let before = connection.machine.step();
+        let next = connection.machine.on(Event::Outcome(outcome), machine.now.0);
+        let step = connection.machine.step();
+        if step != before {
+            trace.note(machine.now.0, machine.number, &Happening::Reached { connection: number, step });
+        }
+        self.connections.insert(number, connection);
+        if let Action::Conclude(conclusion) = action {
+            self.conclude(number, conclusion);
+        }
+        self.follow(number, next);
+    }
+
+    fn conclude(&mut self, number: u32, conclusion: &Conclusion) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        self.concluded.push(self.actions);
+        (connection.exported, connection.image, connection.journalled) = (None, None, None);
+        match conclusion {
+            Conclusion::Moved | Conclusion::Recovered => self.moves += 1,
+            Conclusion::Lost(refusal, _) => {
+                connection.lost = true;
+                self.lost.push(format!("{}: {refusal}", connection.flow.local));
+            }
+            Conclusion::Stays(Refusal::Busy) => connection.forget = connection.forget.map(|_| ATTEMPTS),
+            Conclusion::Stays(_) | Conclusion::Grown => {}
+        }
+    }
+
+    /// A message that the NIC sent by itself.
+    fn hear(&mut self, message: &Message, now: u64) {
+        let of = |connection: &&mut Connection| connection.cid == Some(message.cid);
+        let Some(connection) = self.connections.values_mut().find(of) else { return };
+        match (message.operation, Control::from_number(message.kind)) {
+            (Operation::OsRestore, _) => connection.must_return = Some(now),
+            (Operation::OsControl, Some(Control::Closed)) => {
+                let ended = Task::Drive(connection.number, Event::Ended);
+                self.tasks.push_back(ended);
+            }
+            (Operation::OsControl, Some(Control::Grow)) => {
+                connection.wants = (message.address, message.length);
+                let grow = Task::Drive(connection.number, Event::Grow);
+                self.tasks.push_back(grow);
+            }
+            _ => {}
+        }
+    }
+
+    fn serve(&mut self, number: u32, request: Request, machine: &mut Machine, keeper: &mut Keeper) {
+        match request {
+            Request::Register(kept) => {
+                if !self.connections.contains_key(&number) {
+                    keeper.registered(number, kept, machine.now.0);
+                    self.add(machine, number, &kept);
+                    if let Some(connection) = self.connections.get_mut(&number) {
+                        connection.block.set_owner(Owner::Kernel);
+                    }
+                }
+                self.answers.push((number, Answer::Registered));
+            }
+            Request::Offload => self.tasks.push_back(Task::Drive(number, Event::Offload { patience: PATIENCE })),
+            Request::Restore => self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false })),
+            Request::Forget => match self.connections.get_mut(&number) {
+                Some(connection) => connection.forget = connection.forget.or(Some(0)),
+                // It was removed by an earlier request whose answer was lost.
+                None => self.answers.push((number, Answer::Forgotten { lost: false })),
+            },
+        }
+    }
+
+    /// Restores the connections that programs close, then forgets them.
+    fn settle_requests(&mut self, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
+        let wanted: Vec<u32> = self.connections.iter().filter(|(_, found)| found.forget.is_some()).map(|(at, _)| *at).collect();
+        for number in wanted {
+            if let Some(connection) = self.connections.get_mut(&number) {
+                match (connection.stage(), connection.forget) {
+                    (Stage::Nic, Some(attempts)) if connection.machine.goal().is_none() => {
+                        connection.forget = Some(attempts + 1);
+                        let event = if attempts < ATTEMPTS { Event::Restore { forced: true } } else { Event::GiveUp };
+                        self.tasks.push_back(Task::Drive(number, event));
+                    }
+                    (Stage::Offloading, _) => {
+                        self.tasks.push_back(Task::Drive(number, Event::CallOff(Refusal::CalledOff)));
+                    }
+                    (Stage::Ended, _) => {
+                        let event = Event::Forgotten;
+                        connection.machine.on(event, machine.now.0);
+                        let session = connection.session as usize;
+                        if let Some(memory) = self.ended.remove(&number) {
+                            self.heaps[session].give(memory.receive);
+                            self.heaps[session].give(memory.send);
+                        }
+                        self.forgotten(number, machine, keeper, trace);
+                    }
+                    (Stage::Kernel, _) => self.forgotten(number, machine, keeper, trace),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn forgotten(&mut self, number: u32, machine: &Machine, keeper: &mut Keeper, trace: &mut Trace) {
+        if let Some(connection) = self.connections.remove(&number) {
+            trace.note(machine.now.0, machine.number, &Happening::Program { connection: number, did: "is forgotten", amount: 0 });
+            keeper.forgotten(number, machine.now.0);
+            connection.block.set_owner(Owner::Nobody);
+            self.answers.push((number, Answer::Forgotten { lost: connection.lost }));
+        }
+    }
+
+    /// Makes the NIC's ring to the agent full: the NIC refuses a burst of commands, and the agent does not look for a while.
+    pub fn flood(&mut self, machine: &mut Machine, trace: &mut Trace) {
+        self.nic.flood();
+        machine.run_nic(trace);
+        self.due = self.due.max(machine.now.0 + self.rng.below(INATTENTION));
+    }
+}

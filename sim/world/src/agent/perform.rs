@@ -1,0 +1,501 @@
+//! Performs the actions that the machine of `baton-moves` asks for, on the modelled kernel and the real worker.
+
+use super::Agent;
+use super::connection::{Connection, Growing};
+use crate::journal::{Entry, Memory, OnNic};
+use crate::machine::Machine;
+use crate::port::{Fuse, Lane, Port};
+use crate::trace::Trace;
+use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_image::{Image, MAX_ENCODED};
+use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
+use baton_recovery::{Progress, Replay, image_at_death, read_image, read_ranges, read_record, unpublish};
+use baton_shm::Circle;
+use std::sync::atomic::Ordering;
+
+/// Initial size of send and of receive memory in bytes.
+const BEGINNING: u32 = 1 << 16;
+/// Greatest size in bytes.
+const MOST: u32 = 1 << 19;
+
+fn damaged(what: &'static str) -> Refusal {
+    Refusal::Lost(what, "damaged".into())
+}
+
+/// One action of one connection.
+pub(super) struct Performer<'a> {
+    pub agent: &'a mut Agent,
+    pub connection: &'a mut Connection,
+    pub machine: &'a mut Machine,
+    pub trace: &'a mut Trace,
+}
+
+impl Performer<'_> {
+    pub fn perform(&mut self, action: &Action) -> Outcome {
+        match action {
+            Action::Reserve => self.reserve().into(),
+            Action::Mirror => self.control(Control::Mirror, 0).map(|_| ()).into(),
+            Action::Cover => done_if(self.is_covered()),
+            Action::Acknowledge => done_if(self.acknowledge()),
+            Action::KeepOut => {
+                self.connection.block.set_owner(Owner::Moving);
+                Outcome::Done
+            }
+            Action::Leave => done_if(self.connection.block.is_left()),
+            Action::Steal => self.steal().into(),
+            Action::Note(phase) => self.note(*phase).into(),
+            Action::Export => self.export().into(),
+            Action::Copy => self.copy().into(),
+            Action::Purge => self.machine.kernel.purge(self.connection.descriptor).into(),
+            Action::HandOff => self.hand_off().into(),
+            Action::LetIn(owner) => {
+                self.let_in(*owner);
+                Outcome::Done
+            }
+            Action::Check => if self.machine.kernel.routed { Ok(()) } else { Err(Refusal::NoRoute) }.into(),
+            Action::Rest => self.rest().into(),
+            Action::Import(source) => self.import(*source),
+            Action::Release => self.release().into(),
+            Action::Finish | Action::FinishAnew => self.finish().into(),
+            Action::Enlarge => self.enlarge().into(),
+            Action::Grow => self.grow().into(),
+            Action::Resume => self.resume().into(),
+            other => {
+                self.give_back(other);
+                Outcome::Done
+            }
+        }
+    }
+
+    /// Performs the actions that cannot be refused.
+    fn give_back(&mut self, action: &Action) {
+        match action {
+            Action::Replay => self.replay(),
+            Action::Cancel => {
+                let _ = self.control(Control::Cancel, 0);
+            }
+            Action::Abandon => self.machine.kernel.abandon(self.connection.descriptor),
+            Action::StealAgain => self.steal_again(),
+            Action::Clear => self.clear(),
+            Action::GiveMemory => self.give_memory(),
+            Action::Free => {
+                self.give_memory();
+                self.give_slot();
+            }
+            Action::Shrink => self.shrink(),
+            Action::End => self.end(),
+            Action::GiveUp => self.give_up(),
+            Action::EndNic => self.machine.kill_nic(self.trace),
+            _ => {}
+        }
+    }
+
+    fn cid(&self) -> Result<Cid, Refusal> {
+        self.connection.cid.ok_or(Refusal::NoRoom)
+    }
+
+    fn command(&mut self, message: Message) -> Result<u32, Refusal> {
+        self.agent.nic.command(self.machine, message, self.trace)
+    }
+
+    fn control(&mut self, control: Control, value: u32) -> Result<u32, Refusal> {
+        let cid = self.cid()?;
+        self.agent.nic.control(self.machine, control, cid, value, self.trace)
+    }
+
+    /// The offset of the connection's slot.
+    fn slot(&self) -> Result<usize, Refusal> {
+        Ok(nic::slot(self.cid()?.slot()))
+    }
+
+    fn reserve(&mut self) -> Result<(), Refusal> {
+        self.machine.kernel.examine(self.connection.descriptor, self.machine.now)?;
+        let cid = self.agent.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        self.connection.cid = Some(cid);
+        let (base, memory) = (self.slot()?, &self.machine.card().memory);
+        let _ = memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
+        memory.word32(base + slot::COVERED).store(0, Ordering::Release);
+        unpublish(memory, cid.slot());
+        Ok(())
+    }
+
+    fn is_covered(&mut self) -> bool {
+        let Ok(base) = self.slot() else { return false };
+        let covered = self.machine.card().memory.word32(base + slot::COVERED).load(Ordering::Acquire) == 1;
+        covered || !self.machine.kernel.has_disorder(self.connection.descriptor)
+    }
+
+    fn acknowledge(&mut self) -> bool {
+        self.connection.block.set_owner(Owner::Moving);
+        let left = self.connection.block.is_left();
+        if left {
+            self.machine.kernel.acknowledge(self.connection.descriptor, self.machine.now);
+        }
+        self.hand_to_kernel();
+        left
+    }
+
+    fn hand_to_kernel(&mut self) {
+        self.connection.moves += 1;
+        self.connection.block.store(block::MOVES, self.connection.moves);
+        self.connection.block.set_owner(Owner::Kernel);
+    }
+
+    fn let_in(&mut self, owner: Owner) {
+        match owner {
+            Owner::Kernel => self.hand_to_kernel(),
+            owner => self.connection.block.set_owner(owner),
+        }
+    }
+
+    fn steal(&mut self) -> Result<(), Refusal> {
+        self.machine.kernel.examine(self.connection.descriptor, self.machine.now)?;
+        self.control(Control::Steal, 0).map(|_| ())
+    }
+
+    fn note(&mut self, phase: Phase) -> Result<(), Refusal> {
+        let (cid, now) = (self.cid()?, self.machine.now.0);
+        match phase {
+            Phase::Reading if self.connection.machine.step() == Step::Recorded => {
+                self.machine.card().journal.entry(cid).ok_or(Refusal::NoRoom)?.phase = phase;
+            }
+            Phase::Reading => {
+                let entry = Entry { phase, connection: self.connection.number, cid, on_nic: None };
+                self.machine.card().note(entry);
+            }
+            Phase::Copied => {
+                let on_nic = self.connection.on_nic.as_mut().ok_or(Refusal::Filter)?;
+                on_nic.handed_off_at = now;
+                let on_nic = Some(on_nic.clone());
+                let entry = self.machine.card().journal.entry(cid).ok_or(Refusal::NoRoom)?;
+                (entry.phase, entry.on_nic) = (phase, on_nic);
+            }
+            Phase::Sending => {
+                let image = self.connection.image.ok_or(Refusal::NoRoom)?;
+                write_image(self.machine, cid, &image);
+                self.machine.card().journal.entry(cid).ok_or(Refusal::NoRoom)?.phase = phase;
+            }
+        }
+        Ok(())
+    }
+
+    fn export(&mut self) -> Result<(), Refusal> {
+        let image = self.machine.kernel.export(self.connection.descriptor, self.machine.now)?;
+        self.connection.exported = Some(image);
+        Ok(())
+    }
+
+    /// Copies the bytes of both queues into session memory.
+    fn copy(&mut self) -> Result<(), Refusal> {
+        let image = self.connection.exported.ok_or(Refusal::NoRoom)?;
+        if self.machine.card().memory_short {
+            return Err(Refusal::NoRoom);
+        }
+        let window = image.rcv_adv.wrapping_sub(image.rcv_nxt) + image.unread + (1 << image.rcv_wscale);
+        let heap = &mut self.agent.heaps[self.connection.session as usize];
+        let receive = heap.take(window.max(BEGINNING).next_power_of_two()).ok_or(Refusal::NoRoom)?;
+        let Some(send) = heap.take(image.send_queue().max(BEGINNING).next_power_of_two()) else {
+            heap.give(receive);
+            return Err(Refusal::NoRoom);
+        };
+        let memory = Memory { receive, send };
+        self.connection.on_nic = Some(OnNic { image, memory, handed_off_at: 0 });
+        let (unread, unacknowledged) = self.machine.kernel.queues(self.connection.descriptor);
+        self.circle(receive)?.write(image.read_seq(), &unread);
+        self.circle(send)?.write(image.snd_una, &unacknowledged);
+        Ok(())
+    }
+
+    fn circle(&self, (offset, size): (u32, u32)) -> Result<Circle, Refusal> {
+        self.connection.block.memory.circle(offset, size).ok_or(Refusal::NoRoom)
+    }
+
+    fn hand_off(&mut self) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        self.connection.moves += 1;
+        let on_nic = self.connection.on_nic.clone().ok_or(Refusal::NoRoom)?;
+        let (base, memory) = (nic::slot(cid.slot()), self.machine.card().memory.clone());
+        for (at, most) in [MOST, MOST].into_iter().enumerate() {
+            memory.word32(base + slot::LIMITS + 4 * at).store(most, Ordering::Release);
+        }
+        self.write_parameters(on_nic.memory, base);
+        write_image(self.machine, cid, &on_nic.image);
+        let (image, b) = (&on_nic.image, &self.connection.block);
+        b.store(block::READ_SEQ, image.read_seq());
+        write_block(self.connection, image, on_nic.memory, cid);
+        b.store(block::FLAGS, u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1);
+        b.store(block::MOVES, self.connection.moves);
+        if !self.machine.card().handed_off.insert(cid.0) {
+            self.machine.failure = Some(format!("cid {} of host {} is used twice", cid.0, self.machine.number));
+        }
+        self.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
+    }
+
+    fn write_parameters(&mut self, Memory { receive, send }: Memory, base: usize) {
+        let parameters = [self.connection.session, receive.0, receive.1, send.0, send.1, self.connection.number];
+        for (at, value) in parameters.into_iter().enumerate() {
+            self.machine.card().memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+        }
+    }
+
+    fn rest(&mut self) -> Result<(), Refusal> {
+        let cid = self.cid()?;
+        self.command(Message::new(Operation::NicRestore, cid, 0, 0)).map(|_| ())
+    }
+
+    fn import(&mut self, source: Source) -> Outcome {
+        let image = match source {
+            Source::Exported => self.connection.on_nic.as_ref().map(|on_nic| on_nic.image).ok_or(Refusal::NoRoom),
+            Source::Rested => self.image_at_rest(),
+            Source::Record => self.image_of_record(),
+        };
+        let imported = image.and_then(|image| self.import_image(image).map(|()| image));
+        match imported {
+            Ok(image) if source != Source::Exported && image.state.fin_acknowledged() => Outcome::DoneFinAcknowledged,
+            other => other.map(|_| ()).into(),
+        }
+    }
+
+    fn progress(&self) -> Progress {
+        Progress::of(&self.connection.block.memory, self.connection.number)
+    }
+
+    fn image_at_rest(&mut self) -> Result<Image, Refusal> {
+        let cid = self.cid()?;
+        // A NIC that writes an invalid image must not continue.
+        let image = read_image(&self.machine.card().memory, cid).map_err(|_| Refusal::NicGone)?;
+        let unread = self.progress().unread(image.read_seq().wrapping_add(image.unread), image.unread);
+        Ok(Image { unread, ..image })
+    }
+
+    fn image_of_record(&mut self) -> Result<Image, Refusal> {
+        let base = self.slot()?;
+        let on_nic = self.connection.on_nic.as_ref().ok_or_else(|| damaged("journal"))?;
+        let (now, progress) = (self.machine.now.0, self.progress());
+        let image = match read_record(&self.machine.card().memory, base) {
+            None => on_nic.image,
+            Some(record) => {
+                let elapsed = now - on_nic.handed_off_at;
+                image_at_death(&on_nic.image, on_nic.memory.send.1, elapsed, &record, &progress)
+                    .ok_or_else(|| damaged("record"))?
+            }
+        };
+        image.check().map_err(|_| damaged("record"))?;
+        Ok(image)
+    }
+
+    fn import_image(&mut self, image: Image) -> Result<(), Refusal> {
+        self.connection.image = Some(image);
+        let memory = self.connection.on_nic.as_ref().ok_or_else(|| damaged("its memory"))?.memory;
+        if image.unread > memory.receive.1 || image.send_queue() > memory.send.1 {
+            return Err(damaged("queues"));
+        }
+        let mut unread = vec![0; image.unread as usize];
+        self.circle(memory.receive)?.read(image.read_seq(), &mut unread);
+        let unacknowledged = self.unacknowledged(memory, &image)?;
+        self.machine.kernel.import(self.connection.descriptor, &image, &unread, &unacknowledged, self.machine.now)
+    }
+
+    fn unacknowledged(&self, memory: Memory, image: &Image) -> Result<Vec<u8>, Refusal> {
+        let mut bytes = vec![0; image.send_queue() as usize];
+        self.circle(memory.send)?.read(image.snd_una, &mut bytes);
+        Ok(bytes)
+    }
+
+    fn release(&mut self) -> Result<(), Refusal> {
+        match self.control(Control::Release, 0) {
+            Err(Refusal::NicGone) => Err(Refusal::NicGone),
+            _ => Ok(()),
+        }
+    }
+
+    /// Replays to the kernel, in place of a NIC that has died, what that NIC held out of order.
+    fn replay(&mut self) {
+        if let (Some(image), Ok(base), Some(memory)) = (self.connection.image, self.slot(), self.memory())
+            && let Ok(receive) = self.circle(memory.receive)
+        {
+            let nic_memory = &self.machine.card().memory;
+            let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
+            let outgoing = self.machine.to_kernel.clone();
+            let mut kernel = Port { incoming: Lane::new(0), outgoing, fuse: Fuse::default() };
+            let replay = Replay { image: &image, ranges: &ranges, fin_behind_hole: None };
+            replay.send(&mut kernel, |seq, out| receive.read(seq, out));
+        }
+        // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
+        let _ = self.control(Control::Cancel, 1);
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        let on_nic = self.connection.on_nic.as_ref().or(self.connection.journalled.as_ref())?;
+        Some(on_nic.memory)
+    }
+
+    fn finish(&mut self) -> Result<(), Refusal> {
+        let (Some(image), Some(memory)) = (self.connection.image, self.memory()) else { return Err(damaged("import")) };
+        let unacknowledged = self.unacknowledged(memory, &image)?;
+        self.machine.kernel.finish(self.connection.descriptor, &image, &unacknowledged);
+        Ok(())
+    }
+
+    fn steal_again(&mut self) {
+        let Some(cid) = self.connection.cid else { return };
+        self.connection.cid = Some(cid.next_generation());
+        let _ = self.control(Control::Mirror, 0);
+        let _ = self.control(Control::Steal, 0);
+    }
+
+    fn clear(&mut self) {
+        if let Some(cid) = self.connection.cid {
+            let card = self.machine.card();
+            // Before the entry goes, which the next agent would know the cid from.
+            card.journal.next_cids.insert(cid.slot(), cid.next_generation());
+            card.journal.entries.remove(&cid.slot());
+            unpublish(&card.memory, cid.slot());
+        }
+    }
+
+    fn give_memory(&mut self) {
+        if let Some(OnNic { memory, .. }) = self.connection.on_nic.take() {
+            let heap = &mut self.agent.heaps[self.connection.session as usize];
+            heap.give(memory.receive);
+            heap.give(memory.send);
+        }
+    }
+
+    fn give_slot(&mut self) {
+        if let Some(cid) = self.connection.cid.take() {
+            self.agent.nic.give_slot(&mut self.machine.card().journal, cid);
+        }
+    }
+
+    /// Releases a connection that has ended on the NIC; its memory stays until the program has read it.
+    fn end(&mut self) {
+        let _ = self.control(Control::Cancel, 0);
+        self.clear();
+        self.give_slot();
+        self.machine.kernel.end(self.connection.descriptor);
+        if let Some(on_nic) = self.connection.on_nic.take() {
+            self.agent.ended.insert(self.connection.number, on_nic.memory);
+        }
+    }
+
+    fn give_up(&mut self) {
+        self.connection.block.set_owner(Owner::Nic);
+        let _ = self.control(Control::Cancel, 1);
+        self.clear();
+        self.give_slot();
+        self.machine.kernel.end(self.connection.descriptor);
+        self.give_memory();
+        self.connection.lost = true;
+    }
+
+    fn enlarge(&mut self) -> Result<(), Refusal> {
+        let (cid, (receive, send)) = (self.cid()?, self.connection.wants);
+        let old = self.connection.on_nic.as_ref().ok_or(Refusal::NoRoom)?.memory;
+        if self.machine.card().memory_short {
+            return Err(Refusal::NoRoom);
+        }
+        let heap = &mut self.agent.heaps[self.connection.session as usize];
+        let mut larger = |old: u32, wanted: u32| {
+            let size = wanted.min(MOST).next_power_of_two();
+            if size > old { heap.take(size) } else { None }
+        };
+        let unused = [larger(old.receive.1, receive), larger(old.send.1, send)];
+        if unused == [None; 2] {
+            return Err(Refusal::NoRoom);
+        }
+        let larger = Memory { receive: unused[0].unwrap_or(old.receive), send: unused[1].unwrap_or(old.send) };
+        self.connection.growing = Some(Growing { cid, unused, larger });
+        Ok(())
+    }
+
+    fn shrink(&mut self) {
+        if let Some(growing) = self.connection.growing.take() {
+            let heap = &mut self.agent.heaps[self.connection.session as usize];
+            growing.unused.into_iter().flatten().for_each(|block| heap.give(block));
+        }
+    }
+
+    /// Copies the contents of the old memory, and records where the larger one is.
+    fn grow(&mut self) -> Result<(), Refusal> {
+        let (cid, base) = (self.cid()?, self.slot()?);
+        let image = read_image(&self.machine.card().memory, cid).map_err(|_| Refusal::NicGone)?;
+        let old = self.connection.on_nic.as_ref().ok_or(Refusal::NicGone)?.memory;
+        let new = self.connection.growing.as_ref().ok_or(Refusal::NicGone)?.larger;
+        self.copy_over(base, &image, old, new)?;
+        let next = cid.next_generation();
+        let entry = self.machine.card().journal.entry(cid).ok_or(Refusal::NicGone)?;
+        entry.cid = next;
+        if let Some(on_nic) = &mut entry.on_nic {
+            on_nic.memory = new;
+        }
+        self.connection.cid = Some(next);
+        if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
+            on_nic.memory = new;
+            growing.unused = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
+        }
+        // Queued messages with the old cid are about the same connection.
+        self.agent.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
+        self.write_parameters(new, base);
+        let b = self.connection.block.clone();
+        self.machine.card().memory.word32(base + slot::READ).store(b.load(block::READ_SEQ), Ordering::Release);
+        write_block(self.connection, &image, new, next);
+        let fins = u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1;
+        b.store(block::FLAGS, b.load(block::FLAGS) & !3 | fins);
+        self.connection.moves += 1;
+        b.store(block::MOVES, self.connection.moves);
+        Ok(())
+    }
+
+    fn copy_over(&mut self, base: usize, image: &Image, old: Memory, new: Memory) -> Result<(), Refusal> {
+        let copy = |from: Circle, to: Circle, seq: u32, length: u32| {
+            let mut bytes = vec![0; length as usize];
+            from.read(seq, &mut bytes);
+            to.write(seq, &bytes);
+        };
+        if new.receive != old.receive {
+            copy(self.circle(old.receive)?, self.circle(new.receive)?, image.read_seq(), image.unread);
+            let memory = &self.machine.card().memory;
+            let ranges = read_record(memory, base).map(|record| read_ranges(memory, base, &record)).unwrap_or_default();
+            for (left, right) in ranges {
+                copy(self.circle(old.receive)?, self.circle(new.receive)?, left, right.wrapping_sub(left).min(old.receive.1));
+            }
+        }
+        if new.send != old.send {
+            copy(self.circle(old.send)?, self.circle(new.send)?, image.snd_una, image.send_queue());
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), Refusal> {
+        let (next, old) = (self.cid()?, self.connection.growing.as_ref().map(|growing| growing.cid).ok_or(Refusal::NicGone)?);
+        self.agent.nic.control(self.machine, Control::Resume, old, next.0, self.trace)?;
+        self.shrink();
+        Ok(())
+    }
+}
+
+fn done_if(done: bool) -> Outcome {
+    if done { Outcome::Done } else { Outcome::NotYet }
+}
+
+fn write_image(machine: &mut Machine, cid: Cid, image: &Image) {
+    let mut bytes = [0u8; MAX_ENCODED];
+    if image.encode(&mut bytes).is_ok() {
+        let _ = machine.card().memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
+    }
+}
+
+/// Writes cid, memory and sequence numbers of the connection into its block.
+fn write_block(connection: &Connection, image: &Image, memory: Memory, cid: Cid) {
+    let b = &connection.block;
+    b.store(block::CID, cid.0);
+    b.store(block::RECEIVE_BASE, memory.receive.0);
+    b.store(block::RECEIVE_SIZE, memory.receive.1);
+    b.store(block::SEND_BASE, memory.send.0);
+    b.store(block::SEND_SIZE, memory.send.1);
+    b.store(block::RECEIVE_SEQ, image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received())));
+    b.store(block::ACKED_SEQ, if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una });
+    b.store(block::QUEUED_SEQ, image.snd_end);
+}

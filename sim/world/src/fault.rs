@@ -1,0 +1,66 @@
+//! Faults, and when they happen.
+
+use baton_sim::Rng;
+
+/// A fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// The NIC is killed now.
+    KillNic,
+    /// The NIC is killed before or after it sends its next frames: after this many such points.
+    LightFuse(u32),
+    /// The agent is killed, and its NIC dies with it.
+    KillAgent,
+    /// The agent is killed after this many further actions.
+    KillAgentAfter(u64),
+    /// The NIC is killed after this many further actions of its agent.
+    KillNicAfter(u64),
+    /// The keeper's messages take this long from now on, microseconds.
+    DelayKeeper(u64),
+    /// The ring from the NIC to the agent is full.
+    FillRing,
+    /// There is no memory for connections that move to the NIC, for this long, microseconds.
+    ShortMemory(u64),
+    /// A program writes this many random words into its session memory, and as many into its ring.
+    Scribble(u32),
+    /// A program repeats commands that it queued for connections which the NIC has no more, as a thread that was stopped for long.
+    Repeat,
+    /// The host's network is cut off for this long, microseconds.
+    Cut(u64),
+    /// The MTU of the paths from the host, bytes.
+    Mtu(u16),
+}
+
+/// A fault of a host at a time in microseconds.
+pub(crate) type Planned = (u64, usize, Fault);
+
+/// Faults at random times before `end`, on the average one in `interval` microseconds, on hosts with a NIC.
+pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64) -> Vec<Planned> {
+    let mut faults = Vec::new();
+    let mut at = 0;
+    loop {
+        at += 1 + rng.below(2 * interval);
+        if at >= end {
+            return faults;
+        }
+        let host = hosts[rng.below(hosts.len() as u64) as usize];
+        faults.push((at, host, draw(rng)));
+    }
+}
+
+fn draw(rng: &mut Rng) -> Fault {
+    match rng.below(20) {
+        0..2 => Fault::KillNic,
+        2..6 => Fault::LightFuse(rng.below(40) as u32),
+        6..7 => Fault::KillAgent,
+        7..11 => Fault::KillAgentAfter(rng.below(40)),
+        11..14 => Fault::KillNicAfter(rng.below(40)),
+        14 => Fault::DelayKeeper(rng.below(20_000)),
+        15 => Fault::FillRing,
+        16 => Fault::ShortMemory(rng.below(100_000)),
+        17 if rng.chance(500_000) => Fault::Scribble(1 + rng.below(64) as u32),
+        17 => Fault::Repeat,
+        18 => Fault::Cut(rng.below(300_000)),
+        _ => Fault::Mtu([1500, 1280, 1000, 576][rng.below(4) as usize]),
+    }
+}

@@ -1,0 +1,105 @@
+//! Queues of frames between kernel, NIC and wire, and the NIC's devices on them.
+
+use baton_device::{Capabilities, Device, Frame};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::panic::resume_unwind;
+use std::rc::Rc;
+
+/// A bounded queue of frames. It belongs to the device, so it outlives every NIC process.
+#[derive(Clone)]
+pub(crate) struct Lane {
+    frames: Rc<RefCell<VecDeque<Frame>>>,
+    depth: usize,
+}
+
+impl Lane {
+    pub fn new(depth: usize) -> Lane {
+        Lane { frames: Rc::default(), depth }
+    }
+
+    /// Appends a frame. False if the queue is full: then the frame is lost.
+    pub fn push(&self, frame: Frame) -> bool {
+        let mut frames = self.frames.borrow_mut();
+        let room = frames.len() < self.depth;
+        if room {
+            frames.push_back(frame);
+        }
+        room
+    }
+
+    pub fn pop(&self) -> Option<Frame> {
+        self.frames.borrow_mut().pop_front()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.frames.borrow().is_empty()
+    }
+}
+
+/// What unwinds from a worker's round when the NIC is killed in the middle of it.
+pub(crate) struct Killed;
+
+/// Kills the NIC just before or just after it sends a frame.
+#[derive(Clone, Default)]
+pub(crate) struct Fuse {
+    left: Rc<Cell<Option<u32>>>,
+    passed: Rc<Cell<u64>>,
+}
+
+impl Fuse {
+    /// Lets the NIC die at a point counted from now: points 0 and 1 are before and after the next frame that it sends, and so on.
+    pub fn light(&self, points: u32) {
+        self.left.set(Some(points));
+    }
+
+    pub fn put_out(&self) {
+        self.left.set(None);
+    }
+
+    /// Points that were passed so far.
+    pub fn passed(&self) -> u64 {
+        self.passed.get()
+    }
+
+    /// Passes a point. Ends the round by unwinding if it is the one.
+    fn pass(&self) {
+        self.passed.set(self.passed.get() + 1);
+        match self.left.get() {
+            Some(0) => {
+                self.left.set(None);
+                // Without the panic hook: this is no failure of the code that runs.
+                resume_unwind(Box::new(Killed));
+            }
+            Some(left) => self.left.set(Some(left - 1)),
+            None => {}
+        }
+    }
+}
+
+/// A device of the NIC's: what it receives comes from one lane, what it sends goes into another.
+pub(crate) struct Port {
+    pub incoming: Lane,
+    pub outgoing: Lane,
+    pub fuse: Fuse,
+}
+
+impl Device for Port {
+    fn capabilities(&self) -> Capabilities {
+        // The worker completes checksums, so that damage on a link is noticed as on a real one.
+        Capabilities { checksum: false, segmentation: 0 }
+    }
+
+    fn receive(&mut self, frame: &mut Frame) -> bool {
+        let Some(next) = self.incoming.pop() else { return false };
+        frame.copy_from(&next);
+        true
+    }
+
+    fn transmit(&mut self, frame: &mut Frame) -> bool {
+        self.fuse.pass();
+        let sent = self.outgoing.push(frame.clone());
+        self.fuse.pass();
+        sent
+    }
+}

@@ -1,0 +1,114 @@
+//! What a seed stands for: hosts, links, connections, moves, faults.
+
+use crate::exhaustive;
+use crate::fault::{self, Planned};
+use crate::program::{Opening, Plan};
+use baton_sim::{Impairments, Rng};
+use baton_tcp::Config;
+use baton_wire::Endpoint;
+
+/// Port of the first connection; each has its own, so that both ends know each other.
+const PORT: u16 = 1000;
+/// Sessions of a host's Baton. The last one is of a program that has no connections: it may scribble.
+pub(crate) const SESSIONS: usize = 3;
+
+/// A program and where it runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placed {
+    pub host: usize,
+    pub session: u32,
+    pub plan: Plan,
+}
+
+/// A run's plan.
+pub(crate) struct Scenario {
+    pub seed: u64,
+    /// For each host: whether it has a Baton.
+    pub hosts: Vec<bool>,
+    pub impairments: Impairments,
+    pub config: Config,
+    /// Two programs for each connection: the one that connects, then the one that accepts.
+    pub programs: Vec<Placed>,
+    /// Mean time between two requests that a connection moves, microseconds; 0 for none.
+    pub moves_every: u64,
+    /// Until when there are moves and faults, microseconds.
+    pub end_of_faults: u64,
+    pub faults: Vec<Planned>,
+    /// Crashes on the first host, instead of faults at random times.
+    pub crashes: Vec<exhaustive::Planned>,
+}
+
+/// The address of a host.
+pub(crate) fn address(host: usize) -> [u8; 4] {
+    [10, 0, 0, 1 + host as u8]
+}
+
+impl Scenario {
+    /// The scenario of a seed.
+    pub fn of(seed: u64) -> Scenario {
+        let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5eed);
+        let hosts: Vec<bool> = (0..2 + rng.below(3)).map(|at| at == 0 || rng.chance(400_000)).collect();
+        let with_nic: Vec<usize> = (0..hosts.len()).filter(|at| hosts[*at]).collect();
+        let impairments = impairments(&mut rng);
+        let connections = 1 + rng.below(6) as u16;
+        let programs = (0..connections).flat_map(|at| pair(&mut rng, at, hosts.len())).collect();
+        let end_of_faults = 200_000 + rng.below(2_000_000);
+        let interval = [50_000, 20_000, 5_000][rng.below(3) as usize];
+        let faults = if rng.chance(900_000) { fault::plan(&mut rng, &with_nic, end_of_faults, interval) } else { Vec::new() };
+        let moves_every = [2_000, 10_000, 50_000][rng.below(3) as usize];
+        let config = Config {
+            receive_buffer: [1 << 14, 1 << 16, 1 << 17][rng.below(3) as usize],
+            nodelay: rng.chance(500_000),
+            // A RST may be lost: only keep-alive ends a connection whose peer is gone and that has nothing to send.
+            keepalive: true,
+            keepalive_idle: 15,
+            keepalive_interval: 5,
+            ..Config::default()
+        };
+        Scenario { seed, hosts, impairments, config, programs, moves_every, end_of_faults, faults, crashes: Vec::new() }
+    }
+}
+
+fn impairments(rng: &mut Rng) -> Impairments {
+    let mut some = |most: u64| if rng.chance(500_000) { rng.below(most) as u32 } else { 0 };
+    let (loss, reorder, duplicate, corrupt) = (some(50_000), some(100_000), some(30_000), some(10_000));
+    Impairments {
+        rate: [0, 10_000_000, 100_000_000, 1_000_000_000][rng.below(4) as usize],
+        delay: [20, 200, 2_000, 20_000][rng.below(4) as usize],
+        buffer: if rng.chance(300_000) { 20_000 } else { 0 },
+        loss,
+        reorder,
+        hold: 50 + rng.below(3_000),
+        duplicate,
+        corrupt,
+    }
+}
+
+/// The programs of a connection between two hosts.
+fn pair(rng: &mut Rng, at: u16, hosts: usize) -> [Placed; 2] {
+    // Most connections have an end on the first host, which has a NIC.
+    let near = if rng.chance(700_000) { 0 } else { rng.below(hosts as u64) as usize };
+    let far = (near + 1 + rng.below(hosts as u64 - 1) as usize) % hosts;
+    let (client, server) = if rng.chance(500_000) { (near, far) } else { (far, near) };
+    let mut amount = || [0, 1, 5_000, 60_000, 400_000][rng.below(5) as usize];
+    let amounts = [amount(), amount()];
+    let key = u64::from(at) * 2 + 1;
+    let port = PORT + at;
+    let openings = [Opening::Connect(Endpoint::v4(address(server), port)), Opening::Accept(port)];
+    let aborts = rng.chance(80_000).then(|| rng.below(amounts[0] + amounts[1] + 1));
+    let aborting = rng.below(2) as usize;
+    std::array::from_fn(|side| Placed {
+        host: [client, server][side],
+        session: rng.below(SESSIONS as u64 - 1) as u32,
+        plan: Plan {
+            opening: openings[side],
+            sends: amounts[side],
+            expects: amounts[1 - side],
+            key: key + side as u64,
+            peer_key: key + 1 - side as u64,
+            chunk: [100, 3_000, 30_000][rng.below(3) as usize],
+            think: [50, 500, 20_000][rng.below(3) as usize],
+            aborts_at: aborts.filter(|_| side == aborting),
+        },
+    })
+}
