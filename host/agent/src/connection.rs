@@ -74,6 +74,16 @@ pub(crate) struct Growing {
     pub copied: Option<u32>,
 }
 
+/// A FIN that was replayed to the kernel's socket, which has not been seen to have it.
+pub(crate) struct ReplayedFin {
+    /// The image that the kernel has imported.
+    pub image: Image,
+    /// When it is replayed again, in microseconds of the monotonic clock: a device or a rule may have dropped it.
+    pub again_at: u64,
+    /// When it is waited for no longer.
+    pub until: u64,
+}
+
 /// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
     /// The image that was handed off.
@@ -157,6 +167,8 @@ pub(crate) struct Connection {
     /// Bytes of receive and of send memory that the NIC requests for it, 0 for no more.
     pub wants: (u32, u32),
     pub growing: Option<Growing>,
+    /// The peer's FIN that is on its way to the kernel's socket.
+    pub fin: Option<Box<ReplayedFin>>,
     /// The journal entry of a connection whose agent died, until it is in the kernel.
     pub journalled: Option<Box<Entry>>,
     pub waiting: Waiting,
@@ -213,6 +225,7 @@ impl Connection {
             on_nic: None,
             wants: (0, 0),
             growing: None,
+            fin: None,
             journalled: None,
             waiting: Waiting::default(),
             moves: block.load(layout::MOVES),

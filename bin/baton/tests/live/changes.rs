@@ -91,3 +91,34 @@ fn without_a_route_nothing_is_sent() {
         }
     }
 }
+
+/// The NIC has acknowledged the peer's FIN, and told the program of it. A rule drops the frame that replays it to the kernel: until it has
+/// arrived the program does not find a socket without it, and it is replayed again.
+#[test]
+fn the_end_of_a_stream_reaches_the_kernel_in_spite_of_a_drop() {
+    for beside in [true, false] {
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        scene.move_to(Place::Nic);
+        scene.exchange(10_000, Place::Nic);
+        scene.peer.shutdown(std::net::Shutdown::Write).expect("the peer's shutdown");
+        let ended = |scene: &mut Scene| matches!(scene.session.receive(scene.id, &mut [0; 16]), Ok(0));
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while !ended(&mut scene) {
+            assert!(Instant::now() < deadline, "the NIC has no end of the stream");
+        }
+        let rules =
+            "add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c tcp flags fin drop";
+        on_host_a(&scene, "nft", &[rules]);
+        let removed = std::thread::scope(|scope| {
+            let host = &scene.bed.host_a;
+            let remover = scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(200));
+                host.spawn(Command::new("nft").args(["delete table inet t"])).expect("nft").wait().expect("its status").success()
+            });
+            until_in_the_kernel(&scene);
+            assert!(matches!(scene.session.receive(scene.id, &mut [0; 16]), Ok(0)), "beside: {beside}: the stream's end is gone");
+            remover.join().expect("the remover")
+        });
+        assert!(removed, "the rule is still there");
+    }
+}

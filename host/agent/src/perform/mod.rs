@@ -205,6 +205,7 @@ impl World for Performer<'_> {
             Action::Copy => self.copy(),
             Action::Purge => self.purge(),
             Action::HandOff => self.hand_off(),
+            Action::LetIn(Owner::Kernel) if !self.has_end_of_stream() => return Outcome::NotYet,
             Action::LetIn(owner) => {
                 self.let_in(*owner);
                 Ok(())
@@ -285,6 +286,7 @@ impl Performer<'_> {
             Source::Rested => self.import_rested(),
             Source::Record => self.import_record(),
         };
+        self.expect_fin();
         match imported {
             // The image of an undone export has not changed since it was read.
             Ok(()) if source != Source::Exported && self.image.is_some_and(|image| image.state.fin_acknowledged()) => {

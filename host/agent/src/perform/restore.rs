@@ -1,15 +1,23 @@
 //! Actions of a move back to the kernel.
 
 use super::Performer;
-use crate::connection::Path;
+use crate::connection::{Path, ReplayedFin};
 use crate::record::{queues, read_image, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
 use baton_image::Image;
+use baton_linux::events::monotonic_micros;
+use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
 use baton_recovery::Replay;
 use std::io;
+
+/// Microseconds after which a FIN that has not arrived is replayed again, and after which it is waited for no longer.
+const FIN_AGAIN: u64 = 10_000;
+const FIN_LIMIT: u64 = 1_000_000;
+/// Linux's numbers of the states in which no FIN has come: ESTABLISHED, FIN-WAIT-1, FIN-WAIT-2.
+const WITHOUT_FIN: [u8; 3] = [1, 4, 5];
 
 /// Refusal of a connection of which `what` is missing or damaged.
 pub(super) fn damaged(what: &'static str) -> Refusal {
@@ -101,6 +109,33 @@ impl Performer<'_> {
         let words = Replay { image, ranges: &ranges, fin_behind_hole: None };
         words.send(&mut kernel, |seq, out| receive.read(seq, out));
         Ok(())
+    }
+
+    /// The kernel's socket gets the peer's FIN by the replay, if there was one.
+    pub(super) fn expect_fin(&mut self) {
+        let now = monotonic_micros();
+        let image = self.image.filter(|image| self.importer.is_some() && image.state.fin_received());
+        self.connection.fin =
+            image.map(|image| Box::new(ReplayedFin { image, again_at: now + FIN_AGAIN, until: now + FIN_LIMIT }));
+    }
+
+    /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of the stream's end
+    /// already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it again.
+    pub(super) fn has_end_of_stream(&mut self) -> bool {
+        let Some(fin) = &mut self.connection.fin else { return true };
+        let now = monotonic_micros();
+        let arrived = self.fd.is_none_or(|fd| TcpInfo::read(fd).map_or(true, |info| !WITHOUT_FIN.contains(&info.state)));
+        if arrived || now >= fin.until {
+            self.connection.fin = None;
+            return true;
+        }
+        if now >= fin.again_at {
+            fin.again_at = now + FIN_AGAIN;
+            if let Ok(mut kernel) = self.ground.shape.kernel(self.ground.host) {
+                Replay { image: &fin.image, ranges: &[], fin_behind_hole: None }.send(&mut kernel, |_, _| {});
+            }
+        }
+        false
     }
 
     fn receive_memory(&self) -> Option<(u32, u32)> {
