@@ -254,7 +254,7 @@ pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
 /// # Errors
 /// The failed system call's.
 pub fn receive(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<usize> {
-    let (length, _) = rustix::net::recv(fd, out, RecvFlags::DONTWAIT)?;
+    let (_, length) = rustix::net::recv(fd, out, RecvFlags::DONTWAIT)?;
     Ok(length)
 }
 
