@@ -3,8 +3,9 @@
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 const TCP_AO_INFO: i32 = 40;
 const TCP_ULP: i32 = 31;
@@ -79,7 +80,7 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Refusal> {
 /// # Errors
 /// [`Refusal::Urgent`] if so.
 pub fn check_urgent(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
-    if poll(fd) & libc::POLLPRI != 0 { Err(Refusal::Urgent) } else { Ok(()) }
+    if poll(fd).contains(PollFlags::PRI) { Err(Refusal::Urgent) } else { Ok(()) }
 }
 
 /// Checks whether the program has shut down the receiving side: poll(2) reports the end of the stream, though no FIN has come.
@@ -87,16 +88,16 @@ pub fn check_urgent(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
 /// # Errors
 /// [`Refusal::ReceivingShut`] if so.
 pub fn check_receiving(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
-    let at_end = poll(fd) & libc::POLLRDHUP != 0;
+    let at_end = poll(fd).contains(PollFlags::RDHUP);
     // ESTABLISHED, FIN-WAIT-1, FIN-WAIT-2.
     let no_fin = || TcpInfo::read(fd).is_ok_and(|info| matches!(info.state, 1 | 4 | 5));
     if at_end && no_fin() { Err(Refusal::ReceivingShut) } else { Ok(()) }
 }
 
 /// poll(2)'s events of a socket now.
-fn poll(fd: BorrowedFd<'_>) -> i16 {
-    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLPRI | libc::POLLRDHUP, revents: 0 };
-    // SAFETY: one live pollfd, no waiting.
-    unsafe { libc::poll(&mut poll, 1, 0) };
-    poll.revents
+fn poll(fd: BorrowedFd<'_>) -> PollFlags {
+    const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut socket = [PollFd::from_borrowed_fd(fd, PollFlags::PRI | PollFlags::RDHUP)];
+    let _ = rustix::event::poll(&mut socket, Some(&NOW));
+    socket[0].revents()
 }

@@ -8,9 +8,10 @@ use baton_linux::tcp_info::{self, TcpInfo};
 use baton_moves::Refusal;
 use baton_wire::Flow;
 use baton_wire::frame::Link;
+use rustix::net::RecvFlags;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 const TCP_REPAIR_WINDOW: i32 = 29;
 const TCP_TIMESTAMP: i32 = 24;
@@ -133,10 +134,7 @@ impl<'a> Exporter<'a> {
     /// Only the last bytes count.
     fn copy_tail(&self, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
         let mut all = vec![0u8; shown];
-        // SAFETY: the pointer and length describe `all`.
-        let got = socket::check_size(unsafe {
-            libc::recv(self.fd.as_raw_fd(), all.as_mut_ptr().cast(), shown, libc::MSG_PEEK | libc::MSG_DONTWAIT)
-        })?;
+        let (_, got) = rustix::net::recv(self.fd, &mut all, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
         if got != shown {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -3,7 +3,7 @@
 //! `include/uapi/linux/virtio_net.h`).
 
 use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Segmentation};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Bytes of a `virtio_net_hdr`.
 pub(crate) const VNET_HEADER: usize = 10;
@@ -105,14 +105,10 @@ impl Device for VnetDevice {
             return false;
         }
         let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
-        // SAFETY: read(2) writes at most `room.len()` bytes at `room`, which is borrowed mutably from the frame.
-        let got = unsafe { libc::read(self.fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len()) };
-        if got < VNET_HEADER as isize {
-            return false;
-        }
+        let Ok(got @ VNET_HEADER..) = rustix::io::read(&self.fd, &mut *room) else { return false };
         let mut header = [0u8; VNET_HEADER];
         header.copy_from_slice(&room[..VNET_HEADER]);
-        frame.set_length(got as usize - VNET_HEADER);
+        frame.set_length(got - VNET_HEADER);
         decode(&header, frame);
         true
     }
@@ -125,10 +121,7 @@ impl Device for VnetDevice {
         let length = VNET_HEADER + frame.bytes().len();
         let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
         room[..VNET_HEADER].copy_from_slice(&header);
-        // SAFETY: write(2) reads `length` bytes at `room`. The frame's length is at most its capacity, and the buffer has
-        // `HEADROOM` bytes more, of which the header needs the last `VNET_HEADER`; so `length` bytes are inside of `room`.
-        let sent = unsafe { libc::write(self.fd.as_raw_fd(), room.as_ptr().cast(), length) };
-        sent == length as isize
+        rustix::io::write(&self.fd, &room[..length]) == Ok(length)
     }
 }
 

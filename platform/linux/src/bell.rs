@@ -4,9 +4,10 @@
 //! count. Here each call says by itself that it must not block. Datagram sockets do not report that the other end is closed;
 //! both sides learn that elsewhere.
 
-use crate::socket::{check, set};
+use rustix::net::sockopt::set_socket_send_buffer_size;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Rings that an end can queue with its small buffer, and a few more.
 const MOST: usize = 16;
@@ -21,16 +22,12 @@ impl SessionBell {
     /// # Errors
     /// The failed system call's.
     pub fn pair() -> io::Result<(SessionBell, SessionBell)> {
-        let mut raw = [0; 2];
-        // SAFETY: room for two descriptors.
-        check(unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0, raw.as_mut_ptr()) })?;
-        // SAFETY: both descriptors are new and ours.
-        let ends = raw.map(|fd| SessionBell(unsafe { OwnedFd::from_raw_fd(fd) }));
-        for end in &ends {
+        let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+        for end in [&one, &other] {
             // Few rings fit: one unread ring is as good as many.
-            set(end.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1)?;
+            set_socket_send_buffer_size(end, 1)?;
         }
-        Ok(ends.into())
+        Ok((SessionBell(one), SessionBell(other)))
     }
 
     /// An end that was inherited or received.
@@ -48,17 +45,15 @@ impl SessionBell {
 
     /// Rings the other end, which stays readable until it is cleared.
     pub fn ring(&self) {
-        // SAFETY: one live byte. It may fail because the other end rings already, or is closed.
-        unsafe { libc::send(self.0.as_raw_fd(), [1u8].as_ptr().cast(), 1, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        // It may fail because the other end rings already, or is closed.
+        let _ = rustix::net::send(&self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
     /// Clears this end.
     pub fn clear(&self) {
         let mut ring = [0u8; 1];
         for _ in 0..MOST {
-            // SAFETY: room for one byte.
-            let got = unsafe { libc::recv(self.0.as_raw_fd(), ring.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) };
-            if got < 0 {
+            if rustix::net::recv(&self.0, &mut ring, RecvFlags::DONTWAIT).is_err() {
                 return;
             }
         }

@@ -1,12 +1,17 @@
 //! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep message
 //! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
-use crate::socket::{check, check_size, uninterrupted};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    SocketAddrUnix, SocketFlags, SocketType,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -16,8 +21,11 @@ const MAX_MESSAGE: usize = 65536;
 /// Most descriptors of a message.
 const MAX_DESCRIPTORS: usize = 32;
 
+/// Bytes of a message's ancillary data with that many descriptors.
+const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
+
 /// A time limit of zero.
-const NOW: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// One end of a control connection.
 #[derive(Debug)]
@@ -26,24 +34,14 @@ pub struct Channel {
 }
 
 fn unix_socket() -> io::Result<OwnedFd> {
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) })?;
-    // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-fn unix_address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
-    // SAFETY: sockaddr_un is plain data, for which zero is a value.
-    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
-    address.sun_family = libc::AF_UNIX as u16;
-    let bytes = path.as_os_str().as_bytes();
-    if bytes.len() >= address.sun_path.len() {
+fn unix_address(path: &Path) -> io::Result<SocketAddrUnix> {
+    if path.as_os_str().len() > 107 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the socket's path is longer than 107 bytes"));
     }
-    for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
-        *slot = *byte as libc::c_char;
-    }
-    Ok((address, size_of::<libc::sockaddr_un>() as libc::socklen_t))
+    Ok(SocketAddrUnix::new(path)?)
 }
 
 impl Channel {
@@ -52,12 +50,8 @@ impl Channel {
     /// # Errors
     /// The failed system call's.
     pub fn pair() -> io::Result<(Channel, Channel)> {
-        let mut raw = [0; 2];
-        // SAFETY: room for two descriptors.
-        check(unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, raw.as_mut_ptr()) })?;
-        // SAFETY: both descriptors are new and ours.
-        let ends = raw.map(|fd| Channel { fd: unsafe { OwnedFd::from_raw_fd(fd) } });
-        Ok(ends.into())
+        let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        Ok((Channel { fd: one }, Channel { fd: other }))
     }
 
     /// Connects to a listener.
@@ -66,9 +60,8 @@ impl Channel {
     /// The failed system call's.
     pub fn connect(path: &Path) -> io::Result<Channel> {
         let fd = unix_socket()?;
-        let (address, length) = unix_address(path)?;
-        // SAFETY: the pointer and length describe `address`.
-        uninterrupted(|| check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) }))?;
+        let address = unix_address(path)?;
+        retry_on_intr(|| rustix::net::connect(&fd, &address))?;
         Ok(Channel { fd })
     }
 
@@ -82,7 +75,7 @@ impl Channel {
     /// # Errors
     /// The failed system call's; `InvalidInput` for a message that is too long.
     pub fn send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.send_with(message, descriptors, 0)
+        self.send_with(message, descriptors, SendFlags::empty())
     }
 
     /// As [`Channel::send`], but `WouldBlock` if the other end does not read.
@@ -90,38 +83,22 @@ impl Channel {
     /// # Errors
     /// See there.
     pub fn try_send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.send_with(message, descriptors, libc::MSG_DONTWAIT)
+        self.send_with(message, descriptors, SendFlags::DONTWAIT)
     }
 
-    fn send_with<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>], flags: i32) -> io::Result<()> {
+    fn send_with<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<()> {
         let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
         if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "control message too long"));
         }
-        let mut vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-        // SAFETY: msghdr is plain data, for which zero is a value.
-        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
-        header.msg_iov = &mut vector;
-        header.msg_iovlen = 1;
-        let mut control = [0u64; 32];
+        let mut room = [MaybeUninit::uninit(); ANCILLARY];
+        let mut ancillary = SendAncillaryBuffer::new(&mut room);
         if !descriptors.is_empty() {
-            let raw: Vec<libc::c_int> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-            let size = size_of_val(raw.as_slice());
-            header.msg_control = control.as_mut_ptr().cast();
-            // SAFETY: CMSG_SPACE and CMSG_LEN only compute.
-            header.msg_controllen = unsafe { libc::CMSG_SPACE(size as u32) } as usize;
-            // SAFETY: the control buffer is aligned, zeroed and larger than one message of MAX_DESCRIPTORS.
-            unsafe {
-                let first = libc::CMSG_FIRSTHDR(&header);
-                (*first).cmsg_level = libc::SOL_SOCKET;
-                (*first).cmsg_type = libc::SCM_RIGHTS;
-                (*first).cmsg_len = libc::CMSG_LEN(size as u32) as usize;
-                std::ptr::copy_nonoverlapping(raw.as_ptr().cast::<u8>(), libc::CMSG_DATA(first), size);
-            }
+            ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         }
-        // SAFETY: header, vector, bytes and control live through the call.
-        let send = || check_size(unsafe { libc::sendmsg(self.fd.as_raw_fd(), &header, flags | libc::MSG_NOSIGNAL) });
-        uninterrupted(send).map(|_| ())
+        let flags = flags | SendFlags::NOSIGNAL;
+        retry_on_intr(|| rustix::net::sendmsg(&self.fd, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
+        Ok(())
     }
 
     /// Receives a message and its descriptors, waiting for one.
@@ -129,7 +106,7 @@ impl Channel {
     /// # Errors
     /// `UnexpectedEof` when the other end is gone, `InvalidData` for what is not a message, else the system's.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
-        self.receive_with(0)
+        self.receive_with(RecvFlags::empty())
     }
 
     /// As [`Channel::receive`], but `WouldBlock` if none waits.
@@ -137,23 +114,23 @@ impl Channel {
     /// # Errors
     /// See there.
     pub fn try_receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
-        self.receive_with(libc::MSG_DONTWAIT)
+        self.receive_with(RecvFlags::DONTWAIT)
     }
 
-    fn receive_with<T: DeserializeOwned>(&self, flags: i32) -> io::Result<(T, Vec<OwnedFd>)> {
+    fn receive_with<T: DeserializeOwned>(&self, flags: RecvFlags) -> io::Result<(T, Vec<OwnedFd>)> {
         let mut bytes = vec![0u8; MAX_MESSAGE];
-        let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        // SAFETY: msghdr is plain data, for which zero is a value.
-        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
-        let mut control = [0u64; 32];
-        header.msg_iov = &mut vector;
-        header.msg_iovlen = 1;
-        header.msg_control = control.as_mut_ptr().cast();
-        header.msg_controllen = size_of_val(&control);
-        // SAFETY: header, vector, bytes and control live through the call.
-        let receive = || check_size(unsafe { libc::recvmsg(self.fd.as_raw_fd(), &mut header, flags | libc::MSG_CMSG_CLOEXEC) });
-        let got = uninterrupted(receive)?;
-        let descriptors = received_descriptors(&header);
+        let mut room = [MaybeUninit::uninit(); ANCILLARY];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut room);
+        let flags = flags | RecvFlags::CMSG_CLOEXEC;
+        let got = retry_on_intr(|| {
+            rustix::net::recvmsg(&self.fd, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags).map(|got| got.bytes)
+        })?;
+        // Every one is taken, so that none leaks whatever the message contains.
+        let descriptors = ancillary.drain().flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
+            _ => Vec::new(),
+        });
+        let descriptors = descriptors.collect();
         if got == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -163,10 +140,9 @@ impl Channel {
 
     /// Whether the other end is closed. Messages that were sent before may still wait here.
     pub fn is_hung_up(&self) -> bool {
-        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: 0, revents: 0 };
-        // SAFETY: one live pollfd.
-        let ready = unsafe { libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &NOW, std::ptr::null::<u8>(), 8) };
-        ready == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+        let mut ends = [PollFd::new(&self.fd, PollFlags::empty())];
+        let ready = rustix::event::poll(&mut ends, Some(&NOW));
+        ready == Ok(1) && ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
     /// User id of the process at the other end, from the kernel.
@@ -188,27 +164,6 @@ impl Channel {
         crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
         Ok(u32::from_ne_bytes([raw[0], raw[1], raw[2], raw[3]]))
     }
-}
-
-/// Takes every descriptor of a received message, so that none leaks whatever the message contains.
-fn received_descriptors(header: &libc::msghdr) -> Vec<OwnedFd> {
-    let mut descriptors = Vec::new();
-    // SAFETY: the header was filled by recvmsg, whose control messages CMSG_FIRSTHDR and CMSG_NXTHDR walk within bounds; a
-    // SCM_RIGHTS message holds descriptors that are new and ours.
-    unsafe {
-        let mut message = libc::CMSG_FIRSTHDR(header);
-        while !message.is_null() {
-            if (*message).cmsg_level == libc::SOL_SOCKET && (*message).cmsg_type == libc::SCM_RIGHTS {
-                let data = libc::CMSG_DATA(message).cast::<libc::c_int>();
-                let bytes = (*message).cmsg_len - libc::CMSG_LEN(0) as usize;
-                for at in 0..bytes / size_of::<libc::c_int>() {
-                    descriptors.push(OwnedFd::from_raw_fd(data.add(at).read_unaligned()));
-                }
-            }
-            message = libc::CMSG_NXTHDR(header, message);
-        }
-    }
-    descriptors
 }
 
 impl AsFd for Channel {
@@ -250,14 +205,11 @@ impl Listener {
             std::fs::remove_file(path)?;
         }
         let fd = unix_socket()?;
-        let (address, length) = unix_address(path)?;
-        // SAFETY: the pointer and length describe `address`.
-        check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
+        rustix::net::bind(&fd, &unix_address(path)?)?;
         // Any process that can reach the path may connect: a program that gives up its user keeps its connections. What each may
         // do is decided by what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
-        // SAFETY: a call on our own descriptor.
-        check(unsafe { libc::listen(fd.as_raw_fd(), 64) })?;
+        rustix::net::listen(&fd, 64)?;
         Ok(Listener { fd, path: path.to_owned(), spare: Mutex::new(spare()) })
     }
 
@@ -268,22 +220,17 @@ impl Listener {
     /// The failed system call's.
     pub fn accept(&self) -> io::Result<Channel> {
         let accepted = self.accept_one();
-        if accepted.as_ref().is_err_and(|error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))) {
+        if matches!(accepted, Err(Errno::MFILE | Errno::NFILE)) {
             let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             *kept = None;
             drop(self.accept_one());
             *kept = spare();
         }
-        accepted
+        Ok(accepted?)
     }
 
-    fn accept_one(&self) -> io::Result<Channel> {
-        let raw = uninterrupted(|| {
-            // SAFETY: the peer's address is not asked for.
-            check(unsafe { libc::accept4(self.fd.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC) })
-        })?;
-        // SAFETY: the descriptor is new and ours.
-        Ok(Channel { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
+    fn accept_one(&self) -> Result<Channel, Errno> {
+        retry_on_intr(|| rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC)).map(|fd| Channel { fd })
     }
 }
 

@@ -1,8 +1,10 @@
 //! Ways to wait: eventfds as doorbells, epoll, futexes in shared memory, the monotonic clock.
 
-use crate::socket::check;
+use rustix::event::{EventfdFlags, Timespec, epoll};
+use rustix::thread::futex;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
@@ -16,10 +18,7 @@ impl Doorbell {
     /// # Errors
     /// The failed system call's.
     pub fn new() -> io::Result<Doorbell> {
-        // SAFETY: no pointers are involved.
-        let raw = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
-        // SAFETY: the descriptor is new and ours.
-        Ok(Doorbell(unsafe { OwnedFd::from_raw_fd(raw) }))
+        Ok(Doorbell(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
     /// One that another process made.
@@ -37,16 +36,15 @@ impl Doorbell {
 
     /// Makes it readable, if it is not already.
     pub fn ring(&self) {
-        let one = 1u64.to_ne_bytes();
-        // SAFETY: eight live bytes. The write can only fail if it is readable already.
-        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), 8) };
+        // The write can only fail if it is readable already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     /// Makes it unreadable.
     pub fn clear(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: eight live bytes. The read can only fail if it is unreadable already.
-        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), 8) };
+        // The read can only fail if it is unreadable already.
+        let _ = rustix::io::read(&self.0, &mut count);
     }
 }
 
@@ -83,10 +81,7 @@ impl Poller {
     /// # Errors
     /// The failed system call's.
     pub fn new() -> io::Result<Poller> {
-        // SAFETY: no pointers are involved.
-        let raw = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: the descriptor is new and ours.
-        Ok(Poller(unsafe { OwnedFd::from_raw_fd(raw) }))
+        Ok(Poller(epoll::create(epoll::CreateFlags::CLOEXEC)?))
     }
 
     /// Watches a descriptor; its events are reported as `token`.
@@ -95,14 +90,12 @@ impl Poller {
     /// The failed system call's.
     pub fn add(&self, fd: BorrowedFd<'_>, token: u64, trigger: Trigger) -> io::Result<()> {
         let events = match trigger {
-            Trigger::Readable => libc::EPOLLIN,
+            Trigger::Readable => epoll::EventFlags::IN,
             // The kernel reports EPOLLHUP without being asked.
-            Trigger::HangUp => 0,
-            Trigger::Edge => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET,
+            Trigger::HangUp => epoll::EventFlags::empty(),
+            Trigger::Edge => epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET,
         };
-        let mut event = libc::epoll_event { events: events as u32, u64: token };
-        // SAFETY: one live epoll_event.
-        check(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd.as_raw_fd(), &mut event) }).map(|_| ())
+        Ok(epoll::add(&self.0, fd, epoll::EventData::new_u64(token), events)?)
     }
 
     /// Stops watching a descriptor.
@@ -110,9 +103,7 @@ impl Poller {
     /// # Errors
     /// The failed system call's.
     pub fn remove(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        // SAFETY: EPOLL_CTL_DEL does not read the event.
-        check(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) })
-            .map(|_| ())
+        Ok(epoll::delete(&self.0, fd)?)
     }
 
     /// Waits up to `timeout` and appends the tokens of ready descriptors. An interruption by a signal counts as none ready.
@@ -120,19 +111,13 @@ impl Poller {
     /// # Errors
     /// The failed system call's.
     pub fn wait(&self, timeout: Option<Duration>, tokens: &mut Vec<u64>) -> io::Result<()> {
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
-        let spec = timeout
-            .map(|limit| libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: i64::from(limit.subsec_nanos()) });
-        let limit = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: 64 live events, a live or null timespec, no signal mask.
-        let count = unsafe {
-            libc::syscall(libc::SYS_epoll_pwait2, self.0.as_raw_fd(), events.as_mut_ptr(), 64, limit, std::ptr::null::<u8>(), 8)
-        };
-        if count < 0 {
-            let error = io::Error::last_os_error();
-            return if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) };
+        let mut room = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        let limit = timeout.map(timespec);
+        match epoll::wait(&self.0, &mut room, limit.as_ref()) {
+            Ok((ready, _)) => tokens.extend(ready.iter().map(|event| event.data.u64())),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
         }
-        tokens.extend(events[..count as usize].iter().map(|event| event.u64));
         Ok(())
     }
 }
@@ -143,17 +128,18 @@ impl AsFd for Poller {
     }
 }
 
-/// Sleeps while a word in shared memory has the value `expected`, at most `limit`.
+fn timespec(limit: Duration) -> Timespec {
+    Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() }
+}
+
+/// Sleeps while a word in shared memory has the value `expected`, at most `limit`. It may return early.
 pub fn wait_while(word: &AtomicU32, expected: u32, limit: Duration) {
-    let spec = libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: i64::from(limit.subsec_nanos()) };
-    // SAFETY: a live word and timespec; the function may return early.
-    unsafe { libc::syscall(libc::SYS_futex, std::ptr::from_ref(word), libc::FUTEX_WAIT, expected, &spec) };
+    let _ = futex::wait(word, futex::Flags::empty(), expected, Some(&timespec(limit)));
 }
 
 /// Wakes every thread that sleeps on a word in shared memory.
 pub fn wake_all(word: &AtomicU32) {
-    // SAFETY: a live word.
-    unsafe { libc::syscall(libc::SYS_futex, std::ptr::from_ref(word), libc::FUTEX_WAKE, i32::MAX) };
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// Microseconds of the monotonic clock, the same in every process.
@@ -161,7 +147,8 @@ pub fn monotonic_micros() -> u64 {
     nanos(libc::CLOCK_MONOTONIC) / 1000
 }
 
-/// Nanoseconds of a clock.
+/// Nanoseconds of a clock. The workers read clocks in every round, and libc already knows where the kernel has put its vDSO;
+/// rustix would look that up in /proc.
 fn nanos(clock: libc::clockid_t) -> u64 {
     let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one live timespec.

@@ -8,9 +8,10 @@
 //! epoll_wait EINTR.
 
 use crate::socket::check;
+use rustix::process::{Pid, PidfdGetfdFlags, WaitOptions, WaitStatus};
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// Microseconds after which a thread that has not stopped is not waited for: it may be inside vfork.
 const PATIENCE: u64 = 50_000;
@@ -66,6 +67,13 @@ fn ptrace(request: libc::c_uint, thread: i32, data: usize) -> io::Result<()> {
     // SAFETY: these requests (SEIZE, INTERRUPT, DETACH) take no pointers.
     let done = unsafe { libc::ptrace(request, thread, 0usize, data) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A thread's status if it has stopped or ended and that was not reported yet.
+fn poll_status(thread: i32) -> io::Result<Option<WaitStatus>> {
+    // __WALL: also threads that are not this process's children but traced by it, whatever signal they end with.
+    let options = WaitOptions::NOHANG | WaitOptions::from_bits_retain(libc::__WALL as u32);
+    Ok(rustix::process::waitpid(Pid::from_raw(thread), options)?.map(|(_, status)| status))
 }
 
 fn threads_of(process: u32) -> io::Result<Vec<i32>> {
@@ -158,30 +166,23 @@ impl Thread {
 
     /// Whether it has stopped, or ended.
     fn has_stopped(&mut self) -> io::Result<bool> {
-        let mut status = 0;
-        // SAFETY: room for the status.
-        match unsafe { libc::waitpid(self.number, &mut status, libc::__WALL | libc::WNOHANG) } {
-            0 => Ok(false),
-            // It has ended.
-            -1 => Ok(true),
-            _ if libc::WIFSTOPPED(status) => {
-                self.stopped = true;
-                // Not the stop that was asked for: its signal is delivered when the thread is resumed.
-                if status >> 16 == 0 {
-                    self.signal = libc::WSTOPSIG(status);
-                }
-                restart_call(self.number).map(|()| true)
-            }
-            _ => Ok(true),
+        // An error: it has ended.
+        let Ok(status) = poll_status(self.number) else { return Ok(true) };
+        let Some(status) = status else { return Ok(false) };
+        let Some(signal) = status.stopping_signal() else { return Ok(true) };
+        self.stopped = true;
+        // Not the stop that was asked for: its signal is delivered when the thread is resumed.
+        if status.as_raw() >> 16 == 0 {
+            self.signal = signal;
         }
+        restart_call(self.number).map(|()| true)
     }
 
     /// Resumes it.
     fn release(&self) {
         if ptrace(libc::PTRACE_DETACH, self.number, self.signal as usize).is_err() {
             // It was killed: the kernel reports its end to its tracer before its parent.
-            // SAFETY: a null status pointer is allowed.
-            unsafe { libc::waitpid(self.number, std::ptr::null_mut(), libc::__WALL | libc::WNOHANG) };
+            let _ = poll_status(self.number);
         }
     }
 }
@@ -238,15 +239,13 @@ impl Drop for Frozen {
 /// # Errors
 /// `EPERM` if the process may not be inspected, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.
 pub fn take_descriptor(process: BorrowedFd<'_>, number: i32) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) } as i32)?;
-    // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+    Ok(rustix::process::pidfd_getfd(process, number, PidfdGetfdFlags::empty())?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec};
     use std::io::Read;
     use std::process::{Command, Stdio};
 
@@ -265,8 +264,7 @@ work()";
         while threads_of(child.id()).expect("its threads").len() < 4 {
             output.read_exact(&mut buffer[..1 << 16]).expect("it runs");
         }
-        // SAFETY: a call on our own descriptor.
-        unsafe { libc::fcntl(output.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+        rustix::fs::fcntl_setfl(&output, rustix::fs::OFlags::NONBLOCK).expect("our own descriptor");
         for _ in 0..20 {
             let frozen = Frozen::freeze(&[child.id()]).expect("frozen");
             assert!(frozen.threads.len() >= 4);
@@ -275,9 +273,9 @@ work()";
             assert_eq!(output.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::WouldBlock);
             assert!(child.try_wait().expect("a child").is_none());
             drop(frozen);
-            let mut poll = libc::pollfd { fd: output.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one live pollfd.
-            assert_eq!(unsafe { libc::poll(&mut poll, 1, 5000) }, 1, "it does not go on");
+            let mut readable = [PollFd::new(&output, PollFlags::IN)];
+            let limit = Timespec { tv_sec: 5, tv_nsec: 0 };
+            assert_eq!(rustix::event::poll(&mut readable, Some(&limit)), Ok(1), "it does not go on");
         }
         child.kill().expect("our child");
         child.wait().expect("our child");

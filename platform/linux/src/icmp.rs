@@ -1,10 +1,12 @@
 //! ICMP messages that a packet was too big (RFC 1191, RFC 8201), as they reach this host. They change the kernel's route
 //! exceptions without a netlink notification, so the routes must be looked up again after one.
 
-use crate::socket::{check, set_bytes};
+use crate::socket::set_bytes;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, ipproto};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A raw socket that receives nothing but these messages.
 #[derive(Debug)]
@@ -24,11 +26,9 @@ impl TooBig {
         const SOL_RAW: i32 = 255;
         const UNREACHABLE: u32 = 3;
         const PACKET_TOO_BIG: u32 = 2;
-        let (family, protocol) = if v6 { (libc::AF_INET6, libc::IPPROTO_ICMPV6) } else { (libc::AF_INET, libc::IPPROTO_ICMP) };
-        // SAFETY: no pointers are involved.
-        let raw = check(unsafe { libc::socket(family, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, protocol) })?;
-        // SAFETY: the descriptor is new and ours.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        let (family, protocol) = if v6 { (AddressFamily::INET6, ipproto::ICMPV6) } else { (AddressFamily::INET, ipproto::ICMP) };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = rustix::net::socket_with(family, SocketType::RAW, flags, Some(protocol))?;
         if v6 {
             let mut filter = [0xffu8; 32];
             filter[..4].copy_from_slice(&(!(1u32 << PACKET_TOO_BIG)).to_ne_bytes());
@@ -45,12 +45,11 @@ impl TooBig {
         const MOST: usize = 1024;
         let mut buffer = [0u8; 256];
         for _ in 0..MOST {
-            // SAFETY: the pointer and length describe the buffer.
-            let got = unsafe { libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) };
-            if got < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock {
-                return;
-            }
-            let message = &buffer[..got.max(0) as usize];
+            let message = match rustix::net::recv(&self.fd, &mut buffer, RecvFlags::DONTWAIT) {
+                Ok((got, _)) => &buffer[..got],
+                Err(Errno::WOULDBLOCK) => return,
+                Err(_) => &[],
+            };
             let destination = if self.v6 { destination_v6(message) } else { destination_v4(message) };
             destination.into_iter().for_each(&mut each);
         }

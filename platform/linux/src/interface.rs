@@ -1,9 +1,11 @@
 //! TAP interfaces and packet sockets: the descriptors that backends drive.
 
 use crate::socket::{self, check};
+use rustix::net::sockopt::{set_socket_recv_buffer_size_force, set_socket_send_buffer_size_force};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
@@ -166,15 +168,13 @@ pub fn open_filtered_packet_socket(
     const PACKET_VNET_HDR: i32 = 15;
     const PACKET_IGNORE_OUTGOING: i32 = 23;
     // With protocol 0 it receives nothing until it is bound.
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) })?;
-    // SAFETY: the descriptor is new and ours.
-    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, None)?;
     let set = |option, value| socket::set(fd.as_fd(), libc::SOL_PACKET, option, value);
     set(PACKET_VNET_HDR, 1)?;
     set(PACKET_IGNORE_OUTGOING, i32::from(ignore_outgoing))?;
-    socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
-    socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, 8 << 20)?;
+    set_socket_recv_buffer_size_force(&fd, 8 << 20)?;
+    set_socket_send_buffer_size_force(&fd, 8 << 20)?;
     attach(fd.as_fd())?;
     // SAFETY: sockaddr_ll is plain data, for which zero is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };

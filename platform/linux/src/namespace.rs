@@ -1,7 +1,8 @@
 //! Network namespaces without names: they live as long as a process holds their descriptor or runs in them, so nothing is left
 //! behind however a process ends.
 
-use crate::socket::check;
+use rustix::mount::{MountFlags, MountPropagationFlags};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -14,9 +15,14 @@ pub struct Namespace {
     file: File,
 }
 
-fn unshare(flags: libc::c_int) -> io::Result<()> {
-    // SAFETY: no pointers are involved; it changes the calling thread alone.
-    check(unsafe { libc::unshare(flags) }).map(|_| ())
+fn unshare(flags: UnshareFlags) -> io::Result<()> {
+    // SAFETY: the callers' flags make new namespaces for the calling thread; none of them is CLONE_FILES, after which descriptors
+    // that other threads own would not be this thread's any more.
+    Ok(unsafe { rustix::thread::unshare_unsafe(flags) }?)
+}
+
+fn enter(namespace: BorrowedFd<'_>) -> io::Result<()> {
+    Ok(move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network))?)
 }
 
 impl Namespace {
@@ -43,7 +49,7 @@ impl Namespace {
     pub fn new() -> io::Result<Namespace> {
         std::thread::scope(|scope| {
             let made = scope.spawn(|| {
-                unshare(libc::CLONE_NEWNET).map_err(|error| match error.raw_os_error() {
+                unshare(UnshareFlags::NEWNET).map_err(|error| match error.raw_os_error() {
                     Some(libc::EPERM) => io::Error::new(
                         io::ErrorKind::PermissionDenied,
                         "no right to make a network namespace: run as root, or inside `unshare -Urn`",
@@ -64,8 +70,7 @@ impl Namespace {
     /// # Errors
     /// The failed system call's.
     pub fn enter(&self) -> io::Result<()> {
-        // SAFETY: no pointers are involved; it changes the calling thread alone.
-        check(unsafe { libc::setns(self.file.as_raw_fd(), libc::CLONE_NEWNET) }).map(|_| ())
+        enter(self.file.as_fd())
     }
 
     /// Runs `work` in this namespace, on a thread of its own, and returns its result.
@@ -94,10 +99,9 @@ impl Namespace {
     /// If the namespace cannot be entered, or the program does not start.
     pub fn spawn(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let file = self.file.as_raw_fd();
-        // SAFETY: no pointers are involved; the descriptor is open until the command has been started.
-        let enter = move || check(unsafe { libc::setns(file, libc::CLONE_NEWNET) }).map(|_| ());
-        // SAFETY: between fork and exec the closure only makes a system call: no allocation, no locks.
-        unsafe { command.pre_exec(enter) };
+        // SAFETY: between fork and exec the closure only makes a system call: no allocation, no locks. The descriptor is open
+        // until the command has been started.
+        unsafe { command.pre_exec(move || enter(BorrowedFd::borrow_raw(file))) };
         command.spawn()
     }
 }
@@ -114,12 +118,11 @@ impl AsFd for Namespace {
 /// # Errors
 /// If user namespaces are switched off; the message says what to do.
 pub fn become_root_if_needed() -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
-    if user == 0 {
+    let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
+    if user.is_root() {
         return Ok(());
     }
-    unshare(libc::CLONE_NEWUSER).map_err(|error| {
+    unshare(UnshareFlags::NEWUSER).map_err(|error| {
         io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!("neither root nor allowed to make a user namespace ({error}): run as root, or allow it with `sysctl kernel.unprivileged_userns_clone=1`"),
@@ -136,11 +139,7 @@ pub fn become_root_if_needed() -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn mount_own_sysfs() -> io::Result<()> {
-    unshare(libc::CLONE_NEWNS)?;
-    let mount = |source: &std::ffi::CStr, target: &std::ffi::CStr, kind: &std::ffi::CStr, flags| {
-        // SAFETY: C strings that outlive the call, and no data.
-        check(unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) })
-    };
-    mount(c"none", c"/", c"none", libc::MS_REC | libc::MS_PRIVATE)?;
-    mount(c"sysfs", c"/sys", c"sysfs", 0).map(|_| ())
+    unshare(UnshareFlags::NEWNS)?;
+    rustix::mount::mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
+    Ok(rustix::mount::mount("sysfs", "/sys", "sysfs", MountFlags::empty(), None)?)
 }

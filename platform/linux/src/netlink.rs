@@ -1,9 +1,12 @@
 //! Netlink requests and their answers, for routes, connection tracking, nftables, IPsec and socket diagnosis: a message or two
 //! of each.
 
-use crate::socket::{check, check_size};
+use rustix::io::Errno;
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::num::NonZeroU32;
+use std::os::fd::OwnedFd;
 
 /// Routes, links, addresses, neighbours.
 pub const ROUTE: i32 = 0;
@@ -86,10 +89,10 @@ impl Netlink {
     /// # Errors
     /// The failed system call's.
     pub fn open(family: i32) -> io::Result<Netlink> {
-        // SAFETY: no pointers are involved.
-        let raw = check(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, family) })?;
-        // SAFETY: the descriptor is new and ours.
-        Ok(Netlink { fd: unsafe { OwnedFd::from_raw_fd(raw) } })
+        // None is protocol 0, the routes.
+        let protocol = NonZeroU32::new(family as u32).map(Protocol::from_raw);
+        let fd = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
+        Ok(Netlink { fd })
     }
 
     /// Sends a request and passes the body of every answer to `each`, until the kernel is done.
@@ -99,15 +102,13 @@ impl Netlink {
     pub fn ask(&self, mut request: Request, mut each: impl FnMut(&[u8])) -> io::Result<()> {
         let length = request.bytes.len() as u32;
         request.bytes[..4].copy_from_slice(&length.to_ne_bytes());
-        // SAFETY: the pointer and length describe the request.
-        check_size(unsafe { libc::send(self.fd.as_raw_fd(), request.bytes.as_ptr().cast(), request.bytes.len(), 0) })?;
+        rustix::net::send(&self.fd, &request.bytes, SendFlags::empty())?;
         let flags = u16::from_ne_bytes([request.bytes[6], request.bytes[7]]);
         let several = flags & DUMP == DUMP;
         let acknowledged = flags & ACK != 0;
         let mut buffer = vec![0u8; 65536];
         loop {
-            // SAFETY: the pointer and length describe the buffer.
-            let got = check_size(unsafe { libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) })?;
+            let (got, _) = rustix::net::recv(&self.fd, &mut buffer, RecvFlags::empty())?;
             let mut rest = &buffer[..got];
             while rest.len() >= 16 {
                 let length = u32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]) as usize;
@@ -155,13 +156,8 @@ impl Changes {
     /// The failed system call's.
     pub fn listen(family: i32, groups: u32) -> io::Result<Changes> {
         let Netlink { fd } = Netlink::open(family)?;
-        // SAFETY: sockaddr_nl is plain data, for which zero is a value.
-        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-        address.nl_family = libc::AF_NETLINK as u16;
-        address.nl_groups = groups;
-        let length = size_of::<libc::sockaddr_nl>() as libc::socklen_t;
-        // SAFETY: the pointer and length describe `address`.
-        check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) })?;
+        // The kernel chooses the port.
+        rustix::net::bind(&fd, &SocketAddrNetlink::new(0, groups))?;
         Ok(Changes { fd })
     }
 
@@ -177,20 +173,14 @@ impl Changes {
     pub fn each(&self, mut each: impl FnMut(u16, &[u8])) {
         let mut buffer = [0u8; 16384];
         loop {
-            // SAFETY: the pointer and length describe the buffer; with MSG_TRUNC the call returns a longer message's full
-            // length, but writes no more.
-            let got = unsafe {
-                libc::recv(self.fd.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT | libc::MSG_TRUNC)
+            // With MSG_TRUNC the length of a longer message is its full one.
+            let length = match rustix::net::recv(&self.fd, &mut buffer, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
+                Ok((_, length)) => length,
+                Err(Errno::WOULDBLOCK) => return,
+                Err(Errno::INTR) => continue,
+                Err(_) => usize::MAX,
             };
-            if got < 0 {
-                match io::Error::last_os_error().kind() {
-                    io::ErrorKind::WouldBlock => return,
-                    io::ErrorKind::Interrupted => continue,
-                    _ => each(0, &[]),
-                }
-                continue;
-            }
-            let Some(mut rest) = buffer.get(..got as usize) else {
+            let Some(mut rest) = buffer.get(..length) else {
                 each(0, &[]);
                 continue;
             };

@@ -1,8 +1,11 @@
 //! Processes: starting one with descriptors, giving up rights, processors, CPU time.
 
 use crate::socket::check;
+use rustix::io::Errno;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -10,23 +13,23 @@ use std::process::Command;
 pub const FIRST_DESCRIPTOR: i32 = 3;
 
 /// Least number of open files that a process of Baton's needs.
-const FEW_DESCRIPTORS: libc::rlim_t = 1024;
+const FEW_DESCRIPTORS: u64 = 1024;
 
 /// Most descriptors that [`inherit`] passes.
 const MOST_DESCRIPTORS: usize = 64;
 
 /// Raises this process's limit on open files (`ulimit -n`) to [`FEW_DESCRIPTORS`], if it is lower and may be raised.
 fn allow_few_descriptors() {
-    // SAFETY: one live rlimit; the calls are async-signal-safe, so they are allowed between fork and exec.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < FEW_DESCRIPTORS {
-            let most = limit.rlim_max.max(FEW_DESCRIPTORS);
-            let allowed = libc::rlimit { rlim_cur: FEW_DESCRIPTORS.min(limit.rlim_max), rlim_max: limit.rlim_max };
-            if libc::setrlimit(libc::RLIMIT_NOFILE, &libc::rlimit { rlim_cur: FEW_DESCRIPTORS, rlim_max: most }) != 0 {
-                libc::setrlimit(libc::RLIMIT_NOFILE, &allowed);
-            }
-        }
+    // None is no limit.
+    let Rlimit { current: Some(current), maximum } = getrlimit(Resource::Nofile) else { return };
+    if current >= FEW_DESCRIPTORS {
+        return;
+    }
+    let few = Some(FEW_DESCRIPTORS);
+    let raised = Rlimit { current: few, maximum: maximum.map(|most| most.max(FEW_DESCRIPTORS)) };
+    if setrlimit(Resource::Nofile, raised).is_err() {
+        let allowed = Rlimit { current: maximum.map_or(few, |most| Some(most.min(FEW_DESCRIPTORS))), maximum };
+        let _ = setrlimit(Resource::Nofile, allowed);
     }
 }
 
@@ -51,8 +54,7 @@ pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool
             check(unsafe { libc::dup2(*fd, FIRST_DESCRIPTOR + at as i32) })?;
         }
         if tied {
-            // SAFETY: no pointers; prctl is a plain system call.
-            check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         }
         Ok(())
     };
@@ -64,9 +66,9 @@ pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool
 /// at once.
 pub fn orphan(command: &mut Command) {
     let work = || {
+        rustix::process::setsid()?;
         // SAFETY: the calls are async-signal-safe, and this forked process has one thread.
         unsafe {
-            check(libc::setsid())?;
             match libc::fork() {
                 -1 => Err(io::Error::last_os_error()),
                 0 => Ok(()),
@@ -82,24 +84,24 @@ pub fn orphan(command: &mut Command) {
 ///
 /// # Errors
 /// The failed system call's; `ESRCH` if there is no such process.
-pub fn open_process(process: u32) -> io::Result<std::os::fd::OwnedFd> {
-    use std::os::fd::FromRawFd;
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::syscall(libc::SYS_pidfd_open, process as libc::pid_t, 0) } as i32)?;
-    // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
+pub fn open_process(process: u32) -> io::Result<OwnedFd> {
+    Ok(rustix::process::pidfd_open(pid(process)?, rustix::process::PidfdFlags::empty())?)
+}
+
+/// A process number as rustix takes it. There is no process 0.
+fn pid(process: u32) -> io::Result<Pid> {
+    i32::try_from(process).ok().filter(|number| *number > 0).and_then(Pid::from_raw).ok_or(Errno::SRCH.into())
 }
 
 /// Takes an inherited descriptor.
 ///
 /// # Errors
 /// `EBADF` if there is none of this number.
-pub fn inherited(number: i32) -> io::Result<std::os::fd::OwnedFd> {
-    use std::os::fd::FromRawFd;
+pub fn inherited(number: i32) -> io::Result<OwnedFd> {
     // SAFETY: F_GETFD takes no pointer. The descriptor is owned by this call: the parent passed it to be taken once.
     unsafe {
         check(libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC))?;
-        Ok(std::os::fd::OwnedFd::from_raw_fd(number))
+        Ok(OwnedFd::from_raw_fd(number))
     }
 }
 
@@ -109,13 +111,10 @@ pub fn inherited(number: i32) -> io::Result<std::os::fd::OwnedFd> {
 /// # Errors
 /// The failed system call's.
 pub fn drop_bounds() -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    unsafe {
-        check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-        for capability in 0..64 {
-            // It fails for numbers that this kernel does not have.
-            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
-        }
+    rustix::thread::set_no_new_privs(true)?;
+    for capability in 0..64 {
+        // It fails for numbers that this kernel does not have.
+        let _ = rustix::thread::remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability));
     }
     Ok(())
 }
@@ -125,38 +124,28 @@ pub fn drop_bounds() -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn drop_capabilities() -> io::Result<()> {
-    #[repr(C)]
-    struct Header {
-        version: u32,
-        pid: i32,
-    }
-    let header = Header { version: 0x2008_0522, pid: 0 };
-    let none = [[0u32; 3]; 2];
-    // SAFETY: a live header and two live, empty sets of version 3.
-    check(unsafe { libc::syscall(libc::SYS_capset, &header, &none) } as i32).map(|_| ())
+    let none = CapabilitySet::empty();
+    Ok(rustix::thread::set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?)
 }
 
 /// Binds a thread to one processor; 0 is the calling thread. Returns whether it worked.
 pub fn pin(thread: i32, core: usize) -> bool {
-    // SAFETY: cpu_set_t is plain data; CPU_SET writes inside it for cores below 1024.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        libc::CPU_SET(core % 1024, &mut set);
-        libc::sched_setaffinity(thread, size_of::<libc::cpu_set_t>(), &set) == 0
-    }
+    rustix::thread::sched_setaffinity(Pid::from_raw(thread), &cpu_set(&[core])).is_ok()
+}
+
+/// A set of processors. Those that do not fit are taken for others.
+fn cpu_set(cores: &[usize]) -> CpuSet {
+    let mut set = CpuSet::new();
+    cores.iter().for_each(|core| set.set(core % CpuSet::MAX_CPU));
+    set
 }
 
 /// Binds the calling thread, and what it starts, to several processors. Returns whether it worked.
 pub fn pin_to(cores: &[usize]) -> bool {
-    // SAFETY: as in `pin`.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        cores.iter().for_each(|core| libc::CPU_SET(core % 1024, &mut set));
-        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0
-    }
+    rustix::thread::sched_setaffinity(None, &cpu_set(cores)).is_ok()
 }
 
-/// The processor that this thread runs on now.
+/// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel (rseq).
 #[inline]
 pub fn current_cpu() -> usize {
     // SAFETY: the call takes no arguments.
@@ -174,14 +163,8 @@ pub fn prefer_memory(node: Option<usize>) -> bool {
 
 /// Processors that this thread may run on.
 pub fn allowed_cpus() -> Vec<usize> {
-    // SAFETY: cpu_set_t is plain data; CPU_ISSET reads inside it for cores below 1024.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
-            return Vec::new();
-        }
-        (0..1024).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
-    }
+    let Ok(set) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
+    (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect()
 }
 
 /// The processors on which a process's threads ran last.
@@ -203,8 +186,7 @@ pub fn last_cpus(process: u32) -> io::Result<Vec<usize>> {
 
 /// The effective user id.
 pub fn user() -> u32 {
-    // SAFETY: the call takes no arguments.
-    unsafe { libc::geteuid() }
+    rustix::process::geteuid().as_raw()
 }
 
 /// Number of processors that this process may run on.
@@ -240,33 +222,25 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
 ///
 /// # Errors
 /// The failed system call's; the descriptor is closed then.
-pub fn lift(fd: std::os::fd::OwnedFd, lowest: i32) -> io::Result<std::os::fd::OwnedFd> {
-    use std::os::fd::FromRawFd;
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, lowest) })?;
-    // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
+pub fn lift(fd: OwnedFd, lowest: i32) -> io::Result<OwnedFd> {
+    Ok(rustix::io::fcntl_dupfd_cloexec(fd, lowest)?)
 }
 
 /// Gives a descriptor the number of another one, which is closed. The number is free at no moment.
 ///
 /// # Errors
 /// The failed system call's; then the descriptor is closed, and the other unchanged.
-pub fn put_in_place_of(fd: std::os::fd::OwnedFd, other: std::os::fd::OwnedFd) -> io::Result<std::os::fd::OwnedFd> {
-    // SAFETY: both descriptors are owned, so the second one's number is ours before and after the call.
-    check(unsafe { libc::syscall(libc::SYS_dup3, fd.as_raw_fd(), other.as_raw_fd(), libc::O_CLOEXEC) } as i32)?;
+pub fn put_in_place_of(fd: OwnedFd, mut other: OwnedFd) -> io::Result<OwnedFd> {
+    rustix::io::dup3(fd, &mut other, rustix::io::DupFlags::CLOEXEC)?;
     Ok(other)
 }
 
 /// Raises the limit on this process's descriptors as far as allowed, and returns it.
 pub fn raise_descriptor_limit() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
-    // SAFETY: one live rlimit.
-    unsafe {
-        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
-        let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
-        if libc::setrlimit(libc::RLIMIT_NOFILE, &raised) == 0 { raised.rlim_cur } else { limit.rlim_cur }
-    }
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    let now = if setrlimit(Resource::Nofile, raised).is_ok() { limit.maximum } else { limit.current };
+    now.unwrap_or(u64::MAX)
 }
 
 /// Fills a buffer with random bytes.
@@ -274,9 +248,9 @@ pub fn raise_descriptor_limit() -> u64 {
 /// # Errors
 /// The failed system call's.
 pub fn random(out: &mut [u8]) -> io::Result<()> {
-    // SAFETY: the pointer and length describe `out`.
-    let got = unsafe { libc::getrandom(out.as_mut_ptr().cast(), out.len(), 0) };
-    if got == out.len() as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let wanted = out.len();
+    let got = rustix::rand::getrandom(out, rustix::rand::GetRandomFlags::empty())?;
+    if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 /// Whether a process other than these holds a socket, by its inode: as far as /proc shows it to this process.
@@ -290,8 +264,11 @@ pub fn others_hold(inode: u64, except: &[u32]) -> bool {
 /// # Errors
 /// The failed system call's.
 pub fn signal(process: u32, signal: i32) -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    check(unsafe { libc::kill(process as i32, signal) }).map(|_| ())
+    Ok(rustix::process::kill_process(pid(process)?, named(signal)?)?)
+}
+
+fn named(signal: i32) -> io::Result<Signal> {
+    Signal::from_named_raw(signal).ok_or(Errno::INVAL.into())
 }
 
 /// Sends a signal to a process group whose leader this process has started.
@@ -299,14 +276,13 @@ pub fn signal(process: u32, signal: i32) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn signal_group(leader: u32, signal: i32) -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    check(unsafe { libc::kill(-(leader as i32), signal) }).map(|_| ())
+    Ok(rustix::process::kill_process_group(pid(leader)?, named(signal)?)?)
 }
 
 /// Makes sleeps of the calling thread end on time, instead of up to 50 µs later.
 pub fn sleep_exactly() {
-    // SAFETY: no pointers are involved.
-    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+    // The unit is nanoseconds.
+    let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
 }
 
 /// Number and inode of a process's sockets.
@@ -364,18 +340,17 @@ pub fn cgroup(process: u32) -> Option<String> {
 pub const ENDING: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
 /// Reads the signals that wait at a descriptor of [`signal_descriptor`].
-pub fn take_signals(signals: &std::os::fd::OwnedFd) {
+pub fn take_signals(signals: &OwnedFd) {
+    // Room for one signalfd_siginfo; the descriptor does not block.
     let mut info = [0u8; 128];
-    // SAFETY: room for one signalfd_siginfo; the descriptor does not block.
-    while unsafe { libc::read(signals.as_raw_fd(), info.as_mut_ptr().cast(), info.len()) } > 0 {}
+    while rustix::io::read(signals, &mut info).is_ok_and(|got| got > 0) {}
 }
 
 /// A descriptor that becomes readable when one of these signals arrives. The signals are blocked, so they have no other effect.
 ///
 /// # Errors
 /// The failed system call's.
-pub fn signal_descriptor(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
-    use std::os::fd::FromRawFd;
+pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     // SAFETY: the set is plain data, filled by sigemptyset before it is used.
     let raw = unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
@@ -387,7 +362,7 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<std::os::fd::OwnedFd> {
         check(libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?
     };
     // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(raw) })
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
 /// While this lives no signal is delivered to the calling thread, except faults of its own: a signal handler could call into

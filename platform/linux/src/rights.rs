@@ -1,7 +1,8 @@
 //! Gives up a process's rights for good.
 
 use crate::process;
-use crate::socket::check;
+use rustix::process::{DumpableBehavior, Gid, Signal, Uid, getppid, set_parent_process_death_signal};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::io;
 
 /// Ranges (first, count) of user ids that nobody has: between those of containers and those that some programs take for
@@ -26,22 +27,18 @@ pub fn give_up_user(tied: bool) -> io::Result<User> {
     let mut random = [0u8; 4];
     process::random(&mut random)?;
     let random = u32::from_ne_bytes(random);
-    // SAFETY: the call takes no pointers.
-    let parent = unsafe { libc::getppid() };
-    // SAFETY: an empty list. The call may fail: a namespace can forbid it, and then there are no groups to give up.
-    unsafe { libc::setgroups(0, std::ptr::null()) };
+    let parent = getppid();
+    // It may fail: a namespace can forbid it, and then there are no groups to give up.
+    let _ = set_thread_groups(&[]);
     let changed = FREE_USERS.into_iter().map(|(first, count)| first + random % count).find(|user| {
-        // SAFETY: the calls take no pointers.
-        unsafe { libc::setresgid(*user, *user, *user) == 0 && libc::setresuid(*user, *user, *user) == 0 }
+        let (user, group) = (Uid::from_raw(*user), Gid::from_raw(*user));
+        set_thread_res_gid(group, group, group).is_ok() && set_thread_res_uid(user, user, user).is_ok()
     });
     if tied {
         // A change of user has cleared PR_SET_PDEATHSIG.
-        // SAFETY: the calls take no pointers.
-        unsafe {
-            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
-            if libc::getppid() != parent {
-                return Err(io::Error::other("the parent has ended"));
-            }
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        if getppid() != parent {
+            return Err(io::Error::other("the parent has ended"));
         }
     }
     Ok(changed.map_or_else(|| User::Same(process::user()), User::Own))
@@ -52,8 +49,7 @@ pub fn give_up_user(tied: bool) -> io::Result<User> {
 /// # Errors
 /// The failed system call's.
 pub fn hide_memory() -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }).map(|_| ())
+    Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
 }
 
 /// Whether the process's user namespace has other users.

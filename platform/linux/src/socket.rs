@@ -1,11 +1,13 @@
 //! Socket options and queries, as safe functions over a borrowed descriptor.
 
 use baton_shm::Region;
+use rustix::fs::fstat;
+use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, Shutdown, SocketAddrAny, SocketFlags, SocketType};
 use std::io;
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 /// Turns a system call's result of -1 into errno's error.
 pub fn check(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -18,16 +20,6 @@ pub fn check(result: libc::c_int) -> io::Result<libc::c_int> {
 /// The system's.
 pub fn check_size(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
-}
-
-/// Repeats a call while signals interrupt it.
-pub fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
-        }
-    }
 }
 
 /// Sets an option from raw bytes.
@@ -87,75 +79,12 @@ pub const SIOCOUTQ: libc::c_ulong = 0x5411;
 /// Request for the number of unsent bytes.
 pub const SIOCOUTQNSD: libc::c_ulong = 0x894b;
 
-/// A socket address in the kernel's format.
-pub struct RawAddress {
-    storage: libc::sockaddr_storage,
-    length: libc::socklen_t,
-}
-
-impl RawAddress {
-    /// The kernel's form of an address.
-    pub fn new(address: SocketAddr) -> Self {
-        // SAFETY: sockaddr_storage is plain data, for which zero is a value.
-        let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-        let length = match address {
-            SocketAddr::V4(v4) => {
-                let raw = libc::sockaddr_in {
-                    sin_family: libc::AF_INET as _,
-                    sin_port: v4.port().to_be(),
-                    sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
-                    sin_zero: [0; 8],
-                };
-                // SAFETY: sockaddr_storage is large and aligned enough for every address.
-                unsafe { (&raw mut storage).cast::<libc::sockaddr_in>().write(raw) };
-                size_of::<libc::sockaddr_in>()
-            }
-            SocketAddr::V6(v6) => {
-                let raw = libc::sockaddr_in6 {
-                    sin6_family: libc::AF_INET6 as _,
-                    sin6_port: v6.port().to_be(),
-                    sin6_flowinfo: v6.flowinfo(),
-                    sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
-                    sin6_scope_id: v6.scope_id(),
-                };
-                // SAFETY: as above.
-                unsafe { (&raw mut storage).cast::<libc::sockaddr_in6>().write(raw) };
-                size_of::<libc::sockaddr_in6>()
-            }
-        };
-        RawAddress { storage, length: length as libc::socklen_t }
-    }
-
-    /// Pointer and length, as system calls take them; the pointer is valid as long as this is.
-    pub fn as_parts(&self) -> (*const libc::sockaddr, libc::socklen_t) {
-        ((&raw const self.storage).cast(), self.length)
-    }
-
-    fn parse(storage: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
-        match i32::from(storage.ss_family) {
-            libc::AF_INET => {
-                // SAFETY: the family says that the storage contains this type.
-                let raw = unsafe { &*(&raw const *storage).cast::<libc::sockaddr_in>() };
-                let ip = Ipv4Addr::from(raw.sin_addr.s_addr.to_ne_bytes());
-                Ok(SocketAddrV4::new(ip, u16::from_be(raw.sin_port)).into())
-            }
-            libc::AF_INET6 => {
-                // SAFETY: as above.
-                let raw = unsafe { &*(&raw const *storage).cast::<libc::sockaddr_in6>() };
-                let ip = Ipv6Addr::from(raw.sin6_addr.s6_addr);
-                Ok(SocketAddrV6::new(ip, u16::from_be(raw.sin6_port), raw.sin6_flowinfo, raw.sin6_scope_id).into())
-            }
-            _ => Err(io::Error::new(io::ErrorKind::Unsupported, "not an IP socket")),
-        }
-    }
-}
-
 /// The socket's own address.
 ///
 /// # Errors
 /// The failed system call's, or `Unsupported` for a socket that is not IP.
 pub fn local_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
-    address_from(fd, libc::getsockname)
+    ip_address(rustix::net::getsockname(fd)?)
 }
 
 /// The peer's address.
@@ -163,18 +92,23 @@ pub fn local_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
 /// # Errors
 /// As [`local_address`].
 pub fn peer_address(fd: BorrowedFd<'_>) -> io::Result<SocketAddr> {
-    address_from(fd, libc::getpeername)
+    rustix::net::getpeername(fd)?.map_or_else(|| Err(not_ip()), ip_address)
 }
 
-type AddressCall = unsafe extern "C" fn(libc::c_int, *mut libc::sockaddr, *mut libc::socklen_t) -> libc::c_int;
+fn not_ip() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "not an IP socket")
+}
 
-fn address_from(fd: BorrowedFd<'_>, call: AddressCall) -> io::Result<SocketAddr> {
-    let mut storage = MaybeUninit::<libc::sockaddr_storage>::zeroed();
-    let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
-    // SAFETY: the buffer is as long as it says.
-    check(unsafe { call(fd.as_raw_fd(), storage.as_mut_ptr().cast(), &mut length) })?;
-    // SAFETY: zeroed, then partly overwritten with plain data.
-    RawAddress::parse(unsafe { storage.assume_init_ref() })
+fn ip_address(address: SocketAddrAny) -> io::Result<SocketAddr> {
+    SocketAddr::try_from(address).map(swap_flow_info).map_err(|_| not_ip())
+}
+
+/// Translates between std's IPv6 addresses, whose flow information is in network order, and rustix's, which have it in the host's.
+fn swap_flow_info(mut address: SocketAddr) -> SocketAddr {
+    if let SocketAddr::V6(v6) = &mut address {
+        v6.set_flowinfo(v6.flowinfo().to_be());
+    }
+    address
 }
 
 /// Binds to an address.
@@ -182,10 +116,7 @@ fn address_from(fd: BorrowedFd<'_>, call: AddressCall) -> io::Result<SocketAddr>
 /// # Errors
 /// The failed system call's.
 pub fn bind(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
-    let raw = RawAddress::new(address);
-    let (pointer, length) = raw.as_parts();
-    // SAFETY: `raw` outlives the call.
-    check(unsafe { libc::bind(fd.as_raw_fd(), pointer, length) }).map(|_| ())
+    Ok(rustix::net::bind(fd, &swap_flow_info(address))?)
 }
 
 /// Connects; in repair mode, only sets the peer.
@@ -193,10 +124,7 @@ pub fn bind(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn connect(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
-    let raw = RawAddress::new(address);
-    let (pointer, length) = raw.as_parts();
-    // SAFETY: `raw` outlives the call.
-    check(unsafe { libc::connect(fd.as_raw_fd(), pointer, length) }).map(|_| ())
+    Ok(rustix::net::connect(fd, &swap_flow_info(address))?)
 }
 
 /// Dissolves the association of a socket (connect to AF_UNSPEC), and clears the error that this sets.
@@ -204,9 +132,7 @@ pub fn connect(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let raw = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
-    // SAFETY: a live sockaddr of the given length.
-    check(unsafe { libc::connect(fd.as_raw_fd(), &raw, size_of::<libc::sockaddr>() as libc::socklen_t) })?;
+    rustix::net::connect_unspec(fd)?;
     get(fd, libc::SOL_SOCKET, libc::SO_ERROR)?;
     Ok(())
 }
@@ -217,12 +143,9 @@ pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn reset(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let raw = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
-    // SAFETY: a live sockaddr of the given length.
-    check(unsafe { libc::connect(fd.as_raw_fd(), &raw, size_of::<libc::sockaddr>() as libc::socklen_t) })?;
+    rustix::net::connect_unspec(fd)?;
     // The kernel says that it has no peer any more, but shuts both directions down nevertheless.
-    // SAFETY: no pointers are involved.
-    unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_RDWR) };
+    let _ = rustix::net::shutdown(fd, Shutdown::Both);
     Ok(())
 }
 
@@ -323,8 +246,7 @@ pub fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io
 /// # Errors
 /// The failed system call's.
 pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    // SAFETY: the pointer and length describe `bytes`.
-    check_size(unsafe { libc::send(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
+    Ok(rustix::net::send(fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
 }
 
 /// Receives without waiting.
@@ -332,8 +254,8 @@ pub fn send(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
 /// # Errors
 /// The failed system call's.
 pub fn receive(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<usize> {
-    // SAFETY: the pointer and length describe `out`.
-    check_size(unsafe { libc::recv(fd.as_raw_fd(), out.as_mut_ptr().cast(), out.len(), libc::MSG_DONTWAIT) })
+    let (_, length) = rustix::net::recv(fd, out, RecvFlags::DONTWAIT)?;
+    Ok(length)
 }
 
 /// Shuts the sending side down.
@@ -341,8 +263,7 @@ pub fn receive(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<usize> {
 /// # Errors
 /// The failed system call's.
 pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // SAFETY: no pointers are involved.
-    check(unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) }).map(|_| ())
+    Ok(rustix::net::shutdown(fd, Shutdown::Write)?)
 }
 
 /// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
@@ -358,19 +279,9 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn stream(v6: bool, protocol: i32) -> io::Result<OwnedFd> {
-    let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
-    // SAFETY: no pointers are involved.
-    let raw = check(unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, protocol) })?;
-    // SAFETY: the descriptor is new and ours.
-    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
-}
-
-fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
-    let mut status = MaybeUninit::<libc::stat>::zeroed();
-    // SAFETY: room for one stat, which is plain data.
-    check(unsafe { libc::fstat(fd.as_raw_fd(), status.as_mut_ptr()) })?;
-    // SAFETY: zeroed, then filled.
-    Ok(unsafe { status.assume_init() })
+    let family = if v6 { AddressFamily::INET6 } else { AddressFamily::INET };
+    let protocol = NonZeroU32::new(protocol as u32).map(Protocol::from_raw);
+    Ok(rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, protocol)?)
 }
 
 /// The inode of a descriptor's file, which identifies sockets in /proc.
@@ -378,7 +289,7 @@ fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
 /// # Errors
 /// The failed system call's.
 pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
-    Ok(status(fd)?.st_ino)
+    Ok(fstat(fd)?.st_ino)
 }
 
 /// The user id of a socket's owner, which routing rules can match.
@@ -386,7 +297,7 @@ pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
 /// # Errors
 /// The failed system call's.
 pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
-    Ok(status(fd)?.st_uid)
+    Ok(fstat(fd)?.st_uid)
 }
 
 /// Sends one byte as urgent data.
@@ -394,8 +305,8 @@ pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
 /// # Errors
 /// The failed system call's.
 pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
-    // SAFETY: one live byte.
-    check_size(unsafe { libc::send(fd.as_raw_fd(), (&raw const byte).cast(), 1, libc::MSG_OOB | libc::MSG_NOSIGNAL) }).map(|_| ())
+    rustix::net::send(fd, &[byte], SendFlags::OOB | SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 /// The socket's cookie: a number that the kernel gives to no other socket.

@@ -3,8 +3,9 @@
 use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// An access lies outside of the region.
@@ -25,10 +26,6 @@ unsafe impl Send for Region {}
 // SAFETY: as above; shared access from several threads is the same as from several processes.
 unsafe impl Sync for Region {}
 
-fn check(result: libc::c_int) -> io::Result<libc::c_int> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
 /// A set of at most one NUMA node, one bit each, in the form of 1024 bits that mbind(2) and set_mempolicy(2) take.
 pub fn node_mask(node: Option<usize>) -> [u64; 16] {
     core::array::from_fn(|word| node.filter(|node| node / 64 == word).map_or(0, |node| 1 << (node % 64)))
@@ -41,16 +38,9 @@ impl Region {
     /// # Errors
     /// The system's error, if it gives no memory or descriptor.
     pub fn create(name: &str, length: usize) -> io::Result<Region> {
-        let name = std::ffi::CString::new(name).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: memfd_create reads a C string, and `name` is one that outlives the call.
-        let raw = check(unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) })?;
-        // SAFETY: memfd_create has just returned this descriptor, and nothing else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-        // SAFETY: ftruncate takes a descriptor and a length, and touches no memory of ours.
-        check(unsafe { libc::ftruncate(fd.as_raw_fd(), length as libc::off_t) })?;
-        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: this fcntl takes a descriptor and flags, and touches no memory of ours.
-        check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, length as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Region::map(fd)
     }
 
@@ -59,16 +49,11 @@ impl Region {
     /// # Errors
     /// `InvalidData` for unsealed memory, else the system's error.
     pub fn map(fd: OwnedFd) -> io::Result<Region> {
-        // SAFETY: this fcntl takes a descriptor, and touches no memory of ours.
-        let seals = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })?;
-        if seals & libc::F_SEAL_SHRINK == 0 {
+        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory that is not sealed against shrinking"));
         }
-        // SAFETY: `stat` consists of integers, for which zero is a valid value.
-        let mut stat: libc::stat = unsafe { core::mem::zeroed() };
-        // SAFETY: fstat writes one `libc::stat`, and `stat` is one, borrowed for the call.
-        check(unsafe { libc::fstat(fd.as_raw_fd(), &mut stat) })?;
-        Region::map_pages(stat.st_size as usize, libc::MAP_SHARED, Some(fd))
+        let length = rustix::fs::fstat(&fd)?.st_size as usize;
+        Region::map_pages(length, libc::MAP_SHARED, Some(fd))
     }
 
     /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor does not
@@ -101,7 +86,7 @@ impl Region {
                 MPOL_MF_MOVE,
             )
         };
-        check(bound as libc::c_int).map(|_| ())
+        if bound < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// Makes a region that no other process sees, for tests and benches.
@@ -230,10 +215,10 @@ impl Region {
     /// Returns the pages of a range to the system; they read as zero afterwards.
     pub fn discard(&self, at: usize, length: usize) {
         if let Some(fd) = &self.fd {
-            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            // SAFETY: fallocate takes a descriptor and a range; the bytes that it clears are only reached through atomics and
-            // copies. A failure leaves the pages in place, which is harmless.
-            unsafe { libc::fallocate(fd.as_raw_fd(), mode, at as libc::off_t, length as libc::off_t) };
+            // The bytes that it clears are only reached through atomics and copies. A failure leaves the pages in place, which is
+            // harmless.
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = rustix::fs::fallocate(fd, mode, at as u64, length as u64);
         }
     }
 }
@@ -568,8 +553,6 @@ mod tests {
         let mut out = [0u8; 5];
         copy.read(5, &mut out).unwrap();
         assert_eq!(&out, b"hello");
-        let raw = region.fd().unwrap().as_raw_fd();
-        // SAFETY: ftruncate takes a descriptor and a length; it must fail.
-        assert_eq!(unsafe { libc::ftruncate(raw, 0) }, -1);
+        assert_eq!(rustix::fs::ftruncate(region.fd().unwrap(), 0), Err(rustix::io::Errno::PERM));
     }
 }
