@@ -17,6 +17,18 @@ pub enum Carrier {
     Udp6,
 }
 
+impl Carrier {
+    /// Address of the host of endpoint `node` of a world.
+    pub fn address(self, node: usize) -> Endpoint {
+        let number = node as u8 + 1;
+        match self {
+            Carrier::Ethernet => envelope::ethernet_address(mac(node)),
+            Carrier::Udp4 => Endpoint::v4([10, 0, 0, number], envelope::UDP_PORT),
+            Carrier::Udp6 => Endpoint::v6([number; 16], envelope::UDP_PORT),
+        }
+    }
+}
+
 /// Which halves of the data half a NIC has at one of the paper's steps (section 4).
 pub fn halves_on_nic(step: u8) -> Halves {
     Halves { receiving: step >= 1, sending: step >= 2 }
@@ -38,11 +50,13 @@ pub struct Node {
     pub bad_frames: u64,
     config: Config,
     on_nic: Halves,
+    address: Endpoint,
 }
 
-fn data_config(config: &Config, halves: Halves) -> DataConfig {
+fn data_config(config: &Config, halves: Halves, address: Endpoint) -> DataConfig {
     DataConfig {
         halves,
+        address,
         endpoint: config.endpoint,
         peers: config.peers,
         incoming: config.incoming,
@@ -56,24 +70,25 @@ fn data_config(config: &Config, halves: Halves) -> DataConfig {
 }
 
 impl Node {
-    /// An endpoint of which the NIC has these halves, and the host the others.
-    pub fn new(config: Config, on_nic: Halves) -> Node {
+    /// An endpoint at an address, of which the NIC has these halves, and the host the others.
+    pub fn new(config: Config, on_nic: Halves, address: Endpoint) -> Node {
         let on_host = Halves { receiving: !on_nic.receiving, sending: !on_nic.sending };
         Node {
             policy: Policy::new(config).expect("the settings of a world hold"),
-            host: Data::new(data_config(&config, on_host)),
-            nic: Data::new(data_config(&config, on_nic)),
+            host: Data::new(data_config(&config, on_host, address)),
+            nic: Data::new(data_config(&config, on_nic, address)),
             memory: vec![0; config.memory as usize],
             completions: Vec::new(),
             bad_frames: 0,
             config,
             on_nic,
+            address,
         }
     }
 
     /// Kills the NIC and starts the next one: what it knew is gone.
     pub fn kill_nic(&mut self, now: u64) {
-        self.nic = Data::new(data_config(&self.config, self.on_nic));
+        self.nic = Data::new(data_config(&self.config, self.on_nic, self.address));
         self.policy.restart(self.on_nic, now);
     }
 
@@ -163,12 +178,7 @@ impl World {
 
     /// Address of an endpoint's host.
     pub fn address(&self, node: usize) -> Endpoint {
-        let number = node as u8 + 1;
-        match self.carrier {
-            Carrier::Ethernet => envelope::ethernet_address(mac(node)),
-            Carrier::Udp4 => Endpoint::v4([10, 0, 0, number], envelope::UDP_PORT),
-            Carrier::Udp6 => Endpoint::v6([number; 16], envelope::UDP_PORT),
-        }
+        self.carrier.address(node)
     }
 
     /// The headers of frames from one endpoint to another.

@@ -16,10 +16,10 @@ pub fn config(node: u16) -> Config {
 
 /// Two endpoints at one of the paper's steps.
 pub fn world(step: u8, carrier: Carrier, impairments: Impairments, seed: u64, change: impl Fn(&mut Config)) -> World {
-    let node = |number| {
+    let node = |number: u16| {
         let mut config = config(number);
         change(&mut config);
-        Node::new(config, halves_on_nic(step))
+        Node::new(config, halves_on_nic(step), carrier.address(number.into()))
     };
     World::new(vec![node(0), node(1)], carrier, impairments, seed)
 }

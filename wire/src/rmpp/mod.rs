@@ -11,6 +11,7 @@ mod packet;
 pub use envelope::{Envelope, EnvelopeError, Received};
 pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, seal};
 
+use crate::flow::Endpoint;
 use bitflags::bitflags;
 use crc::{CRC_32_ISCSI, Crc, Table};
 
@@ -46,9 +47,14 @@ pub(crate) mod at {
 /// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP.
 static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
 
-/// CRC32C over a packet, its own CRC field left out.
-pub(crate) fn crc32c(packet: &[u8]) -> u32 {
+/// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet
+/// and UDP without a checksum leave the sender's address unprotected, and an address with a wrong bit is another peer.
+pub(crate) fn crc32c(source: &Endpoint, destination: &Endpoint, packet: &[u8]) -> u32 {
     let mut digest = CRC32C.digest();
+    for endpoint in [source, destination] {
+        digest.update(&endpoint.address);
+        digest.update(&endpoint.port.to_be_bytes());
+    }
     digest.update(&packet[..at::CRC]);
     digest.update(&packet[HEADER..]);
     digest.finalize()

@@ -1,6 +1,7 @@
 //! The header and bodies of RMPP packets: parser and writer.
 
 use super::{CTS_BODY, HEADER, HoldReason, Kind, MAX_CLEARED, PacketFlags, RTS_BODY, Status, VERSION, at, crc32c};
+use crate::flow::Endpoint;
 
 /// Why a packet is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -10,7 +11,7 @@ pub enum Refusal {
     Truncated,
     /// Another version of the layout.
     Version,
-    /// The CRC32C over header and body does not match.
+    /// The CRC32C over addresses, header and body does not match.
     Checksum,
     /// A kind that this version does not have.
     Kind,
@@ -119,11 +120,11 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl<'a> Packet<'a> {
-    /// Reads a packet. Bytes behind it are ignored: Ethernet pads short frames.
+    /// Reads a packet that `source` has sent to `destination`. Bytes behind it are ignored: Ethernet pads short frames.
     ///
     /// # Errors
     /// The first reason to refuse it.
-    pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Refusal> {
+    pub fn parse(bytes: &'a [u8], source: &Endpoint, destination: &Endpoint) -> Result<Packet<'a>, Refusal> {
         if bytes.len() < HEADER {
             return Err(Refusal::Truncated);
         }
@@ -132,7 +133,7 @@ impl<'a> Packet<'a> {
         }
         let end = HEADER + usize::from(be16(bytes, at::LENGTH));
         let bytes = bytes.get(..end).ok_or(Refusal::Truncated)?;
-        if crc32c(bytes) != be32(bytes, at::CRC) {
+        if crc32c(source, destination, bytes) != be32(bytes, at::CRC) {
             return Err(Refusal::Checksum);
         }
         let kind = Kind::from_number(bytes[at::KIND]).ok_or(Refusal::Kind)?;
@@ -262,30 +263,37 @@ pub fn emit(header: &Header, body: &Body<'_>, out: &mut [u8]) -> usize {
     }
 }
 
-/// Writes `data` behind what [`emit`] wrote, and completes the packet. Returns its length.
+/// Writes `data` behind what [`emit`] wrote, and completes the packet as [`seal`] does. Returns its length.
 ///
 /// # Panics
 /// If it does not fit into `out`, or is longer than 65,535 bytes.
-pub fn append_data(out: &mut [u8], written: usize, data: &[u8]) -> usize {
+pub fn append_data(out: &mut [u8], written: usize, data: &[u8], source: &Endpoint, destination: &Endpoint) -> usize {
     out[written..written + data.len()].copy_from_slice(data);
-    seal(&mut out[..written + data.len()]);
+    seal(&mut out[..written + data.len()], source, destination);
     written + data.len()
 }
 
-/// Completes a packet whose header and body have been written: its length and its CRC.
+/// Completes a packet from `source` to `destination` whose header and body have been written: its length and its CRC.
 ///
 /// # Panics
 /// If it is shorter than a header, or its body longer than 65,535 bytes.
-pub fn seal(packet: &mut [u8]) {
+pub fn seal(packet: &mut [u8], source: &Endpoint, destination: &Endpoint) {
     let body = u16::try_from(packet.len() - HEADER).expect("a body is shorter than 64 KB");
     packet[at::LENGTH..at::LENGTH + 2].copy_from_slice(&body.to_be_bytes());
-    let crc = crc32c(packet);
+    let crc = crc32c(source, destination, packet);
     packet[at::CRC..HEADER].copy_from_slice(&crc.to_be_bytes());
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SOURCE: Endpoint = Endpoint { address: [1; 16], port: 2 };
+    const DESTINATION: Endpoint = Endpoint { address: [3; 16], port: 4 };
+
+    fn parse(bytes: &[u8]) -> Result<Packet<'_>, Refusal> {
+        Packet::parse(bytes, &SOURCE, &DESTINATION)
+    }
 
     /// One good packet of each kind.
     fn samples() -> impl Iterator<Item = ([u8; 128], usize)> {
@@ -316,31 +324,43 @@ mod tests {
             }
             let mut out = [0; 128];
             let written = emit(&header, &body, &mut out);
-            let length = append_data(&mut out, written, data);
-            assert_eq!(Packet::parse(&out[..length]), Ok(Packet { header, body }));
+            let length = append_data(&mut out, written, data, &SOURCE, &DESTINATION);
+            assert_eq!(parse(&out[..length]), Ok(Packet { header, body }));
             (out, length)
         })
     }
 
-    /// RFC 3720 appendix B.4: CRC32C of 32 bytes of zeros, here in two parts around the packet's own CRC field.
+    /// RFC 3720 appendix B.4: CRC32C of 32 bytes of zeros. Here it covers the addresses and all but the packet's own CRC field.
     #[test]
     fn the_checksum_is_crc32c() {
         assert_eq!(super::super::CRC32C.checksum(&[0; 32]), 0x8a91_36aa);
+        let nobody = Endpoint { address: [0; 16], port: 0 };
         let mut packet = [0u8; HEADER + 1];
         packet[at::CRC..HEADER].fill(0xff);
-        assert_eq!(crc32c(&packet), super::super::CRC32C.checksum(&[0; HEADER - 4 + 1]));
+        assert_eq!(crc32c(&nobody, &nobody, &packet), super::super::CRC32C.checksum(&[0; 36 + HEADER - 4 + 1]));
+    }
+
+    #[test]
+    fn another_address_is_refused() {
+        for (packet, length) in samples() {
+            for bit in 0..16 {
+                let wrong = Endpoint { port: SOURCE.port ^ 1 << bit, ..SOURCE };
+                assert_eq!(Packet::parse(&packet[..length], &wrong, &DESTINATION), Err(Refusal::Checksum));
+            }
+            assert_eq!(Packet::parse(&packet[..length], &DESTINATION, &SOURCE), Err(Refusal::Checksum));
+        }
     }
 
     #[test]
     fn every_truncation_and_every_bit_error_is_refused() {
         for (packet, length) in samples() {
             for cut in 0..length {
-                assert_eq!(Packet::parse(&packet[..cut]), Err(Refusal::Truncated), "cut at {cut}");
+                assert_eq!(parse(&packet[..cut]), Err(Refusal::Truncated), "cut at {cut}");
             }
             for bit in 0..length * 8 {
                 let mut bad = packet;
                 bad[bit / 8] ^= 1 << (bit % 8);
-                assert!(Packet::parse(&bad[..length]).is_err(), "bit {bit}");
+                assert!(parse(&bad[..length]).is_err(), "bit {bit}");
             }
         }
     }
@@ -354,9 +374,9 @@ mod tests {
                 for value in [0u8, 1, 0x7f, 0xff] {
                     let mut bad = packet;
                     bad[at] = value;
-                    let crc = crc32c(&bad[..length]);
+                    let crc = crc32c(&SOURCE, &DESTINATION, &bad[..length]);
                     bad[at::CRC..HEADER].copy_from_slice(&crc.to_be_bytes());
-                    if let Err(refusal) = Packet::parse(&bad[..length]) {
+                    if let Err(refusal) = parse(&bad[..length]) {
                         reasons[refusal as usize] += 1;
                     }
                 }
@@ -370,7 +390,7 @@ mod tests {
     #[test]
     fn padding_behind_a_packet_is_ignored() {
         for (packet, length) in samples() {
-            assert!(Packet::parse(&packet[..(length + 18).min(packet.len())]).is_ok());
+            assert!(parse(&packet[..(length + 18).min(packet.len())]).is_ok());
         }
     }
 }

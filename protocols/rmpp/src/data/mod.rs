@@ -36,6 +36,8 @@ impl Halves {
 pub struct DataConfig {
     /// Which halves it has.
     pub halves: Halves,
+    /// Our address as peers see it. It goes into the CRC of every packet.
+    pub address: Endpoint,
     /// Number of our endpoint.
     pub endpoint: u16,
     /// Peers.
@@ -194,7 +196,7 @@ impl Data {
             return Disposition::PassUp;
         }
         self.counters.received += 1;
-        let packet = match Packet::parse(bytes) {
+        let packet = match Packet::parse(bytes, from, &self.config.address) {
             Ok(packet) => packet,
             Err(refusal) => {
                 self.counters.refused[refusal as usize] += 1;
@@ -253,7 +255,7 @@ impl Data {
             Some((to, header, handle)) => {
                 let body = if header.kind == Kind::Cts { Body::Cts(handle) } else { Body::Empty };
                 let written = rmpp::emit(&header, &body, out);
-                rmpp::seal(&mut out[..written]);
+                rmpp::seal(&mut out[..written], &self.config.address, &to);
                 Outbound { to, length: written }
             }
             None => self.transmit_message(memory, out)?,

@@ -220,7 +220,7 @@ impl Data {
                 self.sending.release(handle);
                 continue;
             }
-            rmpp::seal(&mut out[..length]);
+            rmpp::seal(&mut out[..length], &self.config.address, &peer.address);
             return Some(Outbound { to: peer.address, length });
         }
     }

@@ -45,7 +45,8 @@ pub struct Config {
     pub sends: u16,
     /// Posted receives.
     pub receives: u16,
-    /// Incoming messages, unexpected ones included.
+    /// Incoming messages, unexpected ones included. As many as peers may have unexpected messages: without room, messages of
+    /// other peers wait, too.
     pub incoming: u16,
     /// Offset of the buffers for RTS packets.
     pub buffers: u64,
@@ -273,6 +274,8 @@ pub struct Policy {
     base: u32,
     outgoing: Slab<Outgoings>,
     incoming: Slab<Incoming>,
+    /// Incoming messages that came before one with a lower number.
+    held: usize,
     receives: Slab<Receive>,
     matching: Matching,
     timers: Timers,
@@ -308,6 +311,7 @@ impl Policy {
             base: config.incarnation.max(1),
             outgoing: Slab::new(sends),
             incoming: Slab::new(incoming),
+            held: 0,
             receives: Slab::new(receives.min(handle::SLOTS)),
             matching: Matching::new(config.receives.into(), incoming, config.hash_key),
             timers: Timers::new(sends + incoming + usize::from(config.peers)),

@@ -159,17 +159,21 @@ impl Policy {
             end: false,
             queued: false,
         };
-        let Some(handle) = self.incoming.insert(message) else {
+        // Messages that come out of order may not take the room of those that they wait for.
+        let in_order = number == peer.next_match;
+        let room = in_order || self.held * 2 < self.incoming.slots();
+        let Some(handle) = Some(message).filter(|_| room).and_then(|message| self.incoming.insert(message)) else {
             self.hold(at, number, rts.handle, HoldReason::Busy);
             return Err(Drop::Messages);
         };
+        self.held += 1;
         self.peers[at].received[(number % WINDOW) as usize] = handle;
         self.peers[at].incoming += 1;
         self.peers[at].buffers += 1;
         if self.peers[at].incoming == 1 && self.peers[at].sends == 0 {
             self.watch(at, now);
         }
-        if number == self.peers[at].next_match {
+        if in_order {
             self.match_next(at, now, memory);
         }
         // Whatever has not matched now may wait long: only some of those keep their data.
@@ -191,6 +195,8 @@ impl Policy {
         let handle = peer.received[(peer.next_match % WINDOW) as usize];
         peer.next_match = peer.next_match.wrapping_add(1);
         let Some(incoming) = self.incoming.get_mut(handle) else { return };
+        incoming.state = ReceiveState::Unexpected;
+        self.held -= 1;
         let message = Message { source: at as u32, context: incoming.rts.context, tag: incoming.rts.tag };
         match self.matching.arrive(message, handle) {
             Ok(Arrival::Matched(receive)) => {
@@ -200,7 +206,7 @@ impl Policy {
                 self.begin(handle, receive, now, memory);
             }
             // There are as many places for unexpected messages as incoming ones.
-            Ok(Arrival::Unexpected) | Err(_) => incoming.state = ReceiveState::Unexpected,
+            Ok(Arrival::Unexpected) | Err(_) => {}
         }
     }
 
@@ -236,9 +242,8 @@ impl Policy {
                 self.place_first(handle, now, memory);
                 return Ok(true);
             }
-            ReceiveState::Held | ReceiveState::Unexpected | ReceiveState::Claimed => {
-                self.hold(at, number, sender, HoldReason::Unexpected);
-            }
+            ReceiveState::Unexpected | ReceiveState::Claimed => self.hold(at, number, sender, HoldReason::Unexpected),
+            ReceiveState::Held => self.hold(at, number, sender, HoldReason::Busy),
             ReceiveState::Ended(_) => self.acknowledge(handle, now),
             // The sender has no CTS: it was lost, or the sender's NIC has forgotten it.
             ReceiveState::Receiving if message.limit > message.placed => self.timers.set(timer, now + reordering),
@@ -570,6 +575,7 @@ impl Policy {
         let timer = self.incoming_timer(handle);
         self.timers.stop(timer);
         let Some(message) = self.incoming.remove(handle) else { return };
+        self.held -= usize::from(message.state == ReceiveState::Held);
         let peer = &mut self.peers[usize::from(message.peer)];
         peer.incoming -= 1;
         let place = &mut peer.received[(message.number % WINDOW) as usize];
