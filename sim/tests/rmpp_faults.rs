@@ -209,9 +209,21 @@ impl Schedule {
         self.collect();
     }
 
+    /// Takes back the receives that have matched nothing.
+    fn cancel_receives(&mut self) {
+        for at in 0..2 {
+            for (_, id) in self.receiving[at].values() {
+                self.world.nodes[at].policy.cancel(*id);
+            }
+        }
+        self.world.settle();
+        self.collect();
+    }
+
     /// Lets everything end: without faults, with receives for whatever comes.
     fn finish(&mut self) {
         self.world.set_impairments(Impairments { rate: 1_000_000_000, delay: 20, ..clean() });
+        self.cancel_receives();
         for _ in 0..400 {
             for at in 0..2 {
                 self.receive(at, true);
@@ -226,11 +238,7 @@ impl Schedule {
         // Messages whose sender restarted may still be coming: the receives that wait for nothing are taken back last.
         self.world.run_until(20_000_000, |world| world.nodes.iter().all(|node| node.leftovers()[1] == 0));
         self.collect();
-        for at in 0..2 {
-            for (_, id) in self.receiving[at].values() {
-                self.world.nodes[at].policy.cancel(*id);
-            }
-        }
+        self.cancel_receives();
         self.world.run_until(10_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7]));
         self.collect();
         for at in 0..2 {

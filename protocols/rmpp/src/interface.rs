@@ -64,7 +64,7 @@ pub enum Command {
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
     },
-    /// Sends the RTS of a message again, unless a CTS has answered it.
+    /// Sends the RTS of a message again, unless a CTS has answered it; its END if all of it was sent.
     Resend {
         /// Our handle of the message.
         handle: u32,

@@ -75,11 +75,12 @@ impl Sending {
         }
     }
 
-    /// Sends a message's RTS again, unless a CTS has come.
+    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost.
     pub fn resend(&mut self, handle: u32, floor: u32) {
         if let Some(message) = self.find(handle) {
             message.floor = floor;
             message.rts_pending = message.receiver == 0;
+            message.end_pending |= message.receiver != 0 && message.next == message.packets;
             self.queue(handle);
         }
     }

@@ -506,7 +506,8 @@ impl Policy {
                 message.state = ReceiveState::Ended(status);
                 self.acknowledge(handle, now);
             }
-            ReceiveState::Ended(_) if exhausted => self.forget(handle),
+            // It is kept until the sender asks or confirms; a sender that is dead takes it along.
+            ReceiveState::Ended(_) if exhausted => {}
             ReceiveState::Ended(_) => self.acknowledge(handle, now),
             _ => {}
         }
