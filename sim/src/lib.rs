@@ -3,6 +3,7 @@
 
 pub mod frames;
 pub mod pair;
+pub mod rmpp;
 pub mod stream;
 
 pub use baton_netem::{Impairments, Link, Rng, link};

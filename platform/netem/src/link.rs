@@ -88,6 +88,11 @@ impl<T: Carried> Link<T> {
         Link { impairments, rng, flying: BTreeMap::new(), entered: 0, busy_until: 0, counters: Counters::default() }
     }
 
+    /// Changes what happens to the frames that are offered from now on.
+    pub fn set_impairments(&mut self, impairments: Impairments) {
+        self.impairments = impairments;
+    }
+
     /// Offers a frame at `now` (microseconds).
     pub fn push(&mut self, mut frame: T, now: u64) {
         let i = self.impairments;

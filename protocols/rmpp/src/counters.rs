@@ -1,0 +1,73 @@
+//! Counters of packets, and of those that were dropped, by reason.
+
+use baton_wire::rmpp::Refusal;
+
+/// Why a packet that could be read, or a command, was dropped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Drop {
+    /// For an endpoint that is not ours.
+    Endpoint,
+    /// Of a message that has ended, or never was.
+    NoMessage,
+    /// From another peer, endpoint or incarnation than the message's.
+    Stranger,
+    /// Data behind what was cleared.
+    NotCleared,
+    /// A data packet of another length than its place in the message has.
+    Length,
+    /// Data that had been placed before, or a packet that repeats what is known.
+    Duplicate,
+    /// A CTS that clears nothing of this message, or more than there is.
+    ClearedTooMuch,
+    /// A CTS older than one that has come.
+    OldGrant,
+    /// An RTS for which no buffer was posted.
+    NoBuffer,
+    /// The queue of events was full.
+    NoRoom,
+    /// The region of a command lies outside the memory.
+    Memory,
+    /// From an incarnation that has been replaced.
+    Stale,
+    /// For an incarnation of ours that is not the current one.
+    WrongIncarnation,
+    /// No room for another peer.
+    Peers,
+    /// An RTS numbered beyond the window, or a floor beyond what was sent.
+    Window,
+    /// No room for another incoming message.
+    Messages,
+}
+
+/// Counters of a half. Each only grows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Packets received, refused ones included.
+    pub received: u64,
+    /// Packets sent.
+    pub sent: u64,
+    /// Data packets placed in memory.
+    pub placed: u64,
+    /// Packets refused by the parser, by [`Refusal`].
+    pub refused: [u64; Refusal::COUNT],
+    /// Packets and commands dropped, by [`Drop`].
+    pub dropped: [u64; Drop::COUNT],
+}
+
+impl Drop {
+    /// Number of reasons.
+    pub const COUNT: usize = 16;
+}
+
+impl Counters {
+    /// How many packets were dropped for this reason.
+    pub fn dropped(&self, reason: Drop) -> u64 {
+        self.dropped[reason as usize]
+    }
+
+    /// Counts a dropped packet.
+    pub(crate) fn drop(&mut self, reason: Drop) {
+        self.dropped[reason as usize] += 1;
+    }
+}

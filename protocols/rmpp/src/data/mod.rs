@@ -1,0 +1,276 @@
+//! The data half: cuts messages into packets, places what comes, answers CTS, notices gaps. It decides nothing.
+//!
+//! Its state is made of fixed tables, and its work per packet does not depend on their sizes. It trusts neither the network nor
+//! the policy: a command for a peer or message that it does not have is counted and dropped.
+
+mod receive;
+mod send;
+
+use crate::counters::{Counters, Drop};
+use crate::interface::{Command, Event, Half};
+use crate::memory::Memory;
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+use alloc::vec::Vec;
+use baton_wire::Endpoint;
+use baton_wire::rmpp::{self, Body, HEADER, Header, Kind, Packet, RTS_BODY};
+use receive::Receiving;
+use send::Sending;
+
+/// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see [`Disposition::PassUp`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Halves {
+    /// Places data, reads RTS and control packets.
+    pub receiving: bool,
+    /// Answers CTS with data, sends all packets.
+    pub sending: bool,
+}
+
+impl Halves {
+    /// Both halves.
+    pub const BOTH: Halves = Halves { receiving: true, sending: true };
+}
+
+/// Sizes of a [`Data`]'s tables, and where its memory lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DataConfig {
+    /// Which halves it has.
+    pub halves: Halves,
+    /// Our address as peers see it. It goes into the CRC of every packet.
+    pub address: Endpoint,
+    /// Number of our endpoint.
+    pub endpoint: u16,
+    /// Peers.
+    pub peers: u16,
+    /// Messages that are received at the same time.
+    pub incoming: u16,
+    /// Messages that are sent at the same time.
+    pub outgoing: u16,
+    /// Offset of the buffers for RTS packets in the memory.
+    pub buffers: u64,
+    /// Number of these buffers.
+    pub buffer_count: u16,
+    /// Bytes of one of them.
+    pub buffer_size: u16,
+    /// Bytes of packet that a frame carries (see [`baton_wire::rmpp::Envelope::room`]).
+    pub packet: u16,
+    /// Events that may wait to be taken.
+    pub events: u16,
+}
+
+/// What became of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Disposition {
+    /// It was used, or dropped and counted.
+    Done,
+    /// It is for a half that is somewhere else: the frame goes there.
+    PassUp,
+}
+
+/// A peer as the data half knows it.
+#[derive(Clone, Copy, Debug)]
+struct Peer {
+    address: Endpoint,
+    endpoint: u16,
+    local: u32,
+    remote: u32,
+}
+
+impl Peer {
+    /// Whether a packet is from this peer to us, in the current incarnation of both.
+    fn sent(&self, from: &Endpoint, header: &Header) -> bool {
+        self.address == *from && self.endpoint == header.source && self.local == header.to && self.remote == header.from
+    }
+}
+
+/// A packet that leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Outbound {
+    /// Address that it goes to.
+    pub to: Endpoint,
+    /// Its bytes.
+    pub length: usize,
+}
+
+/// The data half, or one half of it.
+pub struct Data {
+    config: DataConfig,
+    peers: Box<[Option<Peer>]>,
+    receiving: Receiving,
+    sending: Sending,
+    /// Packets without data that wait to be sent: address, header, and a CTS's handle.
+    control: VecDeque<(Endpoint, Header, u32)>,
+    events: VecDeque<Event>,
+    /// Buffers for RTS packets.
+    buffers: Vec<u16>,
+    counters: Counters,
+}
+
+impl Data {
+    /// A data half without peers, messages and buffers.
+    pub fn new(config: DataConfig) -> Data {
+        Data {
+            peers: alloc::vec![None; config.peers.into()].into(),
+            receiving: Receiving::new(config.incoming.into()),
+            sending: Sending::new(config.outgoing.into()),
+            control: VecDeque::with_capacity(config.events.into()),
+            events: VecDeque::with_capacity(config.events.into()),
+            buffers: Vec::with_capacity(config.buffer_count.into()),
+            counters: Counters::default(),
+            config,
+        }
+    }
+
+    /// Counters so far.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Messages that it knows: received and sent ones.
+    pub fn messages(&self) -> (usize, usize) {
+        (self.receiving.len(), self.sending.len())
+    }
+
+    /// Buffers for RTS packets that it has.
+    pub fn buffers(&self) -> usize {
+        self.buffers.len()
+    }
+
+    /// Whether there is room for what a command makes: an event, and a packet without data. If not, the command is to wait.
+    pub fn has_room(&self) -> bool {
+        self.events.len() < self.config.events.into() && self.control.len() < self.config.events.into()
+    }
+
+    /// The next event for the policy.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Whether there is something to send.
+    pub fn has_transmit(&self) -> bool {
+        !self.control.is_empty() || self.sending.has_ready()
+    }
+
+    /// Carries out a command of the policy. Call it only if [`Data::has_room`]; commands for a half that this one does not have
+    /// are dropped, but for [`Command::SetPeer`] and [`Command::DropPeer`], which concern both.
+    pub fn handle_command(&mut self, command: &Command) {
+        match *command {
+            Command::SetPeer { peer, address, endpoint, local, remote } => {
+                if let Some(place) = self.peers.get_mut(usize::from(peer)) {
+                    *place = Some(Peer { address, endpoint, local, remote });
+                }
+            }
+            Command::DropPeer { peer } => {
+                if let Some(place) = self.peers.get_mut(usize::from(peer)) {
+                    *place = None;
+                }
+            }
+            Command::PostBuffer { buffer } => {
+                let room = self.buffers.len() < self.config.buffer_count.into();
+                if buffer < self.config.buffer_count && room {
+                    self.buffers.push(buffer);
+                }
+            }
+            Command::Clear { .. } => self.clear(command),
+            Command::Send { .. } => self.enter_send(command),
+            Command::Resend { handle, floor } => self.sending.resend(handle, floor),
+            Command::Release { handle, half, confirm } => {
+                match half {
+                    Half::Receiving => self.receiving.release(handle),
+                    Half::Sending => self.sending.release(handle),
+                }
+                if confirm {
+                    self.events.push_back(Event::Released { handle, half });
+                }
+            }
+            Command::Control { to, header } => self.control.push_back((to, header, 0)),
+        }
+    }
+
+    /// Handles a packet that came from `from`.
+    pub fn input(&mut self, from: &Endpoint, bytes: &[u8], memory: &mut (impl Memory + ?Sized)) -> Disposition {
+        // Which half a packet is for is asked first, so that its CRC is checked only where it is used.
+        let kind = bytes.get(1).and_then(|kind| Kind::from_number(*kind));
+        let mine = if kind == Some(Kind::Cts) { self.config.halves.sending } else { self.config.halves.receiving };
+        if !mine {
+            return Disposition::PassUp;
+        }
+        self.counters.received += 1;
+        let packet = match Packet::parse(bytes, from, &self.config.address) {
+            Ok(packet) => packet,
+            Err(refusal) => {
+                self.counters.refused[refusal as usize] += 1;
+                return Disposition::Done;
+            }
+        };
+        let outcome = if packet.header.destination != self.config.endpoint {
+            Err(Drop::Endpoint)
+        } else {
+            match packet.body {
+                Body::Data(data) => self.receive_data(from, &packet.header, data, memory),
+                Body::Cts(handle) => self.receive_cts(from, &packet.header, handle),
+                Body::Rts(rts, first) => self.receive_rts(from, &packet.header, rts, first, memory),
+                Body::Empty => self.report(Event::Control { from: *from, header: packet.header }),
+            }
+        };
+        if let Err(reason) = outcome {
+            self.counters.drop(reason);
+        }
+        Disposition::Done
+    }
+
+    /// Queues an event that a packet caused. One place stays free for the answer to a command.
+    fn report(&mut self, event: Event) -> Result<(), Drop> {
+        if self.events.len() + 1 >= self.config.events.into() {
+            return Err(Drop::NoRoom);
+        }
+        self.events.push_back(event);
+        Ok(())
+    }
+
+    fn receive_rts(
+        &mut self,
+        from: &Endpoint,
+        header: &Header,
+        rts: rmpp::Rts,
+        first: &[u8],
+        memory: &mut (impl Memory + ?Sized),
+    ) -> Result<(), Drop> {
+        if first.len() > self.config.buffer_size.into() {
+            return Err(Drop::Length);
+        }
+        let buffer = *self.buffers.last().ok_or(Drop::NoBuffer)?;
+        if !memory.write(self.config.buffers + u64::from(buffer) * u64::from(self.config.buffer_size), first) {
+            return Err(Drop::Memory);
+        }
+        self.report(Event::Rts { from: *from, header: *header, rts, buffer, length: first.len() as u16 })?;
+        self.buffers.pop();
+        Ok(())
+    }
+
+    /// Writes the next packet into `out`, which has room for [`DataConfig::packet`] bytes. Packets without data come first; then
+    /// messages take turns, one packet each.
+    pub fn poll_transmit(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8]) -> Option<Outbound> {
+        let outbound = match self.control.pop_front() {
+            Some((to, header, handle)) => {
+                let body = if header.kind == Kind::Cts { Body::Cts(handle) } else { Body::Empty };
+                let written = rmpp::emit(&header, &body, out);
+                rmpp::seal(&mut out[..written], &self.config.address, &to);
+                Outbound { to, length: written }
+            }
+            None => self.transmit_message(memory, out)?,
+        };
+        self.counters.sent += 1;
+        Some(outbound)
+    }
+}
+
+/// Bytes of message that fit into a data packet, for frames that carry `packet` bytes of packet.
+pub const fn fragment(packet: u16) -> u16 {
+    packet - HEADER as u16
+}
+
+/// Bytes of message that fit into an RTS packet.
+pub const fn first_bytes(packet: u16) -> u16 {
+    packet - (HEADER + RTS_BODY) as u16
+}

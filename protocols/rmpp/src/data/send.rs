@@ -1,0 +1,228 @@
+//! The sending half: a CTS is answered with data packets, the last of them but k with the RSM, and END (sections 4.3 and 4.4).
+
+use super::{Data, Outbound};
+use crate::counters::Drop;
+use crate::handle;
+use crate::interface::Command;
+use crate::memory::{Memory, Region};
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+use baton_wire::Endpoint;
+use baton_wire::rmpp::{self, Body, Header, Kind, PacketFlags, Rts};
+
+/// A message that is being sent.
+#[derive(Clone, Copy, Debug)]
+struct Message {
+    handle: u32,
+    peer: u16,
+    number: u32,
+    region: Region,
+    /// Bytes that the RTS carries.
+    first: u16,
+    rts: Rts,
+    early: u8,
+    floor: u32,
+    /// Data packets.
+    packets: u32,
+    /// The next data packet.
+    next: u32,
+    /// The first packet that is not cleared.
+    limit: u32,
+    /// The packet that carries the RSM of the current grant, if the message goes on behind the grant.
+    more_at: Option<u32>,
+    grant: u16,
+    /// The receiver's handle, from its CTS; 0 before the first.
+    receiver: u32,
+    rts_pending: bool,
+    end_pending: bool,
+    /// It is in the queue of messages with something to send.
+    queued: bool,
+}
+
+/// The messages that are being sent, by slot of their handle.
+pub(super) struct Sending {
+    messages: Box<[Option<Message>]>,
+    count: usize,
+    /// Handles of messages with something to send, in turn.
+    ready: VecDeque<u32>,
+}
+
+impl Sending {
+    pub fn new(messages: usize) -> Sending {
+        Sending { messages: alloc::vec![None; messages].into(), count: 0, ready: VecDeque::with_capacity(messages) }
+    }
+
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    pub fn has_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    fn find(&mut self, handle: u32) -> Option<&mut Message> {
+        self.messages.get_mut(handle::slot(handle))?.as_mut().filter(|message| message.handle == handle)
+    }
+
+    /// Forgets a message, if it is known.
+    pub fn release(&mut self, handle: u32) {
+        if let Some(message) = self.find(handle) {
+            if message.queued {
+                self.ready.retain(|ready| *ready != handle);
+            }
+            self.messages[handle::slot(handle)] = None;
+            self.count -= 1;
+        }
+    }
+
+    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost.
+    pub fn resend(&mut self, handle: u32, floor: u32) {
+        if let Some(message) = self.find(handle) {
+            message.floor = floor;
+            message.rts_pending = message.receiver == 0;
+            message.end_pending |= message.receiver != 0 && message.next == message.packets;
+            self.queue(handle);
+        }
+    }
+
+    /// Puts a message into the queue if it has something to send and is not in it.
+    fn queue(&mut self, handle: u32) {
+        if let Some(message) = self.find(handle)
+            && message.has_packet()
+            && !message.queued
+        {
+            message.queued = true;
+            self.ready.push_back(handle);
+        }
+    }
+}
+
+impl Message {
+    fn has_packet(&self) -> bool {
+        self.rts_pending || self.next < self.limit || self.end_pending
+    }
+
+    /// Takes up a CTS.
+    fn clear(&mut self, header: &Header, receiver: u32) -> Result<(), Drop> {
+        let (first, end) = (header.packet, header.packet + u32::from(header.count));
+        if end > self.packets {
+            return Err(Drop::ClearedTooMuch);
+        }
+        if self.receiver != 0 && (header.grant.wrapping_sub(self.grant) as i16) <= 0 {
+            return Err(Drop::OldGrant);
+        }
+        // A CTS that goes on where the last one ended is added to it; any other one says what to send now.
+        if first != self.limit {
+            self.next = first;
+        }
+        (self.limit, self.grant, self.receiver) = (end, header.grant, receiver);
+        self.rts_pending = false;
+        self.more_at = (end < self.packets).then(|| (end - 1).saturating_sub(self.early.into()).max(self.next.max(first)));
+        self.end_pending = end == self.packets;
+        Ok(())
+    }
+
+    /// The header of the message's next packet, and the bytes of the message that it carries.
+    fn next_packet(&mut self, [source, destination]: [u16; 2], incarnations: [u32; 2]) -> (Header, Region) {
+        let header = |kind| Header { message: self.number, ..Header::new(kind, [source, destination], incarnations) };
+        if self.rts_pending {
+            self.rts_pending = false;
+            let header = Header { packet: self.floor, ..header(Kind::Rts) };
+            return (header, Region { offset: self.region.offset, length: self.first.into() });
+        }
+        let mut header = Header { grant: self.grant, handle: self.receiver, ..header(Kind::Data) };
+        if self.next >= self.limit {
+            self.end_pending = false;
+            (header.kind, header.packet) = (Kind::End, self.packets);
+            return (header, Region::default());
+        }
+        header.packet = self.next;
+        if self.more_at == Some(self.next) {
+            header.flags = PacketFlags::RSM;
+        }
+        let at = u64::from(self.first) + u64::from(self.next) * u64::from(self.rts.fragment);
+        let length = u64::from(self.rts.fragment).min(self.region.length - at);
+        self.next += 1;
+        (header, Region { offset: self.region.offset.saturating_add(at), length })
+    }
+}
+
+impl Data {
+    /// Enters a message and sends its RTS. For one that is known (the policy sends it again), only the latter.
+    pub(super) fn enter_send(&mut self, command: &Command) {
+        let Command::Send { handle, peer, message: number, region, first, rts, early, floor } = *command else { return };
+        let known = self.peers.get(usize::from(peer)).copied().flatten().is_some();
+        let fits = u64::from(first) <= region.length && rts.length == region.length && rts.fragment > 0;
+        let within = rts.fragment <= super::fragment(self.config.packet) && first <= super::first_bytes(self.config.packet);
+        let packets =
+            u32::try_from((region.length - u64::from(first).min(region.length)).div_ceil(u64::from(rts.fragment.max(1))));
+        let place = self.sending.messages.get_mut(handle::slot(handle));
+        let (Some(place), Ok(packets), true) = (place, packets, known && fits && within) else {
+            return self.counters.drop(Drop::NoMessage);
+        };
+        match *place {
+            Some(other) if other.handle == handle => return self.sending.resend(handle, floor),
+            // The policy reuses a slot only after it has released it.
+            Some(_) => return self.counters.drop(Drop::NoMessage),
+            None => self.sending.count += 1,
+        }
+        *place = Some(Message {
+            handle,
+            peer,
+            number,
+            region,
+            first,
+            rts,
+            early,
+            floor,
+            packets,
+            next: 0,
+            limit: 0,
+            more_at: None,
+            grant: 0,
+            receiver: 0,
+            rts_pending: true,
+            end_pending: false,
+            queued: false,
+        });
+        self.sending.queue(handle);
+    }
+
+    /// Takes up a CTS: its header names our handle, its body the receiver's.
+    pub(super) fn receive_cts(&mut self, from: &Endpoint, header: &Header, receiver: u32) -> Result<(), Drop> {
+        let message = self.sending.find(header.handle).ok_or(Drop::NoMessage)?;
+        let peer = self.peers.get(usize::from(message.peer)).copied().flatten().ok_or(Drop::NoMessage)?;
+        if !peer.sent(from, header) || header.message != message.number {
+            return Err(Drop::Stranger);
+        }
+        message.clear(header, receiver)?;
+        self.sending.queue(header.handle);
+        Ok(())
+    }
+
+    /// Writes the next packet of the message whose turn it is.
+    pub(super) fn transmit_message(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8]) -> Option<Outbound> {
+        loop {
+            let handle = self.sending.ready.pop_front()?;
+            let endpoint = self.config.endpoint;
+            let Some(message) = self.sending.find(handle) else { continue };
+            message.queued = false;
+            let peer = self.peers.get(usize::from(message.peer)).copied().flatten();
+            let Some(peer) = peer.filter(|_| message.has_packet()) else { continue };
+            let (header, piece) = message.next_packet([endpoint, peer.endpoint], [peer.local, peer.remote]);
+            let body = if header.kind == Kind::Rts { Body::Rts(message.rts, &[]) } else { Body::Empty };
+            let written = rmpp::emit(&header, &body, out);
+            let length = written + piece.length as usize;
+            let read = memory.read(piece.offset, &mut out[written..length]);
+            self.sending.queue(handle);
+            if !read {
+                // The program gave a region that it does not have: nothing of the message can be sent.
+                self.counters.drop(Drop::Memory);
+                self.sending.release(handle);
+                continue;
+            }
+            rmpp::seal(&mut out[..length], &self.config.address, &peer.address);
+            return Some(Outbound { to: peer.address, length });
+        }
+    }
+}

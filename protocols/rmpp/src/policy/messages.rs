@@ -1,0 +1,173 @@
+//! The messages that an endpoint sends and receives, in tables of fixed size.
+
+use super::{Error, Outgoing};
+use crate::handle;
+use crate::memory::Region;
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use baton_wire::rmpp::{Rts, Status};
+
+/// A table of fixed size whose entries are named by [`handle`]s.
+pub(super) struct Slab<T> {
+    /// (generation, entry).
+    entries: Box<[(u16, Option<T>)]>,
+    free: Vec<u16>,
+}
+
+impl<T> Slab<T> {
+    pub fn new(entries: usize) -> Slab<T> {
+        Slab {
+            entries: (0..entries).map(|_| (1, None)).collect(),
+            free: (0..entries as u32).rev().map(|slot| slot as u16).collect(),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Enters something, if there is room. Returns its handle.
+    pub fn insert(&mut self, entry: T) -> Option<u32> {
+        let slot = usize::from(self.free.pop()?);
+        self.entries[slot].1 = Some(entry);
+        Some(handle::new(slot, self.entries[slot].0))
+    }
+
+    pub fn get(&self, handle: u32) -> Option<&T> {
+        let (generation, entry) = self.entries.get(handle::slot(handle))?;
+        entry.as_ref().filter(|_| handle::new(handle::slot(handle), *generation) == handle)
+    }
+
+    pub fn get_mut(&mut self, handle: u32) -> Option<&mut T> {
+        let (generation, entry) = self.entries.get_mut(handle::slot(handle))?;
+        let current = handle::new(handle::slot(handle), *generation);
+        entry.as_mut().filter(|_| current == handle)
+    }
+
+    pub fn remove(&mut self, handle: u32) -> Option<T> {
+        self.get(handle)?;
+        let slot = handle::slot(handle);
+        self.entries[slot].0 = handle::next_generation(self.entries[slot].0);
+        self.free.push(slot as u16);
+        self.entries[slot].1.take()
+    }
+
+    /// The handle of what is in a slot.
+    pub fn at(&self, slot: usize) -> Option<u32> {
+        let (generation, entry) = self.entries.get(slot)?;
+        entry.is_some().then(|| handle::new(slot, *generation))
+    }
+}
+
+/// How far an outgoing message has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum SendState {
+    /// It waits for the peer's welcome, or for a number in the window.
+    Waiting,
+    /// Its RTS was sent. Whether a CTS has answered it only the data half knows.
+    Sent,
+    /// The receiver keeps the RTS until a receive matches.
+    Held,
+    /// It has failed, and the data half may still read its memory.
+    Releasing(Error),
+}
+
+/// An outgoing message.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Outgoings {
+    pub outgoing: Outgoing,
+    pub state: SendState,
+    /// Its number, once it has one.
+    pub number: u32,
+    /// Bytes in its RTS.
+    pub first: u16,
+    pub attempts: u8,
+    /// The next message that waits for the same peer, 0 for none.
+    pub next: u32,
+}
+
+/// How far an incoming message has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum ReceiveState {
+    /// A message with a lower number has not come: matching must wait, since messages of a sender match in their order.
+    Held,
+    /// No receive matches yet.
+    Unexpected,
+    /// A probe has claimed it.
+    Claimed,
+    /// It has matched, but its RTS's data was not kept: the RTS must come again.
+    AwaitRts,
+    /// Its data comes.
+    Receiving,
+    /// It has ended, and the sender is to hear of it until it confirms with a CLEANUP.
+    Ended(Status),
+    /// All of it was placed; its END has not come.
+    Placed(Status),
+    /// It has failed, and the data half may still write to its memory.
+    Releasing(Error),
+}
+
+/// An incoming message.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Incoming {
+    pub peer: u16,
+    pub number: u32,
+    pub rts: Rts,
+    /// Bytes that the RTS carried.
+    pub first: u16,
+    /// The buffer with those bytes, while they are kept.
+    pub buffer: Option<u16>,
+    pub state: ReceiveState,
+    /// Its place among the unexpected messages, while it is one.
+    pub place: u32,
+    /// The receive that it has matched.
+    pub receive: u32,
+    /// Where the bytes behind the RTS's go.
+    pub region: Region,
+    /// Data packets that are wanted.
+    pub packets: u32,
+    /// All before this one are known to have been placed.
+    pub placed: u32,
+    /// First packet that is not cleared.
+    pub limit: u32,
+    pub grant: u16,
+    pub attempts: u8,
+    /// The END has come.
+    pub end: bool,
+    /// It is in the queue of messages that wait for NIC buffers or pinned memory.
+    pub queued: bool,
+}
+
+impl Incoming {
+    /// A message whose RTS has come, with `first` bytes of it in `buffer`.
+    pub fn new(peer: u16, number: u32, rts: &Rts, first: u16, buffer: u16) -> Incoming {
+        Incoming {
+            peer,
+            number,
+            rts: *rts,
+            first,
+            buffer: Some(buffer),
+            state: ReceiveState::Held,
+            place: 0,
+            receive: 0,
+            region: Region::default(),
+            packets: 0,
+            placed: 0,
+            limit: 0,
+            grant: 0,
+            attempts: 0,
+            end: false,
+            queued: false,
+        }
+    }
+
+    /// Bytes of the message behind the RTS's.
+    pub fn rest(&self) -> u64 {
+        self.rts.length - u64::from(self.first)
+    }
+}

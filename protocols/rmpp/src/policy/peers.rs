@@ -1,0 +1,460 @@
+//! Peers: how an association begins and ends, incarnations, keep-alive.
+//!
+//! An association is named by an incarnation of each side. Both are in every packet, so a packet of an earlier association is
+//! recognised. A Hello is answered without keeping anything; a peer takes a place in the table only when it has shown, by
+//! naming our incarnation, that it received our answer.
+
+use super::messages::ReceiveState;
+use super::{Error, Limit, PeerId, Policy};
+use crate::counters::Drop;
+use crate::interface::{Command, Half};
+use crate::{WINDOW, before};
+use baton_wire::Endpoint;
+use baton_wire::rmpp::{Header, Kind};
+
+/// How far the association with a peer has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum PeerState {
+    /// The place in the table is free.
+    #[default]
+    Free,
+    /// Known, without an association.
+    Idle,
+    /// A Hello was sent.
+    Greeting,
+    /// Messages go both ways.
+    Open,
+    /// The program has closed it: what it has sent is finished first, then a Bye is sent.
+    Closing,
+    /// It has ended; the data half has not released all of its messages.
+    Failing,
+}
+
+/// A peer. Message numbers begin at 1 in each direction and are counted modulo 2³².
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer {
+    pub state: PeerState,
+    pub address: Endpoint,
+    pub endpoint: u16,
+    /// Our incarnation towards it.
+    pub local: u32,
+    /// Its latest known incarnation, 0 if none.
+    pub remote: u32,
+    /// The incarnation whose association with `local` has ended, 0 if none.
+    ended: u32,
+    /// The program has opened it: it keeps its place.
+    opened: bool,
+    /// The program has closed it: its place becomes free.
+    closed: bool,
+    error: Error,
+    /// `local` is kept when the association ends: the next incarnation of the peer knows it.
+    keep_local: bool,
+    /// When a packet of it last came to the policy, or something began.
+    pub heard: u64,
+    attempts: u8,
+    /// Number of the next message to it, the lowest that it has not acknowledged, and which above that it has (bit i: floor + i).
+    pub next_number: u32,
+    pub floor: u32,
+    pub acknowledged: u64,
+    /// Messages to it, by number modulo the window.
+    pub sent: [u32; WINDOW as usize],
+    /// Messages to it that are not finished, and those of them without a number.
+    pub sends: u32,
+    pub first_waiting: u32,
+    pub last_waiting: u32,
+    /// Number of its next message to be matched, the lowest that it may send again, and which above that are finished.
+    pub next_match: u32,
+    pub incoming_floor: u32,
+    pub finished: u64,
+    /// Messages from it, by number modulo the window.
+    pub received: [u32; WINDOW as usize],
+    /// Messages from it that are not forgotten, and buffers that they fill.
+    pub incoming: u32,
+    pub buffers: u16,
+    /// Messages that the data half is asked to release.
+    pub releasing: u32,
+}
+
+impl Default for Peer {
+    fn default() -> Peer {
+        Peer {
+            state: PeerState::Free,
+            address: Endpoint::v4([0; 4], 0),
+            endpoint: 0,
+            local: 0,
+            remote: 0,
+            ended: 0,
+            opened: false,
+            closed: false,
+            error: Error::PeerClosed,
+            keep_local: false,
+            heard: 0,
+            attempts: 0,
+            next_number: 1,
+            floor: 1,
+            acknowledged: 0,
+            sent: [0; WINDOW as usize],
+            sends: 0,
+            first_waiting: 0,
+            last_waiting: 0,
+            next_match: 1,
+            incoming_floor: 1,
+            finished: 0,
+            received: [0; WINDOW as usize],
+            incoming: 0,
+            buffers: 0,
+            releasing: 0,
+        }
+    }
+}
+
+impl Peer {
+    /// Whether messages can go to and fro.
+    pub fn is_open(&self) -> bool {
+        matches!(self.state, PeerState::Open | PeerState::Closing)
+    }
+
+    /// Whether a message of either direction is unfinished.
+    fn is_busy(&self) -> bool {
+        self.sends > 0 || self.incoming > 0
+    }
+
+    fn reset_numbers(&mut self) {
+        (self.next_number, self.floor, self.acknowledged) = (1, 1, 0);
+        (self.next_match, self.incoming_floor, self.finished) = (1, 1, 0);
+        (self.sent, self.received) = ([0; WINDOW as usize], [0; WINDOW as usize]);
+    }
+}
+
+impl Policy {
+    /// Enters a peer, or finds it. Nothing is sent until there is a message for it.
+    ///
+    /// # Errors
+    /// If the table is full of peers that the program has opened or that have messages.
+    pub fn open(&mut self, address: Endpoint, endpoint: u16) -> Result<PeerId, Limit> {
+        if let Some(peer) = self.addresses.get(&(address, endpoint)) {
+            self.peers[usize::from(*peer)].opened = true;
+            return Ok(PeerId(*peer));
+        }
+        let peer = self.enter_peer(address, endpoint).ok_or(Limit::Peers)?;
+        self.peers[peer].opened = true;
+        Ok(PeerId(peer as u16))
+    }
+
+    /// Ends the association with a peer in order: messages to it are finished first, then it is told. Messages from it that are
+    /// unfinished fail. Its number becomes free.
+    pub fn close(&mut self, peer: PeerId, now: u64) {
+        let at = usize::from(peer.0);
+        let Some(entry) = self.peers.get_mut(at) else { return };
+        entry.opened = false;
+        entry.closed = true;
+        match entry.state {
+            PeerState::Open => {
+                entry.state = PeerState::Closing;
+                entry.attempts = 0;
+                self.watch(at, now);
+                self.farewell(at, now);
+            }
+            PeerState::Idle | PeerState::Greeting => self.fail(at, Error::PeerClosed, false, now),
+            _ => {}
+        }
+    }
+
+    /// Address and endpoint of a peer.
+    pub fn peer_address(&self, peer: PeerId) -> Option<(Endpoint, u16)> {
+        let peer = self.peers.get(usize::from(peer.0)).filter(|peer| peer.state != PeerState::Free)?;
+        Some((peer.address, peer.endpoint))
+    }
+
+    /// Peers in the table.
+    pub fn peers(&self) -> usize {
+        self.addresses.len()
+    }
+
+    /// Takes a place in the table, that of a peer which is not needed if there is no free one.
+    fn enter_peer(&mut self, address: Endpoint, endpoint: u16) -> Option<usize> {
+        let free = |peer: &Peer| peer.state == PeerState::Free;
+        let unneeded = |peer: &Peer| peer.state == PeerState::Idle && !peer.opened && !peer.is_busy();
+        let place = self.peers.iter().position(free).or_else(|| {
+            let place = self.peers.iter().position(unneeded)?;
+            self.forget_peer(place);
+            Some(place)
+        })?;
+        self.peers[place] = Peer { state: PeerState::Idle, address, endpoint, local: self.base, ..Peer::default() };
+        self.addresses.insert((address, endpoint), place as u16);
+        Some(place)
+    }
+
+    /// Frees a place. What unknown peers are told changes, so that packets for the old association are recognised.
+    fn forget_peer(&mut self, at: usize) {
+        let Peer { address, endpoint, .. } = self.peers[at];
+        self.addresses.remove(&(address, endpoint));
+        self.peers[at] = Peer::default();
+        self.base = self.next_incarnation();
+    }
+
+    fn next_incarnation(&mut self) -> u32 {
+        self.incarnation = self.incarnation.wrapping_add(1).max(1);
+        self.incarnation
+    }
+
+    /// The peer that a packet is from, if it belongs to the current association, or begins one.
+    pub(super) fn admit(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<usize, Drop> {
+        let Some(at) = self.addresses.get(&(*from, header.source)).map(|at| usize::from(*at)) else {
+            return self.admit_unknown(from, header, now);
+        };
+        let peer = &mut self.peers[at];
+        if peer.state == PeerState::Failing {
+            return Err(Drop::Stale);
+        }
+        if header.to != peer.local {
+            self.refuse_incarnation(from, header);
+            return Err(Drop::WrongIncarnation);
+        }
+        if peer.remote != 0 && before(header.from, peer.remote) || header.from == peer.ended {
+            return Err(Drop::Stale);
+        }
+        if !peer.is_open() {
+            self.associate(at, header.from, now);
+        } else if peer.remote != header.from {
+            self.fail(at, Error::PeerRestarted, true, now);
+            return Err(Drop::Stale);
+        }
+        self.peers[at].heard = now;
+        Ok(at)
+    }
+
+    fn admit_unknown(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<usize, Drop> {
+        if header.to != self.base || header.kind == Kind::Bye {
+            self.refuse_incarnation(from, header);
+            return Err(Drop::WrongIncarnation);
+        }
+        // Only a message is worth a place.
+        if header.kind != Kind::Rts {
+            return Err(Drop::NoMessage);
+        }
+        let at = self.enter_peer(*from, header.source).ok_or(Drop::Peers)?;
+        self.associate(at, header.from, now);
+        Ok(at)
+    }
+
+    /// Answers a packet of an association that is no more, so that its sender learns of it.
+    fn refuse_incarnation(&mut self, from: &Endpoint, header: &Header) {
+        let reply = match header.kind {
+            Kind::Rts | Kind::End | Kind::Ping => Kind::Reset,
+            // Whoever says goodbye twice missed the answer.
+            Kind::Bye => Kind::ByeAck,
+            _ => return,
+        };
+        // A ByeAck must look as if it came from the incarnation that was addressed.
+        let local = if reply == Kind::ByeAck { header.to } else { self.base };
+        let mut answer = Header::new(reply, [self.config.endpoint, header.source], [local, header.from]);
+        answer.packet = if reply == Kind::Reset { header.to } else { 0 };
+        self.commands.push_back(Command::Control { to: *from, header: answer });
+    }
+
+    /// Answers a Hello, without keeping anything.
+    pub(super) fn on_hello(&mut self, from: &Endpoint, header: &Header) {
+        let known = self.addresses.get(&(*from, header.source)).map(|at| &self.peers[usize::from(*at)]);
+        let local = match known {
+            Some(peer) if peer.state == PeerState::Failing => return,
+            Some(peer) => peer.local,
+            None => self.base,
+        };
+        let answer = Header::new(Kind::Welcome, [self.config.endpoint, header.source], [local, header.from]);
+        self.commands.push_back(Command::Control { to: *from, header: answer });
+    }
+
+    pub(super) fn on_welcome(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<(), Drop> {
+        let at = self.addresses.get(&(*from, header.source)).map(|at| usize::from(*at)).ok_or(Drop::NoMessage)?;
+        let peer = &self.peers[at];
+        if header.to != peer.local {
+            return Err(Drop::WrongIncarnation);
+        }
+        if peer.state != PeerState::Greeting || peer.remote != 0 && before(header.from, peer.remote) || header.from == peer.ended
+        {
+            return Err(Drop::Stale);
+        }
+        self.associate(at, header.from, now);
+        Ok(())
+    }
+
+    pub(super) fn on_reset(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<(), Drop> {
+        let at = self.addresses.get(&(*from, header.source)).map(|at| usize::from(*at)).ok_or(Drop::NoMessage)?;
+        let peer = &self.peers[at];
+        if !peer.is_open() || header.to != peer.local || header.packet != peer.remote {
+            return Err(Drop::Stale);
+        }
+        self.fail(at, Error::PeerRestarted, false, now);
+        Ok(())
+    }
+
+    /// Begins an association.
+    fn associate(&mut self, at: usize, remote: u32, now: u64) {
+        let peer = &mut self.peers[at];
+        (peer.state, peer.remote, peer.heard, peer.attempts) = (PeerState::Open, remote, now, 0);
+        peer.reset_numbers();
+        let Peer { address, endpoint, local, .. } = *peer;
+        self.commands.push_back(Command::SetPeer { peer: at as u16, address, endpoint, local, remote });
+        self.watch(at, now);
+        self.start_waiting(at, now);
+    }
+
+    /// Starts the keep-alive of a peer with which something begins.
+    pub(super) fn watch(&mut self, at: usize, now: u64) {
+        self.peers[at].heard = now;
+        let timer = self.peer_timer(at);
+        self.timers.set(timer, now + self.config.keepalive);
+    }
+
+    fn peer_timer(&self, at: usize) -> usize {
+        usize::from(self.config.sends) + usize::from(self.config.incoming) + at
+    }
+
+    /// Asks an idle peer for its incarnation, as there is a message for it.
+    pub(super) fn greet(&mut self, at: usize, now: u64) {
+        let peer = &mut self.peers[at];
+        if peer.state == PeerState::Idle {
+            (peer.state, peer.heard, peer.attempts) = (PeerState::Greeting, now, 0);
+            self.say_hello(at, now);
+        }
+    }
+
+    fn say_hello(&mut self, at: usize, now: u64) {
+        let peer = &self.peers[at];
+        let header = Header::new(Kind::Hello, [self.config.endpoint, peer.endpoint], [peer.local, 0]);
+        self.commands.push_back(Command::Control { to: peer.address, header });
+        let deadline = now + self.backoff(peer.attempts);
+        let timer = self.peer_timer(at);
+        self.timers.set(timer, deadline);
+    }
+
+    pub(super) fn peer_timeout(&mut self, at: usize, now: u64) {
+        let peer = &mut self.peers[at];
+        let silent = now.saturating_sub(peer.heard);
+        let leaving = peer.state == PeerState::Closing && peer.sends == 0;
+        if !(leaving || peer.is_busy()) || matches!(peer.state, PeerState::Free | PeerState::Idle | PeerState::Failing) {
+            return;
+        }
+        if silent >= self.config.dead {
+            return self.fail(at, Error::PeerDead, false, now);
+        }
+        if peer.state == PeerState::Greeting {
+            peer.attempts = peer.attempts.saturating_add(1);
+            return self.say_hello(at, now);
+        }
+        if leaving {
+            peer.attempts += 1;
+            return match peer.attempts > self.config.attempts {
+                true => self.fail(at, Error::PeerClosed, false, now),
+                false => self.farewell(at, now),
+            };
+        }
+        let floor = peer.floor;
+        if silent >= self.config.keepalive {
+            self.control(at, Kind::Ping, |header| header.packet = floor);
+        }
+        let timer = self.peer_timer(at);
+        self.timers.set(timer, now + self.config.keepalive);
+    }
+
+    /// Says goodbye to a peer that is being closed, if nothing sent to it is unfinished.
+    pub(super) fn farewell(&mut self, at: usize, now: u64) {
+        let Peer { state, sends, floor, attempts, .. } = self.peers[at];
+        if state == PeerState::Closing && sends == 0 {
+            self.control(at, Kind::Bye, |header| header.packet = floor);
+            let (timer, deadline) = (self.peer_timer(at), now + self.backoff(attempts));
+            self.timers.set(timer, deadline);
+        }
+    }
+
+    pub(super) fn on_bye(&mut self, at: usize, header: &Header, now: u64) {
+        self.advance_incoming_floor(at, header.packet);
+        self.control(at, Kind::ByeAck, |_| ());
+        self.fail(at, Error::PeerClosed, false, now);
+    }
+
+    pub(super) fn on_bye_ack(&mut self, at: usize, now: u64) {
+        if self.peers[at].state == PeerState::Closing && self.peers[at].sends == 0 {
+            self.fail(at, Error::PeerClosed, false, now);
+        }
+    }
+
+    /// Ends an association: every message of it fails, as soon as the data half has released it.
+    pub(super) fn fail(&mut self, at: usize, error: Error, keep_local: bool, now: u64) {
+        let peer = &mut self.peers[at];
+        (peer.state, peer.error, peer.keep_local) = (PeerState::Failing, error, keep_local);
+        let (sent, received) = (peer.sent, peer.received);
+        // What was never sent can go to the peer's next incarnation.
+        if error != Error::PeerRestarted || self.peers[at].closed {
+            self.fail_waiting(at, error);
+        }
+        for handle in sent {
+            self.give_up_send(handle, error);
+        }
+        for handle in received {
+            self.give_up_receive(handle, error);
+        }
+        self.finish_failing(at, now);
+    }
+
+    /// Completes the end of an association when nothing of it is left.
+    pub(super) fn finish_failing(&mut self, at: usize, now: u64) {
+        if self.peers[at].state != PeerState::Failing || self.peers[at].releasing > 0 {
+            return;
+        }
+        self.commands.push_back(Command::DropPeer { peer: at as u16 });
+        let timer = self.peer_timer(at);
+        self.timers.stop(timer);
+        if self.peers[at].closed {
+            return self.forget_peer(at);
+        }
+        let local = if self.peers[at].keep_local { self.peers[at].local } else { self.next_incarnation() };
+        let peer = &mut self.peers[at];
+        peer.ended = if peer.keep_local { peer.remote } else { 0 };
+        (peer.state, peer.local) = (PeerState::Idle, local);
+        peer.reset_numbers();
+        if peer.first_waiting != 0 {
+            self.greet(at, now);
+        }
+    }
+
+    /// Notes that the data half has released a message of a peer.
+    pub(super) fn released_one(&mut self, at: usize, now: u64) {
+        self.peers[at].releasing -= 1;
+        self.finish_failing(at, now);
+    }
+
+    /// Asks the data half to release a message, and to say so.
+    pub(super) fn release(&mut self, at: usize, handle: u32, half: Half) {
+        self.peers[at].releasing += 1;
+        self.commands.push_back(Command::Release { handle, half, confirm: true });
+    }
+
+    /// Takes note that a peer will not send messages below `floor` again.
+    pub(super) fn advance_incoming_floor(&mut self, at: usize, floor: u32) {
+        let from = self.peers[at].incoming_floor;
+        let steps = floor.wrapping_sub(from);
+        if !before(from, floor) {
+            return;
+        }
+        if steps > WINDOW {
+            return self.counters.drop(Drop::Window);
+        }
+        for number in (0..steps).map(|step| from.wrapping_add(step)) {
+            let handle = core::mem::take(&mut self.peers[at].received[(number % WINDOW) as usize]);
+            match self.incoming.get(handle).map(|message| message.state) {
+                None => {}
+                Some(ReceiveState::Ended(_) | ReceiveState::Placed(_)) => self.forget(handle),
+                // The sender has given up what we have not finished.
+                Some(_) => self.give_up_receive(handle, Error::Aborted),
+            }
+        }
+        let peer = &mut self.peers[at];
+        peer.incoming_floor = floor;
+        peer.finished = peer.finished.checked_shr(steps).unwrap_or(0);
+        if before(peer.next_match, floor) {
+            peer.next_match = floor;
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! A new data half in place of one that died. The policy knows what was acknowledged: nothing is lost, nothing delivered twice.
+
+use super::Policy;
+use super::messages::{ReceiveState, SendState};
+use super::peers::Peer;
+use crate::data::Halves;
+use crate::interface::{Command, Half};
+
+/// What a new data half is still to be told, by the next slot of each table; None when all was.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Replay {
+    peers: Option<usize>,
+    incoming: Option<usize>,
+    outgoing: Option<usize>,
+}
+
+impl Policy {
+    /// Notes that the halves given have died, and new ones without state have taken their place. The caller has dropped what
+    /// they had reported, and their memory accesses have ended. The next commands tell the new ones what they must know:
+    /// messages go on from what is known to have been placed.
+    pub fn restart(&mut self, dead: Halves, now: u64) {
+        let died = |half: Half| if half == Half::Receiving { dead.receiving } else { dead.sending };
+        self.commands.retain(|command| command.half().is_none_or(|half| !died(half)));
+        if dead.receiving {
+            for buffer in 0..self.config.buffer_count {
+                if core::mem::take(&mut self.posted_buffers[usize::from(buffer)]) {
+                    self.free_buffers.push(buffer);
+                }
+            }
+            self.replay.incoming = Some(0);
+        }
+        if dead.sending {
+            self.replay.outgoing = Some(0);
+        }
+        self.replay.peers = Some(0);
+        // What the dead were asked to release is released.
+        for slot in 0..self.incoming.slots() {
+            if let Some(handle) = self.incoming.at(slot).filter(|_| dead.receiving) {
+                self.on_released(handle, Half::Receiving, now);
+            }
+        }
+        for slot in 0..self.outgoing.slots() {
+            if let Some(handle) = self.outgoing.at(slot).filter(|_| dead.sending) {
+                self.on_released(handle, Half::Sending, now);
+            }
+        }
+    }
+
+    /// The next command that tells a new data half what there is.
+    pub(super) fn poll_replay(&mut self) -> Option<Command> {
+        while let Some(at) = self.replay.peers {
+            self.replay.peers = (at + 1 < self.peers.len()).then_some(at + 1);
+            let peer = &self.peers[at];
+            if peer.is_open() {
+                let Peer { address, endpoint, local, remote, .. } = *peer;
+                return Some(Command::SetPeer { peer: at as u16, address, endpoint, local, remote });
+            }
+        }
+        while let Some(slot) = self.replay.incoming {
+            self.replay.incoming = (slot + 1 < self.incoming.slots()).then_some(slot + 1);
+            let Some(handle) = self.incoming.at(slot) else { continue };
+            let message = self.incoming.get(handle).filter(|message| message.state == ReceiveState::Receiving);
+            if let Some((first, limit)) = message.map(|message| (message.placed, message.limit))
+                && limit > first
+            {
+                return self.clear_command(handle, first, limit - first);
+            }
+        }
+        while let Some(slot) = self.replay.outgoing {
+            self.replay.outgoing = (slot + 1 < self.outgoing.slots()).then_some(slot + 1);
+            let Some(handle) = self.outgoing.at(slot) else { continue };
+            let sent = |state| matches!(state, SendState::Sent | SendState::Held);
+            if self.outgoing.get(handle).is_some_and(|message| sent(message.state)) {
+                return self.send_command(handle);
+            }
+        }
+        None
+    }
+}

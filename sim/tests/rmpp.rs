@@ -1,0 +1,219 @@
+//! RMPP in virtual time: messages arrive as they were sent, whatever half is where.
+
+mod rmpp_worlds;
+
+use baton_rmpp::{Error, Outgoing, Region, Request, Side};
+use baton_sim::Impairments;
+use baton_sim::rmpp::Carrier;
+use baton_sim::stream;
+use rmpp_worlds::{clean, config, world};
+
+const CLEAN: Impairments = Impairments { rate: 1_000_000_000, delay: 20, ..clean() };
+
+/// Every step, every carrier, lengths around what fits into one packet, one grant, and several.
+#[test]
+fn messages_arrive_as_sent_at_every_step() {
+    for (step, early, carrier) in [
+        (0, 0, Carrier::Ethernet),
+        (1, 0, Carrier::Udp4),
+        (2, 0, Carrier::Udp6),
+        (3, 1, Carrier::Ethernet),
+        (3, 7, Carrier::Udp4),
+        (3, 15, Carrier::Udp6),
+    ] {
+        let mut world = world(step, carrier, CLEAN, 5, |config| config.early = early);
+        let [room, fragment] = [config(0).packet - 80, config(0).packet - 40].map(u64::from);
+        let lengths = [0, 1, room - 1, room, room + 1, room + fragment, room + 16 * fragment, room + 16 * fragment + 1, 200_000];
+        let peer = [0, 1].map(|node| {
+            let address = world.address(1 - node);
+            world.nodes[node].policy.open(address, 1 - node as u16).unwrap()
+        });
+        for (token, length) in lengths.into_iter().enumerate() {
+            let region = Region { offset: 0, length };
+            stream::fill(token as u64, 0, &mut world.nodes[0].memory[..length as usize]);
+            let outgoing = Outgoing { peer: peer[0], context: 1, tag: token as u64, data: 9, region, token: token as u64 };
+            let request =
+                Request { source: Some(peer[1]), context: 1, tag: token as u64, ignore: 0, region, token: token as u64 };
+            let now = world.now;
+            let receiver = &mut world.nodes[1];
+            receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+            world.nodes[0].policy.send(outgoing, now).unwrap();
+            let done = world.run_until(10_000_000, |world| world.nodes.iter().all(|node| node.completions.len() == 1));
+            assert!(done, "step {step}, {length} bytes");
+            for node in &mut world.nodes {
+                let completion = node.completions.pop().unwrap();
+                let delivered = completion.result.unwrap();
+                assert_eq!(
+                    (completion.token, delivered.length, delivered.placed, delivered.data),
+                    (token as u64, length, length, 9)
+                );
+            }
+            assert_eq!(stream::mismatches(token as u64, 0, &world.nodes[1].memory[..length as usize]), 0);
+        }
+        world.run_until(10_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7]));
+        for node in &world.nodes {
+            assert_eq!(node.leftovers(), [0; 7], "step {step}");
+            let dropped = [node.host.counters(), node.nic.counters(), node.policy.counters()].map(|counters| counters.dropped);
+            assert_eq!(dropped.as_flattened().iter().sum::<u64>(), 0, "step {step}: {dropped:?}");
+        }
+    }
+}
+
+/// The receiver's buffer is shorter: it gets the beginning, and the sender is not kept waiting.
+#[test]
+fn a_short_receive_gets_the_beginning() {
+    for (length, room) in [(100, 10), (100_000, 10), (100_000, 50_000)] {
+        let mut world = world(2, Carrier::Ethernet, CLEAN, 6, |_| ());
+        let address = world.address(1);
+        let peer = world.nodes[0].policy.open(address, 1).unwrap();
+        stream::fill(3, 0, &mut world.nodes[0].memory[..length]);
+        let now = world.now;
+        let receiver = &mut world.nodes[1];
+        receiver.memory[room..length].fill(0);
+        let region = Region { offset: 0, length: room as u64 };
+        let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token: 1 };
+        receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+        let region = Region { offset: 0, length: length as u64 };
+        world.nodes[0].policy.send(Outgoing { peer, context: 0, tag: 4, data: 0, region, token: 2 }, now).unwrap();
+        assert!(world.run_until(10_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7])));
+        let delivered = world.nodes[1].completions[0].result.unwrap();
+        assert_eq!((delivered.length, delivered.placed), (length as u64, room as u64));
+        assert!(world.nodes[0].completions[0].result.is_ok());
+        assert_eq!(stream::mismatches(3, 0, &world.nodes[1].memory[..room]), 0);
+        assert!(world.nodes[1].memory[room..length].iter().all(|byte| *byte == 0));
+    }
+}
+
+/// Messages for which no receive is posted wait; a probe sees them, a claim takes one, receives get the others in their order.
+#[test]
+fn unexpected_messages_wait_in_order() {
+    let mut world = world(1, Carrier::Udp4, CLEAN, 7, |config| config.buffers_per_peer = 2);
+    let address = world.address(1);
+    let peer = world.nodes[0].policy.open(address, 1).unwrap();
+    let length = 5000;
+    for token in 0..5 {
+        let region = Region { offset: token * length, length };
+        stream::fill(token, 0, &mut world.nodes[0].memory[(token * length) as usize..][..length as usize]);
+        let now = world.now;
+        world.nodes[0].policy.send(Outgoing { peer, context: 0, tag: 7, data: token, region, token }, now).unwrap();
+    }
+    world.run_until(1_000_000, |world| world.nodes[1].policy.usage().1 == 5);
+    let receiver = &mut world.nodes[1].policy;
+    assert_eq!(receiver.peek(None, 0, 7, 0).map(|probed| (probed.data, probed.length)), Some((0, length)));
+    assert_eq!(receiver.peek(None, 1, 7, 0), None);
+    let claimed = receiver.claim(None, 0, 7, 0).unwrap();
+    assert_eq!(receiver.peek(None, 0, 7, 0).map(|probed| probed.data), Some(1));
+    // No more buffers than allowed are held, although five messages wait.
+    assert_eq!(receiver.buffers_held(), 2);
+    let now = world.now;
+    let receiver = &mut world.nodes[1];
+    for token in 1..5 {
+        let region = Region { offset: token * length, length };
+        let request = Request { source: None, context: 0, tag: 7, ignore: 0, region, token };
+        receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+    }
+    let region = Region { offset: 0, length };
+    receiver.policy.receive_claimed(claimed.message, region, 0, now, &mut receiver.memory[..]).unwrap();
+    assert!(world.run_until(10_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7])));
+    for completion in &world.nodes[1].completions {
+        let delivered = completion.result.unwrap();
+        assert_eq!((delivered.data, delivered.placed), (completion.token, length));
+        let at = (completion.token * length) as usize;
+        assert_eq!(stream::mismatches(completion.token, 0, &world.nodes[1].memory[at..at + length as usize]), 0);
+    }
+}
+
+/// Orderly close: what was sent arrives first; then neither side keeps anything.
+#[test]
+fn close_finishes_what_was_sent_and_leaves_nothing() {
+    let mut world = world(2, Carrier::Ethernet, CLEAN, 8, |_| ());
+    let address = world.address(1);
+    let peer = world.nodes[0].policy.open(address, 1).unwrap();
+    let (now, region) = (world.now, Region { offset: 0, length: 60_000 });
+    let receiver = &mut world.nodes[1];
+    for (tag, token) in [(1, 1), (2, 2)] {
+        let request = Request { source: None, context: 0, tag, ignore: 0, region, token };
+        receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+    }
+    world.nodes[0].policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 1 }, now).unwrap();
+    world.run_until(100_000, |world| world.nodes[1].policy.peers() == 1);
+    world.nodes[0].policy.close(peer, now);
+    let refused = world.nodes[0].policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 1 }, now);
+    assert_eq!(refused, Err(baton_rmpp::Limit::NoPeer));
+    assert!(world.run_until(10_000_000, |world| world.nodes[0].policy.peers() == 0));
+    assert!(world.nodes[0].completions[0].result.is_ok() && world.nodes[1].completions[0].result.is_ok());
+    // The receive that nobody serves is still posted, and can be cancelled.
+    assert_eq!(world.nodes[1].leftovers(), [0, 0, 1, 0, 0, 0, 0]);
+}
+
+/// A receive is cancelled once, and completes with that.
+#[test]
+fn a_cancelled_receive_completes_as_cancelled() {
+    let mut world = world(0, Carrier::Ethernet, CLEAN, 9, |_| ());
+    let node = &mut world.nodes[0];
+    let request = Request { source: None, context: 0, tag: 0, ignore: 0, region: Region { offset: 0, length: 5 }, token: 3 };
+    let id = node.policy.post(request, 0, &mut node.memory[..]).unwrap();
+    assert!(node.policy.cancel(id) && !node.policy.cancel(id));
+    let completion = node.policy.poll_completion().unwrap();
+    assert_eq!((completion.token, completion.side, completion.result), (3, Side::Receive, Err(Error::Cancelled)));
+}
+
+/// Each limit has an error that says which.
+#[test]
+fn limits_are_named() {
+    use baton_rmpp::Limit;
+    let mut world = world(0, Carrier::Ethernet, CLEAN, 10, |config| (config.peers, config.sends, config.receives) = (1, 2, 2));
+    let address = world.address(1);
+    let node = &mut world.nodes[0];
+    let peer = node.policy.open(address, 1).unwrap();
+    assert_eq!(node.policy.open(address, 2), Err(Limit::Peers));
+    let region = Region { offset: 0, length: 5 };
+    let outgoing = Outgoing { peer, context: 0, tag: 0, data: 0, region, token: 0 };
+    let request = Request { source: None, context: 0, tag: 0, ignore: 0, region, token: 3 };
+    assert_eq!(node.policy.send(outgoing, 0), Ok(()));
+    assert_eq!(node.policy.send(outgoing, 0), Ok(()));
+    assert_eq!(node.policy.send(outgoing, 0), Err(Limit::Sends));
+    for expected in [true, true, false] {
+        assert_eq!(node.policy.post(request, 0, &mut node.memory[..]).is_ok(), expected);
+    }
+    let outside = Region { offset: node.memory.len() as u64 - 4, length: 5 };
+    assert_eq!(node.policy.send(Outgoing { region: outside, ..outgoing }, 0), Err(Limit::Memory));
+    assert_eq!(node.policy.post(Request { region: outside, ..request }, 0, &mut node.memory[..]), Err(Limit::Memory));
+}
+
+/// MPI's order: messages of one sender with one tag go to receives in the order in which they were sent, however they arrive;
+/// two senders do not disturb each other.
+#[test]
+fn messages_of_a_sender_do_not_overtake_each_other() {
+    use baton_sim::rmpp::{Node, World, halves_on_nic};
+    let faults = Impairments { delay: 50, loss: 50_000, reorder: 200_000, hold: 700, duplicate: 50_000, ..clean() };
+    for seed in 0..20 {
+        let step = (seed % 4) as u8;
+        let node = |number: u16| Node::new(config(number), halves_on_nic(step), Carrier::Udp4.address(number.into()));
+        let mut world = World::new(vec![node(0), node(1), node(2)], Carrier::Udp4, faults, seed);
+        let (now, count, length) = (world.now, 40, 4000);
+        let address = world.address(2);
+        for sender in 0..2 {
+            let node = &mut world.nodes[sender];
+            let peer = node.policy.open(address, 2).unwrap();
+            for number in 0..count {
+                let region = Region { offset: 0, length: if number % 3 == 0 { length } else { 10 } };
+                node.policy
+                    .send(Outgoing { peer, context: sender as u32, tag: 1, data: number, region, token: number }, now)
+                    .unwrap();
+            }
+        }
+        let receiver = &mut world.nodes[2];
+        for number in 0..count {
+            for context in 0..2 {
+                let region = Region { offset: number * length, length };
+                let request = Request { source: None, context, tag: 0, ignore: u64::MAX, region, token: number };
+                receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+            }
+        }
+        assert!(world.run_until(60_000_000, |world| world.nodes[2].completions.len() as u64 == 2 * count), "seed {seed}");
+        for completion in &world.nodes[2].completions {
+            assert_eq!(completion.result.unwrap().data, completion.token, "seed {seed}");
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! RMPP packets: the message passing protocol of "Experience in Offloading Protocol Processing to a Programmable NIC" (Maccabe et
+//! al. 2002), section 3. The paper names the packets; the layout is ours, see `docs/rmpp.md`.
+//!
+//! A packet is a header of [`HEADER`] bytes and a body that depends on its kind. It travels as the payload of an Ethernet frame
+//! or of a UDP datagram ([`envelope`]). [`Packet::parse`] checks every field; what it refuses it names ([`Refusal`]), for the
+//! caller to count.
+
+pub mod envelope;
+mod packet;
+
+pub use envelope::{Envelope, EnvelopeError, Received};
+pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, seal};
+
+use crate::flow::Endpoint;
+use bitflags::bitflags;
+use crc::{CRC_32_ISCSI, Crc, Table};
+
+/// Version of the layout, the first byte of every packet.
+pub const VERSION: u8 = 1;
+/// Bytes of the header of every packet.
+pub const HEADER: usize = 40;
+/// Bytes of an RTS packet's body in front of the message's first bytes.
+pub const RTS_BODY: usize = 40;
+/// Bytes of a CTS packet's body.
+pub const CTS_BODY: usize = 4;
+/// Most packets that one CTS may clear: the receiver keeps a bit for each in one word.
+pub const MAX_CLEARED: u16 = 64;
+
+/// Offsets in the header, in bytes.
+pub(crate) mod at {
+    pub const KIND: usize = 1;
+    pub const FLAGS: usize = 2;
+    pub const SOURCE: usize = 4;
+    pub const DESTINATION: usize = 6;
+    pub const FROM: usize = 8;
+    pub const TO: usize = 12;
+    pub const MESSAGE: usize = 16;
+    pub const GRANT: usize = 20;
+    pub const LENGTH: usize = 22;
+    pub const PACKET: usize = 24;
+    pub const COUNT: usize = 28;
+    pub const RESERVED: usize = 30;
+    pub const HANDLE: usize = 32;
+    pub const CRC: usize = 36;
+}
+
+/// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP.
+static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
+
+/// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet
+/// and UDP without a checksum leave the sender's address unprotected, and an address with a wrong bit is another peer.
+pub(crate) fn crc32c(source: &Endpoint, destination: &Endpoint, packet: &[u8]) -> u32 {
+    let mut digest = CRC32C.digest();
+    for endpoint in [source, destination] {
+        digest.update(&endpoint.address);
+        digest.update(&endpoint.port.to_be_bytes());
+    }
+    digest.update(&packet[..at::CRC]);
+    digest.update(&packet[HEADER..]);
+    digest.finalize()
+}
+
+/// What a packet is for. The first six are the paper's (section 3, Figure 2).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Kind {
+    /// Request to send: announces a message and carries its first bytes.
+    Rts = 1,
+    /// Clear to send: the receiver permits `count` data packets from `packet` on.
+    Cts = 2,
+    /// A piece of the message. The flag RSM asks for the next CTS.
+    Data = 3,
+    /// The sender has sent all of the message.
+    End = 4,
+    /// The receiver has the message; `count` is a [`Status`].
+    Ack = 5,
+    /// The sender knows that the message was delivered; the receiver may forget it.
+    Cleanup = 6,
+    /// The receiver has the RTS and will answer later; `count` is a [`HoldReason`].
+    Hold = 7,
+    /// Asks for the receiver's incarnation, before the first message.
+    Hello = 8,
+    /// Answers a Hello.
+    Welcome = 9,
+    /// Asks whether the peer is alive.
+    Ping = 10,
+    /// Answers a Ping.
+    Pong = 11,
+    /// The packet that this answers was for another incarnation.
+    Reset = 12,
+    /// The sender will send no more messages.
+    Bye = 13,
+    /// Answers a Bye.
+    ByeAck = 14,
+}
+
+impl Kind {
+    /// All kinds, in the order of their numbers.
+    pub const ALL: [Kind; 14] = {
+        use Kind::*;
+        [Rts, Cts, Data, End, Ack, Cleanup, Hold, Hello, Welcome, Ping, Pong, Reset, Bye, ByeAck]
+    };
+
+    /// The kind with this number.
+    pub fn from_number(number: u8) -> Option<Kind> {
+        Self::ALL.get(usize::from(number).checked_sub(1)?).copied()
+    }
+}
+
+bitflags! {
+    /// Flags of a packet.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub struct PacketFlags: u16 {
+        /// Request to send more (the paper's RSM): the message goes on behind the cleared packets. Data packets only.
+        const RSM = 1;
+    }
+}
+
+/// How a message ended at the receiver, in an ACK.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)]
+pub enum Status {
+    /// All of it was delivered.
+    Delivered = 0,
+    /// The posted buffer was shorter; its beginning was delivered.
+    Truncated = 1,
+    /// The receiver gave the message up.
+    Aborted = 2,
+}
+
+impl Status {
+    /// The status with this number.
+    pub fn from_number(number: u16) -> Option<Status> {
+        [Status::Delivered, Status::Truncated, Status::Aborted].get(usize::from(number)).copied()
+    }
+}
+
+/// Why a receiver does not clear a message yet, in a Hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)]
+pub enum HoldReason {
+    /// The RTS is kept until a receive matches.
+    Unexpected = 0,
+    /// There is no room for the RTS: send it again later.
+    Busy = 1,
+    /// The message has matched, but its first bytes were not kept: send the RTS again now.
+    Resend = 2,
+}
+
+impl HoldReason {
+    /// The reason with this number.
+    pub fn from_number(number: u16) -> Option<HoldReason> {
+        [HoldReason::Unexpected, HoldReason::Busy, HoldReason::Resend].get(usize::from(number)).copied()
+    }
+}
