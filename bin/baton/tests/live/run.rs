@@ -23,7 +23,7 @@ fn flip(name: &str, program: &[&str]) -> Value {
     let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
     let least =
         report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok()).min();
-    assert!(least >= Some(10), "a connection hardly moved: {report}");
+    assert!(least >= Some(3), "a connection hardly moved: {report}");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
     report
 }

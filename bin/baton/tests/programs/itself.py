@@ -62,7 +62,8 @@ def clients(port_of):
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=one) for _ in range(PAIRS)]
+    # An error on the other side ends the program.
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(PAIRS)]
     for thread in threads:
         thread.start()
     return threads, failed
