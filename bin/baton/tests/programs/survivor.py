@@ -99,7 +99,13 @@ def keep_writing(client):
 listener = socket.create_server(("127.0.0.1", 0), backlog=count)
 clients, servers = [], []
 for _ in range(count):
-    clients.append(socket.create_connection(listener.getsockname()))
+    client = socket.create_connection(listener.getsockname())
+    # What a NIC has acknowledged is not sent again. A client that waits for the answer of a server whose connection was lost with the
+    # NIC has nothing to send, and finds out by its next probe, as after a crash of a host.
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1)):
+        client.setsockopt(socket.IPPROTO_TCP, option, value)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    clients.append(client)
     servers.append(listener.accept()[0])
 if way == "block":
     for number, server in enumerate(servers):
