@@ -15,6 +15,7 @@ use baton_shm::{MovableWords, Region, RingWords};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
@@ -105,6 +106,24 @@ impl Shared {
         path: &Path,
         opening: Opening,
         listener: Listener,
+        renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
+    ) -> io::Result<Shared> {
+        Self::open(path, opening, None, listener, renumber)
+    }
+
+    /// Opens a session for messages, whose packets come to `socket`.
+    ///
+    /// # Errors
+    /// If no agent listens at `path`, or it refuses; with the reason.
+    pub(crate) fn connect_for_messages(path: &Path, opening: Opening, socket: BorrowedFd<'_>) -> io::Result<Shared> {
+        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), Ok)
+    }
+
+    fn open(
+        path: &Path,
+        opening: Opening,
+        socket: Option<BorrowedFd<'_>>,
+        listener: Listener,
         mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
         let channel = Channel::connect(path).map_err(|error| {
@@ -117,7 +136,8 @@ impl Shared {
             )
         })?;
         let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
-        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
+        let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
+        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &given)?;
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
         let number = match answer.body {
             Reply::Opened { session } => session,
@@ -313,6 +333,19 @@ impl Shared {
     /// then.
     pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
+    }
+
+    /// In a session for messages: lets the NIC send to a host.
+    ///
+    /// # Errors
+    /// `WouldBlock` if trying again may help, else the reason.
+    pub(crate) fn reach(&self, host: IpAddr) -> io::Result<()> {
+        match self.ask(&Ask::Reach { host }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the way to a host is missing")),
+        }
     }
 
     /// State of a connection that is on the NIC.
