@@ -72,6 +72,9 @@ enum Command {
     /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
     Ntttcp(lab::Ntttcp),
+    /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
+    #[command(subcommand, after_help = lab::rmpp::EXAMPLES)]
+    Rmpp(lab::rmpp::Rmpp),
     /// Repeats calculations of the papers behind Baton.
     #[command(subcommand)]
     Lab(lab::Lab),
@@ -107,6 +110,10 @@ fn run(command: Command) -> Result<bool> {
         Command::Nic(command) => nic::run(&command),
         Command::Ntttcp(command) => lab::ntttcp(&command),
         Command::Lab(command) => lab::run(&command),
+        Command::Rmpp(command) => {
+            baton_linux::namespace::become_root_if_needed()?;
+            lab::rmpp::run(&command)
+        }
         Command::Doctor(arguments) => {
             baton_linux::namespace::become_root_if_needed()?;
             doctor::run(&arguments)

@@ -1,0 +1,8 @@
+//! Messages (RMPP) without MPI: a program on host A, whose data half is in the program, in part on the NIC, or wholly there, and
+//! a peer on host B that always has both halves in its own process. The figures are host A's.
+
+mod bed;
+mod pingpong;
+
+pub use bed::{Conditions, Offload};
+pub use pingpong::{PingPong, ping_pong};
