@@ -21,6 +21,12 @@ impl Bar {
         Bar { name, value, bound, holds: value <= bound }
     }
 
+    /// A ratio that must be 1 but for `tolerance`, above or below. Its bound is the one on its side of 1.
+    pub fn near_one(name: &'static str, tolerance: f64, value: f64) -> Bar {
+        let bound = if value > 1.0 { 1.0 + tolerance } else { 1.0 - tolerance };
+        Bar { name, value, bound, holds: (value - 1.0).abs() <= tolerance }
+    }
+
     /// A figure that must be at least `bound`.
     pub fn least(name: &'static str, bound: f64, value: f64) -> Bar {
         Bar { name, value, bound, holds: value >= bound }

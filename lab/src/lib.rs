@@ -15,6 +15,7 @@ pub mod options;
 pub mod probe;
 pub mod recovery;
 mod report;
+pub mod rmpp;
 pub mod rss;
 pub mod server;
 pub mod soak;

@@ -163,8 +163,6 @@ pub struct World {
     pub now: u64,
     carrier: Carrier,
     links: Vec<Vec<Link<Vec<u8>>>>,
-    /// Frames that somebody else has put on the wire, for an endpoint.
-    forged: Vec<(usize, Vec<u8>)>,
 }
 
 impl World {
@@ -173,7 +171,7 @@ impl World {
         let count = nodes.len();
         let link = |from: usize, to: usize| Link::new(impairments, seed ^ ((from * count + to) as u64) << 32);
         let links = (0..count).map(|from| (0..count).map(|to| link(from, to)).collect()).collect();
-        World { nodes, now: 1_000_000, carrier, links, forged: Vec::new() }
+        World { nodes, now: 1_000_000, carrier, links }
     }
 
     /// Address of an endpoint's host.
@@ -197,11 +195,6 @@ impl World {
         frame.extend_from_slice(packet);
         envelope.emit(&mut frame);
         frame
-    }
-
-    /// Puts a frame on the wire to an endpoint.
-    pub fn forge(&mut self, to: usize, frame: Vec<u8>) {
-        self.forged.push((to, frame));
     }
 
     /// Changes what the links do from now on. What is under way arrives.
@@ -238,10 +231,6 @@ impl World {
     /// Jumps to the next arrival or time-out and lets it happen. False if nothing will happen any more.
     pub fn step(&mut self) -> bool {
         self.settle();
-        for (to, frame) in std::mem::take(&mut self.forged) {
-            self.nodes[to].receive(&frame);
-            self.nodes[to].settle(self.now);
-        }
         let arrivals = self.links.iter().flatten().filter_map(Link::next_arrival);
         let Some(next) = arrivals.chain(self.nodes.iter().filter_map(|node| node.policy.next_timeout())).min() else {
             return false;

@@ -28,8 +28,8 @@ pub enum Post {
 pub enum Arrival {
     /// The posted receive with this value was waiting for it, and is taken.
     Matched(u32),
-    /// It waits for a receive.
-    Unexpected,
+    /// It waits for a receive, at this place: see [`Matching::discard`].
+    Unexpected(u32),
 }
 
 /// A posted receive. `order` says which of two was posted first.
@@ -54,8 +54,8 @@ pub struct Matching {
     unhashed: List,
     unhashed_count: u32,
     orders: u64,
-    /// The unexpected messages with their values.
-    unexpected: Box<[(Message, u32)]>,
+    /// The unexpected messages with their values; None where there is none.
+    unexpected: Box<[(Message, Option<u32>)]>,
     free_unexpected: Vec<u32>,
     /// Node `entry * CLASSES + class` is the message in that class.
     unexpected_groups: Groups,
@@ -76,7 +76,7 @@ impl Matching {
             unhashed: List::new(posted),
             unhashed_count: 0,
             orders: 0,
-            unexpected: alloc::vec![(nothing, 0); unexpected].into(),
+            unexpected: alloc::vec![(nothing, None); unexpected].into(),
             free_unexpected: (0..unexpected as u32).rev().collect(),
             unexpected_groups: Groups::new(unexpected * CLASSES, hash_key),
             arrivals: List::new(unexpected),
@@ -135,18 +135,18 @@ impl Matching {
             return Ok(Arrival::Matched(self.take_posted(entry)));
         }
         let entry = self.free_unexpected.pop().ok_or(Full)?;
-        self.unexpected[entry as usize] = (message, value);
+        self.unexpected[entry as usize] = (message, Some(value));
         self.arrivals.push(entry);
         for (class, wildcards) in self.classes.used() {
             self.unexpected_groups.push(&wildcards.key_of(class, &message), node(entry, class));
         }
-        Ok(Arrival::Unexpected)
+        Ok(Arrival::Unexpected(entry))
     }
 
     /// The oldest unexpected message that these criteria accept, which stays (MPI_Probe). Returns its value.
     pub fn peek(&mut self, criteria: &Criteria) -> Option<u32> {
         let class = self.class_of(criteria);
-        self.find_unexpected(class, criteria).map(|entry| self.unexpected[entry as usize].1)
+        self.find_unexpected(class, criteria).and_then(|entry| self.unexpected[entry as usize].1)
     }
 
     /// Takes the oldest unexpected message that these criteria accept (MPI_Mprobe). Returns its value.
@@ -155,13 +155,13 @@ impl Matching {
         self.find_unexpected(class, criteria).map(|entry| self.take_unexpected(entry))
     }
 
-    /// Forgets the unexpected messages for which `gone` holds (their sender has ended), given their values. Looks at all of them.
-    pub fn discard(&mut self, mut gone: impl FnMut(u32) -> bool) {
-        for entry in self.arrivals.iter().collect::<Vec<u32>>() {
-            if gone(self.unexpected[entry as usize].1) {
-                self.take_unexpected(entry);
-            }
+    /// Forgets an unexpected message (its sender has ended), given its place and its value. False if it is not there any more.
+    pub fn discard(&mut self, place: u32, value: u32) -> bool {
+        let waits = self.unexpected.get(place as usize).is_some_and(|(_, waiting)| *waiting == Some(value));
+        if waits {
+            self.take_unexpected(place);
         }
+        waits
     }
 
     /// The class in which receives like this one are hashed. A new one makes the unexpected messages be hashed for it.
@@ -231,7 +231,7 @@ impl Matching {
         }
         self.arrivals.remove(entry);
         self.free_unexpected.push(entry);
-        self.unexpected[entry as usize].1
+        self.unexpected[entry as usize].1.take().expect("a message in a queue has a value")
     }
 }
 

@@ -22,15 +22,15 @@ impl Lists {
         Ok(None)
     }
 
-    fn arrive(&mut self, message: Message, value: u32, room: usize) -> Result<Arrival, Full> {
+    fn arrive(&mut self, message: Message, value: u32, room: usize) -> Result<Option<u32>, Full> {
         if let Some(at) = self.posted.iter().position(|(criteria, _)| criteria.accepts(&message)) {
-            return Ok(Arrival::Matched(self.posted.remove(at).1));
+            return Ok(Some(self.posted.remove(at).1));
         }
         if self.unexpected.len() == room {
             return Err(Full);
         }
         self.unexpected.push((message, value));
-        Ok(Arrival::Unexpected)
+        Ok(None)
     }
 
     fn peek(&self, criteria: &Criteria) -> Option<u32> {
@@ -57,7 +57,8 @@ fn every_operation_answers_as_the_lists_do() {
     let mut matching = Matching::new(ROOM, ROOM, [1, 2, 3, 4]);
     let mut lists = Lists::default();
     let mut ids: Vec<(PostedId, u32)> = Vec::new();
-    let (mut matched, mut full, mut cancelled) = (0, 0, 0);
+    let mut places: Vec<(u32, u32)> = Vec::new();
+    let (mut matched, mut full, mut cancelled, mut discarded) = (0, 0, 0, 0);
     for value in 0..operations {
         // The balance between receives and messages shifts, so that both queues fill up and drain.
         let leaning = if value / 300 % 2 == 0 { 50 } else { 30 };
@@ -77,8 +78,19 @@ fn every_operation_answers_as_the_lists_do() {
                 let message = Message { source: rng.below(4) as u32, context: rng.below(2) as u32, tag: rng.below(8) };
                 let expected = lists.arrive(message, value, ROOM);
                 let got = matching.arrive(message, value);
+                if let Ok(Arrival::Unexpected(place)) = got {
+                    places.push((place, value));
+                }
+                let got = got.map(|arrival| if let Arrival::Matched(value) = arrival { Some(value) } else { None });
                 assert_eq!(got, expected, "operation {value}");
-                (matched, full) = (matched + u32::from(matches!(got, Ok(Arrival::Matched(_)))), full + u32::from(got.is_err()));
+                (matched, full) = (matched + u32::from(matches!(got, Ok(Some(_)))), full + u32::from(got.is_err()));
+            }
+            kind if kind < 82 && !places.is_empty() => {
+                let (place, value) = places.swap_remove(rng.below(places.len() as u64) as usize);
+                let waits = lists.unexpected.iter().any(|(_, waiting)| *waiting == value);
+                lists.unexpected.retain(|(_, waiting)| *waiting != value);
+                assert_eq!(matching.discard(place, value), waits);
+                discarded += u32::from(waits);
             }
             kind if kind < 90 && !ids.is_empty() => {
                 let (id, value) = ids.swap_remove(rng.below(ids.len() as u64) as usize);
@@ -100,7 +112,7 @@ fn every_operation_answers_as_the_lists_do() {
         assert_eq!((matching.posted(), matching.unexpected()), (lists.posted.len(), lists.unexpected.len()));
     }
     // The test has seen what it is for.
-    assert!(matched > operations / 10 && full > 0 && cancelled > 0, "{matched} {full} {cancelled}");
+    assert!(matched > operations / 10 && full > 0 && cancelled > 0 && discarded > 0, "{matched} {full} {cancelled} {discarded}");
 }
 
 #[test]
@@ -112,15 +124,4 @@ fn a_number_used_again_cancels_nothing() {
     let Ok(Post::Posted(second)) = matching.post(asked, 11) else { panic!("there is room") };
     assert_eq!(matching.cancel(first), None);
     assert_eq!(matching.cancel(second), Some(11));
-}
-
-#[test]
-fn messages_of_a_sender_that_ended_are_discarded() {
-    let mut matching = Matching::new(1, 4, [1, 2, 3, 4]);
-    for value in 0..4 {
-        matching.arrive(Message { source: value % 2, context: 0, tag: 0 }, value).unwrap();
-    }
-    matching.discard(|value| value % 2 == 0);
-    let any = Criteria { source: None, context: 0, tag: 0, ignore: u64::MAX };
-    assert_eq!((matching.claim(&any), matching.claim(&any), matching.claim(&any)), (Some(1), Some(3), None));
 }

@@ -6,7 +6,7 @@ pub mod rmpp;
 pub mod soak;
 mod workers;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use baton_lab::equations::{self, Load};
 use baton_lab::ntttcp::{self, NtttcpSettings};
 use clap::{Args, Subcommand};
@@ -121,10 +121,42 @@ pub enum Lab {
         #[arg(long)]
         json: bool,
     },
+    /// The evaluation of RMPP, message passing offloaded in steps: the real protocol on a model of the paper's machines, in virtual
+    /// time, and the paper's figures 7, 8, 10, 11 and 12 beside ours.
+    #[command(after_help = "Examples:\n  baton lab rmpp\n  baton lab rmpp --json\n  baton lab rmpp --output rmpp.html")]
+    Rmpp {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Write the figures as plots to this HTML file.
+        #[arg(long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
 }
 
 pub fn run(command: &Lab) -> Result<bool> {
-    let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command;
+    match command {
+        Lab::Equations { .. } => run_equations(command),
+        Lab::Rmpp { json, output } => run_rmpp(*json, output.as_deref()),
+    }
+}
+
+/// `baton lab rmpp`. False if a result is too far from the paper's.
+fn run_rmpp(json: bool, output: Option<&Path>) -> Result<bool> {
+    let report = baton_lab::rmpp::run();
+    if let Some(file) = output {
+        std::fs::write(file, baton_lab::rmpp::html(&report)?).with_context(|| format!("writing {}", file.display()))?;
+    }
+    if json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        print!("{}", baton_lab::rmpp::table(&report));
+    }
+    Ok(report.bars.iter().all(|bar| bar.holds))
+}
+
+fn run_equations(command: &Lab) -> Result<bool> {
+    let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command else { return Ok(true) };
     if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
         bail!("--throughput, --packet, --received and --per-interrupt must be more than 0");
     }

@@ -123,6 +123,8 @@ pub(super) struct Incoming {
     /// The buffer with those bytes, while they are kept.
     pub buffer: Option<u16>,
     pub state: ReceiveState,
+    /// Its place among the unexpected messages, while it is one.
+    pub place: u32,
     /// The receive that it has matched.
     pub receive: u32,
     /// Where the bytes behind the RTS's go.

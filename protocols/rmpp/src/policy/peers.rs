@@ -392,9 +392,6 @@ impl Policy {
         for handle in sent {
             self.give_up_send(handle, error);
         }
-        let peer = at as u16;
-        let incoming = &self.incoming;
-        self.matching.discard(|handle| incoming.get(handle).is_some_and(|message| message.peer == peer));
         for handle in received {
             self.give_up_receive(handle, error);
         }
@@ -450,10 +447,7 @@ impl Policy {
                 None => {}
                 Some(ReceiveState::Ended(_) | ReceiveState::Placed(_)) => self.forget(handle),
                 // The sender has given up what we have not finished.
-                Some(_) => {
-                    self.matching.discard(|unexpected| unexpected == handle);
-                    self.give_up_receive(handle, Error::Aborted);
-                }
+                Some(_) => self.give_up_receive(handle, Error::Aborted),
             }
         }
         let peer = &mut self.peers[at];

@@ -149,6 +149,7 @@ impl Policy {
             first,
             buffer: Some(buffer),
             state: ReceiveState::Held,
+            place: 0,
             receive: 0,
             region: Region::default(),
             packets: 0,
@@ -205,8 +206,9 @@ impl Policy {
                 }
                 self.begin(handle, receive, now, memory);
             }
+            Ok(Arrival::Unexpected(place)) => incoming.place = place,
             // There are as many places for unexpected messages as incoming ones.
-            Ok(Arrival::Unexpected) | Err(_) => {}
+            Err(_) => {}
         }
     }
 
@@ -548,7 +550,10 @@ impl Policy {
                     self.forget(handle);
                 }
             }
-            _ => self.forget(handle),
+            _ => {
+                self.matching.discard(message.place, handle);
+                self.forget(handle);
+            }
         }
     }
 
