@@ -27,7 +27,7 @@ struct Cli {
 enum Command {
     /// Moves random connections at random moments under load, and checks every byte.
     #[command(
-        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
+        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
     )]
     Soak(lab::soak::SoakArguments),
     /// Shows how connections of a server move to the NIC and back, and measures kernel and NIC.

@@ -152,6 +152,8 @@ pub mod session {
     pub const PACKETS: usize = 320;
     /// Number of these words.
     pub const PACKETS_WORDS: usize = 4;
+    /// Behind them: messages that the NIC knows.
+    pub const MESSAGES: usize = PACKETS + 8 * PACKETS_WORDS;
     /// Ring of commands from the program to the NIC.
     pub const COMMANDS: usize = 4096;
     /// Ring of messages from the NIC to the program.

@@ -153,5 +153,7 @@ impl Messages {
         for (word, value) in words.iter().zip([counters.received, counters.sent, counters.placed, lost]) {
             word.store(value, Ordering::Relaxed);
         }
+        let (incoming, outgoing) = data.messages();
+        self.memory.region().words(session::MESSAGES, 1)[0].store((incoming + outgoing) as u64, Ordering::Relaxed);
     }
 }

@@ -8,6 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 pub const EXAMPLES: &str = "Examples:
   baton rmpp pingpong --offload both
   baton rmpp pingpong --offload none --coalesce --sizes 1000,1000000 --json
+  baton rmpp availability --offload both --size 100000 --intervals 10,100,1000
   baton rmpp pingpong --offload both --rate 1000 --rtt 100 --rsm-lead 8 --sizes 1000000";
 
 #[derive(Subcommand)]
@@ -26,7 +27,27 @@ pub enum Rmpp {
         #[arg(long)]
         json: bool,
     },
+    /// How much of its processor a program has that works while messages are on their way, by the interval in which it looks for
+    /// their completion.
+    Availability {
+        #[command(flatten)]
+        conditions: ConditionArguments,
+        /// Bytes of a message.
+        #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..=MOST))]
+        size: u64,
+        /// Microseconds of work between two polls.
+        #[arg(long, value_delimiter = ',', default_values_t = INTERVALS, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+        intervals: Vec<u64>,
+        /// Messages to and fro at each interval.
+        #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+        /// Print one JSON object per interval.
+        #[arg(long)]
+        json: bool,
+    },
 }
+
+const INTERVALS: [u64; 6] = [10, 100, 300, 1000, 3000, 10_000];
 
 /// Largest message: its buffers lie in session memory.
 const MOST: u64 = 64 << 20;
@@ -83,7 +104,37 @@ impl ConditionArguments {
 pub fn run(command: &Rmpp) -> Result<bool> {
     match command {
         Rmpp::Pingpong { conditions, sizes, rounds, json } => ping_pong(&conditions.conditions(), sizes, *rounds, *json),
+        Rmpp::Availability { conditions, size, intervals, rounds, json } => {
+            availability(&conditions.conditions(), *size, intervals, *rounds, *json)
+        }
     }
+}
+
+fn availability(conditions: &Conditions, size: u64, intervals: &[u64], rounds: u32, json: bool) -> Result<bool> {
+    if !json {
+        println!(
+            "{:>11} {:>8} {:>12} {:>10} {:>10} {:>8} {:>7}",
+            "interval us", "MB/s", "availability", "host ms/MB", "NIC ms/MB", "events/p", "copies"
+        );
+    }
+    for interval in intervals {
+        let r = messages::availability(conditions, size, *interval, rounds)?;
+        if json {
+            println!("{}", serde_json::to_string(&r)?);
+            continue;
+        }
+        println!(
+            "{:>11} {:>8.1} {:>12.3} {:>10.3} {:>10.3} {:>8.3} {:>7.2}",
+            r.interval_us,
+            r.megabytes,
+            r.availability,
+            r.host_cpu_ms_per_mb,
+            r.nic_cpu_ms_per_mb,
+            r.events_per_packet,
+            r.copies_per_byte
+        );
+    }
+    Ok(true)
 }
 
 fn ping_pong(conditions: &Conditions, sizes: &[u64], rounds: u32, json: bool) -> Result<bool> {

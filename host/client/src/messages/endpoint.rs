@@ -4,6 +4,7 @@ use super::counted::Counted;
 use super::link::Link;
 use super::local::Local;
 use baton_abi::layout::session;
+use baton_linux::datagrams::Datagrams;
 use baton_linux::events::{Poller, Trigger};
 use baton_protocol::program::Messages;
 use baton_records::SessionMemory;
@@ -13,8 +14,8 @@ use baton_rmpp::{
 use baton_shm::Region;
 use baton_wire::Endpoint as Address;
 use std::io;
-use std::net::{SocketAddr, UdpSocket};
-use std::os::fd::AsFd;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +30,7 @@ const ROUNDS: usize = 16;
 const SOCKET: u64 = 0;
 const BELL: u64 = 1;
 const END: u64 = 2;
+const WATCHED: u64 = 3;
 
 /// Settings of an endpoint.
 #[derive(Clone, Debug)]
@@ -77,7 +79,7 @@ pub struct Endpoint {
     link: Option<Link>,
     on_nic: Halves,
     memory: Counted,
-    socket: UdpSocket,
+    socket: Datagrams,
     poller: Poller,
     address: SocketAddr,
     /// Where the program's part of the memory begins, and its bytes.
@@ -95,12 +97,8 @@ impl Endpoint {
     /// # Errors
     /// With the reason, if the agent refuses or a system call fails.
     pub fn new(settings: &Settings) -> io::Result<Endpoint> {
-        let socket = UdpSocket::bind(settings.address)?;
-        socket.set_nonblocking(true)?;
-        for option in [SO_RCVBUF, SO_SNDBUF] {
-            let _ = baton_linux::socket::set(socket.as_fd(), SOL_SOCKET, option, SOCKET_BUFFER);
-        }
-        let address = socket.local_addr()?;
+        let socket = Datagrams::bind(settings.address, SOCKET_BUFFER, settings.packet.into())?;
+        let address = socket.address();
         let config = config(settings);
         let Halves { receiving, sending } = settings.on_nic;
         let link = match receiving || sending {
@@ -118,12 +116,12 @@ impl Endpoint {
             true => None,
             false => {
                 let halves = Halves { receiving: !receiving, sending: !sending };
-                Some(Local::new(data_config(&config, halves, address), socket.try_clone()?))
+                Some(Local::new(data_config(&config, halves, address)))
             }
         };
         let poller = Poller::new()?;
-        if let Some(local) = &local {
-            poller.add(local.as_fd(), SOCKET, Trigger::Readable)?;
+        if local.is_some() {
+            poller.add(socket.as_fd(), SOCKET, Trigger::Readable)?;
         }
         if let Some(link) = &link {
             poller.add(link.bell(), BELL, Trigger::Readable)?;
@@ -166,6 +164,16 @@ impl Endpoint {
             copied: self.memory.copied(),
             nic_deaths: self.link.as_ref().map_or(0, |link| link.starts().saturating_sub(1)),
         }
+    }
+
+    /// What it holds for messages that have not ended: sends, incoming messages, receives, buffers for RTS packets, packets that
+    /// are cleared, messages of the data half in this process, and of the NIC's. All are 0 when nothing is left.
+    pub fn held(&self) -> [u64; 7] {
+        let (sends, incoming, receives) = self.policy.usage();
+        let (received, sent) = self.local.as_ref().map_or((0, 0), |local| local.data.messages());
+        let counts = [sends, incoming, receives, self.policy.buffers_held(), self.policy.cleared().0 as usize, received + sent];
+        let [a, b, c, d, e, f] = counts.map(|count| count as u64);
+        [a, b, c, d, e, f, self.link.as_ref().map_or(0, Link::messages)]
     }
 
     /// The number of the peer at an address.
@@ -221,7 +229,7 @@ impl Endpoint {
         for _ in 0..ROUNDS {
             let mut moved = self.take_nic_events(now)?;
             if let Some(local) = &mut self.local {
-                moved |= local.receive(&mut self.memory) > 0;
+                moved |= local.receive(&mut self.socket, &mut self.memory) > 0;
                 while self.policy.is_ready()
                     && let Some(event) = local.data.poll_event()
                 {
@@ -254,10 +262,20 @@ impl Endpoint {
             moved = true;
         }
         if link.next_retry().is_some_and(|at| at <= now) {
-            let port = self.address.port();
-            link.retry(now).into_iter().for_each(|host| Local::probe(&self.socket, SocketAddr::new(host, port)));
+            let unreached = link.retry(now);
+            self.probe(&unreached);
         }
         Ok(moved)
+    }
+
+    /// Makes the kernel look for the neighbours that lead to these hosts, with empty datagrams, which are no packets.
+    fn probe(&self, hosts: &[IpAddr]) {
+        if let Ok(socket) = self.socket.as_fd().try_clone_to_owned().map(UdpSocket::from) {
+            for host in hosts {
+                // Whatever becomes of it, the way is asked for again later.
+                let _ = socket.send_to(&[], SocketAddr::new(*host, self.address.port()));
+            }
+        }
     }
 
     /// Passes the policy's commands to the halves that they are for, and sends. Returns whether there was anything.
@@ -272,7 +290,7 @@ impl Endpoint {
         if let Some(link) = &mut self.link {
             link.publish();
         }
-        any | self.local.as_mut().is_some_and(|local| local.transmit(&self.memory) > 0)
+        any | self.local.as_mut().is_some_and(|local| local.transmit(&mut self.socket, &self.memory) > 0)
     }
 
     fn has_room(&mut self) -> bool {
@@ -291,6 +309,14 @@ impl Endpoint {
         {
             local.data.handle_command(command);
         }
+    }
+
+    /// Ends [`Endpoint::wait`] when another descriptor becomes readable.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.poller.add(fd, WATCHED, Trigger::Readable)
     }
 
     /// Sleeps until there is something to do, at most until `limit`, microseconds of the clock that `now` is of.
@@ -317,11 +343,8 @@ impl Endpoint {
     }
 }
 
-/// Levels and numbers of socket options, and the bytes asked for.
-const SOL_SOCKET: i32 = 1;
-const SO_SNDBUF: i32 = 7;
-const SO_RCVBUF: i32 = 8;
-const SOCKET_BUFFER: i32 = 4 << 20;
+/// Bytes of the socket's buffers that are asked for.
+const SOCKET_BUFFER: usize = 4 << 20;
 
 /// The memory's first byte that a message may lie at.
 const HEAP: u64 = session::HEAP as u64;

@@ -126,6 +126,11 @@ impl Link {
         std::array::from_fn(|at| self.packets[at] + now[at])
     }
 
+    /// Messages that the NIC in use knows.
+    pub fn messages(&self) -> u64 {
+        self.memory.region().words(session::MESSAGES, 1)[0].load(Ordering::Relaxed)
+    }
+
     /// The number of the NIC in use.
     pub fn starts(&self) -> u32 {
         self.starts

@@ -73,6 +73,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         };
         match messages.run_commands(commands) {
             Ok(round) => {
+                messages.publish_counters();
                 self.counters.add(Counter::BadMessages, round.bad);
                 round.worked
             }
