@@ -8,7 +8,7 @@ use baton_rmpp::{Command, Data, DataConfig, Disposition};
 use baton_shm::{Region, RingWords};
 use baton_wire::Endpoint;
 use baton_wire::frame::Link;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -34,7 +34,7 @@ pub(crate) struct Messages {
     /// None until the program has begun to use this NIC.
     data: Option<Data>,
     /// The ways to the hosts that the agent has allowed.
-    hops: HashMap<[u8; 16], Link>,
+    hops: BTreeMap<[u8; 16], Link>,
 }
 
 /// What a round over a session's commands has found.
@@ -47,7 +47,7 @@ pub(crate) struct Round {
 
 impl Messages {
     pub fn new(endpoint: MessageEndpoint, memory: Arc<Region>) -> Messages {
-        Messages { endpoint, memory: SessionMemory::new(memory), data: None, hops: HashMap::new() }
+        Messages { endpoint, memory: SessionMemory::new(memory), data: None, hops: BTreeMap::new() }
     }
 
     /// Address at which packets are received.
@@ -76,7 +76,7 @@ impl Messages {
     pub fn run_commands(&mut self, commands: &mut Consumer<RingWords>) -> Result<Round, Torn> {
         let mut round = Round { worked: false, bad: 0 };
         for _ in 0..COMMANDS {
-            if self.data.as_ref().is_some_and(|data| !data.has_room()) {
+            if !self.takes_commands() {
                 break;
             }
             let Some(record) = pop(commands)? else {
@@ -87,7 +87,8 @@ impl Messages {
             };
             round.worked = true;
             if let Some(starts) = begins(&record) {
-                if starts == self.endpoint.starts {
+                // Once for each NIC: tables are made for it.
+                if starts == self.endpoint.starts && self.data.is_none() {
                     self.data = Some(Data::new(self.endpoint.data));
                 }
             } else if let Some(data) = &mut self.data {
@@ -101,6 +102,11 @@ impl Messages {
             commands.release();
         }
         Ok(round)
+    }
+
+    /// Whether there is room for what a command makes. If not, the program leaves its events unread.
+    pub fn takes_commands(&self) -> bool {
+        self.data.as_ref().is_none_or(Data::has_room)
     }
 
     /// Handles a packet. Before the program has begun it is dropped: its sender sends it again.

@@ -263,7 +263,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             idle &= !self.agent.commands.has_message() && self.agent.backlog.is_empty();
             for session in self.programs.sessions.iter().flatten() {
                 go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
-                idle &= !session.commands.has_message();
+                idle &= !session.has_commands();
             }
             idle &= !self.has_messages_waiting();
         }

@@ -40,14 +40,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         let sessions = self.programs.sessions.iter().enumerate();
         let addresses = sessions.filter_map(|(id, session)| Some((session.as_ref()?.messages.as_ref()?.address(), id as u32)));
         self.programs.message_ports = addresses.collect();
+        self.programs.message_ports.sort_unstable();
     }
 
     /// Gives the frame to the data half that it is for. False if the kernel is to have it.
     #[inline(never)]
     pub(super) fn take_packet(&mut self) -> bool {
         let Some(to) = destination(self.frame.bytes()) else { return false };
-        let Some((_, id)) = self.programs.message_ports.iter().find(|(address, _)| *address == to) else { return false };
-        let Some(Some(session)) = self.programs.sessions.get_mut(*id as usize) else { return false };
+        let ports = &self.programs.message_ports;
+        let Ok(at) = ports.binary_search_by_key(&to, |(address, _)| *address) else { return false };
+        let Some(Some(session)) = self.programs.sessions.get_mut(ports[at].1 as usize) else { return false };
         let Some(messages) = &mut session.messages else { return false };
         let field = complete_checksum(&mut self.frame);
         let bytes = self.frame.bytes();

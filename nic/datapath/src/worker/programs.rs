@@ -43,6 +43,11 @@ pub(super) struct Session {
 }
 
 impl Session {
+    /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the worker awake.
+    pub fn has_commands(&self) -> bool {
+        self.commands.has_message() && self.messages.as_ref().is_none_or(|messages| messages.takes_commands())
+    }
+
     /// Whether the doorbell has to be rung at `now`.
     fn should_ring(&mut self, now: Instant) -> bool {
         if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
@@ -70,7 +75,7 @@ pub(super) struct Programs {
     pub dirty: Vec<u32>,
     /// Those of them whose program's ring was full in this round.
     pub ring_full: Vec<u32>,
-    /// Address and number of each session for messages.
+    /// Address and number of each session for messages, in order.
     pub message_ports: Vec<(Endpoint, u32)>,
 }
 
