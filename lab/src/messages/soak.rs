@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use baton_client::messages::Endpoint;
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
+use baton_protocol::program::Statistics;
 use baton_rmpp::{Completion, Error, Outgoing, PeerId, ReceiveId, Region, Request, Side};
 use baton_sim::Rng;
 use serde::Serialize;
@@ -34,6 +35,8 @@ pub struct SoakSettings {
     pub messages: u64,
     /// Times that the NIC is killed.
     pub kill_nic: u32,
+    /// Times that the agent is killed, and with it the NIC.
+    pub kill_agent: u32,
     /// Times that the peer is started anew in the middle of its messages.
     pub restart_peer: u32,
 }
@@ -53,7 +56,7 @@ pub struct SoakReport {
     pub failed: u64,
     /// Messages that failed since the peer had been restarted.
     pub failed_by_restart: u64,
-    /// NICs killed, and those that took their places.
+    /// NICs and agents killed.
     pub kills: u32,
     /// Times that another NIC was told what there was.
     pub replacements: u32,
@@ -80,7 +83,7 @@ impl SoakReport {
         let left = self.held_a.iter().chain(&self.held_b).sum::<u64>() + self.sessions_left.unsigned_abs();
         wrong + left == 0
             && self.delivered >= settings.messages
-            && self.kills == settings.kill_nic
+            && self.kills == settings.kill_nic + settings.kill_agent
             && self.restarts == settings.restart_peer
     }
 }
@@ -313,17 +316,19 @@ fn add(report: &mut SoakReport, part: &SoakReport) {
     report.failed_by_restart += part.failed_by_restart;
 }
 
-/// Kills the NIC whenever a share of the messages has come, until `over`.
-fn kill_nics(bed: &crate::testbed::Testbed, kills: u32, messages: u64, done: &AtomicU64, over: &AtomicBool) -> Result<u32> {
-    let mut tool = bed.tool()?;
+/// Kills the NIC, and then the agent with it, whenever a share of the messages has come, until `over`.
+fn kill(bed: &crate::testbed::Testbed, settings: &SoakSettings, done: &AtomicU64, over: &AtomicBool) -> Result<u32> {
+    let kills = settings.kill_nic + settings.kill_agent;
     let mut killed = 0;
     while killed < kills && !over.load(Ordering::Relaxed) {
-        if done.load(Ordering::Relaxed) >= u64::from(killed + 1) * messages / u64::from(kills + 1) {
-            let nic = tool.statistics()?.nic_process;
-            process::signal(nic, 9)?;
+        if done.load(Ordering::Relaxed) >= u64::from(killed + 1) * settings.messages / u64::from(kills + 1) {
+            let before = bed.tool()?.statistics()?;
+            let victim = if killed < settings.kill_nic { before.nic_process } else { before.agent_process };
+            process::signal(victim, 9)?;
             killed += 1;
-            // The statistics come when the agent has started the next one.
-            while tool.statistics()?.nic_process == nic && !over.load(Ordering::Relaxed) {
+            // While there is no agent it cannot be asked.
+            let another = |now: Statistics| now.nic_process != before.nic_process;
+            while !bed.tool().and_then(|mut tool| tool.statistics()).is_ok_and(another) && !over.load(Ordering::Relaxed) {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
@@ -348,7 +353,7 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
     let (testbed, a, b, _) = bed.split();
     let rounds = settings.restart_peer + 1;
     let kills = std::thread::scope(|scope| {
-        let killer = scope.spawn(|| kill_nics(testbed, settings.kill_nic, settings.messages, &done, &over));
+        let killer = scope.spawn(|| kill(testbed, settings, &done, &over));
         let exchanged = {
             let _ending = Ending(&over);
             exchange(settings, &conditions, testbed, [a, b], rounds, &done, &mut report)

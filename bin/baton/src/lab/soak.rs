@@ -57,7 +57,7 @@ pub struct SoakArguments {
     #[arg(long)]
     firewall: bool,
     /// Send messages (RMPP) of random sizes both ways instead, with both halves of their data path on the NIC.
-    #[arg(long, conflicts_with_all = ["connections", "moves", "ipv6", "kill_agent", "drop_during_moves", "beside", "firewall"])]
+    #[arg(long, conflicts_with_all = ["connections", "moves", "ipv6", "drop_during_moves", "beside", "firewall"])]
     rmpp: bool,
     /// With --rmpp: messages, both directions together.
     #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
@@ -102,6 +102,7 @@ fn run_messages(arguments: &SoakArguments, link: LinkSettings) -> Result<bool> {
         conditions,
         messages: arguments.messages,
         kill_nic: arguments.kill_nic,
+        kill_agent: arguments.kill_agent,
         restart_peer: arguments.restart_peer,
     };
     let report = messages::soak(&settings)?;

@@ -58,7 +58,8 @@ fn messages_come_right_wherever_the_halves_are() {
 fn no_message_is_lost_with_a_nic_or_comes_to_the_wrong_peer() {
     let faults = ["--loss", "1", "--reorder", "2", "--duplicate", "1", "--corrupt", "0.1"];
     for (seed, mtu) in [("1", "1500"), ("2", "9000")] {
-        let mut arguments = vec!["soak", "--rmpp", "--json", "--messages", "4000", "--kill-nic", "8", "--restart-peer", "1"];
+        let mut arguments =
+            vec!["soak", "--rmpp", "--json", "--messages", "4000", "--kill-nic", "6", "--kill-agent", "2", "--restart-peer", "1"];
         arguments.extend(faults);
         arguments.extend(["--seed", seed, "--mtu", mtu]);
         let report = &baton(&arguments)[0];
