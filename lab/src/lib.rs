@@ -8,6 +8,7 @@ pub mod demo;
 pub mod equations;
 pub mod http;
 pub mod lro;
+pub mod messages;
 pub mod moderation;
 pub mod ntttcp;
 pub mod options;

@@ -27,7 +27,7 @@ struct Cli {
 enum Command {
     /// Moves random connections at random moments under load, and checks every byte.
     #[command(
-        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20"
+        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
     )]
     Soak(lab::soak::SoakArguments),
     /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must hold.
@@ -77,6 +77,9 @@ enum Command {
     /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
     Ntttcp(lab::Ntttcp),
+    /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
+    #[command(subcommand, after_help = lab::rmpp::EXAMPLES)]
+    Rmpp(lab::rmpp::Rmpp),
     /// Repeats calculations of the papers behind Baton.
     #[command(subcommand)]
     Lab(lab::Lab),
@@ -113,6 +116,10 @@ fn run(command: Command) -> Result<bool> {
         Command::Nic(command) => nic::run(&command),
         Command::Ntttcp(command) => lab::ntttcp(&command),
         Command::Lab(command) => lab::run(&command),
+        Command::Rmpp(command) => {
+            baton_linux::namespace::become_root_if_needed()?;
+            lab::rmpp::run(&command)
+        }
         Command::Doctor(arguments) => {
             baton_linux::namespace::become_root_if_needed()?;
             doctor::run(&arguments)

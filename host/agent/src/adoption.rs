@@ -100,8 +100,9 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         Kept::Memory(number, opening) => {
             let memory = Arc::new(Region::map(next()?)?);
             let bell = SessionBell::from_fd(next()?);
+            let socket = if opening.messages.is_some() { Some(next()?) } else { None };
             if let Some(session) = sessions.get_mut(&number) {
-                session.open = Some(OpenSession::with_memory(memory, bell));
+                session.open = Some(OpenSession { socket, ..OpenSession::with_memory(memory, bell) });
                 session.opening = opening;
             }
         }

@@ -1,5 +1,6 @@
 //! The agent's event loop: serves requests of programs and tools, handles the NIC's messages and advances moves.
 
+mod messages;
 mod requests;
 
 use crate::adoption::Inherited;
@@ -563,8 +564,8 @@ impl Agent {
         let mut next = self.start_nic_patiently()?;
         next.inherit_slots(&mut self.nic);
         for (number, session) in self.sessions.iter().enumerate() {
-            if let Some(Session { open: Some(open), .. }) = session
-                && let Err(error) = next.attach(number as u32, &open.memory, &open.bell)
+            if let Some(Session { open: Some(open), opening, .. }) = session
+                && let Err(error) = next.attach(number as u32, open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.
                 eprintln!("baton agent: the NIC cannot have session {number}: {error:#}");

@@ -2,20 +2,22 @@
 
 use crate::ground::Shape;
 use crate::journal;
+use crate::session::OpenSession;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{RING_MESSAGES, nic};
+use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
 use baton_moves::Refusal;
 use baton_offloads::Offloads;
-use baton_protocol::nic::{ToAgent, ToNic};
+use baton_protocol::nic::{Hop, ToAgent, ToNic};
+use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, needs_doorbell};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -197,13 +199,35 @@ impl NicProcess {
         Ok(())
     }
 
-    /// Gives a session's memory to the NIC.
-    pub fn attach(&mut self, session: u32, memory: &Region, bell: &SessionBell) -> Result<()> {
-        let memory = memory.fd().context("session memory is shared memory")?;
-        self.send(&ToNic::Attach { session }, &[memory, bell.as_fd()])?;
+    /// Gives a session to the NIC: its memory, and its endpoint if it is for messages.
+    pub fn attach(&mut self, session: u32, open: &OpenSession, opening: &Opening) -> Result<()> {
+        let memory = open.memory.fd().context("session memory is shared memory")?;
+        let starts = open.memory.word32(session_layout::NIC_STARTS);
+        // The program can write this word, too, and harms only itself.
+        let next = starts.load(Ordering::Acquire).wrapping_add(1);
+        let messages = opening.messages.clone().map(|messages| (messages, next));
+        self.send(&ToNic::Attach { session, messages }, &[memory, open.bell.as_fd()])?;
         match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Attached => Ok(()),
+            ToAgent::Attached if opening.messages.is_none() => Ok(()),
+            ToAgent::Attached => {
+                starts.store(next, Ordering::Release);
+                open.bell.ring();
+                Ok(())
+            }
             other => bail!("the NIC did not attach the session: {other:?}"),
+        }
+    }
+
+    /// Lets a session for messages send to a host.
+    ///
+    /// # Errors
+    /// Why the NIC refuses, or that it has died.
+    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Hop) -> Result<()> {
+        self.send(&ToNic::Reach { session, host, hop }, &[])?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Reached => Ok(()),
+            ToAgent::Failed(reason) => bail!("{reason}"),
+            other => bail!("the NIC did not take the way to {host}: {other:?}"),
         }
     }
 

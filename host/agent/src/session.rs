@@ -11,7 +11,7 @@ use baton_ring::Consumer;
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -59,6 +59,8 @@ pub(crate) struct OpenSession {
     /// The NIC's and this agent's end of the doorbells: ringing it wakes the program.
     pub bell: SessionBell,
     pub heap: Heap,
+    /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
+    pub socket: Option<OwnedFd>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
     pub ended: BTreeMap<u32, Memory>,
 }
@@ -72,7 +74,8 @@ impl OpenSession {
 
     /// Makes a session from memory that exists already.
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
-        OpenSession { heap: Heap::new(at::HEAP, at::heap_end(memory.len())), memory, bell, ended: BTreeMap::new() }
+        let heap = Heap::new(at::HEAP, at::heap_end(memory.len()));
+        OpenSession { heap, memory, bell, socket: None, ended: BTreeMap::new() }
     }
 
     /// Notifies the program that a connection has moved, or that any may have ([`at::ANY`]).

@@ -10,9 +10,12 @@ use baton_linux::route::{self, Route, Routing};
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
 use baton_linux::xfrm::Verdict;
 use baton_moves::Refusal;
+use baton_protocol::nic::Hop;
 use baton_steering::{FURTHER, Path};
+use baton_wire::Flow;
 use baton_wire::frame::Link;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
 
 /// Route, header and devices of a connection's frames.
 #[derive(Clone, Copy)]
@@ -108,6 +111,41 @@ impl Ground<'_> {
         let path = self.path_of(connection, &routing, &interface)?;
         let link = Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: path.leaves_by };
         Ok(Way { link, path, hop, mtu, routing })
+    }
+
+    /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now.
+    ///
+    /// # Errors
+    /// Why the kernel could not send there either, or why the NIC cannot.
+    pub fn way_to(&mut self, fd: BorrowedFd<'_>, local: SocketAddr, host: IpAddr) -> Result<Hop, Refusal> {
+        let (host, peer) = (host.to_canonical(), SocketAddr::new(host.to_canonical(), local.port()));
+        let v4 = local.ip().to_canonical().is_ipv4();
+        if host.is_ipv4() != v4 || host.is_multicast() || host.is_unspecified() {
+            return Err(Refusal::NoRoute);
+        }
+        let routing = Routing::of(fd, v4, peer).map_err(|error| system("getsockopt", &error))?;
+        let route = route::of_connection(self.routes, local, peer, &routing).map_err(|_| Refusal::NoRoute)?;
+        if route.local || routing.on_link && route.gateway.is_some() {
+            return Err(Refusal::NoRoute);
+        }
+        if routing.mark != 0 {
+            return Err(Refusal::Marked(routing.mark));
+        }
+        if route.encapsulated {
+            return Err(Refusal::Encapsulated);
+        }
+        let interface = self.device(route.interface)?;
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        self.guards.pass(self.routes, &flow, interface.index)?;
+        match self.guards.verdict(&flow, interface.index, routing.mark)? {
+            Verdict::Clear => {}
+            Verdict::Covered => return Err(Refusal::Policy),
+            Verdict::BlockedOut => return Err(Refusal::PolicyBlocks),
+        }
+        let hop = route.gateway.unwrap_or(host);
+        let destination = rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Refusal::NoNeighbour)?;
+        let (ttl, _) = export::link_settings(fd, v4).map_err(|error| system("getsockopt", &error))?;
+        Ok(Hop { source: interface.address, destination, ttl })
     }
 
     /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is

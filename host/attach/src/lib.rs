@@ -124,7 +124,13 @@ impl Attacher {
         let notified = Arc::new(Mutex::new(Vec::new()));
         let sink = notified.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
-        let opening = Opening { version: VERSION, group: settings.group, program: settings.target.to_string(), attacher: true };
+        let opening = Opening {
+            version: VERSION,
+            group: settings.group,
+            program: settings.target.to_string(),
+            attacher: true,
+            messages: None,
+        };
         let shared = Arc::new(Shared::connect(agent, opening, listener)?);
         let after = if settings.flip.is_some() { 1 } else { settings.after.clamp(1, i32::MAX as u32) };
         let bypass = SocketBypass::new(session::MAX_CONNECTIONS as u32, after).context("the bypass of running programs")?;

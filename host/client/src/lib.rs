@@ -12,6 +12,7 @@ mod connection;
 pub mod discovery;
 mod ending;
 pub mod heap;
+pub mod messages;
 pub mod rules;
 mod session;
 mod shared;

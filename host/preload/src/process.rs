@@ -113,7 +113,8 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
-    let opening = Opening { version: VERSION, group: plan.run.group, program: plan.program.clone(), attacher: false };
+    let opening =
+        Opening { version: VERSION, group: plan.run.group, program: plan.program.clone(), attacher: false, messages: None };
     let listener = Listener(Box::new(|number| {
         if let Some(tcp) = session().and_then(|session| session.socket(number)) {
             tcp.changed();

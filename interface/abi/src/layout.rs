@@ -147,6 +147,15 @@ pub mod session {
     pub const ANY: u32 = u32::MAX;
     /// 4-byte word: number of times that an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
+    /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
+    pub const NIC_STARTS: usize = 256;
+    /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed, packets refused
+    /// or dropped, since the program began to use this NIC.
+    pub const PACKETS: usize = 320;
+    /// Number of these words.
+    pub const PACKETS_WORDS: usize = 4;
+    /// Behind them: messages that the NIC knows.
+    pub const MESSAGES: usize = PACKETS + 8 * PACKETS_WORDS;
     /// Ring of commands from the program to the NIC.
     pub const COMMANDS: usize = 4096;
     /// Ring of messages from the NIC to the program.

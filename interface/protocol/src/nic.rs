@@ -1,7 +1,9 @@
 //! Between the agent and the NIC process that it starts: descriptors, settings, requests.
 
+use crate::program::Messages;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
 
 fn one() -> usize {
     1
@@ -105,6 +107,17 @@ pub enum Descriptor {
 /// baton_steering.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
+/// The way to a host: what its frames' headers say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hop {
+    /// Source MAC address.
+    pub source: [u8; 6],
+    /// Destination MAC address.
+    pub destination: [u8; 6],
+    /// Time to live, or hop limit.
+    pub ttl: u8,
+}
+
 /// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
@@ -112,6 +125,17 @@ pub enum ToNic {
     Attach {
         /// The session's number.
         session: u32,
+        /// Its endpoint, and the number of this NIC for it (see the layout of session memory), if it is for messages.
+        messages: Option<(Messages, u32)>,
+    },
+    /// A session for messages may send to a host.
+    Reach {
+        /// The session's number.
+        session: u32,
+        /// The host.
+        host: IpAddr,
+        /// The way there.
+        hop: Hop,
     },
     /// Begin to receive frames.
     Start,
@@ -126,6 +150,8 @@ pub enum ToAgent {
     Ready,
     /// The session is attached.
     Attached,
+    /// The session may send to the host now.
+    Reached,
     /// The offloads have been changed.
     Set,
     /// The request failed, for this reason.

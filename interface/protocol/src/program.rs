@@ -2,9 +2,10 @@
 
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
+use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -76,6 +77,11 @@ pub enum Ask {
         /// The kernel would have reset it.
         abort: bool,
     },
+    /// From a session for messages: lets the NIC send to this host, by the way that the kernel would choose now.
+    Reach {
+        /// Its address.
+        host: IpAddr,
+    },
     /// Lists the attachers.
     Attachers,
     /// The program exits. The answer comes after its activity is in its group's report.
@@ -134,13 +140,69 @@ pub struct Opening {
     pub program: String,
     /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only during a move.
     pub attacher: bool,
+    /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle comes along.
+    pub messages: Option<Messages>,
+}
+
+/// The endpoint of a session for messages, as the NIC is to serve it. The NIC checks it again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Messages {
+    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set.
+    pub address: SocketAddr,
+    /// Number of the endpoint.
+    pub endpoint: u16,
+    /// The NIC has the receiving half.
+    pub receiving: bool,
+    /// The NIC has the sending half.
+    pub sending: bool,
+    /// Peers.
+    pub peers: u16,
+    /// Messages that are received at the same time.
+    pub incoming: u16,
+    /// Messages that are sent at the same time.
+    pub outgoing: u16,
+    /// Offset in session memory of the buffers for RTS packets.
+    pub buffers: u64,
+    /// Number of these buffers.
+    pub buffer_count: u16,
+    /// Bytes of one of them.
+    pub buffer_size: u16,
+    /// Bytes of RMPP packet that a frame carries.
+    pub packet: u16,
+}
+
+impl Messages {
+    /// Most peers, and most messages in each direction.
+    pub const MOST: u16 = 8192;
+    /// Longest and shortest packet.
+    pub const PACKET: std::ops::RangeInclusive<u16> = 128..=9216;
+
+    /// # Errors
+    /// With the reason, if a NIC cannot serve such an endpoint in `memory` bytes of session memory, whose heap begins at `heap`.
+    pub fn check(&self, heap: u64, memory: u64) -> Result<(), String> {
+        let most = Messages::MOST;
+        if [self.peers, self.incoming, self.outgoing].iter().any(|count| *count == 0 || *count > most) {
+            return Err(format!("an endpoint has 1 to {most} peers, and as many messages in each direction"));
+        }
+        if !Messages::PACKET.contains(&self.packet) {
+            return Err(format!("packets of {} bytes: 128 to 9216 are possible", self.packet));
+        }
+        let end = self.buffers.checked_add(u64::from(self.buffer_count) * u64::from(self.buffer_size));
+        if self.buffers < heap || end.is_none_or(|end| end > memory) {
+            return Err("the buffers for RTS packets lie outside the session's heap".into());
+        }
+        if !self.receiving {
+            return Err("the NIC has no sending half without the receiving one".into());
+        }
+        Ok(())
+    }
 }
 
 impl Opening {
     /// For a program that belongs to no group.
     pub fn alone() -> Opening {
         let program = std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        Opening { version: VERSION, group: 0, program, attacher: false }
+        Opening { version: VERSION, group: 0, program, attacher: false, messages: None }
     }
 }
 

@@ -5,17 +5,22 @@ use crate::key;
 use crate::line::Line;
 use crate::sandbox;
 use anyhow::{Context, Result};
-use baton_abi::layout::{Counter, nic};
+use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{Peers, Registers, Worker, WorkerSettings, crossbar};
+use baton_datapath::{MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
-use baton_protocol::nic::{Descriptor, INJECT, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{Descriptor, Hop, INJECT, NicSettings, ToAgent, ToNic};
+use baton_protocol::program::Messages;
+use baton_rmpp::{DataConfig, Halves};
 use baton_shm::Region;
 use baton_tcp::Instant;
+use baton_wire::Endpoint;
+use baton_wire::frame::Link;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -50,6 +55,9 @@ struct Front {
     channel_seen: u32,
     random_key: baton_rss::Key,
 }
+
+/// Events that a data half keeps while the program's ring is full.
+const EVENTS: u16 = 1024;
 
 /// Poller token of the control connection.
 const CHANNEL: u64 = 3;
@@ -332,10 +340,18 @@ impl Runner {
         let Some(front) = &mut self.front else { return Ok(()) };
         loop {
             match front.channel.try_receive::<ToNic>() {
-                Ok((ToNic::Attach { session }, descriptors)) => {
-                    let answer = match attach(&mut self.worker, &self.poller, &mut front.program_bells, session, descriptors) {
+                Ok((ToNic::Attach { session, messages }, descriptors)) => {
+                    let attached = session_memory(&self.poller, &mut front.program_bells, session, descriptors);
+                    let answer = match attached.and_then(|memory| attach(&mut self.worker, session, memory, messages)) {
                         Ok(()) => ToAgent::Attached,
                         Err(error) => ToAgent::Failed(format!("{error:#}")),
+                    };
+                    front.channel.send(&answer, &[])?;
+                }
+                Ok((ToNic::Reach { session, host, hop }, _)) => {
+                    let answer = match self.worker.reach(session, Endpoint::from(SocketAddr::new(host, 0)).address, link(&hop)) {
+                        true => ToAgent::Reached,
+                        false => ToAgent::Failed("the session sends to too many hosts".into()),
                     };
                     front.channel.send(&answer, &[])?;
                 }
@@ -362,21 +378,49 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
     }
 }
 
+/// The header that frames for a host get.
+fn link(hop: &Hop) -> Link {
+    Link { source: hop.source, destination: hop.destination, ttl: hop.ttl, tos: 0, flow_label: 0, interface: 0 }
+}
+
+/// Gives a session to the worker: one for connections, or for messages.
+fn attach(worker: &mut NicWorker, session: u32, memory: Arc<Region>, messages: Option<(Messages, u32)>) -> Result<()> {
+    let Some((settings, starts)) = messages else {
+        worker.attach(session, memory);
+        return Ok(());
+    };
+    settings.check(layout::session::HEAP as u64, memory.len() as u64).map_err(anyhow::Error::msg)?;
+    let data = DataConfig {
+        halves: Halves { receiving: settings.receiving, sending: settings.sending },
+        address: settings.address.into(),
+        endpoint: settings.endpoint,
+        peers: settings.peers,
+        incoming: settings.incoming,
+        outgoing: settings.outgoing,
+        buffers: settings.buffers,
+        buffer_count: settings.buffer_count,
+        buffer_size: settings.buffer_size,
+        packet: settings.packet,
+        events: EVENTS,
+    };
+    worker.attach_messages(session, memory, MessageEndpoint { data, starts });
+    Ok(())
+}
+
 /// Maps a session's memory, and adds its doorbell to the poller.
-fn attach(
-    worker: &mut NicWorker,
+fn session_memory(
     poller: &Poller,
     bells: &mut HashMap<u32, SessionBell>,
     session: u32,
     descriptors: Vec<OwnedFd>,
-) -> Result<()> {
+) -> Result<Arc<Region>> {
     let [memory, bell] = <[OwnedFd; 2]>::try_from(descriptors)
         .map_err(|_| anyhow::anyhow!("a session needs two descriptors: its memory and its doorbell"))?;
-    worker.attach(session, Arc::new(Region::map(memory)?));
+    let memory = Arc::new(Region::map(memory)?);
     let bell = SessionBell::from_fd(bell);
     poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
     if let Some(last) = bells.insert(session, bell) {
         let _ = poller.remove(last.as_fd());
     }
-    Ok(())
+    Ok(memory)
 }

@@ -15,6 +15,7 @@ mod fragments;
 mod growth;
 mod held;
 mod icmp;
+mod messages;
 mod offloaded;
 mod peers;
 mod posted;
@@ -22,5 +23,6 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar};
 pub use worker::{Worker, WorkerOffloads, WorkerSettings};

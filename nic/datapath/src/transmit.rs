@@ -21,6 +21,17 @@ impl<W: Device> Output<W> {
         Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities }
     }
 
+    /// The buffer in which a frame is built for [`Output::transmit`].
+    pub fn frame_mut(&mut self) -> &mut Frame {
+        &mut self.frame
+    }
+
+    /// Sends the frame that was built.
+    pub fn transmit(&mut self, counters: &Counters) {
+        let sent = self.wire.transmit(&mut self.frame);
+        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+
     /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
     /// checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {

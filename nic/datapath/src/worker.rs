@@ -6,6 +6,7 @@ mod commands;
 mod connections;
 mod crossbar;
 mod frames;
+mod messages;
 mod programs;
 mod to_kernel;
 
@@ -207,6 +208,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_host(now);
         }
         worked |= self.poll_sessions(now);
+        if !self.programs.message_ports.is_empty() {
+            worked |= self.poll_messages();
+        }
         if self.agent.commands.has_message() {
             worked |= self.poll_commands(now);
         }
@@ -259,8 +263,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             idle &= !self.agent.commands.has_message() && self.agent.backlog.is_empty();
             for session in self.programs.sessions.iter().flatten() {
                 go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
-                idle &= !session.commands.has_message();
+                idle &= !session.has_commands();
             }
+            idle &= !self.has_messages_waiting();
         }
         if !idle {
             self.end_sleep();

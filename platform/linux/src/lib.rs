@@ -3,6 +3,7 @@
 pub mod bell;
 pub mod conntrack;
 pub mod control;
+pub mod datagrams;
 pub mod diagnosis;
 pub mod events;
 pub mod files;
@@ -13,6 +14,7 @@ pub mod interface;
 pub mod namespace;
 pub mod netlink;
 pub mod process;
+mod raw_address;
 pub mod rights;
 pub mod route;
 pub mod rtnetlink;

@@ -79,6 +79,12 @@ pub const SIOCOUTQ: libc::c_ulong = 0x5411;
 /// Request for the number of unsent bytes.
 pub const SIOCOUTQNSD: libc::c_ulong = 0x894b;
 
+/// Whether this is a UDP socket of the calling thread's network namespace.
+pub fn is_udp(fd: BorrowedFd<'_>) -> bool {
+    let is = |option, value| get(fd, libc::SOL_SOCKET, option).is_ok_and(|found| found == value);
+    is(libc::SO_TYPE, libc::SOCK_DGRAM) && is(libc::SO_PROTOCOL, libc::IPPROTO_UDP) && is_of_this_namespace(fd).unwrap_or(false)
+}
+
 /// The socket's own address.
 ///
 /// # Errors

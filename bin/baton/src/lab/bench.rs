@@ -45,6 +45,16 @@ pub enum Bench {
         #[arg(long, default_value_t = 3)]
         rounds: usize,
     },
+    /// Messages (RMPP) of 1 MB, with nothing, receiving or both on the NIC in turn: host A's CPU, events, processor availability;
+    /// and what asking early for the next packets gains on a link of 1 Gb/s with 100 us of round trip.
+    Rmpp {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+    },
     /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table and the
     /// balanced one in turn. The weights move to other connections from time to time.
     Rss {
@@ -129,6 +139,11 @@ pub fn run(what: &Bench) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
             print_bars(&report.bars, &report, *json)
+        }
+        Bench::Rmpp { json, rounds } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::messages::bench(*rounds, &|line| eprintln!("{line}"))?;
+            Ok(print_bars(&report.bars, &report, *json)? && report.mismatches() == 0)
         }
         Bench::Rss { json, workers, flows, exponent, shifts } => {
             baton_linux::namespace::become_root_if_needed()?;

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod hosts;
+pub mod rmpp;
 pub mod sim;
 pub mod soak;
 mod workers;

@@ -1,6 +1,7 @@
 //! `baton soak`: connections that move at random moments through a faulty link, every byte checked.
 
 use anyhow::Result;
+use baton_lab::messages::{self, Conditions, Offload};
 use baton_lab::soak::{self, SoakSettings};
 use baton_lab::testbed::TestbedSettings;
 use baton_protocol::nic::LinkSettings;
@@ -55,6 +56,15 @@ pub struct SoakArguments {
     /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
+    /// Send messages (RMPP) of random sizes both ways instead, with both halves of their data path on the NIC.
+    #[arg(long, conflicts_with_all = ["connections", "moves", "ipv6", "drop_during_moves", "beside", "firewall"])]
+    rmpp: bool,
+    /// With --rmpp: messages, both directions together.
+    #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
+    messages: u64,
+    /// With --rmpp: start the peer anew this many times, in the middle of its messages.
+    #[arg(long, default_value_t = 0, requires = "rmpp", value_parser = clap::value_parser!(u32).range(0..=100))]
+    restart_peer: u32,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -76,6 +86,30 @@ const STATEFUL_RULES: &str =
     "table inet filter { chain input { type filter hook input priority 0; policy accept; ct state invalid drop; }
   chain output { type filter hook output priority 0; policy accept; ct state invalid drop; }
 }\n";
+
+/// `baton soak --rmpp`. Returns whether every message came, right, once and in order, and nothing was left over.
+fn run_messages(arguments: &SoakArguments, link: LinkSettings) -> Result<bool> {
+    // Room for all packets that may be cleared.
+    let link = LinkSettings { buffer: 8 << 20, ..link };
+    let link = if link.loss + link.reorder + link.duplicate + link.corrupt > 0 || link.delay > 0 {
+        link
+    } else {
+        LinkSettings::default()
+    };
+    let mtu = u16::try_from(arguments.mtu)?;
+    let conditions = Conditions { offload: Offload::Both, mtu, link, seed: arguments.seed, ..Conditions::plain() };
+    let settings = messages::SoakSettings {
+        conditions,
+        messages: arguments.messages,
+        kill_nic: arguments.kill_nic,
+        kill_agent: arguments.kill_agent,
+        restart_peer: arguments.restart_peer,
+    };
+    let report = messages::soak(&settings)?;
+    let text = if arguments.json { serde_json::to_string(&report)? } else { serde_json::to_string_pretty(&report)? };
+    println!("{text}");
+    Ok(report.is_clean(&settings))
+}
 
 /// `baton soak`. Returns whether every byte was right and no connection broke.
 pub fn run(arguments: &SoakArguments) -> Result<bool> {
@@ -100,6 +134,9 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };
+    if arguments.rmpp {
+        return run_messages(arguments, bed.link);
+    }
     arguments.workers.apply(&mut bed);
     let settings = SoakSettings {
         connections: arguments.connections as usize,

@@ -14,6 +14,7 @@ mod growth;
 mod hostile;
 mod hostile_client;
 mod lifecycle;
+mod messages;
 mod moves;
 mod offloads;
 mod options;

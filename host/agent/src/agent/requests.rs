@@ -101,7 +101,7 @@ impl Agent {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open(opening) => match self.open(number, &opening) {
+            Ask::Open(opening) => match self.open(number, &opening, descriptors.pop()) {
                 Ok(given) => Some((Reply::Opened { session: number }, given)),
                 Err(error) => failed(format!("{error:#}")),
             },
@@ -130,6 +130,7 @@ impl Agent {
             Ask::Closed { connection, abort } => {
                 self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
             }
+            Ask::Reach { host } => Some((self.reach(number, host), Vec::new())),
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
             Ask::MoveAny { session, connection, to } => {
                 let attached = self.is_attacher(session);
@@ -222,14 +223,16 @@ impl Agent {
         Reply::Grouped { group: name }
     }
 
-    fn open(&mut self, number: u32, opening: &Opening) -> Result<Vec<OwnedFd>> {
+    fn open(&mut self, number: u32, opening: &Opening, socket: Option<OwnedFd>) -> Result<Vec<OwnedFd>> {
         let bytes = self.settings.session_bytes;
         if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.open.is_some()) {
             anyhow::bail!("the session is open already");
         }
         let Some(user) = self.sessions[number as usize].as_ref().map(|session| session.user) else { anyhow::bail!("no session") };
+        let messages = self.examine_messages(opening, socket.as_ref())?;
+        let opening = &Opening { messages, ..opening.clone() };
         self.users.opens(user).map_err(anyhow::Error::msg)?;
-        let opened = self.open_anew(number, bytes);
+        let opened = self.open_anew(number, bytes, opening, socket);
         let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
         // Groups of an agent before this one's keeper was started do not exist any more.
         let group = if self.groups.has(opening.group) { opening.group } else { 0 };
@@ -239,17 +242,26 @@ impl Agent {
         let given = vec![memory, theirs.into()];
         let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
         let bell = open.bell.try_clone()?;
+        let socket = open.socket.as_ref().map(OwnedFd::try_clone).transpose()?;
         session.open = Some(open);
         session.opening.clone_from(&opening);
-        self.keep(&Kept::Memory(number, opening), &[given[0].as_fd(), bell.as_fd()]);
+        let kept: Vec<_> = [given[0].as_fd(), bell.as_fd()].into_iter().chain(socket.as_ref().map(AsFd::as_fd)).collect();
+        self.keep(&Kept::Memory(number, opening), &kept);
         Ok(given)
     }
 
     /// Makes memory and doorbells of a session, and attaches them to the NIC.
-    fn open_anew(&mut self, number: u32, bytes: usize) -> Result<(OpenSession, SessionBell)> {
-        let (open, theirs) = OpenSession::new(bytes)?;
+    fn open_anew(
+        &mut self,
+        number: u32,
+        bytes: usize,
+        opening: &Opening,
+        socket: Option<OwnedFd>,
+    ) -> Result<(OpenSession, SessionBell)> {
+        let (mut open, theirs) = OpenSession::new(bytes)?;
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
-        self.nic.attach(number, &open.memory, &open.bell)?;
+        open.socket = socket.filter(|_| opening.messages.is_some());
+        self.nic.attach(number, &open, opening)?;
         Ok((open, theirs))
     }
 
@@ -264,6 +276,9 @@ impl Agent {
         };
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
+        if session.opening.messages.is_some() {
+            return Reply::Failed { reason: "this session is for messages, open another one for connections".into() };
+        }
         let flow = Flow { local: local.into(), remote: peer.into() };
         // A repeated request, since the first one's agent died: one connection has one entry.
         if let Some(known) = session.connections.with_flow(&flow) {

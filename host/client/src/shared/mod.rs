@@ -12,7 +12,7 @@ use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
 use baton_ring::{Lock, Producer, Token, count_sleeper, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableWords, Region, RingWords};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -92,6 +92,24 @@ impl Shared {
         path: &Path,
         opening: Opening,
         listener: Listener,
+        renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
+    ) -> io::Result<Shared> {
+        Self::open(path, opening, None, listener, renumber)
+    }
+
+    /// Opens a session for messages, whose packets come to `socket`.
+    ///
+    /// # Errors
+    /// If no agent listens at `path`, or it refuses; with the reason.
+    pub(crate) fn connect_for_messages(path: &Path, opening: Opening, socket: BorrowedFd<'_>) -> io::Result<Shared> {
+        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), Ok)
+    }
+
+    fn open(
+        path: &Path,
+        opening: Opening,
+        socket: Option<BorrowedFd<'_>>,
+        listener: Listener,
         mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
         let channel = Channel::connect(path).map_err(|error| {
@@ -104,7 +122,8 @@ impl Shared {
             )
         })?;
         let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
-        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[])?;
+        let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
+        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &given)?;
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
         let number = match answer.body {
             Reply::Opened { session } => session,

@@ -9,6 +9,7 @@ use baton_linux::process::Undisturbed;
 use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until};
 use baton_ring::Token;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -159,6 +160,19 @@ impl Shared {
         drop(connections);
         if let Some(mut events) = self.events.lock(token) {
             events.forget(connection);
+        }
+    }
+
+    /// In a session for messages: lets the NIC send to a host.
+    ///
+    /// # Errors
+    /// `WouldBlock` if trying again may help, else the reason.
+    pub(crate) fn reach(&self, host: IpAddr) -> io::Result<()> {
+        match self.ask(&Ask::Reach { host }, None)? {
+            Reply::Done => Ok(()),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the way to a host is missing")),
         }
     }
 

@@ -368,7 +368,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Removes a session.
     fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
         let entry = self.programs.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
-        entry.take().map(|_| 0).ok_or(Refusal::UnknownSession)
+        let taken = entry.take().map(|_| 0).ok_or(Refusal::UnknownSession);
+        self.list_messages();
+        taken
     }
 
     /// Sends a connection's request for memory to the agent.

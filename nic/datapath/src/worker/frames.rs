@@ -108,6 +108,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.on_segment(slot, &parsed, now);
             return;
         }
+        if !self.programs.message_ports.is_empty() && self.take_packet() {
+            return;
+        }
         if !self.take_fragment(now) {
             self.deliver_to_kernel(now);
         }

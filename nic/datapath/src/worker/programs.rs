@@ -3,6 +3,7 @@
 
 use super::Worker;
 use crate::custody::Custody;
+use crate::messages::Messages;
 use crate::offloaded::Pending;
 use crate::peers::Call;
 use baton_abi::layout::{Counter, RING_MESSAGES, session};
@@ -12,6 +13,7 @@ use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, needs_doorbell};
 use baton_shm::{Region, RingWords};
 use baton_tcp::{Events, Instant};
+use baton_wire::Endpoint;
 use std::sync::Arc;
 
 /// Number of messages taken from one session before the next one gets its turn.
@@ -36,9 +38,16 @@ pub(super) struct Session {
     pub moderated: u64,
     /// Decides when the doorbell of a sleeping program is rung.
     pub moderator: Moderator,
+    /// Present in a session for messages, which has no connections.
+    pub messages: Option<Box<Messages>>,
 }
 
 impl Session {
+    /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the worker awake.
+    pub fn has_commands(&self) -> bool {
+        self.commands.has_message() && self.messages.as_ref().is_none_or(|messages| messages.takes_commands())
+    }
+
     /// Whether the doorbell has to be rung at `now`.
     fn should_ring(&mut self, now: Instant) -> bool {
         if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
@@ -66,11 +75,14 @@ pub(super) struct Programs {
     pub dirty: Vec<u32>,
     /// Those of them whose program's ring was full in this round.
     pub ring_full: Vec<u32>,
+    /// Address and number of each session for messages, in order.
+    pub message_ports: Vec<(Endpoint, u32)>,
 }
 
 impl Programs {
     pub fn new(slots: usize) -> Programs {
-        Programs { sessions: Vec::new(), dirty: Vec::with_capacity(slots), ring_full: Vec::with_capacity(slots) }
+        let (dirty, ring_full) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
+        Programs { sessions: Vec::new(), dirty, ring_full, message_ports: Vec::new() }
     }
 }
 
@@ -89,7 +101,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let commands = Consumer::new(memory.ring(session::COMMANDS));
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
-        self.programs.sessions[at] = Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator });
+        self.programs.sessions[at] =
+            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, messages: None });
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
@@ -139,7 +152,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Stops reading a session whose ring is corrupt, and asks the agent to take its connections back.
     #[cold]
-    fn stop_session(&mut self, id: usize) {
+    pub(super) fn stop_session(&mut self, id: usize) {
         self.counters.add(Counter::BadMessages, 1);
         self.broadcast(|| Call::Detach(id as u32));
         self.programs.sessions[id] = None;
@@ -149,6 +162,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Takes up to a batch of a session's messages. Returns whether there was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let mut worked = false;
+        if self.programs.sessions[id].as_ref().is_some_and(|session| session.messages.is_some()) {
+            return self.poll_message_commands(id);
+        }
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else {

@@ -146,6 +146,11 @@ impl Data {
         self.events.pop_front()
     }
 
+    /// Whether an event waits for the policy.
+    pub fn has_event(&self) -> bool {
+        !self.events.is_empty()
+    }
+
     /// Whether there is something to send.
     pub fn has_transmit(&self) -> bool {
         !self.control.is_empty() || self.sending.has_ready()

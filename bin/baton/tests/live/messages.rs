@@ -1,0 +1,210 @@
+//! Messages (RMPP): the data half on the NIC, in part there, or in the program; NICs that die, peers that start anew, programs that
+//! are refused or end.
+
+use crate::common::hosts;
+use baton_abi::layout::{Counter, session};
+use baton_client::messages::{Endpoint, Settings};
+use baton_lab::testbed::{self, TestbedSettings};
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, Messages, Opening, Reply, Request};
+use baton_ring::{Consumer, Producer};
+use baton_rmpp::Halves;
+use baton_shm::{Region, RingWords};
+use baton_sim::Rng;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Runs this Baton; it must succeed. Returns the JSON objects that it printed.
+fn baton(arguments: &[&str]) -> Vec<serde_json::Value> {
+    let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(arguments).output().expect("baton runs");
+    let (out, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{arguments:?}: {out} {errors}");
+    out.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+#[test]
+fn messages_come_right_wherever_the_halves_are() {
+    for (offload, mtu, most_events) in
+        [("none", "1500", 1.0), ("receive", "1500", 0.7), ("both", "1500", 0.15), ("both", "9000", 0.2)]
+    {
+        let sizes = ["0,1,1000,1432,100000", "0,1,1000,8932,1000000"][usize::from(mtu == "9000")];
+        let arguments = ["rmpp", "pingpong", "--offload", offload, "--mtu", mtu, "--sizes", sizes, "--rounds", "5", "--json"];
+        let cells = baton(&arguments);
+        assert_eq!(cells.len(), 5);
+        for cell in &cells {
+            assert_eq!(cell["mismatches"], 0, "{cell}");
+            let (packets, on_nic) = (cell["packets"].as_u64().unwrap(), cell["packets_on_nic"].as_u64().unwrap());
+            match offload {
+                "none" => assert!(on_nic == 0 && packets > 0, "{cell}"),
+                "both" => assert!(on_nic == packets && packets > 0, "{cell}"),
+                _ => assert!(on_nic > 0 && on_nic < packets, "{cell}"),
+            }
+        }
+        let largest = cells.last().unwrap();
+        assert!(largest["events_per_packet"].as_f64().unwrap() <= most_events, "{largest}");
+        if offload == "both" {
+            assert!(
+                largest["copies_per_byte"].as_f64().unwrap() < 0.2,
+                "the program copies what an RTS carried, no more: {largest}"
+            );
+        }
+    }
+}
+
+#[test]
+fn no_message_is_lost_with_a_nic_or_comes_to_the_wrong_peer() {
+    let faults = ["--loss", "1", "--reorder", "2", "--duplicate", "1", "--corrupt", "0.1"];
+    for (seed, mtu) in [("1", "1500"), ("2", "9000")] {
+        let mut arguments =
+            vec!["soak", "--rmpp", "--json", "--messages", "4000", "--kill-nic", "6", "--kill-agent", "2", "--restart-peer", "1"];
+        arguments.extend(faults);
+        arguments.extend(["--seed", seed, "--mtu", mtu]);
+        let report = &baton(&arguments)[0];
+        assert_eq!((&report["kills"], &report["replacements"]), (&8.into(), &8.into()), "{report}");
+        assert_eq!((&report["mismatches"], &report["disordered"]), (&0.into(), &0.into()), "{report}");
+    }
+}
+
+fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
+    Settings {
+        address: SocketAddr::new(ip, 0),
+        on_nic: Halves::BOTH,
+        agent: bed.socket(),
+        packet: 1472,
+        early: 0,
+        nic_buffers: 256,
+        memory: 1 << 20,
+        messages: 16,
+        hash_key: [1, 2, 3, 4],
+        incarnation: 1,
+    }
+}
+
+/// Opens an endpoint on host A, which must be refused for a reason that has `why` in it.
+fn refused(bed: &testbed::Testbed, settings: &Settings, why: &str) {
+    let opened = bed.host_a.run(|| Ok(Endpoint::new(settings).err().map(|error| error.to_string()))).expect("host A");
+    let reason = opened.expect("it is refused");
+    assert!(reason.contains(why), "{reason}");
+}
+
+#[test]
+fn an_endpoint_is_admitted_with_its_address_and_goes_with_its_program() {
+    let bed = hosts(TestbedSettings::default());
+    let mine = testbed::address_a(false);
+    let good = settings(&bed, mine);
+    refused(&bed, &settings(&bed, IpAddr::from([0, 0, 0, 0])), "bind the UDP socket to an address");
+    refused(&bed, &Settings { packet: 100, ..good.clone() }, "packets of 100 bytes");
+    refused(&bed, &Settings { messages: 10_000, ..good.clone() }, "messages in each direction");
+    let halves = Halves { receiving: false, sending: true };
+    refused(&bed, &Settings { on_nic: halves, ..good.clone() }, "no sending half without the receiving one");
+    let theirs =
+        bed.host_b.run(|| Ok(Endpoint::new(&settings(&bed, testbed::address_b(false))).err().map(|error| error.to_string())));
+    assert!(theirs.expect("host B").is_some_and(|reason| reason.contains("UDP socket")), "a socket of another namespace");
+    let sessions = || bed.tool().unwrap().statistics().unwrap().sessions;
+    let before = sessions();
+    let endpoints: Vec<_> = (0..20).map(|_| bed.host_a.run(|| Endpoint::new(&good)).expect("an endpoint")).collect();
+    assert_eq!(sessions(), before + 20);
+    drop(endpoints);
+    let begin = std::time::Instant::now();
+    while sessions() != before {
+        assert!(begin.elapsed().as_secs() < 10, "sessions of programs that have ended are left");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn beside_the_kernel_and_with_several_workers_messages_are_refused() {
+    for (settings_of_bed, why) in [
+        (TestbedSettings { beside: true, ..TestbedSettings::default() }, "beside the kernel"),
+        (TestbedSettings { workers: 2, ..TestbedSettings::default() }, "one worker"),
+    ] {
+        let bed = hosts(settings_of_bed);
+        refused(&bed, &settings(&bed, testbed::address_a(false)), why);
+    }
+}
+
+/// A program that opens a session for messages and writes into its rings what it likes.
+struct Hostile {
+    channel: Channel,
+    commands: Producer<RingWords>,
+    events: Consumer<RingWords>,
+    _memory: Arc<Region>,
+    _socket: UdpSocket,
+}
+
+impl Hostile {
+    fn open(bed: &testbed::Testbed) -> Hostile {
+        let ip = testbed::address_a(false);
+        let socket = bed.host_a.run(|| UdpSocket::bind((ip, 0))).expect("a socket");
+        let channel = Channel::connect(&bed.socket()).expect("the agent");
+        let messages = Messages {
+            address: SocketAddr::new(IpAddr::from([8, 8, 8, 8]), 53),
+            endpoint: 0,
+            receiving: true,
+            sending: true,
+            peers: 8,
+            incoming: 8,
+            outgoing: 8,
+            buffers: session::HEAP as u64,
+            buffer_count: 8,
+            buffer_size: 1472,
+            packet: 1472,
+        };
+        let opening = Opening { messages: Some(messages), ..Opening::alone() };
+        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[socket.as_fd()]).expect("a request");
+        let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive().expect("an answer");
+        assert!(matches!(answer.body, Reply::Opened { .. }), "{answer:?}");
+        let memory = Arc::new(Region::map(descriptors.into_iter().next().expect("memory")).expect("memory"));
+        let commands = Producer::new(memory.ring(session::COMMANDS));
+        let events = Consumer::new(memory.ring(session::EVENTS));
+        Hostile { channel, commands, events, _memory: memory, _socket: socket }
+    }
+
+    /// Sends a record once there is room, and rings nobody: the NIC looks by itself for as long as it is awake.
+    fn send(&mut self, record: &baton_records::Record) {
+        let begin = Instant::now();
+        while baton_records::push(&mut self.commands, record).is_err() {
+            self.commands.publish();
+            while self.events.pop().is_some() {}
+            self.events.release();
+            assert!(begin.elapsed().as_secs() < 10, "the NIC takes no commands");
+            std::thread::yield_now();
+        }
+        self.commands.publish();
+    }
+}
+
+/// Records of random words, most of them nearly commands, harm neither the NIC nor others; a part of a record ends the session.
+#[test]
+fn a_program_that_writes_nonsense_harms_itself_only() {
+    let bed = hosts(TestbedSettings::default());
+    let mut hostile = Hostile::open(&bed);
+    hostile.send(&baton_records::begin(1));
+    let mut rng = Rng::new(9);
+    for _ in 0..20_000 {
+        let mut record: baton_records::Record = std::array::from_fn(|_| match rng.below(4) {
+            0 => rng.next_u64(),
+            1 => session::HEAP as u64 + rng.below(1 << 32),
+            _ => rng.below(16) | rng.below(16) << 16 | rng.below(16) << 32,
+        });
+        record[0] = rng.below(10);
+        hostile.send(&record);
+    }
+    let statistics = bed.tool().unwrap().statistics().unwrap();
+    assert_eq!(statistics.nic_starts, 1, "the NIC lives");
+    assert!(statistics.counters[Counter::BadMessages as usize] > 0, "some records were no commands");
+    let mut other = Hostile::open(&bed);
+    other.send(&baton_records::begin(1));
+    assert!(!other.channel.is_hung_up());
+    other.commands.push([3, 0]).expect("room");
+    other.commands.publish();
+    let begin = Instant::now();
+    while !other.channel.is_hung_up() {
+        assert!(begin.elapsed().as_secs() < 10, "a session with a torn record goes on");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert_eq!(bed.tool().unwrap().statistics().unwrap().nic_starts, 1);
+}

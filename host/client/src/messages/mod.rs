@@ -1,0 +1,16 @@
+//! Messages (RMPP) with the halves wherever they are wanted: an [`Endpoint`] has the policy half, and the data half's two halves are
+//! each in this process, over a UDP socket, or on the NIC, through a session for messages.
+//!
+//! | file | what |
+//! |---|---|
+//! | `endpoint.rs` | the policy half, and the passing of commands and events |
+//! | `local.rs` | the data half, or a part of it, in this process |
+//! | `link.rs` | the session: rings, another NIC after one has died, hosts that can be reached |
+//! | `counted.rs` | memory that counts what this process copies |
+
+mod counted;
+mod endpoint;
+mod link;
+mod local;
+
+pub use endpoint::{Endpoint, Settings, Usage};

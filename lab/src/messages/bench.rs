@@ -1,0 +1,86 @@
+//! What offloading messages is worth, with bars. All modes are measured in turn, several times over, so that each meets the same
+//! disturbances.
+
+use super::availability::{Availability, availability};
+use super::bed::{Conditions, Offload};
+use super::pingpong::{PingPong, ping_pong};
+use crate::bars::Bar;
+use crate::statistics::quantile;
+use anyhow::Result;
+use baton_protocol::nic::LinkSettings;
+use serde::Serialize;
+
+/// Bytes of the messages whose cost is measured.
+const SIZE: u64 = 1_000_000;
+/// Bytes of those with which availability is, and microseconds of work between polls.
+const AVAILABILITY: (u64, u64) = (100_000, 100);
+/// Round trips of a measurement.
+const ROUND_TRIPS: u32 = 30;
+/// Leads that are tried against lead 0.
+const LEADS: [u8; 5] = [0, 4, 8, 12, 15];
+/// The link for these: bits per second, and microseconds one way.
+const LINK: (u64, u64) = (1_000_000_000, 50);
+
+/// All measurements, and the bars.
+#[derive(Clone, Debug, Serialize)]
+pub struct BenchReport {
+    /// Messages of 1 MB, nothing or both halves offloaded.
+    pub ping_pong: Vec<PingPong>,
+    /// Messages of 1 MB over a link of 1 Gb/s with 100 microseconds of round trip, by lead.
+    pub leads: Vec<PingPong>,
+    /// Availability.
+    pub availability: Vec<Availability>,
+    /// The lead with the best median, and the median bandwidth of each in Mb/s.
+    pub best_lead: (u8, f64),
+    /// Bandwidth with lead 0.
+    pub lead_0: f64,
+    /// Figures and their bounds.
+    pub bars: Vec<Bar>,
+}
+
+impl BenchReport {
+    /// Bytes that were wrong.
+    pub fn mismatches(&self) -> u64 {
+        self.ping_pong.iter().chain(&self.leads).map(|cell| cell.mismatches).sum()
+    }
+}
+
+fn of<T>(cells: &[T], wanted: impl Fn(&T) -> bool, figure: impl Fn(&T) -> f64) -> f64 {
+    quantile(&mut cells.iter().filter(|cell| wanted(cell)).map(figure).collect::<Vec<f64>>(), 0.5)
+}
+
+/// Measures everything in `rounds` rounds.
+///
+/// # Errors
+/// If a test bed cannot be made, or a message is lost.
+pub fn bench(rounds: u32, progress: &dyn Fn(&str)) -> Result<BenchReport> {
+    let (mut pings, mut leads, mut available) = (Vec::new(), Vec::new(), Vec::new());
+    let link = LinkSettings { rate: LINK.0, delay: LINK.1, buffer: 8 << 20, ..LinkSettings::default() };
+    for round in 0..rounds {
+        for offload in [Offload::None, Offload::Receive, Offload::Both] {
+            progress(&format!("round {round}: {offload:?}"));
+            let conditions = Conditions { offload, ..Conditions::plain() };
+            pings.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
+            available.push(availability(&conditions, AVAILABILITY.0, AVAILABILITY.1, 3 * ROUND_TRIPS)?);
+        }
+        for lead in LEADS {
+            progress(&format!("round {round}: lead {lead}"));
+            let conditions = Conditions { offload: Offload::Both, lead, link, ..Conditions::plain() };
+            leads.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
+        }
+    }
+    let cpu = |offload| of(&pings, |cell| cell.offload == offload, |cell| cell.host_cpu_ms_per_mb);
+    let events = of(&pings, |cell| cell.offload == Offload::Both, |cell| cell.events_per_packet);
+    let both = of(&available, |cell| cell.offload == Offload::Both, |cell| cell.availability);
+    let bandwidth = |lead| of(&leads, |cell| cell.lead == lead, |cell| cell.megabits);
+    let best =
+        LEADS.into_iter().skip(1).map(|lead| (lead, bandwidth(lead))).max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
+    let bars = vec![
+        Bar::most("rmpp.host_cpu_both_over_none", 0.35, cpu(Offload::Both) / cpu(Offload::None)),
+        Bar::most("rmpp.events_per_packet_both", 0.1, events),
+        Bar::least("rmpp.availability_both", 0.9, both),
+        Bar::least("rmpp.lead_gain", 1.2, best.1 / bandwidth(0)),
+    ];
+    let lead_0 = bandwidth(0);
+    Ok(BenchReport { ping_pong: pings, leads, availability: available, best_lead: best, lead_0, bars })
+}

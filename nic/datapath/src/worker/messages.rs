@@ -1,0 +1,232 @@
+//! Messages (RMPP) as one more engine of the worker: packets to the UDP port of a session for messages go to its data half, which
+//! places them in session memory, answers them, and reports to the program only what its policy has to decide.
+
+use super::Worker;
+use super::programs::Session;
+use crate::messages::{MessageEndpoint, Messages};
+use baton_abi::layout::Counter;
+use baton_device::{Checksum, Device, Frame};
+use baton_rmpp::Disposition;
+use baton_shm::Region;
+use baton_wire::frame::{Link, finish_checksum};
+use baton_wire::rmpp::envelope::{Envelope, Received};
+use baton_wire::{Endpoint, Flow};
+use std::sync::Arc;
+
+/// Packets that a session sends before the next source of work gets its turn.
+const PACKETS: usize = 64;
+
+/// Offset of the checksum field in a UDP header.
+const UDP_CHECKSUM: usize = 6;
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Adds a program's session for messages. Only a NIC of one worker has such sessions.
+    pub fn attach_messages(&mut self, id: u32, memory: Arc<Region>, endpoint: MessageEndpoint) {
+        self.attach_here(id, memory.clone());
+        if let Some(Some(session)) = self.programs.sessions.get_mut(id as usize) {
+            session.messages = Some(Box::new(Messages::new(endpoint, memory)));
+        }
+        self.list_messages();
+    }
+
+    /// Lets a session for messages send to a host. False if it is no such session, or has too many hosts.
+    pub fn reach(&mut self, id: u32, host: [u8; 16], link: Link) -> bool {
+        let session = self.programs.sessions.get_mut(id as usize).and_then(Option::as_mut);
+        session.and_then(|session| session.messages.as_mut()).is_some_and(|messages| messages.reach(host, link))
+    }
+
+    /// Lists the addresses of all sessions for messages anew.
+    pub(super) fn list_messages(&mut self) {
+        let sessions = self.programs.sessions.iter().enumerate();
+        let addresses = sessions.filter_map(|(id, session)| Some((session.as_ref()?.messages.as_ref()?.address(), id as u32)));
+        self.programs.message_ports = addresses.collect();
+        self.programs.message_ports.sort_unstable();
+    }
+
+    /// Gives the frame to the data half that it is for. False if the kernel is to have it.
+    #[inline(never)]
+    pub(super) fn take_packet(&mut self) -> bool {
+        let Some(to) = destination(self.frame.bytes()) else { return false };
+        let ports = &self.programs.message_ports;
+        let Ok(at) = ports.binary_search_by_key(&to, |(address, _)| *address) else { return false };
+        let Some(Some(session)) = self.programs.sessions.get_mut(ports[at].1 as usize) else { return false };
+        let Some(messages) = &mut session.messages else { return false };
+        let field = complete_checksum(&mut self.frame);
+        let bytes = self.frame.bytes();
+        let taken = match Received::parse(bytes, to.port) {
+            Ok(Received { source, offset, length }) => {
+                messages.receive(&source, &bytes[offset..offset + length]) == Disposition::Done
+            }
+            Err(_) => {
+                self.counters.add(Counter::BadChecksum, 1);
+                true
+            }
+        };
+        if let Some((at, field)) = field.filter(|_| !taken) {
+            self.frame.bytes_mut()[at..at + 2].copy_from_slice(&field);
+        }
+        taken
+    }
+
+    /// Runs a batch of commands of a session for messages. Returns whether there was any.
+    pub(super) fn poll_message_commands(&mut self, id: usize) -> bool {
+        let Some(Some(Session { commands, messages: Some(messages), .. })) = self.programs.sessions.get_mut(id) else {
+            return false;
+        };
+        match messages.run_commands(commands) {
+            Ok(round) => {
+                messages.publish_counters();
+                self.counters.add(Counter::BadMessages, round.bad);
+                round.worked
+            }
+            Err(_) => {
+                self.stop_session(id);
+                self.list_messages();
+                true
+            }
+        }
+    }
+
+    /// Sends the packets and events of all sessions for messages, a bounded number of each. Returns whether there was any.
+    pub(super) fn poll_messages(&mut self) -> bool {
+        let mut worked = false;
+        for at in 0..self.programs.message_ports.len() {
+            let id = self.programs.message_ports[at].1 as usize;
+            let Some(Some(Session { events, unsignalled, messages: Some(messages), .. })) = self.programs.sessions.get_mut(id)
+            else {
+                continue;
+            };
+            let sent = messages.send_events(events);
+            *unsignalled += sent;
+            let mut packets = 0;
+            while packets < PACKETS && self.output.send_packet(messages, &self.counters) {
+                packets += 1;
+            }
+            if sent > 0 || packets > 0 {
+                messages.publish_counters();
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    /// Whether a session for messages has something to do without a frame or a command.
+    pub(super) fn has_messages_waiting(&mut self) -> bool {
+        let mut sessions = self.programs.sessions.iter_mut().flatten();
+        sessions.any(|Session { messages, events, .. }| messages.as_ref().is_some_and(|messages| messages.has_work(events)))
+    }
+}
+
+impl<W: Device> crate::transmit::Output<W> {
+    /// Sends the next packet of a session. False if it has none.
+    fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
+        let local = messages.address();
+        let header = Envelope::Udp(NO_LINK, Flow { local, remote: local }).header();
+        let frame = self.frame_mut();
+        frame.set_length(header + messages.packet());
+        let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
+        let link = messages.hop(&remote.address).filter(|_| remote.is_v4() == local.is_v4());
+        let Some(link) = link.copied() else {
+            // The program has not asked for the way, or the agent has refused it.
+            counters.add(Counter::Dropped, 1);
+            return true;
+        };
+        frame.set_length(header + length);
+        Envelope::Udp(link, Flow { local, remote }).emit(frame.bytes_mut());
+        (frame.checksum, frame.segmentation, frame.interface) = (Checksum::Unknown, None, link.interface);
+        self.transmit(counters);
+        true
+    }
+}
+
+/// The length of a header depends on the addresses alone.
+const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
+
+/// The address and port that a frame with a UDP datagram is for. None for other frames, fragments, and IPv6 with extension headers,
+/// which the kernel gets.
+fn destination(frame: &[u8]) -> Option<Endpoint> {
+    const ETHERNET: usize = 14;
+    const UDP: u8 = 17;
+    let ip = frame.get(ETHERNET..)?;
+    let port = |udp: usize| Some(u16::from_be_bytes([*ip.get(udp + 2)?, *ip.get(udp + 3)?]));
+    match (frame[12..ETHERNET].first_chunk()?, ip.first()? >> 4) {
+        ([0x08, 0x00], 4) => {
+            let header = usize::from(ip[0] & 0xf) * 4;
+            // Neither "more fragments" nor an offset.
+            let whole = ip.get(6)? & 0x3f == 0 && *ip.get(7)? == 0;
+            if header < 20 || !whole || *ip.get(9)? != UDP {
+                return None;
+            }
+            Some(Endpoint::v4(*ip.get(16..)?.first_chunk()?, port(header)?))
+        }
+        ([0x86, 0xdd], 6) if *ip.get(6)? == UDP => Some(Endpoint::v6(*ip.get(24..)?.first_chunk()?, port(40)?)),
+        _ => None,
+    }
+}
+
+/// Makes the checksum of a UDP frame one that can be verified: what a kernel on this machine has sent holds the sum of the
+/// pseudo-header only. Returns place and contents of the field if it was changed, since the kernel would need it as it was.
+fn complete_checksum(frame: &mut Frame) -> Option<(usize, [u8; 2])> {
+    let Checksum::Partial { start, offset } = frame.checksum else { return None };
+    let at = usize::from(start) + usize::from(offset);
+    if usize::from(offset) != UDP_CHECKSUM {
+        return None;
+    }
+    let field = *frame.bytes().get(at..)?.first_chunk()?;
+    if frame.bytes()[12] == 0x08 {
+        // Over IPv4 0 stands for no checksum, and the packet has a CRC of its own.
+        frame.bytes_mut()[at..at + 2].fill(0);
+    } else {
+        finish_checksum(frame.bytes_mut(), start.into(), offset.into());
+    }
+    Some((at, field))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::checksum::pseudo_header;
+
+    fn frame(from: Endpoint, to: Endpoint) -> Vec<u8> {
+        let envelope = Envelope::Udp(NO_LINK, Flow { local: from, remote: to });
+        let mut frame = vec![0; envelope.header() + 100];
+        envelope.emit(&mut frame);
+        frame
+    }
+
+    #[test]
+    fn the_destination_is_read_from_whole_datagrams_only() {
+        let (a, b) = (Endpoint::v4([10, 0, 0, 1], 5), Endpoint::v4([10, 0, 0, 2], 700));
+        let v4 = frame(a, b);
+        assert_eq!(destination(&v4), Some(b));
+        let (a, b) = (Endpoint::v6([1; 16], 5), Endpoint::v6([2; 16], 700));
+        assert_eq!(destination(&frame(a, b)), Some(b));
+        for (at, value) in [(12, 0x88), (14, 0x55), (14, 0x41), (20, 0x20), (21, 1), (23, 6)] {
+            let mut other = v4.clone();
+            other[at] = value;
+            assert_eq!(destination(&other), None, "byte {at}");
+        }
+        for length in 0..38 {
+            assert_eq!(destination(&v4[..length]), None, "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn a_partial_checksum_becomes_one_that_holds() {
+        for (from, to) in [
+            (Endpoint::v4([10, 0, 0, 1], 5), Endpoint::v4([10, 0, 0, 2], 700)),
+            (Endpoint::v6([1; 16], 5), Endpoint::v6([2; 16], 700)),
+        ] {
+            let bytes = frame(from, to);
+            let start = bytes.len() - 108;
+            let mut sent = Frame::with_capacity(200);
+            sent.fill(&bytes);
+            let pseudo = pseudo_header(&from.address, &to.address, 17, 108).folded();
+            sent.bytes_mut()[start + 6..start + 8].copy_from_slice(&pseudo.to_be_bytes());
+            assert!(Received::parse(sent.bytes(), 700).is_err(), "the sum of the pseudo-header is no checksum");
+            sent.checksum = Checksum::Partial { start: start as u16, offset: UDP_CHECKSUM as u16 };
+            assert_eq!(complete_checksum(&mut sent), Some((start + 6, pseudo.to_be_bytes())));
+            assert_eq!(Received::parse(sent.bytes(), 700).map(|received| received.source), Ok(from));
+        }
+    }
+}
