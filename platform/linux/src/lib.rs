@@ -3,6 +3,7 @@
 pub mod bell;
 pub mod conntrack;
 pub mod control;
+pub mod datagrams;
 pub mod diagnosis;
 pub mod events;
 pub mod files;

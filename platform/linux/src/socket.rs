@@ -131,7 +131,7 @@ impl RawAddress {
         ((&raw const self.storage).cast(), self.length)
     }
 
-    fn parse(storage: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
+    pub(crate) fn parse(storage: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
         match i32::from(storage.ss_family) {
             libc::AF_INET => {
                 // SAFETY: the family says that the storage contains this type.
