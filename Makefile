@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak programs restarts suites numa bench packetdrill-adapter packetdrill clean
+.PHONY: demo test build lint dependencies soak programs restarts suites numa bench provider rmpp packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -22,6 +22,9 @@ test: lint
 	$(CARGO) build --profile checked --locked
 	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
+	@scripts/dependencies mpi
+	$(call provider,checked)
+	tests/mpi/run.py --quick --mpi debian
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
@@ -74,6 +77,24 @@ bench: build
 	$(BATON) bench moderation --json
 	$(BATON) bench rss --json
 	$(BATON) bench tail --json
+
+# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it (docs/mpi.md).
+define provider
+	mkdir -p target/provider
+	cp target/$(1)/librmpp_fi.so target/provider/librmpp-fi.so.new
+	mv target/provider/librmpp-fi.so.new target/provider/librmpp-fi.so
+endef
+
+provider:
+	$(CARGO) build --release --locked -p baton-fabric
+	$(call provider,release)
+
+# MPI programs over RMPP on two hosts, with three MPI libraries: Debian's Open MPI, and Open MPI 5 and MPICH 5 in target/mpi.
+rmpp: provider
+	@scripts/dependencies mpi
+	@scripts/dependencies wheels
+	tests/mpi/run.py
+	tests/mpi/run.py --ping-pong
 
 # The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
 # PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.
