@@ -180,3 +180,40 @@ fn limits_are_named() {
     assert_eq!(node.policy.send(Outgoing { region: outside, ..outgoing }, 0), Err(Limit::Memory));
     assert_eq!(node.policy.post(Request { region: outside, ..request }, 0, &mut node.memory[..]), Err(Limit::Memory));
 }
+
+/// MPI's order: messages of one sender with one tag go to receives in the order in which they were sent, however they arrive;
+/// two senders do not disturb each other.
+#[test]
+fn messages_of_a_sender_do_not_overtake_each_other() {
+    use baton_sim::rmpp::{Node, World, halves_on_nic};
+    let faults = Impairments { delay: 50, loss: 50_000, reorder: 200_000, hold: 700, duplicate: 50_000, ..clean() };
+    for seed in 0..20 {
+        let step = (seed % 4) as u8;
+        let node = |number: u16| Node::new(config(number), halves_on_nic(step), Carrier::Udp4.address(number.into()));
+        let mut world = World::new(vec![node(0), node(1), node(2)], Carrier::Udp4, faults, seed);
+        let (now, count, length) = (world.now, 40, 4000);
+        let address = world.address(2);
+        for sender in 0..2 {
+            let node = &mut world.nodes[sender];
+            let peer = node.policy.open(address, 2).unwrap();
+            for number in 0..count {
+                let region = Region { offset: 0, length: if number % 3 == 0 { length } else { 10 } };
+                node.policy
+                    .send(Outgoing { peer, context: sender as u32, tag: 1, data: number, region, token: number }, now)
+                    .unwrap();
+            }
+        }
+        let receiver = &mut world.nodes[2];
+        for number in 0..count {
+            for context in 0..2 {
+                let region = Region { offset: number * length, length };
+                let request = Request { source: None, context, tag: 0, ignore: u64::MAX, region, token: number };
+                receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+            }
+        }
+        assert!(world.run_until(60_000_000, |world| world.nodes[2].completions.len() as u64 == 2 * count), "seed {seed}");
+        for completion in &world.nodes[2].completions {
+            assert_eq!(completion.result.unwrap().data, completion.token, "seed {seed}");
+        }
+    }
+}

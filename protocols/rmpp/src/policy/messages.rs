@@ -144,6 +144,28 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
+    /// A message whose RTS has come, with `first` bytes of it in `buffer`.
+    pub fn new(peer: u16, number: u32, rts: &Rts, first: u16, buffer: u16) -> Incoming {
+        Incoming {
+            peer,
+            number,
+            rts: *rts,
+            first,
+            buffer: Some(buffer),
+            state: ReceiveState::Held,
+            place: 0,
+            receive: 0,
+            region: Region::default(),
+            packets: 0,
+            placed: 0,
+            limit: 0,
+            grant: 0,
+            attempts: 0,
+            end: false,
+            queued: false,
+        }
+    }
+
     /// Bytes of the message behind the RTS's.
     pub fn rest(&self) -> u64 {
         self.rts.length - u64::from(self.first)

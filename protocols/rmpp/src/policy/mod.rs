@@ -3,6 +3,7 @@
 //! It is driven by the program's calls, the data half's [`Event`]s and the time, and answers with [`Command`]s and
 //! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for them.
 
+mod arriving;
 mod messages;
 mod peers;
 mod receiving;
