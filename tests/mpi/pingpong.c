@@ -1,11 +1,51 @@
+/* The paper's ping-pong (section 5.1, Figure 6): latency in microseconds, one way, minimum, mean and maximum, and bandwidth.
+ *
+ * pingpong [LARGEST BYTES] */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-int main(int c,char**v){int r,n;MPI_Init(&c,&v);MPI_Comm_rank(MPI_COMM_WORLD,&r);MPI_Comm_size(MPI_COMM_WORLD,&n);
-char lib[MPI_MAX_LIBRARY_VERSION_STRING];int l;MPI_Get_library_version(lib,&l);if(!r)printf("%.40s\n",lib);
-int max=c>1?atoi(v[1]):1<<20;char*b=malloc(max+1);memset(b,1,max);
-for(int s=1;s<=max;s*=4){int it=s>65536?20:500;MPI_Barrier(MPI_COMM_WORLD);double t=MPI_Wtime();
-for(int i=0;i<it;i++){if(r==0){MPI_Send(b,s,MPI_CHAR,1,0,MPI_COMM_WORLD);MPI_Recv(b,s,MPI_CHAR,1,0,MPI_COMM_WORLD,MPI_STATUS_IGNORE);}else if(r==1){MPI_Recv(b,s,MPI_CHAR,0,0,MPI_COMM_WORLD,MPI_STATUS_IGNORE);MPI_Send(b,s,MPI_CHAR,0,0,MPI_COMM_WORLD);}}
-t=(MPI_Wtime()-t)/it/2;if(!r)printf("%8d B %10.2f us %10.2f MB/s\n",s,t*1e6,s/t/1e6);}
-MPI_Finalize();return 0;}
+
+static int rank;
+
+/* Seconds of one message one way. */
+static double once(char *bytes, int size)
+{
+	double begin = MPI_Wtime();
+	if (rank == 0) {
+		MPI_Send(bytes, size, MPI_BYTE, 1, 0, MPI_COMM_WORLD);
+		MPI_Recv(bytes, size, MPI_BYTE, 1, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+	} else if (rank == 1) {
+		MPI_Recv(bytes, size, MPI_BYTE, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+		MPI_Send(bytes, size, MPI_BYTE, 0, 0, MPI_COMM_WORLD);
+	}
+	return (MPI_Wtime() - begin) / 2;
+}
+
+int main(int count, char **arguments)
+{
+	MPI_Init(&count, &arguments);
+	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+	int largest = count > 1 ? atoi(arguments[1]) : 1 << 20;
+	char *bytes = malloc(largest);
+	memset(bytes, 1, largest);
+	if (rank == 0)
+		printf("   bytes    min us   mean us    max us      MB/s\n");
+	for (int size = 1; size <= largest; size *= 4) {
+		int rounds = size > 65536 ? 50 : 1000;
+		double least = 1e9, most = 0, total = 0;
+		MPI_Barrier(MPI_COMM_WORLD);
+		once(bytes, size);
+		for (int round = 0; round < rounds; round++) {
+			double took = once(bytes, size);
+			least = took < least ? took : least;
+			most = took > most ? took : most;
+			total += took;
+		}
+		if (rank == 0)
+			printf("%8d %9.2f %9.2f %9.2f %9.1f\n", size, least * 1e6, total / rounds * 1e6, most * 1e6, size * rounds / total / 1e6);
+	}
+	free(bytes);
+	MPI_Finalize();
+	return 0;
+}
