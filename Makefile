@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench packetdrill-adapter packetdrill clean
+.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench provider rmpp packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -24,6 +24,9 @@ test: lint
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) sim --seeds 0..30 --json
 	$(CHECKED) sim --exhaustive --stride 31 --json
+	@scripts/dependencies mpi
+	$(call provider,checked)
+	tests/mpi/run.py --quick --mpi debian
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
@@ -82,6 +85,24 @@ bench: build
 	$(BATON) bench moderation --json
 	$(BATON) bench rss --json
 	$(BATON) bench tail --json
+
+# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it (docs/mpi.md).
+define provider
+	mkdir -p target/provider
+	cp target/$(1)/librmpp_fi.so target/provider/librmpp-fi.so.new
+	mv target/provider/librmpp-fi.so.new target/provider/librmpp-fi.so
+endef
+
+provider:
+	$(CARGO) build --release --locked -p baton-fabric
+	$(call provider,release)
+
+# MPI programs over RMPP on two hosts, with three MPI libraries: Debian's Open MPI, and Open MPI 5 and MPICH 5 in target/mpi.
+rmpp: provider
+	@scripts/dependencies mpi
+	@scripts/dependencies wheels
+	tests/mpi/run.py
+	tests/mpi/run.py --ping-pong
 
 # The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
 # PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.

@@ -4,6 +4,7 @@
 mod attach;
 mod doctor;
 mod lab;
+mod mpi;
 mod nic;
 mod placement;
 mod run;
@@ -52,6 +53,9 @@ enum Command {
     /// Runs a program whose connections go to the NIC when they are worth it.
     #[command(after_help = run::EXAMPLES)]
     Run(run::RunArguments),
+    /// Runs an MPI launcher whose ranks talk over RMPP, by the libfabric provider rmpp.
+    #[command(after_help = mpi::EXAMPLES)]
+    Mpi(mpi::MpiArguments),
     /// Offloads the connections of a program that runs already, until it is detached.
     #[command(after_help = attach::EXAMPLES)]
     Attach(attach::AttachArguments),
@@ -109,6 +113,7 @@ fn run(command: Command) -> Result<bool> {
         }
         Command::Up(arguments) => up::up(&arguments).map(|()| true),
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
+        Command::Mpi(arguments) => mpi::run(&arguments).map(|()| true),
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => tools::list(&arguments),

@@ -1,0 +1,78 @@
+//! `baton mpi`: an MPI launcher whose ranks talk over the libfabric provider rmpp.
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub const EXAMPLES: &str = "Examples:
+  baton mpi -- mpirun -n 2 --host a,b --bind-to none ./program
+  baton mpi --address 10.0.0.1 -- fi_info -p rmpp
+  baton mpi -- mpiexec -n 4 ./program        # MPICH 5
+
+Works with Open MPI 4.1 and 5 and with MPICH 5 built for libfabric (docs/mpi.md). Needs no NIC and no privilege.";
+
+/// The name by which libfabric finds a provider in FI_PROVIDER_PATH.
+const NAME: &str = "librmpp-fi.so";
+
+#[derive(Args)]
+pub struct MpiArguments {
+    /// This host's address for messages; otherwise the first that is not loopback.
+    #[arg(long)]
+    address: Option<std::net::IpAddr>,
+    /// Let MPICH's ranks of one host talk over the provider too, instead of over shared memory.
+    #[arg(long)]
+    no_local: bool,
+    /// The launcher and its arguments.
+    #[arg(last = true)]
+    command: Vec<OsString>,
+}
+
+/// What is set for every rank. Open MPI reads its parameters from OMPI_MCA_*, MPICH from MPIR_CVAR_*.
+fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, OsString)> {
+    let mut all: Vec<(&str, OsString)> = vec![
+        ("FI_PROVIDER_PATH", provider.into()),
+        ("FI_PROVIDER", "rmpp".into()),
+        ("OMPI_MCA_pml", "cm".into()),
+        ("OMPI_MCA_mtl", "ofi".into()),
+        ("OMPI_MCA_mtl_ofi_provider_include", "rmpp".into()),
+        // Open MPI 4.1 passes only what is named on to other hosts.
+        ("OMPI_MCA_mca_base_env_list", "FI_PROVIDER_PATH;FI_PROVIDER".into()),
+        ("MPIR_CVAR_CH4_NETMOD", "ofi".into()),
+    ];
+    if arguments.no_local {
+        all.push(("MPIR_CVAR_NOLOCAL", "1".into()));
+    }
+    if let Some(address) = arguments.address {
+        all.push(("FI_RMPP_ADDRESS", address.to_string().into()));
+    }
+    all
+}
+
+/// Becomes the launcher (execve). Returns only on an error.
+pub fn run(arguments: &MpiArguments) -> Result<()> {
+    let Some(program) = arguments.command.first() else {
+        bail!("which launcher? `baton mpi -- mpirun -n 2 ./program`; see `baton mpi --help`");
+    };
+    let provider = find_provider()?;
+    let error = Command::new(program).args(&arguments.command[1..]).envs(environment(&provider, arguments)).exec();
+    eprintln!("baton: {}: {error}", program.display());
+    std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
+}
+
+/// The folder of the provider: where `make provider` puts it, or where it is installed.
+fn find_provider() -> Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program's own path")?;
+    let directory = program.parent().unwrap_or(Path::new("/"));
+    let places = [directory.join("../provider"), directory.join("../lib/baton")];
+    match places.iter().find(|place| place.join(NAME).exists()) {
+        Some(place) => Ok(place.canonicalize()?),
+        None => bail!(
+            "{NAME} is missing: neither in {} nor in {}; `make provider` builds it",
+            places[0].display(),
+            places[1].display()
+        ),
+    }
+}

@@ -1,0 +1,312 @@
+//! Completion queues, fi_cq(3).
+
+use crate::abi::{
+    ADDR_UNSPEC, CqAttr, CqEntry, CqErrEntry, CqOps, Fid, FidCq, FidDomain, FidOps, class, control, cq_format, errno, wait,
+};
+use crate::endpoint::EndpointShared;
+use crate::object::{close, failure, hand_out, missing, no_bind, object};
+use crate::operations::error_text;
+use baton_linux::events::{Doorbell, monotonic_micros};
+use std::collections::VecDeque;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+/// How an operation ended.
+#[derive(Clone, Copy, Debug)]
+pub enum Event {
+    /// Well; with the fi_addr_t of the sender.
+    Done(CqEntry, u64),
+    /// With an error.
+    Failed(CqErrEntry),
+}
+
+// SAFETY: the pointers inside are the program's, which gets them back; nobody follows them here.
+unsafe impl Send for Event {}
+
+#[derive(Debug, Default)]
+struct State {
+    events: VecDeque<Event>,
+    /// fi_cq_signal() was called, and no waiter has seen it.
+    signalled: bool,
+    /// Threads that wait in fi_cq_sread().
+    waiting: usize,
+}
+
+/// A queue as endpoints share it.
+pub struct QueueShared {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Readable when there are events, if the program asked for a descriptor.
+    bell: Option<Doorbell>,
+    /// Bytes of an entry.
+    entry: usize,
+    wait: c_int,
+    endpoints: Mutex<Vec<Weak<EndpointShared>>>,
+}
+
+impl QueueShared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The endpoints whose operations end here.
+    fn endpoints(&self) -> Vec<Arc<EndpointShared>> {
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        endpoints.retain(|endpoint| endpoint.strong_count() > 0);
+        endpoints.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Makes reads of this queue drive an endpoint.
+    pub fn drive(&self, endpoint: &Arc<EndpointShared>) {
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = Arc::downgrade(endpoint);
+        if !endpoints.iter().any(|known| known.ptr_eq(&new)) {
+            endpoints.push(new);
+        }
+    }
+
+    /// Adds an event.
+    pub fn push(&self, event: Event) {
+        let mut state = self.lock();
+        state.events.push_back(event);
+        if state.waiting > 0 {
+            self.changed.notify_all();
+        }
+        if let Some(bell) = self.bell.as_ref().filter(|_| state.events.len() == 1) {
+            bell.ring();
+        }
+    }
+
+    fn poll(&self) {
+        let endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        // One endpoint, as MPI libraries have it, is driven without another list.
+        let (first, several) = (endpoints.first().and_then(Weak::upgrade), endpoints.len() > 1);
+        drop(endpoints);
+        if several {
+            self.endpoints().iter().for_each(|endpoint| endpoint.poll());
+        } else if let Some(endpoint) = first {
+            endpoint.poll();
+        }
+    }
+
+    /// Whether there is nothing, so that the program may wait for the descriptor.
+    pub fn is_ready_to_wait(&self) -> bool {
+        self.poll();
+        let state = self.lock();
+        if !state.events.is_empty() {
+            return false;
+        }
+        if let Some(bell) = &self.bell {
+            bell.clear();
+        }
+        drop(state);
+        self.endpoints().iter().for_each(|endpoint| endpoint.leave());
+        self.lock().events.is_empty()
+    }
+
+    /// Takes up to `count` events that ended well, to `out` and, if not null, their senders to `sources`.
+    ///
+    /// # Safety
+    /// There is room for `count` entries of the queue's format at `out`, and for as many senders.
+    unsafe fn take(&self, out: *mut c_void, count: usize, sources: *mut u64) -> isize {
+        let mut state = self.lock();
+        let mut taken = 0;
+        while taken < count
+            && let Some(Event::Done(entry, source)) = state.events.front()
+        {
+            // SAFETY: this function's `# Safety`; every format is the beginning of `CqEntry`.
+            unsafe {
+                let place = out.cast::<u8>().add(taken * self.entry);
+                std::ptr::copy_nonoverlapping((&raw const *entry).cast::<u8>(), place, self.entry);
+                if !sources.is_null() {
+                    *sources.add(taken) = *source;
+                }
+            }
+            state.events.pop_front();
+            taken += 1;
+        }
+        if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
+            bell.clear();
+        }
+        match (taken, state.events.front()) {
+            (0, None) => -(errno::EAGAIN as isize),
+            (0, Some(Event::Failed(_))) => -(errno::EAVAIL as isize),
+            _ => taken as isize,
+        }
+    }
+
+    /// Waits until there is an event, a signal, or the time is over. `timeout` is in milliseconds, negative for ever.
+    fn wait(&self, timeout: c_int) {
+        let until = u64::try_from(timeout).ok().map(|milliseconds| monotonic_micros() + milliseconds * 1000);
+        let endpoints = self.endpoints();
+        endpoints.iter().for_each(|endpoint| endpoint.leave());
+        let mut state = self.lock();
+        state.waiting += 1;
+        while state.events.is_empty() && !state.signalled {
+            let left = until.map_or(u64::MAX, |until| until.saturating_sub(monotonic_micros()));
+            if left == 0 {
+                break;
+            }
+            // The endpoint's thread drives it meanwhile.
+            let limit = Duration::from_micros(left.min(100_000));
+            state = self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.waiting -= 1;
+        state.signalled = false;
+    }
+}
+
+/// A completion queue.
+#[repr(C)]
+pub struct Queue {
+    fid: FidCq,
+    pub shared: Arc<QueueShared>,
+}
+
+static FID_OPS: FidOps = FidOps {
+    size: size_of::<FidOps>(),
+    close: close::<Queue>,
+    bind: no_bind,
+    control,
+    ops_open: missing,
+    tostr: missing,
+    ops_set: missing,
+};
+
+static OPS: CqOps = CqOps { size: size_of::<CqOps>(), read, readfrom, readerr, sread, sreadfrom, signal, strerror };
+
+/// fi_cq_open().
+pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut CqAttr, out: *mut *mut FidCq, context: *mut c_void) -> c_int {
+    // SAFETY: null, or the caller's attributes.
+    let (format, wait) = unsafe { attr.as_ref() }.map_or((cq_format::UNSPEC, wait::NONE), |attr| (attr.format, attr.wait_obj));
+    let entry = match format {
+        cq_format::UNSPEC | cq_format::TAGGED => size_of::<CqEntry>(),
+        cq_format::CONTEXT => std::mem::offset_of!(CqEntry, flags),
+        cq_format::MSG => std::mem::offset_of!(CqEntry, buf),
+        cq_format::DATA => std::mem::offset_of!(CqEntry, tag),
+        _ => return failure(errno::EINVAL),
+    };
+    let bell = match wait {
+        wait::NONE | wait::UNSPEC => None,
+        wait::FD => match Doorbell::new() {
+            Ok(bell) => Some(bell),
+            Err(error) => return failure(error.raw_os_error().unwrap_or(errno::EIO)),
+        },
+        _ => return failure(errno::ENOSYS),
+    };
+    let shared = QueueShared { state: Mutex::default(), changed: Condvar::new(), bell, entry, wait, endpoints: Mutex::default() };
+    let fid = FidCq { fid: Fid { class: class::CQ, context, ops: &FID_OPS }, ops: &OPS };
+    // SAFETY: a `repr(C)` object that begins with a FidCq; `out` is the caller's place for it.
+    unsafe { hand_out(Queue { fid, shared: Arc::new(shared) }, out) }
+}
+
+unsafe extern "C" fn control(fid: *mut Fid, command: c_int, arg: *mut c_void) -> c_int {
+    // SAFETY: C's pointer to a queue that is not closed.
+    let Some(queue) = (unsafe { object::<Queue, _>(fid) }) else { return failure(errno::EINVAL) };
+    let value = match (command, &queue.shared.bell) {
+        (control::GETWAIT, Some(bell)) => bell.as_fd().as_raw_fd(),
+        (control::GETWAIT, None) => return failure(errno::ENODATA),
+        (control::GETWAITOBJ, _) => queue.shared.wait,
+        _ => return failure(errno::ENOSYS),
+    };
+    if arg.is_null() {
+        return failure(errno::EINVAL);
+    }
+    // SAFETY: both commands have a place for an int.
+    unsafe { *arg.cast::<c_int>() = value };
+    0
+}
+
+unsafe extern "C" fn read(cq: *mut FidCq, out: *mut c_void, count: usize) -> isize {
+    // SAFETY: as the caller promises of `readfrom`, which allows null.
+    unsafe { readfrom(cq, out, count, std::ptr::null_mut()) }
+}
+
+unsafe extern "C" fn readfrom(cq: *mut FidCq, out: *mut c_void, count: usize, sources: *mut u64) -> isize {
+    // SAFETY: C's pointer to a queue that is not closed, and room for `count` entries.
+    unsafe {
+        let Some(queue) = object::<Queue, _>(cq).filter(|_| !out.is_null() || count == 0) else {
+            return -(errno::EINVAL as isize);
+        };
+        let taken = queue.shared.take(out, count, sources);
+        // A read without entries is a request for progress.
+        if taken != -(errno::EAGAIN as isize) && count > 0 {
+            return taken;
+        }
+        queue.shared.poll();
+        queue.shared.take(out, count, sources)
+    }
+}
+
+unsafe extern "C" fn readerr(cq: *mut FidCq, out: *mut CqErrEntry, _flags: u64) -> isize {
+    // SAFETY: C's pointer to a queue that is not closed, and room for an entry.
+    unsafe {
+        let (Some(queue), false) = (object::<Queue, _>(cq), out.is_null()) else { return -(errno::EINVAL as isize) };
+        let mut state = queue.shared.lock();
+        let Some(Event::Failed(entry)) = state.events.front() else { return -(errno::EAGAIN as isize) };
+        *out = *entry;
+        state.events.pop_front();
+    }
+    1
+}
+
+unsafe extern "C" fn sread(cq: *mut FidCq, out: *mut c_void, count: usize, condition: *const c_void, timeout: c_int) -> isize {
+    // SAFETY: as the caller promises of `sreadfrom`, which allows null.
+    unsafe { sreadfrom(cq, out, count, std::ptr::null_mut(), condition, timeout) }
+}
+
+unsafe extern "C" fn sreadfrom(
+    cq: *mut FidCq,
+    out: *mut c_void,
+    count: usize,
+    sources: *mut u64,
+    _condition: *const c_void,
+    timeout: c_int,
+) -> isize {
+    // SAFETY: the caller's arguments, as for `readfrom`.
+    unsafe {
+        let first = readfrom(cq, out, count, sources);
+        let Some(queue) = object::<Queue, _>(cq).filter(|_| first == -(errno::EAGAIN as isize)) else { return first };
+        if queue.shared.wait == wait::NONE {
+            return -(errno::ENOSYS as isize);
+        }
+        queue.shared.wait(timeout);
+        readfrom(cq, out, count, sources)
+    }
+}
+
+unsafe extern "C" fn signal(cq: *mut FidCq) -> c_int {
+    // SAFETY: C's pointer to a queue that is not closed.
+    let Some(queue) = (unsafe { object::<Queue, _>(cq) }) else { return failure(errno::EINVAL) };
+    queue.shared.lock().signalled = true;
+    queue.shared.changed.notify_all();
+    if let Some(bell) = &queue.shared.bell {
+        bell.ring();
+    }
+    0
+}
+
+unsafe extern "C" fn strerror(_: *mut FidCq, number: c_int, _: *const c_void, out: *mut c_char, length: usize) -> *const c_char {
+    let text = error_text(number);
+    if !out.is_null() && length > 0 {
+        let text = CString::from(text);
+        let bytes = text.as_bytes();
+        let copied = bytes.len().min(length - 1);
+        // SAFETY: the caller has room for `length` bytes at `out`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), out.cast(), copied);
+            *out.add(copied) = 0;
+        }
+    }
+    text.as_ptr()
+}
+
+/// The entry of an operation that failed.
+pub fn failed(entry: CqEntry, olen: usize, error: c_int, number: c_int) -> Event {
+    Event::Failed(CqErrEntry { entry, olen, err: error, prov_errno: number, err_data: std::ptr::null_mut(), err_data_size: 0 })
+}
+
+/// The sender of a message that came from no address in the vector.
+pub const NOBODY: u64 = ADDR_UNSPEC;

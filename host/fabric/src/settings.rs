@@ -1,0 +1,46 @@
+//! Settings of the provider, from the environment: FI_RMPP_NAME, as libfabric's other providers have theirs.
+
+use crate::libfabric::{Level, log};
+use baton_messages::Settings;
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
+
+/// Smallest packet: an RTS must carry what fi_inject() promises.
+const SMALLEST_PACKET: u16 = 1200;
+/// Largest packet over IPv4: what a UDP datagram carries.
+const LARGEST_PACKET: u16 = 65_507;
+/// Packets of a link with long frames (loopback has 64 KB) are no longer than this: with fewer, larger packets a grant would be
+/// more than a socket's receive buffer holds.
+const USUAL_PACKET: u16 = 16_384;
+/// Bytes of IP and UDP headers.
+const HEADERS_V4: u32 = 28;
+const HEADERS_V6: u32 = 48;
+
+/// A variable's value, if it is set and reads as a `T` in range.
+fn variable<T: FromStr>(name: &str, in_range: impl FnOnce(&T) -> bool) -> Option<T> {
+    let text = std::env::var(name).ok()?;
+    let value = text.parse().ok().filter(in_range);
+    if value.is_none() {
+        log(Level::Warn, &format!("{name}={text} is ignored: it is not a value that this setting can have (docs/mpi.md)"));
+    }
+    value
+}
+
+/// The address that endpoints shall have (FI_RMPP_ADDRESS).
+pub fn address() -> Option<IpAddr> {
+    variable("FI_RMPP_ADDRESS", |_| true)
+}
+
+/// Settings of an endpoint at `address`, on a link with frames of `mtu` bytes.
+pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
+    let headers = if address.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
+    let usual = mtu.saturating_sub(headers).clamp(SMALLEST_PACKET.into(), USUAL_PACKET.into()) as u16;
+    let mut settings = Settings { address, packet: usual, ..Settings::default() };
+    let packet = |packet: &u16| (SMALLEST_PACKET..=LARGEST_PACKET).contains(packet);
+    settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
+    settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=64).contains(grant)).unwrap_or(settings.grant);
+    settings.early = variable("FI_RMPP_EARLY", |early: &u8| *early <= 15).unwrap_or(settings.early);
+    let dead = variable("FI_RMPP_DEAD_MS", |dead: &u64| (100..=3_600_000).contains(dead));
+    settings.dead = dead.map_or(settings.dead, |milliseconds| milliseconds * 1000);
+    settings
+}

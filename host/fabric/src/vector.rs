@@ -1,0 +1,186 @@
+//! Address vectors, fi_av(3). An address is named by its place in the vector, whether that is a map or a table.
+
+use crate::abi::{ADDR_UNSPEC, AvAttr, AvOps, Fid, FidAv, FidDomain, FidOps, class, errno};
+use crate::addresses::{self, LENGTH_V4, LENGTH_V6, to_bytes};
+use crate::object::{close, failure, hand_out, missing, no_bind, no_control, object};
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The addresses, as the vector and its endpoints share them.
+#[derive(Debug, Default)]
+pub struct Addresses(Mutex<Places>);
+
+#[derive(Debug, Default)]
+struct Places {
+    /// By fi_addr_t. A place is not used again, so endpoints may remember what they found there.
+    places: Vec<Option<SocketAddr>>,
+    by_address: BTreeMap<SocketAddr, u64>,
+}
+
+impl Addresses {
+    fn lock(&self) -> MutexGuard<'_, Places> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The address at a place.
+    pub fn get(&self, place: u64) -> Option<SocketAddr> {
+        *self.lock().places.get(usize::try_from(place).ok()?)?
+    }
+
+    /// The place of an address.
+    pub fn find(&self, address: &SocketAddr) -> Option<u64> {
+        self.lock().by_address.get(address).copied()
+    }
+
+    fn insert(&self, address: SocketAddr) -> u64 {
+        let mut places = self.lock();
+        if let Some(place) = places.by_address.get(&address) {
+            return *place;
+        }
+        let place = places.places.len() as u64;
+        places.places.push(Some(address));
+        places.by_address.insert(address, place);
+        place
+    }
+
+    fn remove(&self, place: u64) -> bool {
+        let mut places = self.lock();
+        let removed = usize::try_from(place).ok().and_then(|place| places.places.get_mut(place)?.take());
+        removed.is_some_and(|address| places.by_address.remove(&address).is_some())
+    }
+}
+
+/// An address vector.
+#[repr(C)]
+pub struct Vector {
+    fid: FidAv,
+    pub addresses: Arc<Addresses>,
+}
+
+static FID_OPS: FidOps = FidOps {
+    size: size_of::<FidOps>(),
+    close: close::<Vector>,
+    bind: no_bind,
+    control: no_control,
+    ops_open: missing,
+    tostr: missing,
+    ops_set: missing,
+};
+
+static OPS: AvOps =
+    AvOps { size: size_of::<AvOps>(), insert, insertsvc, insertsym: missing, remove, lookup, straddr, av_set: missing };
+
+/// fi_av_open().
+pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut AvAttr, out: *mut *mut FidAv, context: *mut c_void) -> c_int {
+    // SAFETY: null, or the caller's attributes.
+    if unsafe { attr.as_ref() }.is_some_and(|attr| !attr.name.is_null() || attr.flags != 0 || attr.rx_ctx_bits != 0) {
+        // Vectors shared by name, insertion in the background, several receive contexts.
+        return failure(errno::ENOSYS);
+    }
+    let fid = FidAv { fid: Fid { class: class::AV, context, ops: &FID_OPS }, ops: &OPS };
+    // SAFETY: a `repr(C)` object that begins with a FidAv; `out` is the caller's place for it.
+    unsafe { hand_out(Vector { fid, addresses: Arc::default() }, out) }
+}
+
+unsafe extern "C" fn insert(av: *mut FidAv, addr: *const c_void, count: usize, out: *mut u64, _: u64, _: *mut c_void) -> c_int {
+    // SAFETY: C's pointer to a vector that is not closed.
+    let Some(vector) = (unsafe { object::<Vector, _>(av) }) else { return failure(errno::EINVAL) };
+    let (mut at, mut inserted) = (addr.cast::<u8>(), 0);
+    for place in 0..count {
+        // SAFETY: the caller gives `count` addresses of the endpoint's format one behind the other, and room for as many results.
+        let found = unsafe {
+            let address = addresses::read(at.cast(), LENGTH_V6);
+            if !out.is_null() {
+                *out.add(place) = address.map_or(ADDR_UNSPEC, |address| vector.addresses.insert(address));
+            } else if let Some(address) = address {
+                vector.addresses.insert(address);
+            }
+            address
+        };
+        // Where the next one begins depends on this one's length.
+        let Some(address) = found else { break };
+        at = at.wrapping_add(if address.is_ipv4() { LENGTH_V4 } else { LENGTH_V6 });
+        inserted += 1;
+    }
+    inserted
+}
+
+unsafe extern "C" fn insertsvc(
+    av: *mut FidAv,
+    node: *const c_char,
+    service: *const c_char,
+    out: *mut u64,
+    _: u64,
+    _: *mut c_void,
+) -> c_int {
+    // SAFETY: C's pointer to a vector that is not closed, null or C strings, null or a place for a result.
+    unsafe {
+        let Some(vector) = object::<Vector, _>(av) else { return failure(errno::EINVAL) };
+        let Some(address) = addresses::resolve(addresses::text(node), addresses::text(service), None) else {
+            return failure(errno::EINVAL);
+        };
+        let place = vector.addresses.insert(address);
+        if let Some(out) = out.as_mut() {
+            *out = place;
+        }
+    }
+    1
+}
+
+unsafe extern "C" fn remove(av: *mut FidAv, addr: *mut u64, count: usize, _: u64) -> c_int {
+    // SAFETY: C's pointer to a vector that is not closed, and `count` places.
+    let removed = unsafe {
+        let Some(vector) = object::<Vector, _>(av).filter(|_| !addr.is_null()) else { return failure(errno::EINVAL) };
+        (0..count).all(|at| vector.addresses.remove(*addr.add(at)))
+    };
+    if removed { 0 } else { failure(errno::EINVAL) }
+}
+
+unsafe extern "C" fn lookup(av: *mut FidAv, place: u64, out: *mut c_void, length: *mut usize) -> c_int {
+    // SAFETY: C's pointer to a vector that is not closed; `write_address` demands what the caller gives.
+    unsafe {
+        let Some(vector) = object::<Vector, _>(av) else { return failure(errno::EINVAL) };
+        match vector.addresses.get(place) {
+            Some(address) => write_address(address, out, length),
+            None => failure(errno::EINVAL),
+        }
+    }
+}
+
+/// Writes an address for C, as far as there is room. `length` becomes its length.
+///
+/// # Safety
+/// `length` is null or says how many bytes there are at `out`.
+pub unsafe fn write_address(address: SocketAddr, out: *mut c_void, length: *mut usize) -> c_int {
+    let bytes = to_bytes(address);
+    // SAFETY: this function's `# Safety`; no more is written than there is room for.
+    unsafe {
+        let Some(room) = length.as_mut() else { return failure(errno::EINVAL) };
+        let had = std::mem::replace(room, bytes.len());
+        if !out.is_null() {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), out.cast(), bytes.len().min(had));
+        }
+        if had < bytes.len() { failure(errno::ETOOSMALL) } else { 0 }
+    }
+}
+
+unsafe extern "C" fn straddr(_: *mut FidAv, addr: *const c_void, out: *mut c_char, length: *mut usize) -> *const c_char {
+    // SAFETY: an address of the endpoint's format; `length` says how many bytes there are at `out`.
+    unsafe {
+        let text = addresses::read(addr, LENGTH_V6).map_or("no address".to_owned(), |address| match address {
+            SocketAddr::V4(v4) => format!("fi_sockaddr_in://{v4}"),
+            SocketAddr::V6(v6) => format!("fi_sockaddr_in6://{v6}"),
+        });
+        let Some(room) = length.as_mut() else { return std::ptr::null() };
+        let had = std::mem::replace(room, text.len() + 1);
+        if had == 0 || out.is_null() {
+            return std::ptr::null();
+        }
+        let copied = text.len().min(had - 1);
+        std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), copied);
+        *out.add(copied) = 0;
+    }
+    out
+}

