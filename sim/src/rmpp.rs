@@ -1,10 +1,13 @@
 //! RMPP endpoints in virtual time: policy on the host, data halves on host or NIC, links with faults between them.
 
 use crate::link::{Impairments, Link};
-use baton_rmpp::{Command, Completion, Config, Data, DataConfig, Disposition, Event, Half, Halves, Policy};
+use baton_rmpp::{Command, Completion, Config, Data, Disposition, Event, Half, Halves, Policy};
 use baton_wire::frame::Link as FrameLink;
 use baton_wire::rmpp::{Envelope, Received, envelope};
 use baton_wire::{Endpoint, Flow};
+
+/// Events of a data half that may wait to be taken.
+const EVENTS: u16 = 256;
 
 /// What carries the packets of a world.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,30 +56,14 @@ pub struct Node {
     address: Endpoint,
 }
 
-fn data_config(config: &Config, halves: Halves, address: Endpoint) -> DataConfig {
-    DataConfig {
-        halves,
-        address,
-        endpoint: config.endpoint,
-        peers: config.peers,
-        incoming: config.incoming,
-        outgoing: config.sends,
-        buffers: config.buffers,
-        buffer_count: config.buffer_count,
-        buffer_size: config.buffer_size,
-        packet: config.packet,
-        events: 256,
-    }
-}
-
 impl Node {
     /// An endpoint at an address, of which the NIC has these halves, and the host the others.
     pub fn new(config: Config, on_nic: Halves, address: Endpoint) -> Node {
         let on_host = Halves { receiving: !on_nic.receiving, sending: !on_nic.sending };
         Node {
             policy: Policy::new(config).expect("the settings of a world hold"),
-            host: Data::new(data_config(&config, on_host, address)),
-            nic: Data::new(data_config(&config, on_nic, address)),
+            host: Data::new(config.data(on_host, address, EVENTS)),
+            nic: Data::new(config.data(on_nic, address, EVENTS)),
             memory: vec![0; config.memory as usize],
             completions: Vec::new(),
             bad_frames: 0,
@@ -88,7 +75,7 @@ impl Node {
 
     /// Kills the NIC and starts the next one: what it knew is gone.
     pub fn kill_nic(&mut self, now: u64) {
-        self.nic = Data::new(data_config(&self.config, self.on_nic, self.address));
+        self.nic = Data::new(self.config.data(self.on_nic, self.address, EVENTS));
         self.policy.restart(self.on_nic, now);
     }
 

@@ -1,4 +1,4 @@
-//! The operations of an endpoint: what C is told when they end.
+//! The operations of an endpoint, and the completion entries that report their ends.
 
 use crate::abi::{CqEntry, caps, errno, flags};
 use crate::buffer::ProgramBuffer;
@@ -25,7 +25,7 @@ pub struct Operation {
     pub buffer: *mut c_void,
     /// Flags of its completion: what it is.
     pub flags: u64,
-    /// Whether a good end is told; a bad one always is.
+    /// Whether success is reported by a completion entry; an error always is.
     pub told: bool,
     /// The endpoint's number of a posted receive, for fi_cancel().
     pub number: u32,
@@ -152,7 +152,7 @@ impl State {
         self.tell(&operation, event);
     }
 
-    /// A peer's write to our memory is told if it brings data, and counted if the program wants that.
+    /// A peer's write to our memory is reported if it brings data, and counted if the program wants that.
     fn written(&self, completion: &Completion) -> Option<Operation> {
         let told = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
         (told || self.rma_events).then_some(Operation {

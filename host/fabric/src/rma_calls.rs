@@ -7,7 +7,7 @@ use crate::abi::{FidEp, MsgRma, RmaOps, caps, flags};
 use crate::buffer::ProgramBuffer;
 use crate::transfers::{Access, buffer, on};
 use baton_messages::Buffer;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 /// struct fi_ops_rma of every endpoint.
 pub static OPS: RmaOps =
@@ -23,14 +23,8 @@ unsafe extern "C" fn read(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (ProgramBuffer::new(start, length), endpoint.default_flags(true));
-            let (data, context, direction) = (None, Some(context), caps::READ);
-            endpoint.access(Access { buffer, peer, address, key, data, context, flags, direction })
-        })
-    }
+    // SAFETY: as for `access`.
+    unsafe { access(ep, || Ok(ProgramBuffer::new(start, length)), Remote { peer, address, key }, context, caps::READ) }
 }
 
 unsafe extern "C" fn readv(
@@ -43,14 +37,8 @@ unsafe extern "C" fn readv(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (buffer(iov, count)?, endpoint.default_flags(true));
-            let (data, context, direction) = (None, Some(context), caps::READ);
-            endpoint.access(Access { buffer, peer, address, key, data, context, flags, direction })
-        })
-    }
+    // SAFETY: as for `access`.
+    unsafe { access(ep, || buffer(iov, count), Remote { peer, address, key }, context, caps::READ) }
 }
 
 unsafe extern "C" fn readmsg(ep: *mut FidEp, message: *const MsgRma, flags: u64) -> isize {
@@ -68,13 +56,9 @@ unsafe extern "C" fn write(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: as for `access`.
     unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (ProgramBuffer::new(start.cast_mut(), length), endpoint.default_flags(true));
-            let (data, context, direction) = (None, Some(context), caps::WRITE);
-            endpoint.access(Access { buffer, peer, address, key, data, context, flags, direction })
-        })
+        access(ep, || Ok(ProgramBuffer::new(start.cast_mut(), length)), Remote { peer, address, key }, context, caps::WRITE)
     }
 }
 
@@ -88,19 +72,40 @@ unsafe extern "C" fn writev(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (buffer(iov, count)?, endpoint.default_flags(true));
-            let (data, context, direction) = (None, Some(context), caps::WRITE);
-            endpoint.access(Access { buffer, peer, address, key, data, context, flags, direction })
-        })
-    }
+    // SAFETY: as for `access`.
+    unsafe { access(ep, || buffer(iov, count), Remote { peer, address, key }, context, caps::WRITE) }
 }
 
 unsafe extern "C" fn writemsg(ep: *mut FidEp, message: *const MsgRma, flags: u64) -> isize {
     // SAFETY: as for `access_message`.
     unsafe { access_message(ep, message, flags, caps::WRITE) }
+}
+
+/// Where a read or write goes: the peer, the address in its memory, and the key of that.
+struct Remote {
+    peer: u64,
+    address: u64,
+    key: u64,
+}
+
+/// A read or write with the endpoint's own flags.
+///
+/// # Safety
+/// The promises of libfabric's caller (see above).
+unsafe fn access(
+    ep: *mut FidEp,
+    buffer: impl FnOnce() -> Result<ProgramBuffer, c_int>,
+    Remote { peer, address, key }: Remote,
+    context: *mut c_void,
+    direction: u64,
+) -> isize {
+    // SAFETY: this function's `# Safety`.
+    unsafe {
+        on(ep, |endpoint| {
+            let (buffer, flags) = (buffer()?, endpoint.default_flags(true));
+            endpoint.access(Access { buffer, peer, address, key, data: None, context: Some(context), flags, direction })
+        })
+    }
 }
 
 /// A read or write that a structure describes. The peer's memory must be one part.

@@ -165,7 +165,7 @@ impl<B: Buffer> Endpoint<B> {
         self.rma.next += 1;
         let request = Request { verb: Verb::Read, operation, key, address, length, data: 0 };
         self.ask(peer, request, now).inspect_err(|_| {
-            // Nobody is told of the receive's end.
+            // The end of the receive is not reported.
             self.rma.pending.remove(&operation);
             self.policy.cancel(receive);
             self.collect(now);

@@ -2,7 +2,7 @@
 //! protocol code; only its cost comes from the model.
 
 use super::hardware::Hardware;
-use baton_rmpp::{Command, Completion, Config, Data, DataConfig, Disposition, Event, Half, Halves, Policy};
+use baton_rmpp::{Command, Completion, Config, Data, Disposition, Event, Half, Halves, Policy};
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Body, Packet, PacketFlags, envelope};
 use std::collections::VecDeque;
@@ -113,21 +113,7 @@ impl Machine {
             peers: 1,
             ..Config::default()
         };
-        let data = |halves| {
-            Data::new(DataConfig {
-                halves,
-                address: address(number),
-                endpoint: config.endpoint,
-                peers: config.peers,
-                incoming: config.incoming,
-                outgoing: config.sends,
-                buffers: config.buffers,
-                buffer_count: config.buffer_count,
-                buffer_size: config.buffer_size,
-                packet: config.packet,
-                events: 1024,
-            })
-        };
+        let data = |halves| Data::new(config.data(halves, address(number), 1024));
         Machine {
             policy: Policy::new(config).expect("the model's settings hold"),
             memory: vec![0x5a; config.memory as usize],

@@ -33,7 +33,6 @@ fn nanoseconds(posted: u64) -> f64 {
 }
 
 #[test]
-#[ignore = "measures time"]
 fn ten_thousand_posted_receives_cost_what_ten_do() {
     let mut ratios: Vec<(f64, f64, f64)> = (0..9)
         .map(|_| {

@@ -21,11 +21,13 @@ fn flip(name: &str, program: &[&str]) -> Value {
     let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
     assert!(ran.status.success() && log.is_empty(), "{program:?}: {}{}{log}", text(&ran.stdout), text(&ran.stderr));
     let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
-    let least =
-        report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok()).min();
-    assert!(least >= Some(3), "a connection hardly moved: {report}");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
     report
+}
+
+/// Moves of the connection that moved least.
+fn least_moves(report: &Value) -> Option<u32> {
+    report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse().ok()).min()
 }
 
 /// Both ends move: a program with connections to itself, every way to wait for a socket, IPv4 and IPv6. The program compares
@@ -35,7 +37,13 @@ fn programs_that_talk_to_themselves_do_not_notice() {
     let program = script("itself.py");
     for way in ["threads", "select", "poll", "epoll", "edge", "asyncio"] {
         for family in ["4", "6"] {
-            let report = flip(&format!("{way}{family}"), &["python3", &program, "1.5", family, way]);
+            let run = |seconds| flip(&format!("{way}{family}"), &["python3", &program, seconds, family, way]);
+            let mut report = run("1.5");
+            if least_moves(&report) < Some(10) {
+                // A busy machine moves less often.
+                report = run("20");
+            }
+            assert!(least_moves(&report) >= Some(10), "a connection hardly moved: {report}");
             assert_eq!(report["connections"], 6, "{way} {family}: {report}");
             assert_eq!(report["given_back"], serde_json::json!({}), "{way} {family}: {report}");
         }

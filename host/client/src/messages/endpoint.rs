@@ -8,9 +8,7 @@ use baton_linux::datagrams::Datagrams;
 use baton_linux::events::{Poller, Trigger};
 use baton_protocol::program::Messages;
 use baton_records::SessionMemory;
-use baton_rmpp::{
-    Command, Completion, Config, DataConfig, Half, Halves, Limit, Memory, Outgoing, PeerId, Policy, ReceiveId, Request,
-};
+use baton_rmpp::{Command, Completion, Config, Half, Halves, Limit, Memory, Outgoing, PeerId, Policy, ReceiveId, Request};
 use baton_shm::Region;
 use baton_wire::Endpoint as Address;
 use std::io;
@@ -116,7 +114,7 @@ impl Endpoint {
             true => None,
             false => {
                 let halves = Halves { receiving: !receiving, sending: !sending };
-                Some(Local::new(data_config(&config, halves, address)))
+                Some(Local::new(config.data(halves, address.into(), EVENTS)))
             }
         };
         let poller = Poller::new()?;
@@ -247,7 +245,7 @@ impl Endpoint {
         Ok(any)
     }
 
-    /// Takes the NIC's events. After a NIC's death the next one is told what there is.
+    /// Takes the NIC's events. After a NIC's death the next one gets the state of all peers and messages.
     fn take_nic_events(&mut self, now: u64) -> io::Result<bool> {
         let Some(link) = &mut self.link else { return Ok(false) };
         let mut moved = link.renew();
@@ -369,22 +367,6 @@ fn config(settings: &Settings) -> Config {
         ..Config::default()
     };
     Config { memory: HEAP + buffers_bytes(&config) + settings.memory as u64, ..config }
-}
-
-fn data_config(config: &Config, halves: Halves, address: SocketAddr) -> DataConfig {
-    DataConfig {
-        halves,
-        address: address.into(),
-        endpoint: config.endpoint,
-        peers: config.peers,
-        incoming: config.incoming,
-        outgoing: config.sends,
-        buffers: config.buffers,
-        buffer_count: config.buffer_count,
-        buffer_size: config.buffer_size,
-        packet: config.packet,
-        events: EVENTS,
-    }
 }
 
 fn messages(config: &Config, on_nic: Halves, address: SocketAddr) -> Messages {

@@ -1,4 +1,4 @@
-//! What a program reads, and when the NIC is told of it.
+//! What a program reads, and when the NIC is notified of it.
 
 use super::{RELAXED, Shared, would_block};
 use crate::connection::{Connection, Inside};

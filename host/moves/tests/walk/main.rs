@@ -433,7 +433,7 @@ fn a_lost_connection_leaves_nothing_behind() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever goes wrong, in whatever order: no byte is lost, two never speak, every move ends, and nothing is left behind.
+    /// Whatever goes wrong, in whatever order: no byte is lost, kernel and NIC never both send, every move ends, and nothing is left behind.
     #[test]
     fn random_schedules(
         schedule in prop::collection::vec(any::<u8>(), 0..300),

@@ -19,7 +19,7 @@ pub struct Streams {
 /// The kernel's socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Socket {
-    /// It hears and speaks.
+    /// It receives and sends.
     Live(Streams),
     /// Deaf, in repair mode, whole.
     Read(Streams),

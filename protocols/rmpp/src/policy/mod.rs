@@ -12,6 +12,7 @@ mod sending;
 mod timers;
 
 use crate::counters::Counters;
+use crate::data::{DataConfig, Halves};
 use crate::handle;
 use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
@@ -479,6 +480,23 @@ impl Policy {
 }
 
 impl Config {
+    /// Settings of a data half that fits a policy with these: `address` is our own, `events` the most that may wait to be taken.
+    pub fn data(&self, halves: Halves, address: Endpoint, events: u16) -> DataConfig {
+        DataConfig {
+            halves,
+            address,
+            endpoint: self.endpoint,
+            peers: self.peers,
+            incoming: self.incoming,
+            outgoing: self.sends,
+            buffers: self.buffers,
+            buffer_count: self.buffer_count,
+            buffer_size: self.buffer_size,
+            packet: self.packet,
+            events,
+        }
+    }
+
     fn check(&self) -> Result<(), SetupError> {
         if self.packet < 128 {
             return Err(SetupError::Packet);
