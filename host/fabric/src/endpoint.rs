@@ -180,7 +180,12 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
     }
     let address = messages.address();
     let eager = messages.eager();
-    log(Level::Info, &format!("endpoint at {address}, packets of {} bytes", settings.packet));
+    let half = match (messages.is_on_nic(), messages.without_nic()) {
+        (true, _) => "on the NIC".to_owned(),
+        (false, Some(reason)) => format!("on this host, since {reason}"),
+        (false, None) => "on this host (FI_RMPP_NIC=never)".to_owned(),
+    };
+    log(Level::Info, &format!("endpoint at {address}, packets of {} bytes, data half {half}", settings.packet));
     let state = State {
         endpoint: messages,
         addresses: None,

@@ -9,7 +9,7 @@ use crate::endpoint::Endpoint;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -18,6 +18,8 @@ use std::time::Duration;
 const QUIET: u64 = 300;
 /// How often the thread looks whether the program still polls.
 const LOOK: Duration = Duration::from_micros(1000);
+/// Polls in a row that find nothing, after which the processor is offered to others: the NIC or the peer may need it to go on.
+const YIELD: u32 = 16;
 /// Longest wait while something may time out.
 const LONGEST: u64 = 10_000;
 /// The thread does no more than this at once without letting the program in.
@@ -27,6 +29,8 @@ struct Shared<T> {
     state: Mutex<T>,
     /// When the program last called, in microseconds.
     polled: AtomicU64,
+    /// Polls in a row that found nothing.
+    idle: AtomicU32,
     /// The thread waits for packets, however long that takes.
     parked: AtomicBool,
     stop: AtomicBool,
@@ -57,13 +61,14 @@ impl<T: Driven> Driver<T> {
     pub fn start(mut state: T) -> io::Result<Driver<T>> {
         let bell = Doorbell::new()?;
         let poller = Poller::new()?;
-        poller.add(state.endpoint().as_fd(), 1, Trigger::Readable)?;
+        state.endpoint().watch(&poller)?;
         poller.add(bell.as_fd(), WAKE, Trigger::Readable)?;
         let idle = Poller::new()?;
         idle.add(bell.as_fd(), WAKE, Trigger::Readable)?;
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             polled: AtomicU64::new(0),
+            idle: AtomicU32::new(0),
             parked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             bell,
@@ -97,8 +102,14 @@ impl<T: Driven> Driver<T> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        state.endpoint().progress(now);
+        let moved = state.endpoint().progress(now);
         state.deliver();
+        drop(state);
+        if moved {
+            self.shared.idle.store(0, Ordering::Relaxed);
+        } else if self.shared.idle.fetch_add(1, Ordering::Relaxed) % YIELD == YIELD - 1 {
+            std::thread::yield_now();
+        }
     }
 
     /// The program is about to wait: the thread takes over at once.
@@ -135,10 +146,12 @@ impl<T: Driven> Shared<T> {
             let _ = if now.saturating_sub(polled) < QUIET {
                 idle.wait(Some(LOOK), &mut tokens)
             } else {
-                let next = self.drive(now);
+                let (next, sleep) = self.drive(now);
                 let limit = next.map(|at| Duration::from_micros(at.saturating_sub(now).clamp(1, LONGEST)));
                 self.parked.store(limit.is_none(), Ordering::Release);
-                poller.wait(limit, &mut tokens)
+                let waited = poller.wait(if sleep { limit } else { Some(Duration::ZERO) }, &mut tokens);
+                self.lock().endpoint().end_sleep(&tokens);
+                waited
             };
             if tokens.contains(&WAKE) {
                 self.bell.clear();
@@ -146,11 +159,11 @@ impl<T: Driven> Shared<T> {
         }
     }
 
-    /// Drives the endpoint. Returns when it is to be driven again.
-    fn drive(&self, now: u64) -> Option<u64> {
+    /// Drives the endpoint. Returns when it is to be driven again, and whether the thread may sleep until then.
+    fn drive(&self, now: u64) -> (Option<u64>, bool) {
         let mut state = self.lock();
         state.endpoint().progress(now);
         state.deliver();
-        state.endpoint().next_timeout()
+        (state.endpoint().next_timeout(), state.endpoint().prepare_sleep())
     }
 }

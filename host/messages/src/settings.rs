@@ -1,9 +1,21 @@
 //! Settings of an endpoint.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// Whether a NIC has the data half.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Use {
+    /// This host has it.
+    Never,
+    /// The NIC has it, if there is one that takes it.
+    Auto,
+    /// The NIC has it; without one there is no endpoint.
+    Always,
+}
 
 /// Settings of an endpoint. Sizes are bytes, times microseconds.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Where it receives. Port 0: the kernel chooses one.
     pub address: SocketAddr,
@@ -23,6 +35,10 @@ pub struct Settings {
     pub socket_buffer: usize,
     /// Silence of a peer with unfinished messages after which it is dead.
     pub dead: u64,
+    /// Whether a NIC has the data half.
+    pub nic: Use,
+    /// The socket of the NIC's agent: where BATON_SOCKET says, or the usual place.
+    pub agent: PathBuf,
 }
 
 impl Default for Settings {
@@ -37,6 +53,8 @@ impl Default for Settings {
             receives: 16_384,
             socket_buffer: 4 << 20,
             dead: 5_000_000,
+            nic: Use::Never,
+            agent: baton_client::agent_socket(),
         }
     }
 }

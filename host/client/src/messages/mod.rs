@@ -14,3 +14,5 @@ mod link;
 mod local;
 
 pub use endpoint::{Endpoint, Settings, Usage};
+pub use link::Link;
+pub use local::Local;
