@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Longest wait in fi_close() for messages whose sends were already told as complete, in microseconds.
+/// Longest wait in fi_close() for messages whose sends were already reported as complete, in microseconds.
 const LINGER: u64 = 3_000_000;
 /// Longest wait for peers to answer that they know of the end, in microseconds.
 const FAREWELL: u64 = 200_000;

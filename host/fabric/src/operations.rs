@@ -26,16 +26,16 @@ pub struct Operation {
     /// Flags of its completion: what it is.
     pub flags: u64,
     /// Whether success is reported by a completion entry; an error always is.
-    pub told: bool,
+    pub reported: bool,
     /// The endpoint's number of a posted receive, for fi_cancel().
     pub number: u32,
 }
 
-/// Where operations of one kind are told and counted.
+/// Where the ends of operations of one kind are reported.
 #[derive(Default)]
 pub struct Sink {
     pub queue: Option<Arc<QueueShared>>,
-    /// FI_SELECTIVE_COMPLETION: only operations that ask for it are told.
+    /// FI_SELECTIVE_COMPLETION: only operations that ask for it are reported.
     pub selective: bool,
 }
 
@@ -95,31 +95,32 @@ impl State {
         self.next
     }
 
-    /// Whether an operation with these flags is to be told.
-    pub fn is_told(sink: &Sink, flags: u64) -> bool {
+    /// Whether the success of an operation with these flags is reported.
+    pub fn is_reported(sink: &Sink, flags: u64) -> bool {
         !sink.selective || flags & flags::COMPLETION != 0
     }
 
-    /// Tells that an operation has ended well at once.
+    /// Reports an operation that has ended well at once.
     pub fn end_at_once(&mut self, operation: &Operation) {
         let entry =
             CqEntry { op_context: operation.context, flags: operation.flags, len: 0, buf: std::ptr::null_mut(), data: 0, tag: 0 };
-        self.tell(operation, Event::Done(entry, NOBODY));
+        self.report(operation, Event::Done(entry, NOBODY));
     }
 
-    /// Tells of an operation that could not be carried out: an error in the completion queue.
+    /// Reports an operation that could not be carried out, by an error in the completion queue.
     pub fn fail(&mut self, operation: &Operation, error: c_int) {
         let entry =
             CqEntry { op_context: operation.context, flags: operation.flags, len: 0, buf: operation.buffer, data: 0, tag: 0 };
-        self.tell(operation, failed(entry, 0, error, 0));
+        self.report(operation, failed(entry, 0, error, 0));
     }
 
-    pub fn tell(&mut self, operation: &Operation, event: Event) {
+    /// Counts the end of an operation, and puts it into its completion queue if it is to be reported.
+    pub fn report(&mut self, operation: &Operation, event: Event) {
         let well = matches!(event, Event::Done(..));
         self.counters.count(operation.flags & (caps::SEND | caps::RECV | caps::READ | caps::WRITE | caps::REMOTE_WRITE), well);
         let sending = operation.flags & (caps::SEND | caps::READ | caps::WRITE) != 0;
         let sink = if sending { &self.transmit } else { &self.receive };
-        if let Some(queue) = sink.queue.as_ref().filter(|_| operation.told || !well) {
+        if let Some(queue) = sink.queue.as_ref().filter(|_| operation.reported || !well) {
             queue.push(event);
         }
     }
@@ -149,17 +150,17 @@ impl State {
                 failed(entry, 0, error_number(error), number_of(error))
             }
         };
-        self.tell(&operation, event);
+        self.report(&operation, event);
     }
 
     /// A peer's write to our memory is reported if it brings data, and counted if the program wants that.
     fn written(&self, completion: &Completion) -> Option<Operation> {
-        let told = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
-        (told || self.rma_events).then_some(Operation {
+        let reported = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
+        (reported || self.rma_events).then_some(Operation {
             context: std::ptr::null_mut(),
             buffer: std::ptr::null_mut(),
             flags: caps::RMA | caps::REMOTE_WRITE,
-            told,
+            reported,
             number: 0,
         })
     }

@@ -271,7 +271,7 @@ pub struct Policy {
     peers: Box<[Peer]>,
     /// Peers by address and endpoint.
     addresses: BTreeMap<(Endpoint, u16), u16>,
-    /// The last incarnation given out, and the one that unknown peers are told.
+    /// The last incarnation given out, and the one that unknown peers get in answer to a Hello.
     incarnation: u32,
     base: u32,
     outgoing: Slab<Outgoings>,
@@ -291,7 +291,7 @@ pub struct Policy {
     /// Buffers for RTS packets that neither the data half nor a message has, and those that the data half has.
     free_buffers: Vec<u16>,
     posted_buffers: Box<[bool]>,
-    /// Peers and messages that a new data half has not been told of yet.
+    /// Peers and messages that a new data half does not have yet.
     replay: restart::Replay,
     counters: Counters,
 }
@@ -356,7 +356,7 @@ impl Policy {
         self.commands.len() <= MOST_COMMANDS
     }
 
-    /// The next command for the data half. After [`Policy::restart`] those that tell a new data half what there is come first.
+    /// The next command for the data half. After [`Policy::restart`] those come first that enter what there is in a new data half.
     pub fn poll_command(&mut self) -> Option<Command> {
         if let Some(command) = self.poll_replay() {
             return Some(command);
@@ -441,7 +441,7 @@ impl Policy {
             }
             Kind::Bye => self.on_bye(peer, header, now),
             Kind::ByeAck => self.on_bye_ack(peer, now),
-            // A Pong has told that the peer lives; the others come as events of their own.
+            // `admit` has noted that the peer lives, which is all that a Pong says; the others come as events of their own.
             _ => {}
         }
     }

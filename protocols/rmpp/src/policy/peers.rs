@@ -141,7 +141,7 @@ impl Policy {
         Ok(PeerId(peer as u16))
     }
 
-    /// Ends the association with a peer in order: messages to it are finished first, then it is told. Messages from it that are
+    /// Ends the association with a peer in order: messages to it are finished first, then it gets a Bye. Messages from it that are
     /// unfinished fail. Its number becomes free.
     pub fn close(&mut self, peer: PeerId, now: u64) {
         let at = usize::from(peer.0);
@@ -185,7 +185,7 @@ impl Policy {
         Some(place)
     }
 
-    /// Frees a place. What unknown peers are told changes, so that packets for the old association are recognised.
+    /// Frees a place. The incarnation that unknown peers get changes, so that packets for the old association are recognised.
     fn forget_peer(&mut self, at: usize) {
         let Peer { address, endpoint, .. } = self.peers[at];
         self.addresses.remove(&(address, endpoint));

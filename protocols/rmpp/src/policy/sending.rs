@@ -64,13 +64,13 @@ impl Policy {
         }
     }
 
-    /// Tells the data half of a message.
+    /// Has the data half send a message.
     pub(super) fn push_send(&mut self, handle: u32) {
         let command = self.send_command(handle);
         self.commands.extend(command);
     }
 
-    /// The command that tells the data half of a message.
+    /// The command by which the data half sends a message.
     pub(super) fn send_command(&self, handle: u32) -> Option<Command> {
         let Outgoings { outgoing, number, first, .. } = self.outgoing.get(handle)?;
         let rts = Rts {
@@ -142,7 +142,7 @@ impl Policy {
         let floor = self.peers[at].floor;
         let Some(message) = self.outgoing.get_mut(handle) else { return };
         match HoldReason::from_number(header.count) {
-            // The receiver will clear it or ask for the RTS again; keep-alive tells whether it still can.
+            // The receiver will clear it or ask for the RTS again; keep-alive shows whether it still can.
             Some(HoldReason::Unexpected) => {
                 message.state = SendState::Held;
                 self.timers.stop(handle::slot(handle));
