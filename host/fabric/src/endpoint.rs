@@ -309,17 +309,17 @@ unsafe extern "C" fn cancel(fid: *mut Fid, context: *mut c_void) -> isize {
     // SAFETY: C's pointer to an endpoint that is not closed.
     let Some(endpoint) = (unsafe { object::<Endpoint, _>(fid) }) else { return failure(errno::EINVAL) as isize };
     endpoint.shared.call(|state, now| {
-        let receive =
-            |operation: &crate::operations::Operation| operation.context == context && operation.flags & caps::RECV != 0;
-        let found = state
-            .operations
-            .iter()
-            .find(|(_, operation)| receive(operation))
-            .map(|(token, operation)| (*token, operation.number));
-        // What has matched, or was never posted, simply ends as it ends.
-        if let Some((token, number)) = found {
-            state.endpoint.cancel(number, token, now);
-        }
+        let named = |operation: &crate::operations::Operation| {
+            operation.context == context && operation.flags & (caps::RECV | caps::SEND) != 0
+        };
+        let found =
+            state.operations.iter().find(|(_, operation)| named(operation)).map(|(token, operation)| (*token, *operation));
+        // What has matched, is on its way or was never begun simply ends as it ends.
+        match found {
+            Some((token, operation)) if operation.flags & caps::RECV != 0 => state.endpoint.cancel(operation.number, token, now),
+            Some((token, _)) => state.endpoint.cancel_send(token, now),
+            None => false,
+        };
     });
     0
 }

@@ -9,7 +9,7 @@ use crate::endpoint::Endpoint;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -18,8 +18,11 @@ use std::time::Duration;
 const QUIET: u64 = 300;
 /// How often the thread looks whether the program still polls.
 const LOOK: Duration = Duration::from_micros(1000);
-/// Polls in a row that find nothing, after which the processor is offered to others: the NIC or the peer may need it to go on.
-const YIELD: u32 = 16;
+/// Microseconds in which polls find nothing, after which each offers the processor to others: the peer may need it to go on. A
+/// reply that comes sooner finds the program polling.
+const YIELD: u64 = 1000;
+/// The same with a NIC, which is a process on one of the host's processors.
+const YIELD_TO_NIC: u64 = 20;
 /// Longest wait while something may time out.
 const LONGEST: u64 = 10_000;
 /// The thread does no more than this at once without letting the program in.
@@ -29,8 +32,8 @@ struct Shared<T> {
     state: Mutex<T>,
     /// When the program last called, in microseconds.
     polled: AtomicU64,
-    /// Polls in a row that found nothing.
-    idle: AtomicU32,
+    /// When a poll last found something, in microseconds.
+    moved: AtomicU64,
     /// The thread waits for packets, however long that takes.
     parked: AtomicBool,
     stop: AtomicBool,
@@ -68,7 +71,7 @@ impl<T: Driven> Driver<T> {
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             polled: AtomicU64::new(0),
-            idle: AtomicU32::new(0),
+            moved: AtomicU64::new(0),
             parked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             bell,
@@ -103,11 +106,12 @@ impl<T: Driven> Driver<T> {
             Err(TryLockError::WouldBlock) => return,
         };
         let moved = state.endpoint().progress(now);
+        let patience = if state.endpoint().is_on_nic() { YIELD_TO_NIC } else { YIELD };
         state.deliver();
         drop(state);
         if moved {
-            self.shared.idle.store(0, Ordering::Relaxed);
-        } else if self.shared.idle.fetch_add(1, Ordering::Relaxed) % YIELD == YIELD - 1 {
+            self.shared.moved.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(self.shared.moved.load(Ordering::Relaxed)) > patience {
             std::thread::yield_now();
         }
     }
@@ -163,7 +167,8 @@ impl<T: Driven> Shared<T> {
     fn drive(&self, now: u64) -> (Option<u64>, bool) {
         let mut state = self.lock();
         state.endpoint().progress(now);
+        let sleep = state.endpoint().prepare_sleep(now);
         state.deliver();
-        (state.endpoint().next_timeout(), state.endpoint().prepare_sleep())
+        (state.endpoint().next_timeout(), sleep)
     }
 }

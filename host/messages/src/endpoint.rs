@@ -15,6 +15,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
+/// Polls after which replies leave that nobody waits for.
+const PATIENCE: u8 = 32;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
 
@@ -178,6 +180,8 @@ pub struct Endpoint<B: Buffer> {
     pub(crate) spill: Spill,
     pub(crate) rma: rma::Rma<B>,
     pub(crate) completions: VecDeque<Completion>,
+    /// Polls since replies wait that nobody waits for.
+    waited: u8,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -209,6 +213,7 @@ impl<B: Buffer> Endpoint<B> {
             spill: Spill::new(config.hash_key),
             rma: rma::Rma::new(regions),
             completions: VecDeque::new(),
+            waited: 0,
             lost: 0,
         })
     }
@@ -382,6 +387,16 @@ impl<B: Buffer> Endpoint<B> {
         self.purposes[slot] = Some(purpose);
     }
 
+    /// Takes a send back that has not begun, by the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
+    /// comes, if it is on its way or has ended.
+    pub fn cancel_send(&mut self, token: Token, now: u64) -> bool {
+        let send = |purpose: &Option<Purpose>| matches!(purpose, Some(Purpose::Send(owner)) if *owner == token);
+        let slot = self.purposes.iter().position(send);
+        let cancelled = slot.is_some_and(|slot| self.policy.cancel_send(slot as u64, now));
+        self.collect(now);
+        cancelled
+    }
+
     /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
     /// comes, if it has matched a message or has ended.
     pub fn cancel(&mut self, number: u32, token: Token, now: u64) -> bool {
@@ -442,6 +457,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Receives, answers and sends what there is. Returns whether there was anything.
     pub fn progress(&mut self, now: u64) -> bool {
         let mut any = false;
+        self.waited = self.waited.saturating_add(1);
         for _ in 0..ROUNDS {
             if self.half.renew() {
                 self.policy.restart(Halves::BOTH, now);
@@ -470,7 +486,9 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     /// Announces that the caller is going to sleep. False if there is something to do. [`Endpoint::end_sleep`] follows.
-    pub fn prepare_sleep(&mut self) -> bool {
+    pub fn prepare_sleep(&mut self, now: u64) -> bool {
+        self.waited = PATIENCE;
+        self.transmit(now);
         self.half.prepare_sleep()
     }
 
@@ -512,11 +530,18 @@ impl<B: Buffer> Endpoint<B> {
     /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
     pub(crate) fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
+        // Replies that nobody waits for leave several at a time, and not between a message and the program's answer.
         while self.half.has_room()
+            && !(self.waited < PATIENCE && self.policy.is_patient())
             && let Some(command) = self.policy.poll_command()
         {
             self.half.handle_command(&command, now);
+            // An RTS leaves before the shorter packets behind it: so one system call takes them all.
+            self.half.emit(&self.arena);
             any = true;
+        }
+        if !self.policy.is_patient() {
+            self.waited = 0;
         }
         any |= self.half.transmit(&self.arena);
         any | self.collect(now)
@@ -525,6 +550,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Makes room for the commands of another call.
     fn make_room(&mut self, now: u64) {
         if !self.policy.is_ready() {
+            self.waited = PATIENCE;
             self.exchange(now);
         }
     }

@@ -142,6 +142,11 @@ impl DataHalf {
         self.local.data.handle_command(command);
     }
 
+    /// Gives the socket what there is to be sent, which leaves with [`DataHalf::transmit`].
+    pub fn emit<B: Buffer>(&mut self, memory: &Arena<B>) {
+        self.local.emit(&mut self.socket, memory);
+    }
+
     /// Sends what is to be sent. Returns whether there was anything.
     pub fn transmit<B: Buffer>(&mut self, memory: &Arena<B>) -> bool {
         if let Some(nic) = &mut self.nic {

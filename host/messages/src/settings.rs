@@ -21,7 +21,7 @@ pub struct Settings {
     pub address: SocketAddr,
     /// Bytes of RMPP packet in a datagram. All endpoints that talk to each other should have the same.
     pub packet: u16,
-    /// Most packets that one CTS clears: the paper's 16.
+    /// Most packets that one CTS clears: 64 at most. The paper's cards had room for 16.
     pub grant: u16,
     /// Packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15.
     pub early: u8,
@@ -46,8 +46,8 @@ impl Default for Settings {
         Settings {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             packet: 1472,
-            grant: 16,
-            early: 0,
+            grant: 64,
+            early: 15,
             peers: 1024,
             sends: 16_384,
             receives: 16_384,

@@ -44,13 +44,20 @@ impl Local {
     /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how many
     /// packets there were.
     pub fn transmit(&mut self, socket: &mut Datagrams, memory: &impl Memory) -> usize {
+        let count = self.emit(socket, memory);
+        socket.flush();
+        count
+    }
+
+    /// Gives the socket what the data half has to send; it leaves at the latest with [`Datagrams::flush`]. Returns how many
+    /// packets there were.
+    pub fn emit(&mut self, socket: &mut Datagrams, memory: &impl Memory) -> usize {
         let mut count = 0;
         while let Some(outbound) = self.data.poll_transmit(memory, socket.room()) {
             socket.push(SocketAddr::from(outbound.to), outbound.length);
             self.copied += outbound.length as u64;
             count += 1;
         }
-        socket.flush();
         self.packets[1] += count as u64;
         count
     }

@@ -17,7 +17,9 @@ impl Policy {
     pub fn post(&mut self, request: Request, now: u64, memory: &mut (impl Memory + ?Sized)) -> Result<ReceiveId, Limit> {
         self.check_room()?;
         self.check_region(&request.region)?;
-        let entry = Receive { token: request.token, region: request.region, posted: None };
+        let source =
+            request.source.map(|peer| peer.0).filter(|_| request.source.and_then(|peer| self.peer_address(peer)).is_some());
+        let entry = Receive { token: request.token, region: request.region, posted: None, source };
         let receive = self.receives.insert(entry).ok_or(Limit::Receives)?;
         let criteria = Self::criteria(request.source, request.context, request.tag, request.ignore);
         match self.matching.post(criteria, receive) {
@@ -25,6 +27,7 @@ impl Policy {
                 if let Some(entry) = self.receives.get_mut(receive) {
                     entry.posted = Some(id);
                 }
+                self.await_peer(source, now);
             }
             Ok(Post::Matched(incoming)) => self.begin(incoming, receive, now, memory),
             Err(_) => {
@@ -40,9 +43,49 @@ impl Policy {
         let Some(posted) = self.receives.get(id.0).and_then(|receive| receive.posted) else { return false };
         let cancelled = self.matching.cancel(posted).is_some();
         if cancelled {
-            self.complete_receive(id.0, Err(Error::Cancelled));
+            self.end_posted(id.0, Error::Cancelled);
         }
         cancelled
+    }
+
+    /// Ends a receive that has been taken out of the matching.
+    fn end_posted(&mut self, receive: u32, error: Error) {
+        let source = self.receives.get(receive).and_then(|receive| receive.source);
+        self.await_no_longer(source);
+        self.complete_receive(receive, Err(error));
+    }
+
+    /// Notes that a posted receive waits for a certain peer, whose keep-alive runs as long as any does.
+    fn await_peer(&mut self, source: Option<u16>, now: u64) {
+        let Some(at) = source.map(usize::from) else { return };
+        let idle = !self.peers[at].is_busy();
+        self.peers[at].awaited += 1;
+        if idle && self.peers[at].is_open() {
+            self.watch(at, now);
+        }
+    }
+
+    /// Notes that a receive which waited for a certain peer does so no longer.
+    fn await_no_longer(&mut self, source: Option<u16>) {
+        if let Some(peer) = source.and_then(|at| self.peers.get_mut(usize::from(at))) {
+            peer.awaited = peer.awaited.saturating_sub(1);
+        }
+    }
+
+    /// Fails the posted receives that only a message of this peer could match.
+    pub(super) fn fail_posted(&mut self, at: usize, error: Error) {
+        for slot in 0..self.receives.slots() {
+            if self.peers[at].awaited == 0 {
+                return;
+            }
+            let Some(receive) = self.receives.at(slot) else { continue };
+            let entry = self.receives.get(receive).filter(|entry| entry.source == Some(at as u16));
+            if let Some(posted) = entry.and_then(|entry| entry.posted)
+                && self.matching.cancel(posted).is_some()
+            {
+                self.end_posted(receive, error);
+            }
+        }
     }
 
     /// Finds the oldest unexpected message that a receive would get, and leaves it where it is (MPI_Probe).
@@ -76,7 +119,7 @@ impl Policy {
         if !claimed {
             return Err(Limit::NoMessage);
         }
-        let receive = self.receives.insert(Receive { token, region, posted: None }).ok_or(Limit::Receives)?;
+        let receive = self.receives.insert(Receive { token, region, posted: None, source: None }).ok_or(Limit::Receives)?;
         self.begin(message, receive, now, memory);
         Ok(())
     }
@@ -184,6 +227,8 @@ impl Policy {
             Ok(Arrival::Matched(receive)) => {
                 if let Some(entry) = self.receives.get_mut(receive) {
                     entry.posted = None;
+                    let source = entry.source;
+                    self.await_no_longer(source);
                 }
                 self.begin(handle, receive, now, memory);
             }

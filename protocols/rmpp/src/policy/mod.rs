@@ -30,6 +30,9 @@ use timers::Timers;
 /// posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
 
+/// Replies that nobody waits for may be so many before they leave.
+const MOST_PATIENT: usize = 8;
+
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
@@ -160,7 +163,7 @@ pub enum Error {
     Aborted,
     /// The peer lives, but the message made no progress in [`Config::attempts`] tries.
     NoProgress,
-    /// The receive was cancelled.
+    /// The send or receive was cancelled.
     Cancelled,
 }
 
@@ -263,6 +266,8 @@ struct Receive {
     region: Region,
     /// Its place in the matching, while it waits there.
     posted: Option<baton_matching::PostedId>,
+    /// The peer that it waits for, if that is a certain one.
+    source: Option<u16>,
 }
 
 /// The policy half of an endpoint.
@@ -282,6 +287,8 @@ pub struct Policy {
     matching: Matching,
     timers: Timers,
     commands: VecDeque<Command>,
+    /// Among the commands is the ACK of a message whose sender waits for it.
+    awaited: bool,
     completions: VecDeque<Completion>,
     /// Incoming messages that are not cleared for want of NIC buffers or pinned memory, in turn.
     waiting: VecDeque<u32>,
@@ -318,6 +325,7 @@ impl Policy {
             matching: Matching::new(config.receives.into(), incoming, config.hash_key),
             timers: Timers::new(sends + incoming + usize::from(config.peers)),
             commands: VecDeque::with_capacity(2 * MOST_COMMANDS),
+            awaited: false,
             completions: VecDeque::with_capacity(sends + receives),
             waiting: VecDeque::with_capacity(incoming),
             cleared_packets: 0,
@@ -362,11 +370,23 @@ impl Policy {
             return Some(command);
         }
         if let Some(command) = self.commands.pop_front() {
+            self.awaited &= !self.commands.is_empty();
             return Some(command);
         }
         let buffer = self.free_buffers.pop()?;
         self.posted_buffers[usize::from(buffer)] = true;
         Some(Command::PostBuffer { buffer })
+    }
+
+    /// Whether there are commands, few, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their
+    /// RTS carried. Meanwhile others may join them, and an RTS to the same peer may say the same.
+    pub fn is_patient(&self) -> bool {
+        let patient = |command: &Command| match command {
+            Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
+            Command::Release { confirm, .. } => !confirm,
+            _ => false,
+        };
+        !self.awaited && (1..=MOST_PATIENT).contains(&self.commands.len()) && self.commands.iter().all(patient)
     }
 
     /// The next completion.

@@ -73,6 +73,8 @@ pub(super) struct Peer {
     pub buffers: u16,
     /// Messages that the data half is asked to release.
     pub releasing: u32,
+    /// Posted receives that only a message from it can match.
+    pub awaited: u32,
 }
 
 impl Default for Peer {
@@ -104,6 +106,7 @@ impl Default for Peer {
             incoming: 0,
             buffers: 0,
             releasing: 0,
+            awaited: 0,
         }
     }
 }
@@ -114,9 +117,9 @@ impl Peer {
         matches!(self.state, PeerState::Open | PeerState::Closing)
     }
 
-    /// Whether a message of either direction is unfinished.
-    fn is_busy(&self) -> bool {
-        self.sends > 0 || self.incoming > 0
+    /// Whether a message of either direction is unfinished, or one is waited for.
+    pub fn is_busy(&self) -> bool {
+        self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
     fn reset_numbers(&mut self) {
@@ -388,6 +391,9 @@ impl Policy {
         // What was never sent can go to the peer's next incarnation.
         if error != Error::PeerRestarted || self.peers[at].closed {
             self.fail_waiting(at, error);
+        }
+        if error != Error::PeerRestarted || self.peers[at].closed {
+            self.fail_posted(at, error);
         }
         for handle in sent {
             self.give_up_send(handle, error);
