@@ -328,6 +328,18 @@ def tools(hosts):
     return good
 
 
+def gaps(hosts):
+    """What MPI programs do not use of the provider: fabric.c."""
+    program = hosts.folder / "fabric"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-o", str(program), str(HERE / "fabric.c"), "-lfabric"], check=True)
+    environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER)}
+    output, errors, result = run(["ip", "netns", "exec", hosts.names[0], str(program)], environment)
+    print("".join(f"ok   {line}\n" for line in output.splitlines()), end="")
+    if result != 0:
+        print(f"FAIL fabric.c: {errors}", flush=True)
+    return result == 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ranks, small messages")
@@ -343,6 +355,7 @@ def main():
     with HostsWithNic(baton) if arguments.nic else Hosts() as hosts:
         if not arguments.ping_pong and not arguments.nic:
             good &= tools(hosts)
+            good &= gaps(hosts)
         for mpi in found:
             program = hosts.folder / mpi.name
             mpi.compile(HERE / ("pingpong.c" if arguments.ping_pong else "features.c"), program)

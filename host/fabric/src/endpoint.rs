@@ -137,7 +137,8 @@ pub unsafe extern "C" fn open(domain: *mut FidDomain, info: *mut Info, out: *mut
             Ok(shared) => Arc::new(shared),
             Err(error) => {
                 log(Level::Warn, &format!("an endpoint cannot be opened: {error}"));
-                return failure(error.raw_os_error().unwrap_or(errno::EINVAL));
+                // Without a number it is the NIC's agent that is missing, or refuses.
+                return failure(error.raw_os_error().unwrap_or(errno::ENODEV));
             }
         };
         let fid = FidEp {

@@ -4,6 +4,7 @@ use crate::abi::{CqEntry, caps, errno, flags};
 use crate::buffer::ProgramBuffer;
 use crate::completion_queue::{Event, NOBODY, QueueShared, failed};
 use crate::counter::CounterShared;
+use crate::libfabric::{Level, log};
 use crate::vector::Addresses;
 use baton_messages::{Claim, Completion, Delivered, Driven, Endpoint, Error, Kind, PeerId, Token};
 use std::collections::HashMap;
@@ -139,6 +140,8 @@ impl State {
         let event = match completion.result {
             Ok(delivered) => self.done(&operation, &delivered),
             Err(error) => {
+                let text = error_text(number_of(error)).to_string_lossy();
+                log(Level::Info, &format!("endpoint at {}: an operation has failed: {text}", self.endpoint.address()));
                 let entry = CqEntry {
                     op_context: operation.context,
                     flags: operation.flags,
@@ -215,6 +218,7 @@ fn number_of(error: Error) -> c_int {
         Error::Aborted => 4,
         Error::NoProgress => 5,
         Error::Cancelled => 6,
+        Error::OtherVersion => 8,
     }
 }
 
@@ -226,6 +230,7 @@ fn error_number(error: Error) -> c_int {
         Error::Aborted => errno::EKEYREJECTED,
         Error::NoProgress => errno::EIO,
         Error::Cancelled => errno::ECANCELED,
+        Error::OtherVersion => errno::EPROTONOSUPPORT,
     }
 }
 
@@ -238,6 +243,7 @@ pub fn error_text(number: c_int) -> &'static CStr {
         4 => c"the peer does not allow this: no such key, or not that address, length or access",
         5 => c"the peer lives, but the message does not get on: packets are lost, or the peers' packets differ (FI_RMPP_PACKET)",
         6 => c"the program has cancelled it",
+        8 => c"the peer uses another version of RMPP: install the same Baton on both hosts",
         TRUNCATED => c"the message was longer than the buffer",
         _ => c"no further information",
     }

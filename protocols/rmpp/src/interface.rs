@@ -149,6 +149,17 @@ pub enum Event {
         /// Its header.
         header: Header,
     },
+    /// A packet of another version of RMPP came.
+    OtherVersion {
+        /// Address that it came from.
+        from: Endpoint,
+        /// Its sender's endpoint.
+        source: u16,
+        /// Its sender's incarnation.
+        incarnation: u32,
+        /// It begins an association.
+        hello: bool,
+    },
     /// The sender asks for the next CTS (RSM).
     More {
         /// The message.
@@ -398,6 +409,10 @@ impl Event {
                 writer = Writer::new(6);
                 writer.pair(*handle, half_number(*half));
             }
+            Event::OtherVersion { from, source, incarnation, hello } => {
+                writer = Writer::new(7);
+                writer.endpoint(from).quad([*source, (*hello).into(), 0, 0]).pair(*incarnation, 0);
+            }
         }
         writer.words
     }
@@ -425,6 +440,12 @@ impl Event {
             6 => {
                 let (handle, half) = reader.pair();
                 Event::Released { handle, half: half_from(half)? }
+            }
+            7 => {
+                let from = reader.endpoint();
+                let [source, hello, ..] = reader.quad();
+                let (incarnation, _) = reader.pair();
+                Event::OtherVersion { from, source, incarnation, hello: hello == 1 }
             }
             _ => return None,
         })

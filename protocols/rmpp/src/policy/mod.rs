@@ -165,6 +165,8 @@ pub enum Error {
     NoProgress,
     /// The send or receive was cancelled.
     Cancelled,
+    /// The peer uses another version of RMPP.
+    OtherVersion,
 }
 
 /// Identifies a peer.
@@ -426,6 +428,9 @@ impl Policy {
                 self.on_rts(from, header, rts, (*buffer, *length), now, memory);
             }
             Event::Control { from, header } => self.on_control(from, header, now),
+            Event::OtherVersion { from, source, incarnation, hello } => {
+                self.on_other_version(from, (*source, *incarnation), *hello, now);
+            }
             Event::More { handle, placed } => self.on_more(*handle, *placed, now),
             Event::Gap { handle, placed } => self.on_gap(*handle, *placed, now),
             Event::Placed { handle } => self.on_placed(*handle, now),

@@ -268,6 +268,19 @@ impl Policy {
         self.commands.push_back(Command::Control { to: *from, header: answer });
     }
 
+    /// A peer of another version cannot be talked to. Its Hello is answered, so that it learns that, too, from our version.
+    pub(super) fn on_other_version(&mut self, from: &Endpoint, (source, incarnation): (u16, u32), hello: bool, now: u64) {
+        if hello && incarnation != 0 {
+            let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.base, incarnation]);
+            self.commands.push_back(Command::Control { to: *from, header });
+        }
+        if let Some(at) = self.addresses.get(&(*from, source)).map(|at| usize::from(*at))
+            && self.peers[at].state == PeerState::Greeting
+        {
+            self.fail(at, Error::OtherVersion, false, now);
+        }
+    }
+
     pub(super) fn on_welcome(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<(), Drop> {
         let at = self.addresses.get(&(*from, header.source)).map(|at| usize::from(*at)).ok_or(Drop::NoMessage)?;
         let peer = &self.peers[at];
