@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
-/// Polls after which replies leave that nobody waits for.
+/// Polls in a row that find nothing, after which replies leave that nobody waits for.
 const PATIENCE: u8 = 32;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
@@ -180,7 +180,7 @@ pub struct Endpoint<B: Buffer> {
     pub(crate) spill: Spill,
     pub(crate) rma: rma::Rma<B>,
     pub(crate) completions: VecDeque<Completion>,
-    /// Polls since replies wait that nobody waits for.
+    /// Polls in a row that have found nothing.
     waited: u8,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
@@ -468,6 +468,9 @@ impl<B: Buffer> Endpoint<B> {
                 break;
             }
             any = true;
+        }
+        if any {
+            self.waited = 0;
         }
         any
     }
