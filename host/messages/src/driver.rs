@@ -9,7 +9,7 @@ use crate::endpoint::Endpoint;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -23,6 +23,10 @@ const LOOK: Duration = Duration::from_micros(1000);
 const YIELD: u64 = 1000;
 /// The same with a NIC, which is a process on one of the host's processors.
 const YIELD_TO_NIC: u64 = 20;
+/// A program that has polled more often than this, with fewer microseconds between than that, does nothing else: only then is its
+/// processor offered.
+const SPINS: u32 = 8;
+const DENSE: u64 = 10;
 /// Longest wait while something may time out.
 const LONGEST: u64 = 10_000;
 /// The thread does no more than this at once without letting the program in.
@@ -34,6 +38,8 @@ struct Shared<T> {
     polled: AtomicU64,
     /// When a poll last found something, in microseconds.
     moved: AtomicU64,
+    /// Polls in a row with less than [`DENSE`] between them.
+    spins: AtomicU32,
     /// The thread waits for packets, however long that takes.
     parked: AtomicBool,
     stop: AtomicBool,
@@ -72,6 +78,7 @@ impl<T: Driven> Driver<T> {
             state: Mutex::new(state),
             polled: AtomicU64::new(0),
             moved: AtomicU64::new(0),
+            spins: AtomicU32::new(0),
             parked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             bell,
@@ -99,7 +106,10 @@ impl<T: Driven> Driver<T> {
     /// Drives the endpoint, unless another thread is doing so.
     pub fn poll(&self) {
         let now = monotonic_micros();
-        self.shared.polled.store(now, Ordering::Relaxed);
+        let last = self.shared.polled.swap(now, Ordering::Relaxed);
+        let spins =
+            if now.saturating_sub(last) < DENSE { self.shared.spins.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
+        self.shared.spins.store(spins, Ordering::Relaxed);
         let mut state = match self.shared.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -111,7 +121,7 @@ impl<T: Driven> Driver<T> {
         drop(state);
         if moved {
             self.shared.moved.store(now, Ordering::Relaxed);
-        } else if now.saturating_sub(self.shared.moved.load(Ordering::Relaxed)) > patience {
+        } else if spins > SPINS && now.saturating_sub(self.shared.moved.load(Ordering::Relaxed)) > patience {
             std::thread::yield_now();
         }
     }
