@@ -61,7 +61,7 @@ fn mtu(interface: &str) -> u32 {
     // SAFETY: a live socket, and a request for the call to fill in; it fills in ifru_mtu if it succeeds.
     let found = unsafe {
         let filled = libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) == 0;
-        filled.then(|| request.ifr_ifru.ifru_mtu)
+        filled.then_some(request.ifr_ifru.ifru_mtu)
     };
     found.and_then(|mtu| u32::try_from(mtu).ok()).unwrap_or(MTU)
 }
