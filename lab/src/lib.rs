@@ -18,6 +18,7 @@ mod report;
 pub mod rmpp;
 pub mod rss;
 pub mod server;
+pub mod small_server;
 pub mod soak;
 pub mod statistics;
 pub mod tail;

@@ -217,6 +217,28 @@ fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
     })
 }
 
+/// Hosts A and B with a veth pair between them and without Baton: what a Baton is compared with. Addresses, MTU and sysctls are those
+/// of a test bed.
+///
+/// # Errors
+/// If something is missing; the message says what to do.
+pub fn without_baton(settings: &TestbedSettings) -> Result<[Namespace; 2]> {
+    let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
+    let [a, b] = hosts();
+    let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
+    make_interface(&host_b, &b, settings, veth)?;
+    make_interface(&host_a, &a, settings, || Ok(()))?;
+    Ok([host_a, host_b])
+}
+
+/// Host A and host B.
+fn hosts() -> [Host; 2] {
+    let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
+    let a = Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
+    let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+    [a, b]
+}
+
 impl Testbed {
     /// Makes the hosts and starts Baton on host A.
     ///
@@ -228,10 +250,7 @@ impl Testbed {
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: settings.card };
         let host_options = TapOptions { segmentation: segmentation || settings.offloads.large_sends, ..options };
-        let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
-        let a =
-            Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
-        let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+        let [a, b] = hosts();
         let devices = if settings.beside {
             let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
             make_interface(&host_b, &b, settings, veth)?;

@@ -241,7 +241,7 @@ fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
     Ok(mismatches == 0)
 }
 
-/// What benches run as processes of their own, to count their instructions.
+/// What benches and the demonstration run as processes of their own: workloads whose instructions are counted, and a server.
 #[derive(Subcommand)]
 pub enum Workload {
     #[command(hide = true)]
@@ -262,15 +262,18 @@ pub enum Workload {
         #[arg(long)]
         port: u16,
     },
+    #[command(hide = true)]
+    ServeFiles { address: std::net::SocketAddr, root: std::path::PathBuf },
 }
 
 /// Runs one of them.
 pub fn workload(what: &Workload) -> Result<bool> {
-    match *what {
-        Workload::BenchWorkload { connections, size, burst, segments } => {
+    match what {
+        &Workload::BenchWorkload { connections, size, burst, segments } => {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
-        Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        &Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }
