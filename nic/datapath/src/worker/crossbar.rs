@@ -89,7 +89,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// One round over all sources of work, for one of several workers. Returns whether there was any.
     pub fn poll_with_peers(&mut self, now: Instant) -> bool {
+        self.output.wire.now = now.0;
         let mut worked = self.take_calls(now);
+        if self.output.wire.has_answers() {
+            self.process_answers(now);
+        }
         let Some(crossbar) = &mut self.crossbar else { return worked };
         let (overflowing, front) = (crossbar.peers.flush_overflow(), crossbar.peers.is_front());
         if self.started && !overflowing {
@@ -209,12 +213,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         while taken < self.settings.batch && !empty {
             empty = !match from {
-                From::Wire => self.output.wire.receive(&mut self.frame),
+                From::Wire => self.output.wire.device.receive(&mut self.frame),
                 From::Host => self.to_kernel.device.receive(&mut self.frame),
             };
             if !empty {
                 taken += 1;
-                self.dispatch_frame(from, now);
+                if from == From::Host || self.output.wire.admits(&self.frame) {
+                    self.dispatch_frame(from, now);
+                }
             }
         }
         let Some(peers) = self.peers() else { return taken > 0 };

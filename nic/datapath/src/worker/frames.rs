@@ -27,10 +27,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             return true;
         }
         for count in 0..self.settings.batch {
-            if !self.output.wire.receive(&mut self.frame) {
+            if !self.output.wire.device.receive(&mut self.frame) {
                 return count > 0;
             }
-            self.on_wire_frame(now);
+            if self.output.wire.admits(&self.frame) {
+                self.on_wire_frame(now);
+            }
         }
         true
     }
@@ -52,6 +54,18 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::WireReceived, 1);
         if !self.fast_path(now) {
             self.on_wire_frame_slow(now);
+        }
+    }
+
+    /// Processes the answers to rejected frames of the kernel or of connections on the NIC, as if they came from the wire.
+    #[cold]
+    pub(super) fn process_answers(&mut self, now: Instant) {
+        while self.output.wire.take_answer(&mut self.frame) {
+            if self.crossbar.is_some() {
+                self.dispatch_frame(From::Wire, now);
+            } else {
+                self.on_wire_frame_slow(now);
+            }
         }
     }
 
