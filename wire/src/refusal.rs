@@ -1,5 +1,6 @@
 //! The answer to a packet that a filter refuses: a TCP reset, or ICMP's "communication administratively prohibited".
 
+use crate::TcpFrame;
 use crate::checksum::{Sum, pseudo_header};
 use crate::frame::{
     ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV4, IPV6, Link, MAX_HEADER, PROTOCOL_ICMP, PROTOCOL_ICMPV6, TCP_CHECKSUM,
@@ -7,7 +8,6 @@ use crate::frame::{
 };
 use crate::offset::{ethernet, ipv4, ipv6};
 use crate::tcp::{Flags, TcpOptions};
-use crate::TcpFrame;
 
 /// The longest answer.
 pub const MAX_REFUSAL: usize = ETHERNET + IPV6 + ICMP + MAX_QUOTED;

@@ -168,7 +168,9 @@ impl fmt::Display for Rule {
         match class {
             Some(Class::Other(ETHERTYPE_ARP)) => write!(out, "arp ")?,
             Some(Class::Other(other)) => write!(out, "ether {other:#06x} ")?,
-            Some(_) if source.is_none() && destination.is_none() && !matches!(protocol, Some(PROTOCOL_ICMP | PROTOCOL_ICMPV6)) => {
+            Some(_)
+                if source.is_none() && destination.is_none() && !matches!(protocol, Some(PROTOCOL_ICMP | PROTOCOL_ICMPV6)) =>
+            {
                 write!(out, "{family} ")?
             }
             _ => {}

@@ -8,7 +8,7 @@
 
 use crate::packet::{Direction, Packet};
 use crate::rule::{Action, Class, Matches, Ports, Prefix, Rule, State};
-use crate::words::RULES;
+use crate::words::{RULES, SLOTS};
 use ahash::RandomState;
 use alloc::vec::Vec;
 use core::fmt;
@@ -27,7 +27,7 @@ pub const MAX_COUNT_RULES: usize = 16;
 pub struct Installed {
     /// The rule.
     pub rule: Rule,
-    /// Its slot, below [`RULES`].
+    /// Its slot, below [`SLOTS`].
     pub slot: u16,
 }
 
@@ -53,7 +53,10 @@ impl fmt::Display for Refused {
                 "the rules combine matches and prefix lengths in more than {MAX_TUPLES} ways: use fewer different prefix lengths"
             ),
             Refused::TooManyEntries => {
-                write!(out, "the rules' ranges of ports need more than {MAX_ENTRIES} entries: use fewer, or ranges that begin and end at multiples of 16")
+                write!(
+                    out,
+                    "the rules' ranges of ports need more than {MAX_ENTRIES} entries: use fewer, or ranges that begin and end at multiples of 16"
+                )
             }
             Refused::TooManyCounts => write!(out, "at most {MAX_COUNT_RULES} rules may have the action count"),
         }
@@ -107,11 +110,7 @@ impl Key {
 
     #[inline(always)]
     fn masked(&self, mask: &Key) -> Key {
-        Key {
-            source: self.source & mask.source,
-            destination: self.destination & mask.destination,
-            rest: self.rest & mask.rest,
-        }
+        Key { source: self.source & mask.source, destination: self.destination & mask.destination, rest: self.rest & mask.rest }
     }
 }
 
@@ -150,7 +149,7 @@ impl Table {
     /// # Errors
     /// If they need more memory, or time of each lookup, than there is to be.
     pub fn new(rules: Vec<Installed>, generation: u32, seeds: [u64; 4]) -> Result<Table, Refused> {
-        if rules.len() > RULES || rules.iter().any(|installed| usize::from(installed.slot) >= RULES) {
+        if rules.len() > RULES || rules.iter().any(|installed| usize::from(installed.slot) >= SLOTS) {
             return Err(Refused::TooManyRules);
         }
         let mut table = Table { rules, tuples: Default::default(), counts: Vec::new(), generation };
@@ -269,9 +268,8 @@ fn keys(matches: &Matches) -> impl Iterator<Item = (Key, Key)> {
     let destinations = prefixes(matches.destination_ports);
     prefixes(matches.source_ports).into_iter().flat_map(move |from| {
         destinations.clone().into_iter().map(move |to| {
-            let rest = |fixed: u64, from: u16, to: u16| {
-                fixed | u64::from(from) << SOURCE_PORT | u64::from(to) << DESTINATION_PORT
-            };
+            let rest =
+                |fixed: u64, from: u16, to: u16| fixed | u64::from(from) << SOURCE_PORT | u64::from(to) << DESTINATION_PORT;
             let mask = Key { source: source.0, destination: destination.0, rest: rest(fixed.0, from.0, to.0) };
             (mask, Key { source: source.1, destination: destination.1, rest: rest(fixed.1, from.1, to.1) })
         })

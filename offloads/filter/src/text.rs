@@ -164,9 +164,9 @@ fn limit(words: &mut Words<'_>) -> Result<Limit, Wrong> {
             Unit::Bytes => (&BYTES[..], "64kb, as the rate is in bytes or bits"),
             Unit::Packets => (&[("", 1)][..], "100, as the rate is in packets"),
         };
-        burst = quantity(word, units).filter(|burst| (1..=MOST).contains(burst)).ok_or_else(|| {
-            (at, format!("{word:?} is no burst: write for example {example}"))
-        })?;
+        burst = quantity(word, units)
+            .filter(|burst| (1..=MOST).contains(burst))
+            .ok_or_else(|| (at, format!("{word:?} is no burst: write for example {example}")))?;
     }
     Ok(Limit { unit, rate, burst })
 }
@@ -275,7 +275,8 @@ fn contradiction(matches: &Matches) -> Option<&'static str> {
         return Some("only TCP and UDP have a state");
     }
     let of_ip = matches.protocol.is_some() || matches.state.is_some() || matches.source.is_some();
-    (of_ip && matches!(matches.class, Some(Class::Other(_)))).then_some("frames without an IP packet have no protocol, address, port or state")
+    (of_ip && matches!(matches.class, Some(Class::Other(_))))
+        .then_some("frames without an IP packet have no protocol, address, port or state")
 }
 
 /// Parses one rule.

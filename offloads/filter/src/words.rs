@@ -3,12 +3,14 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of slots for rules, each with counters and a token bucket.
+/// Most rules of a table.
 pub const RULES: usize = 1 << 14;
+/// Number of slots for rules, each with counters and a token bucket: as many as two tables need, of which one replaces the other.
+pub const SLOTS: usize = 2 * RULES;
 /// Slot of the frames that no rule has decided about: they pass.
-pub const UNMATCHED: usize = RULES;
+pub const UNMATCHED: usize = SLOTS;
 /// Slot of the frames that are dropped because they cannot be judged: damaged ones, and fragments whose first part is not known.
-pub const UNREADABLE: usize = RULES + 1;
+pub const UNREADABLE: usize = SLOTS + 1;
 /// Number of flows that are kept.
 pub const FLOWS: usize = 1 << 16;
 
@@ -17,7 +19,7 @@ const SLOT: usize = 4;
 /// Words of a flow, see `flows.rs`.
 pub(crate) const FLOW: usize = 4;
 /// First word of the flows.
-pub(crate) const FIRST_FLOW: usize = (RULES + 2) * SLOT;
+pub(crate) const FIRST_FLOW: usize = (SLOTS + 2) * SLOT;
 
 /// Number of words in all.
 pub const WORDS: usize = FIRST_FLOW + FLOWS * FLOW;

@@ -1,7 +1,9 @@
 //! The classifier and the filter against the plainest list of rules: the first that matches decides.
 
 use baton_filter::words::{UNMATCHED, UNREADABLE, WORDS, counted};
-use baton_filter::{Action, Class, Direction, Filter, Installed, Matches, Packet, Part, Ports, Prefix, Rule, State, Table, Verdict};
+use baton_filter::{
+    Action, Class, Direction, Filter, Installed, Matches, Packet, Part, Ports, Prefix, Rule, State, Table, Verdict,
+};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
