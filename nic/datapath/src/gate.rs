@@ -28,7 +28,7 @@ pub(crate) struct GatedWire<W> {
     pub device: W,
     gate: Gate,
     /// The time of this round, in microseconds.
-    pub now: u64,
+    now: u64,
     /// The answer that is being sent to a host on the wire.
     answer: Frame,
     /// Answers to rejected frames of this host, to be processed as if they came from the wire; and buffers for more.
@@ -65,7 +65,7 @@ impl<W: Device> GatedWire<W> {
     /// Sends a frame, if it may pass.
     #[inline(always)]
     pub fn transmit(&mut self, frame: &mut Frame, counters: &Counters) {
-        if !matches!(self.gate, Gate::Open) && !self.judge(Direction::Out, frame) {
+        if self.is_gated() && !self.judge(Direction::Out, frame) {
             return;
         }
         let sent = self.device.transmit(frame);
@@ -75,7 +75,7 @@ impl<W: Device> GatedWire<W> {
     /// Whether a frame that was received may pass. If not, nothing else must be done with it.
     #[inline(always)]
     pub fn admits(&mut self, frame: &Frame) -> bool {
-        matches!(self.gate, Gate::Open) || self.judge(Direction::In, frame)
+        !self.is_gated() || self.judge(Direction::In, frame)
     }
 
     #[inline(never)]
@@ -113,10 +113,15 @@ impl<W: Device> GatedWire<W> {
         }
     }
 
-    /// Whether answers to this host wait.
+    /// Whether frames are judged: then the time must be set in each round, and answers taken.
     #[inline(always)]
-    pub fn has_answers(&self) -> bool {
-        !self.answers.is_empty()
+    pub fn is_gated(&self) -> bool {
+        !matches!(self.gate, Gate::Open)
+    }
+
+    /// Sets the time of this round, in microseconds.
+    pub fn set_time(&mut self, now: u64) {
+        self.now = now;
     }
 
     /// Takes an answer to this host, and puts it into `frame`. False if none waits.

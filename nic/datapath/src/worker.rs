@@ -211,12 +211,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        self.output.wire.now = now.0;
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
+        }
         if !self.agent.backlog.is_empty() {
             self.flush_backlog();
-        }
-        if self.output.wire.has_answers() {
-            self.process_answers(now);
         }
         if self.started {
             worked = self.poll_wire(now);

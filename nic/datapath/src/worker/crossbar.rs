@@ -89,11 +89,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// One round over all sources of work, for one of several workers. Returns whether there was any.
     pub fn poll_with_peers(&mut self, now: Instant) -> bool {
-        self.output.wire.now = now.0;
-        let mut worked = self.take_calls(now);
-        if self.output.wire.has_answers() {
-            self.process_answers(now);
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
         }
+        let mut worked = self.take_calls(now);
         let Some(crossbar) = &mut self.crossbar else { return worked };
         let (overflowing, front) = (crossbar.peers.flush_overflow(), crossbar.peers.is_front());
         if self.started && !overflowing {

@@ -57,9 +57,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Processes the answers to rejected frames of the kernel or of connections on the NIC, as if they came from the wire.
+    /// Gives the gate the time of a round, and processes the answers to rejected frames of the kernel or of connections on the NIC, as
+    /// if they came from the wire.
     #[cold]
-    pub(super) fn process_answers(&mut self, now: Instant) {
+    pub(super) fn begin_gated_round(&mut self, now: Instant) {
+        self.output.wire.set_time(now.0);
         while self.output.wire.take_answer(&mut self.frame) {
             if self.crossbar.is_some() {
                 self.dispatch_frame(From::Wire, now);
