@@ -3,6 +3,7 @@
 
 pub mod bars;
 pub mod bypass;
+pub mod container;
 pub mod datapath;
 pub mod demo;
 pub mod equations;

@@ -8,6 +8,7 @@
 //! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a name in
 //! the file system that outlives this process: all is held by descriptors, so nothing is left behind however it ends.
 
+use crate::container::{Container, ROOT};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
 use baton_client::tool::Tool;
@@ -25,6 +26,7 @@ use baton_rss::From;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
@@ -93,6 +95,8 @@ pub struct ControlPoint {
     pub key: Vec<u8>,
     /// The first rules.
     pub rules: Vec<String>,
+    /// Host A is a container: its root has no rights over the owner. Needs root.
+    pub contained: bool,
 }
 
 impl Default for TestbedSettings {
@@ -135,6 +139,8 @@ pub struct Testbed {
     /// Present if the NIC has one.
     pub owner: Option<Owner>,
     keeper: Child,
+    /// Present if host A is one.
+    pub container: Option<Container>,
     parent: Option<Channel>,
     directory: PathBuf,
 }
@@ -239,7 +245,12 @@ impl Testbed {
     /// # Errors
     /// If something is missing; the message says what to do.
     pub fn new(settings: &TestbedSettings) -> Result<Testbed> {
-        let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
+        let container = match &settings.control_point {
+            Some(ControlPoint { contained: true, .. }) => Some(Container::new().context("a container for host A")?),
+            _ => None,
+        };
+        let host_a = container.as_ref().map_or_else(Namespace::new, Container::network)?;
+        let host_b = Namespace::new()?;
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: settings.card };
@@ -303,9 +314,18 @@ impl Testbed {
             nic,
         };
         let program = program(settings)?;
-        let launch = || baton_keeper::launch(Command::new(program), &agent, &devices, None).map_err(io::Error::other);
-        let (keeper, parent) = host_a.run(launch).context("starting Baton on host A")?;
-        Ok(Testbed { host_a, host_b, owner, keeper, parent: Some(parent), directory })
+        let (keeper, parent) = match &container {
+            None => {
+                let launch = || baton_keeper::launch(Command::new(program), &agent, &devices, None).map_err(io::Error::other);
+                host_a.run(launch).context("starting Baton on host A")?
+            }
+            Some(container) => {
+                // The agent's socket is made by the host's root.
+                chown(&directory, Some(ROOT), Some(ROOT))?;
+                baton_keeper::launch(container.command(program), &agent, &devices, None).context("starting Baton on host A")?
+            }
+        };
+        Ok(Testbed { host_a, host_b, owner, keeper, container, parent: Some(parent), directory })
     }
 
     /// Path at which programs on host A find the agent.
@@ -354,7 +374,7 @@ fn hand_over(
     settings: &TestbedSettings,
     directory: &Path,
 ) -> Result<(Owner, Devices, NicSettings)> {
-    let ControlPoint { key, rules } = control_point.clone();
+    let ControlPoint { key, rules, contained: _ } = control_point.clone();
     let owned = OwnerSettings { socket: directory.join("filter.sock"), key, rules, nic: nic.clone() };
     let command = Command::new(program(settings)?);
     let (owner, agents) = Owner::launch(command, &owned, devices.host.as_fd(), devices.wire.as_fd(), &devices.card)?;

@@ -7,9 +7,11 @@ use baton_filter::words::WORDS;
 use baton_filter::{Direction, Filter, Verdict};
 use baton_shm::WordArray;
 use baton_wire::refusal::{MAX_REFUSAL, refuse};
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
 
-/// Most answers to the host that wait for the next round. Further rejected frames are dropped without one.
-const MAX_ANSWERS: usize = 32;
+/// Most frames that wait, because of a limit or as an answer to a rejected frame. Further ones are dropped.
+const MAX_HELD: usize = 512;
 
 /// What frames have to pass between the worker and the wire.
 #[derive(Default)]
@@ -23,6 +25,35 @@ pub enum Gate {
     Filtered(Box<Filter>, WordArray<WORDS>),
 }
 
+/// A frame that waits.
+struct Held {
+    /// When it passes, in microseconds; and its place among frames with the same time.
+    at: (u64, u64),
+    direction: Direction,
+    frame: Frame,
+}
+
+/// The first to pass is the greatest.
+impl Ord for Held {
+    fn cmp(&self, other: &Held) -> Ordering {
+        other.at.cmp(&self.at)
+    }
+}
+
+impl PartialOrd for Held {
+    fn partial_cmp(&self, other: &Held) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Held {
+    fn eq(&self, other: &Held) -> bool {
+        self.at == other.at
+    }
+}
+
+impl Eq for Held {}
+
 /// A wire and its gate.
 pub(crate) struct GatedWire<W> {
     pub device: W,
@@ -31,9 +62,12 @@ pub(crate) struct GatedWire<W> {
     now: u64,
     /// The answer that is being sent to a host on the wire.
     answer: Frame,
-    /// Answers to rejected frames of this host, to be processed as if they came from the wire; and buffers for more.
-    answers: Vec<Frame>,
+    /// Frames that wait, and buffers for more.
+    held: BinaryHeap<Held>,
     spares: Vec<Frame>,
+    /// Number of frames that have waited.
+    count: u64,
+    frame_bytes: usize,
 }
 
 /// How many frames a frame stands for on the wire, and their bytes.
@@ -46,19 +80,21 @@ fn extent(frame: &Frame) -> (u64, u64) {
 }
 
 impl<W: Device> GatedWire<W> {
-    pub fn new(device: W, gate: Gate) -> GatedWire<W> {
+    pub fn new(device: W, gate: Gate, frame_bytes: usize) -> GatedWire<W> {
         let answer = Frame::with_capacity(MAX_REFUSAL);
-        let mut wire = GatedWire { device, gate: Gate::Open, now: 0, answer, answers: Vec::new(), spares: Vec::new() };
+        let (held, spares) = (BinaryHeap::new(), Vec::new());
+        let mut wire = GatedWire { device, gate: Gate::Open, now: 0, answer, held, spares, count: 0, frame_bytes };
         wire.set(gate);
         wire
     }
 
-    /// Changes what may pass.
+    /// Changes what may pass. Frames that wait are dropped: they have not been judged by these rules.
     pub fn set(&mut self, gate: Gate) {
-        if matches!(gate, Gate::Filtered(..)) && self.answers.capacity() == 0 {
-            self.answers.reserve(MAX_ANSWERS);
-            self.spares.resize_with(MAX_ANSWERS, || Frame::with_capacity(MAX_REFUSAL));
+        if matches!(gate, Gate::Filtered(..)) && self.held.capacity() == 0 {
+            self.held.reserve(MAX_HELD);
+            self.spares.resize_with(MAX_HELD, || Frame::with_capacity(self.frame_bytes));
         }
+        self.spares.extend(self.held.drain().map(|held| held.frame));
         self.gate = gate;
     }
 
@@ -68,32 +104,50 @@ impl<W: Device> GatedWire<W> {
         if self.is_gated() && !self.judge(Direction::Out, frame) {
             return;
         }
+        self.send(frame, counters);
+    }
+
+    #[inline(always)]
+    fn send(&mut self, frame: &mut Frame, counters: &Counters) {
         let sent = self.device.transmit(frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
-    /// Whether a frame that was received may pass. If not, nothing else must be done with it.
+    /// Whether a frame that was received may pass now. If not, nothing else must be done with it; it is another buffer afterwards.
     #[inline(always)]
-    pub fn admits(&mut self, frame: &Frame) -> bool {
+    pub fn admits(&mut self, frame: &mut Frame) -> bool {
         !self.is_gated() || self.judge(Direction::In, frame)
     }
 
     #[inline(never)]
-    fn judge(&mut self, direction: Direction, frame: &Frame) -> bool {
+    fn judge(&mut self, direction: Direction, frame: &mut Frame) -> bool {
+        let can_wait = !self.spares.is_empty();
         let verdict = match &self.gate {
             Gate::Open => Verdict::Pass,
             Gate::Closed => Verdict::Drop,
-            Gate::Filtered(filter, words) => filter.judge(&words[..], direction, frame.bytes(), extent(frame), self.now),
+            Gate::Filtered(filter, words) => {
+                filter.judge(&words[..], direction, frame.bytes(), extent(frame), (self.now, can_wait))
+            }
         };
         match verdict {
             Verdict::Pass => return true,
             Verdict::Drop => {}
+            Verdict::Later(at) => {
+                if let Some(spare) = self.spares.pop() {
+                    self.hold(at, direction, std::mem::replace(frame, spare));
+                }
+            }
             Verdict::Reject => self.answer(direction, frame),
         }
         false
     }
 
-    /// Answers a rejected frame.
+    fn hold(&mut self, at: u64, direction: Direction, frame: Frame) {
+        self.count += 1;
+        self.held.push(Held { at: (at, self.count), direction, frame });
+    }
+
+    /// Answers a rejected frame. The answer to a frame of this host waits for the next round.
     #[cold]
     fn answer(&mut self, direction: Direction, rejected: &Frame) {
         let mut bytes = [0; MAX_REFUSAL];
@@ -109,11 +163,11 @@ impl<W: Device> GatedWire<W> {
             self.device.transmit(&mut self.answer);
         } else if let Some(mut answer) = self.spares.pop() {
             fill(&mut answer);
-            self.answers.push(answer);
+            self.hold(0, Direction::In, answer);
         }
     }
 
-    /// Whether frames are judged: then the time must be set in each round, and answers taken.
+    /// Whether frames are judged: then the time must be set in each round, and what waits must be passed.
     #[inline(always)]
     pub fn is_gated(&self) -> bool {
         !matches!(self.gate, Gate::Open)
@@ -124,11 +178,24 @@ impl<W: Device> GatedWire<W> {
         self.now = now;
     }
 
-    /// Takes an answer to this host, and puts it into `frame`. False if none waits.
-    pub fn take_answer(&mut self, frame: &mut Frame) -> bool {
-        let Some(answer) = self.answers.pop() else { return false };
-        frame.copy_from(&answer);
-        self.spares.push(answer);
-        true
+    /// When the next of the frames that wait passes, in microseconds.
+    pub fn next_passing(&self) -> Option<u64> {
+        self.held.peek().map(|held| held.at.0)
+    }
+
+    /// Sends the frames to the wire whose time has come, up to the first one from the wire, which is put into `frame`. False if there is
+    /// none.
+    pub fn pass_held(&mut self, frame: &mut Frame, counters: &Counters) -> bool {
+        while self.next_passing().is_some_and(|at| at <= self.now) {
+            let Some(mut held) = self.held.pop() else { return false };
+            if held.direction == Direction::In {
+                frame.copy_from(&held.frame);
+                self.spares.push(held.frame);
+                return true;
+            }
+            self.send(&mut held.frame, counters);
+            self.spares.push(held.frame);
+        }
+        false
     }
 }

@@ -19,7 +19,7 @@ pub(crate) struct Output<W> {
 impl<W: Device> Output<W> {
     pub fn new(wire: W, gate: Gate, frame_bytes: usize) -> Self {
         let capabilities = wire.capabilities();
-        Output { wire: GatedWire::new(wire, gate), frame: Frame::with_capacity(frame_bytes), capabilities }
+        Output { wire: GatedWire::new(wire, gate, frame_bytes), frame: Frame::with_capacity(frame_bytes), capabilities }
     }
 
     /// The buffer in which a frame is built for [`Output::transmit`].

@@ -313,6 +313,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
+        let others = others.chain(self.output.wire.next_passing());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }

@@ -15,6 +15,8 @@ use core::sync::atomic::AtomicU64;
 pub enum Verdict {
     /// It passes.
     Pass,
+    /// It passes at this time, in microseconds, and not before frames that have to wait shorter.
+    Later(u64),
     /// It is dropped.
     Drop,
     /// It is dropped, and its sender is to be told.
@@ -38,7 +40,8 @@ impl Filter {
         &self.table
     }
 
-    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds.
+    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds. The verdict is only
+    /// [`Verdict::Later`] if the frame `can_wait`.
     ///
     /// A later fragment shares the verdict of its datagram's first one; without that it is dropped.
     pub fn judge(
@@ -47,7 +50,7 @@ impl Filter {
         direction: Direction,
         frame: &[u8],
         (packets, bytes): (u64, u64),
-        now: u64,
+        (now, can_wait): (u64, bool),
     ) -> Verdict {
         let Ok(packet) = Packet::parse(frame) else {
             words::count(words, UNREADABLE, packets, bytes);
@@ -61,7 +64,7 @@ impl Filter {
                 words::count(words, UNREADABLE, packets, bytes);
                 return Verdict::Drop;
             };
-            return self.apply(words, rule, packets, bytes, now);
+            return self.apply(words, rule, (packets, bytes), (now, can_wait));
         }
         let hash = if packet.has_flow() { self.flow(direction, &packet) } else { 0 };
         let found = if hash != 0 { flows.find(hash, second) } else { None };
@@ -70,8 +73,8 @@ impl Filter {
         let cached = found.filter(|_| answer).and_then(|found| flows.decided(&found, direction, generation));
         let rule = cached.unwrap_or_else(|| self.table.find(direction, &packet, state));
         self.table.counting(direction, &packet, state, rule, |slot| words::count(words, slot.into(), packets, bytes));
-        let verdict = self.apply(words, rule, packets, bytes, now);
-        if verdict == Verdict::Pass {
+        let verdict = self.apply(words, rule, (packets, bytes), (now, can_wait));
+        if matches!(verdict, Verdict::Pass | Verdict::Later(_)) {
             if hash != 0 {
                 let kind = if packet.protocol == Some(PROTOCOL_TCP) { Kind::Tcp } else { Kind::Udp };
                 let found = flows.accepted(hash, found, direction, packet.opens, kind, second);
@@ -89,7 +92,13 @@ impl Filter {
 
     /// Counts a frame for the rule that decides, and does what that says.
     #[inline]
-    fn apply(&self, words: &[AtomicU64], rule: Option<u16>, packets: u64, bytes: u64, now: u64) -> Verdict {
+    fn apply(
+        &self,
+        words: &[AtomicU64],
+        rule: Option<u16>,
+        (packets, bytes): (u64, u64),
+        (now, can_wait): (u64, bool),
+    ) -> Verdict {
         let Some(installed) = rule.and_then(|rule| self.table.rules().get(usize::from(rule))) else {
             words::count(words, UNMATCHED, packets, bytes);
             return Verdict::Pass;
@@ -100,11 +109,14 @@ impl Filter {
             Action::Accept | Action::Count => Verdict::Pass,
             Action::Drop => Verdict::Drop,
             Action::Reject => Verdict::Reject,
-            Action::Limit(limit) if limit.admits(words::bucket(words, slot), packets, bytes, now) => Verdict::Pass,
-            Action::Limit(_) => {
-                words::count_over(words, slot, packets);
-                Verdict::Drop
-            }
+            Action::Limit(limit) => match limit.admit(words::bucket(words, slot), packets, bytes, now, can_wait) {
+                Some(at) if at <= now => Verdict::Pass,
+                Some(at) => Verdict::Later(at),
+                None => {
+                    words::count_over(words, slot, packets);
+                    Verdict::Drop
+                }
+            },
         }
     }
 

@@ -3,6 +3,9 @@
 //! The word holds the time at which the bucket is full again (the theoretical arrival time of the generic cell rate algorithm, ITU-T
 //! I.371), in nanoseconds. A frame passes if the bucket holds any tokens at all, and takes as many as it has bytes: a frame that is
 //! larger than the burst passes, too, and those after it wait longer. So in any time t at most rate · t + burst + one frame pass.
+//!
+//! Without tokens a frame waits until there are some, if no more than another burst waits already; else it is dropped. So TCP finds a
+//! queue, as at a slow link, and not a wall at which it loses whole windows.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -36,16 +39,19 @@ impl Limit {
         (u128::from(amount) * 1_000_000_000 / u128::from(self.rate.max(1))).min(1 << 60) as u64
     }
 
-    /// Whether a frame passes at `now`, microseconds. It takes its tokens if so.
-    pub fn admits(&self, bucket: &AtomicU64, packets: u64, bytes: u64, now: u64) -> bool {
+    /// When a frame that comes at `now` passes, both in microseconds: now, or later if it `can_wait`. It takes its tokens. None if it is
+    /// over the limit.
+    pub fn admit(&self, bucket: &AtomicU64, packets: u64, bytes: u64, now: u64, can_wait: bool) -> Option<u64> {
         let amount = if self.unit == Unit::Bytes { bytes } else { packets };
-        let (now, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst));
+        let (nanos, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst));
+        // There are no tokens while as much as the burst is lacking.
+        let wait = |full_at: u64| (full_at.max(nanos) - nanos).checked_sub(burst);
         let take = |full_at: u64| {
-            let full_at = full_at.max(now);
-            // Tokens lack for full_at - now nanoseconds' worth; with the whole burst lacking there are none.
-            (full_at - now < burst).then_some(full_at.saturating_add(cost))
+            let passes = wait(full_at).is_none_or(|wait| can_wait && wait < burst);
+            passes.then(|| full_at.max(nanos).saturating_add(cost))
         };
-        bucket.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+        let full_at = bucket.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()?;
+        Some(wait(full_at).map_or(now, |wait| now + wait / 1000 + 1))
     }
 }
 
@@ -77,29 +83,32 @@ mod tests {
     #[test]
     fn a_limit_is_exact_and_its_burst_bounded() {
         let limit = Limit { unit: Unit::Bytes, rate: 1_250_000, burst: 64_000 };
-        let bucket = AtomicU64::new(0);
-        let (start, mut passed) = (5_000_000, 0);
-        for frame in 0..25_000u64 {
-            let now = start + frame * 400;
-            passed += if limit.admits(&bucket, 1, 1500, now) { 1500 } else { 0 };
-            let most = limit.rate * (now - start) / 1_000_000 + limit.burst + 1500;
-            assert!(passed <= most, "{passed} of {most} bytes after frame {frame}");
+        for can_wait in [false, true] {
+            let bucket = AtomicU64::new(0);
+            let (start, mut passed, mut last) = (5_000_000, 0, 0);
+            for frame in 0..25_000u64 {
+                let now = start + frame * 400;
+                let Some(at) = limit.admit(&bucket, 1, 1500, now, can_wait) else { continue };
+                assert!(at >= last && at <= now + if can_wait { 51_200 + 1 } else { 0 }, "{at} after {last}, at {now}");
+                last = at;
+                passed += 1500;
+                let most = limit.rate * (at - start) / 1_000_000 + limit.burst + 1500;
+                assert!(passed <= most, "{passed} of {most} bytes after frame {frame}");
+            }
+            assert!(passed + 3000 >= limit.rate * 10 + limit.burst, "{passed}");
         }
-        assert!(passed + 1500 >= limit.rate * 10 + limit.burst - 2000, "{passed}");
     }
 
     #[test]
     fn packets_are_counted_and_large_frames_take_more() {
         let limit = Limit { unit: Unit::Packets, rate: 100, burst: 10 };
         let bucket = AtomicU64::new(0);
-        let passed = (0..50).filter(|_| limit.admits(&bucket, 1, 60, 1)).count();
-        assert_eq!(passed, 10);
+        let admits = |packets, now| limit.admit(&bucket, packets, 60, now, false).is_some();
+        assert_eq!((0..50).filter(|_| admits(1, 1)).count(), 10);
         // Part of a token: one frame passes, and the next waits until that is paid back.
-        assert!(limit.admits(&bucket, 1, 60, 9_000));
-        assert!(!limit.admits(&bucket, 1, 60, 10_000));
+        assert!(admits(1, 9_000) && !admits(1, 10_000));
         // A frame that stands for 40 takes the tokens of 40.
-        assert!(limit.admits(&bucket, 40, 60_000, 10_002));
-        assert!(!limit.admits(&bucket, 1, 60, 410_000));
-        assert!(limit.admits(&bucket, 1, 60, 410_002));
+        assert!(admits(40, 10_002));
+        assert!(!admits(1, 410_000) && admits(1, 410_002));
     }
 }

@@ -121,7 +121,7 @@ pub enum Action {
     Reject,
     /// It is only counted: the rules that follow decide.
     Count,
-    /// It passes as long as the limit is kept, else it is dropped.
+    /// It passes when the limit allows it; it is dropped if that is too late.
     Limit(Limit),
 }
 

@@ -153,7 +153,7 @@ fn only_answers_come_in() {
     let words = words();
     let first = filter("in udp state established accept\nout udp accept\ndrop", 1);
     let (out, back) = (udp((1, 5), (2, 53)), udp((2, 53), (1, 5)));
-    let judge = |filter: &Filter, direction, frame: &[u8]| filter.judge(&words, direction, frame, (1, 58), 1_000_000);
+    let judge = |filter: &Filter, direction, frame: &[u8]| filter.judge(&words, direction, frame, (1, 58), (1_000_000, true));
     assert_eq!(judge(&first, Direction::In, &back), Verdict::Drop);
     assert_eq!(judge(&first, Direction::Out, &out), Verdict::Pass);
     for _ in 0..3 {
@@ -178,7 +178,7 @@ fn fragments_share_the_verdict_of_the_first() {
         frame[20..22].copy_from_slice(&(offset / 8 | if offset < 160 { 0x2000 } else { 0 }).to_be_bytes());
         frame
     };
-    let judge = |frame: &[u8]| filter.judge(&words, Direction::In, frame, (1, 58), 1_000_000);
+    let judge = |frame: &[u8]| filter.judge(&words, Direction::In, frame, (1, 58), (1_000_000, true));
     assert_eq!(judge(&fragment(1, 24, 0)), Verdict::Drop, "its first fragment is not known");
     assert_eq!(judge(&fragment(1, 0, 53)), Verdict::Pass);
     assert_eq!(judge(&fragment(1, 24, 0)), Verdict::Pass);
@@ -201,7 +201,7 @@ fn damaged_frames_are_dropped() {
     v6[18..20].copy_from_slice(&28u16.to_be_bytes());
     v6[20] = 44;
     v6[54] = 6;
-    let judge = |frame: &[u8]| filter.judge(&words, Direction::In, frame, (1, frame.len() as u64), 1_000_000);
+    let judge = |frame: &[u8]| filter.judge(&words, Direction::In, frame, (1, frame.len() as u64), (1_000_000, true));
     for frame in [&good, &v6] {
         for length in 0..frame.len() {
             assert_eq!(judge(&frame[..length]), Verdict::Drop, "cut at {length}");

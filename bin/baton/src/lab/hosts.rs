@@ -83,7 +83,7 @@ fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
             key
         }
     };
-    Ok(Some(ControlPoint { key, rules }))
+    Ok(Some(ControlPoint { key, rules, contained: false }))
 }
 
 /// Runs the program. Returns its exit status.

@@ -217,7 +217,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             };
             if !empty {
                 taken += 1;
-                if from == From::Host || self.output.wire.admits(&self.frame) {
+                if from == From::Host || self.output.wire.admits(&mut self.frame) {
                     self.dispatch_frame(from, now);
                 }
             }

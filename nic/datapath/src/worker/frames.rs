@@ -30,7 +30,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if !self.output.wire.device.receive(&mut self.frame) {
                 return count > 0;
             }
-            if self.output.wire.admits(&self.frame) {
+            if self.output.wire.admits(&mut self.frame) {
                 self.on_wire_frame(now);
             }
         }
@@ -57,16 +57,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives the gate the time of a round, and processes the answers to rejected frames of the kernel or of connections on the NIC, as
-    /// if they came from the wire.
+    /// Gives the gate the time of a round, and passes the frames that have waited there: those of a limit, and answers to rejected
+    /// frames of this host.
     #[cold]
     pub(super) fn begin_gated_round(&mut self, now: Instant) {
         self.output.wire.set_time(now.0);
-        while self.output.wire.take_answer(&mut self.frame) {
+        while self.output.wire.pass_held(&mut self.frame, &self.counters) {
             if self.crossbar.is_some() {
                 self.dispatch_frame(From::Wire, now);
             } else {
-                self.on_wire_frame_slow(now);
+                self.on_wire_frame(now);
             }
         }
     }
