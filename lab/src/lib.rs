@@ -7,6 +7,7 @@ pub mod container;
 pub mod datapath;
 pub mod demo;
 pub mod equations;
+pub mod filter;
 pub mod http;
 pub mod lro;
 pub mod messages;

@@ -17,6 +17,12 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Cost of the NIC's filter per packet with 10 and with 10,000 rules, in instructions.
+    Filter {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
     /// minutes.
     Lro {
@@ -180,6 +186,14 @@ pub fn run(what: &Bench) -> Result<bool> {
             }
             Ok(true)
         }
+        Bench::Filter { json } => {
+            let report = baton_lab::filter::run()?;
+            for measured in report.measured.iter().filter(|_| !json) {
+                let baton_lab::filter::Measured { rules, established, new } = measured;
+                println!("{rules:>6} rules: {established:>6.1} instructions for a known flow, {new:>6.1} for a new one");
+            }
+            print_bars(&report.bars, &report, *json)
+        }
         Bench::Datapath { json } => {
             let report = baton_lab::datapath::run()?;
             if *json {
@@ -256,6 +270,15 @@ pub enum Workload {
         segments: u64,
     },
     #[command(hide = true)]
+    BenchFilterWorkload {
+        #[arg(long)]
+        rules: u32,
+        #[arg(long)]
+        new: bool,
+        #[arg(long)]
+        segments: u64,
+    },
+    #[command(hide = true)]
     BenchBypassWorkload {
         #[arg(long)]
         messages: u64,
@@ -270,6 +293,9 @@ pub fn workload(what: &Workload) -> Result<bool> {
         Workload::BenchWorkload { connections, size, burst, segments } => {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
+        }
+        Workload::BenchFilterWorkload { rules, new, segments } => {
+            baton_lab::filter::workload(rules, new, segments).map(|()| true)
         }
         Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
     }

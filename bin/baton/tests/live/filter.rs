@@ -12,6 +12,7 @@ use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -191,6 +192,7 @@ fn a_limit_holds() {
                 let listener = to.run(|| TcpListener::bind(to_receiver)).expect("a listener");
                 let mut sender = from.run(|| TcpStream::connect(to_receiver)).expect("a connection");
                 let (mut receiver, _) = listener.accept().expect("its other end");
+                baton_linux::socket::use_cubic(sender.as_fd()).expect("cubic");
                 scope.spawn(move || while receiver.read(&mut [0; 65536]).is_ok_and(|got| got > 0) {});
                 sender.set_write_timeout(Some(Duration::from_millis(300))).expect("a time limit");
                 scope.spawn(move || {
@@ -303,7 +305,7 @@ fn a_connection_on_the_nic_is_reset() {
     scene.peer_sends(10);
     let deadline = Instant::now() + Duration::from_secs(10);
     let error = loop {
-        match baton_linux::socket::receive(std::os::fd::AsFd::as_fd(&scene.peer), &mut [0; 16]) {
+        match baton_linux::socket::receive(scene.peer.as_fd(), &mut [0; 16]) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(1)),
             other => break other,
         }
