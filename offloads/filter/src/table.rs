@@ -299,9 +299,7 @@ impl fmt::Debug for Table {
 /// A hash of a flow, or of a fragmented datagram, that is not 0.
 #[inline]
 pub(crate) fn flow_hash(hasher: &RandomState, first: u128, second: u128, rest: u64) -> u64 {
-    let mut state = hasher.build_hasher();
-    Key { source: first, destination: second, rest }.hash(&mut state);
-    state.finish().max(1)
+    hasher.hash_one(Key { source: first, destination: second, rest }).max(1)
 }
 
 #[cfg(test)]

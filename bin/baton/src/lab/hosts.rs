@@ -36,6 +36,9 @@ pub struct HostsArguments {
     /// As --filter; who has the key in this file can change the rules. BATON_FILTER_SOCKET is set for the programs.
     #[arg(long, value_name = "FILE")]
     filter_key: Option<PathBuf>,
+    /// With a filter: the first host is a container, whose root has no rights over the NIC's owner. Needs root.
+    #[arg(long)]
+    contain: bool,
     /// The program to run on the first host, with BATON_SOCKET in its environment. Default: a shell.
     #[arg(last = true)]
     command: Vec<std::ffi::OsString>,
@@ -72,6 +75,9 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
 /// What the NIC's owner starts with, if it is to have one. Without a key nobody can change the rules.
 fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
     if arguments.filter.is_none() && arguments.filter_key.is_none() {
+        if arguments.contain {
+            bail!("--contain is for a NIC with a filter: add --filter or --filter-key");
+        }
         return Ok(None);
     }
     let rules = arguments.filter.as_deref().map(filter::read_rules).transpose()?.unwrap_or_default();
@@ -83,7 +89,7 @@ fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
             key
         }
     };
-    Ok(Some(ControlPoint { key, rules, contained: false }))
+    Ok(Some(ControlPoint { key, rules, contained: arguments.contain }))
 }
 
 /// Runs the program. Returns its exit status.
@@ -125,10 +131,15 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
         command.process_group(0);
         peer = Some(bed.host_b.spawn(&mut command).context("starting the peer's command")?);
     }
-    let mut program = Command::new(&command[0]);
+    let mut program =
+        bed.container.as_ref().map_or_else(|| Command::new(&command[0]), |container| container.command(&command[0]));
     program.args(&command[1..]);
     environment(&mut program);
-    let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
+    let child = match &bed.container {
+        Some(_) => program.spawn(),
+        None => bed.host_a.spawn(&mut program),
+    };
+    let mut child = child.with_context(|| format!("starting {}", command[0].display()))?;
     // Ctrl-C is for the program; what was started here is ended after it.
     let _signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;
