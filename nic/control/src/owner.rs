@@ -78,8 +78,8 @@ impl Owner {
         command.process_group(0);
         let mut child = command.spawn().context("starting the NIC's owner")?;
         drop((theirs, asked));
-        let sent = rules.chunks(RULES_PER_MESSAGE).map(<[String]>::to_vec).chain([Vec::new()]);
-        let sent = sent.map(|part| parent.send(&part, &[])).collect::<io::Result<()>>();
+        let mut parts = rules.chunks(RULES_PER_MESSAGE).map(<[String]>::to_vec).chain([Vec::new()]);
+        let sent = parts.try_for_each(|part| parent.send(&part, &[]));
         match sent.and_then(|()| parent.receive::<bool>()) {
             Ok(_) => Ok((Owner { child, parent: Some(parent) }, agents.into())),
             Err(error) => {

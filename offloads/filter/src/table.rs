@@ -12,7 +12,7 @@ use crate::words::{RULES, SLOTS};
 use ahash::RandomState;
 use alloc::vec::Vec;
 use core::fmt;
-use core::hash::{BuildHasher, Hash, Hasher};
+use core::hash::{Hash, Hasher};
 use hashbrown::HashMap;
 
 /// Most tuples of one direction and kind of packet.
