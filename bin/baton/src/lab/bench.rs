@@ -258,8 +258,8 @@ fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
 /// What benches run as processes of their own, to count their instructions.
 #[derive(Subcommand)]
 pub enum Workload {
-    #[command(hide = true)]
-    BenchWorkload {
+    #[command(hide = true, name = "bench-workload")]
+    Datapath {
         #[arg(long)]
         connections: u32,
         #[arg(long)]
@@ -269,8 +269,8 @@ pub enum Workload {
         #[arg(long)]
         segments: u64,
     },
-    #[command(hide = true)]
-    BenchFilterWorkload {
+    #[command(hide = true, name = "bench-filter-workload")]
+    Filter {
         #[arg(long)]
         rules: u32,
         #[arg(long)]
@@ -278,8 +278,8 @@ pub enum Workload {
         #[arg(long)]
         segments: u64,
     },
-    #[command(hide = true)]
-    BenchBypassWorkload {
+    #[command(hide = true, name = "bench-bypass-workload")]
+    Bypass {
         #[arg(long)]
         messages: u64,
         #[arg(long)]
@@ -290,13 +290,11 @@ pub enum Workload {
 /// Runs one of them.
 pub fn workload(what: &Workload) -> Result<bool> {
     match *what {
-        Workload::BenchWorkload { connections, size, burst, segments } => {
+        Workload::Datapath { connections, size, burst, segments } => {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
-        Workload::BenchFilterWorkload { rules, new, segments } => {
-            baton_lab::filter::workload(rules, new, segments).map(|()| true)
-        }
-        Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
+        Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
     }
 }
