@@ -199,3 +199,115 @@ impl<W: Device> GatedWire<W> {
         false
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_abi::layout::nic;
+    use baton_backends::{MemoryDevice, memory_pair};
+    use baton_device::Capabilities;
+    use baton_filter::{Installed, Table, parse_all};
+    use baton_shm::Region;
+    use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
+    use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+    use std::sync::Arc;
+
+    const FRAME: usize = 2048;
+
+    struct Stage {
+        wire: GatedWire<MemoryDevice>,
+        far: MemoryDevice,
+        counters: Counters,
+        words: WordArray<WORDS>,
+    }
+
+    impl Stage {
+        fn new() -> Stage {
+            let (wire, far) = memory_pair(64, FRAME, Capabilities { checksum: true, segmentation: 0 });
+            let memory = Arc::new(Region::private(nic::bytes(1)).expect("memory"));
+            let words = Arc::new(Region::private(8 * WORDS).expect("memory")).shared_array(0);
+            Stage { wire: GatedWire::new(wire, Gate::Closed, FRAME), far, counters: Counters::new(&memory), words }
+        }
+
+        fn set(&mut self, rules: &str) {
+            let rules = parse_all(rules).expect("rules").into_iter().enumerate();
+            let rules = rules.map(|(slot, rule)| Installed { rule, slot: slot as u16 }).collect();
+            let table = Arc::new(Table::new(rules, 1, [1; 4]).expect("a table"));
+            self.wire.set(Gate::Filtered(Box::new(Filter::new(table, [1; 4])), self.words.clone()));
+        }
+
+        /// Sends a frame, and returns the number of frames that the other end of the wire has received since the last call.
+        fn send(&mut self) -> usize {
+            self.wire.transmit(&mut segment(), &self.counters);
+            self.arrived()
+        }
+
+        fn arrived(&mut self) -> usize {
+            let mut frame = Frame::with_capacity(FRAME);
+            std::iter::from_fn(|| self.far.receive(&mut frame).then_some(())).count()
+        }
+
+        /// The next frame for the host that has waited, at this time.
+        fn passed(&mut self, now: u64) -> Option<Frame> {
+            self.wire.set_time(now);
+            let mut frame = Frame::with_capacity(FRAME);
+            self.wire.pass_held(&mut frame, &self.counters).then_some(frame)
+        }
+    }
+
+    /// A segment of 125 bytes, Ethernet header included.
+    fn segment() -> Frame {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) };
+        let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, false);
+        let options = TcpOptions::default();
+        let mut frame = Frame::with_capacity(FRAME);
+        frame.set_length(MAX_HEADER + 71);
+        let header = Header { seq: 1, ack: 7, flags: Flags::ACK, window: 9, options: &options, ecn: 0, ident: 0 };
+        let headers = template.emit(&header, 71, frame.bytes_mut());
+        frame.set_length(headers + 71);
+        finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
+        frame
+    }
+
+    #[test]
+    fn nothing_passes_before_there_are_rules() {
+        let mut stage = Stage::new();
+        assert!(stage.send() == 0 && !stage.wire.admits(&mut segment()));
+        stage.wire.set(Gate::Open);
+        assert!(stage.send() == 1 && stage.wire.admits(&mut segment()));
+    }
+
+    /// 1000 segments a second, of which two pass at once, and two wait.
+    #[test]
+    fn frames_over_a_limit_pass_when_their_time_comes() {
+        let mut stage = Stage::new();
+        stage.set("out limit 1mbit burst 250b");
+        stage.wire.set_time(1_000_000);
+        let at_once: usize = (0..10).map(|_| stage.send()).sum();
+        assert_eq!((at_once, stage.wire.next_passing()), (2, Some(1_000_001)));
+        assert!(stage.passed(1_000_001).is_none(), "none of them is for the host");
+        assert_eq!(stage.arrived(), 1);
+        assert!(stage.passed(1_001_000).is_none() && stage.arrived() == 0);
+        assert!(stage.passed(1_001_001).is_none() && stage.arrived() == 1);
+        assert_eq!((stage.wire.next_passing(), stage.wire.spares.len()), (None, MAX_HELD));
+        // What waits when the rules change is dropped.
+        assert_eq!((stage.send(), stage.wire.held.len()), (0, 1));
+        stage.set("out accept");
+        assert_eq!((stage.wire.held.len(), stage.wire.spares.len()), (0, MAX_HELD));
+    }
+
+    #[test]
+    fn the_sender_of_a_rejected_frame_is_answered() {
+        let mut stage = Stage::new();
+        stage.set("reject");
+        assert_eq!(stage.send(), 0);
+        let answer = stage.passed(1).expect("a reset for the host");
+        let answer = TcpFrame::parse(answer.bytes()).expect("a segment");
+        assert_eq!((answer.flags, answer.seq, answer.flow.local.port), (Flags::RST, 7, 80));
+        assert!(!stage.wire.admits(&mut segment()));
+        assert_eq!(stage.arrived(), 1, "a reset for the other side");
+        // More than fit wait for no answer.
+        (0..2 * MAX_HELD).for_each(|_| assert_eq!(stage.send(), 0));
+        assert_eq!((stage.wire.held.len(), stage.wire.spares.len()), (MAX_HELD, 0));
+    }
+}
