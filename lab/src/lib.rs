@@ -3,9 +3,11 @@
 
 pub mod bars;
 pub mod bypass;
+pub mod container;
 pub mod datapath;
 pub mod demo;
 pub mod equations;
+pub mod filter;
 pub mod http;
 pub mod lro;
 pub mod messages;

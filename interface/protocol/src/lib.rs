@@ -2,6 +2,7 @@
 //! so each control connection begins with a version.
 #![forbid(unsafe_code)]
 
+pub mod filter;
 pub mod keeper;
 pub mod nic;
 pub mod program;

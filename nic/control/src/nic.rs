@@ -3,6 +3,7 @@
 use crate::copy::{CopyEngine, Host};
 use crate::key;
 use crate::line::Line;
+use crate::rules::{self, Rules};
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
@@ -42,6 +43,8 @@ struct Runner {
     bells: Arc<Vec<Doorbell>>,
     busy_nanos: u64,
     doorbell_nanos: u64,
+    /// Present if the NIC has an owner.
+    rules: Option<Arc<Rules>>,
     /// Present in the first worker.
     front: Option<Front>,
 }
@@ -123,6 +126,13 @@ pub fn run() -> Result<()> {
     // Signals that end processes are the agent's to handle; this process ends with it.
     process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
+    let owner = if settings.owned {
+        let at = settings.owner_descriptors();
+        let memory = Region::map(take_number(at + 1)?).context("the filter's memory")?;
+        Some((Channel::from_fd(take_number(at)?), Arc::new(memory)))
+    } else {
+        None
+    };
     // To be read now: the sandbox denies files.
     let nodes: Vec<Option<usize>> =
         (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
@@ -150,10 +160,23 @@ pub fn run() -> Result<()> {
         // Memory of the near node is faster; a failure is harmless.
         let _ = memory.prefer_node(node);
     }
+    let rules = match owner {
+        None => None,
+        Some((owner, memory)) => {
+            let rules = Arc::new(Rules::new(&memory, hosts.len()));
+            let (shared, bells) = (rules.clone(), bells.clone());
+            start_thread("baton filter", move || rules::serve(&owner, &shared, &bells))?;
+            // No frame passes before the rules are there.
+            rules.wait_for_first();
+            Some(rules)
+        }
+    };
     let mut runners = Vec::new();
     for (me, (host, wire)) in hosts.into_iter().zip(wires).enumerate() {
         process::prefer_memory(nodes[me]);
-        runners.push(Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?);
+        let mut runner = Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?;
+        runner.rules = rules.clone();
+        runners.push(runner);
     }
     process::prefer_memory(None);
     let others = runners.split_off(1);
@@ -229,6 +252,7 @@ impl Runner {
             moderation: settings.offloads.moderation,
             doorbells: settings.offloads.doorbells,
             active_ack: settings.offloads.active_ack,
+            closed: settings.owned,
             beside: settings.beside,
             ..WorkerSettings::default()
         };
@@ -239,7 +263,19 @@ impl Runner {
             worker.join(peers, now);
         }
         let (memory, bells) = (memory.clone(), bells.clone());
-        Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, doorbell_nanos: 0, front })
+        Ok(Runner {
+            worker,
+            me,
+            several,
+            spin: settings.spin,
+            memory,
+            poller,
+            bells,
+            busy_nanos: 0,
+            doorbell_nanos: 0,
+            rules: None,
+            front,
+        })
     }
 
     /// Polls the worker and sleeps while it has nothing to do.
@@ -249,6 +285,11 @@ impl Runner {
         loop {
             let started = monotonic_nanos();
             let now = Instant(started / 1000);
+            if let Some(rules) = &self.rules
+                && let Some(gate) = rules.changed(self.me)
+            {
+                self.worker.set_gate(gate);
+            }
             self.worker.wire().tick(now.0);
             let worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
             self.ring_doorbells(now);

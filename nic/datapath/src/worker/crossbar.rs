@@ -89,6 +89,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// One round over all sources of work, for one of several workers. Returns whether there was any.
     pub fn poll_with_peers(&mut self, now: Instant) -> bool {
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
+        }
         let mut worked = self.take_calls(now);
         let Some(crossbar) = &mut self.crossbar else { return worked };
         let (overflowing, front) = (crossbar.peers.flush_overflow(), crossbar.peers.is_front());
@@ -209,12 +212,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         while taken < self.settings.batch && !empty {
             empty = !match from {
-                From::Wire => self.output.wire.receive(&mut self.frame),
+                From::Wire => self.output.wire.device.receive(&mut self.frame),
                 From::Host => self.to_kernel.device.receive(&mut self.frame),
             };
             if !empty {
                 taken += 1;
-                self.dispatch_frame(from, now);
+                if from == From::Host || self.output.wire.admits(&mut self.frame) {
+                    self.dispatch_frame(from, now);
+                }
             }
         }
         let Some(peers) = self.peers() else { return taken > 0 };
