@@ -14,6 +14,8 @@ use std::net::SocketAddr;
 
 /// Bytes of headers in front of a packet: IPv4 and UDP.
 const HEADERS: u16 = 28;
+/// The same of IPv6.
+const HEADERS_V6: u16 = 48;
 
 /// Where the data half's halves are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -52,6 +54,14 @@ pub struct Conditions {
     pub messages: u16,
     /// Each host's work is accounted separately.
     pub accounted: bool,
+    /// Over IPv6 instead of IPv4.
+    pub ipv6: bool,
+    /// The NIC is beside the kernel; then the link is not emulated.
+    pub beside: bool,
+    /// Number of the NIC's workers, whether each has queues of its own, and whether a copy engine writes their frames.
+    pub workers: usize,
+    pub card: bool,
+    pub copy_engine: bool,
     /// Seed of keys and faults.
     pub seed: u64,
 }
@@ -68,19 +78,24 @@ impl Conditions {
             memory: 32 << 20,
             messages: 256,
             accounted: true,
+            ipv6: false,
+            beside: false,
+            workers: 1,
+            card: false,
+            copy_engine: false,
             seed: 1,
         }
     }
 
     /// The settings of an endpoint of host A, or else of host B.
     pub fn endpoint(&self, bed: &Testbed, on_a: bool) -> Settings {
-        let ip = if on_a { testbed::address_a(false) } else { testbed::address_b(false) };
+        let ip = if on_a { testbed::address_a(self.ipv6) } else { testbed::address_b(self.ipv6) };
         let on_nic = if on_a { self.offload.halves() } else { Offload::None.halves() };
         Settings {
             address: SocketAddr::new(ip, 0),
             on_nic,
             agent: bed.socket(),
-            packet: self.mtu - HEADERS,
+            packet: self.mtu - if self.ipv6 { HEADERS_V6 } else { HEADERS },
             early: self.lead,
             nic_buffers: 256,
             memory: self.memory,
@@ -150,6 +165,10 @@ impl Bed {
             seed: conditions.seed,
             // The NIC holds its packets back for nobody.
             peer_queue: Some(4096),
+            beside: conditions.beside,
+            workers: conditions.workers,
+            card: conditions.card,
+            copy_engine: conditions.copy_engine,
             ..TestbedSettings::default()
         })?;
         let endpoint = |on_a| {

@@ -2,11 +2,13 @@
 
 use anyhow::Result;
 use baton_lab::messages::{self, Conditions, Offload};
+use baton_lab::testbed::TestbedSettings;
 use baton_protocol::nic::LinkSettings;
 use clap::{Args, Subcommand, ValueEnum};
 
 pub const EXAMPLES: &str = "Examples:
   baton rmpp pingpong --offload both
+  baton rmpp pingpong --offload both --beside
   baton rmpp pingpong --offload none --coalesce --sizes 1000,1000000 --json
   baton rmpp availability --offload both --size 100000 --intervals 10,100,1000
   baton rmpp pingpong --offload both --rate 1000 --rtt 100 --rsm-lead 8 --sizes 1000000";
@@ -84,6 +86,14 @@ pub struct ConditionArguments {
     /// Round-trip time of the link in microseconds.
     #[arg(long, default_value_t = 0)]
     rtt: u64,
+    /// Over IPv6 instead of IPv4.
+    #[arg(long)]
+    ipv6: bool,
+    /// Put the NIC beside the kernel, on host A's interface. The link has neither rate nor delay then.
+    #[arg(long, conflicts_with_all = ["rate", "rtt", "workers", "one_queue", "copy_engine"])]
+    beside: bool,
+    #[command(flatten)]
+    workers: super::workers::WorkerArguments,
 }
 
 impl ConditionArguments {
@@ -96,7 +106,21 @@ impl ConditionArguments {
         // Room for all packets that may be cleared.
         let link = LinkSettings { rate: self.rate * 1_000_000, delay: self.rtt / 2, buffer: 8 << 20, ..LinkSettings::default() };
         let link = if self.rate + self.rtt > 0 { link } else { LinkSettings::default() };
-        Conditions { offload, lead: self.rsm_lead, mtu: self.mtu, coalesce: self.coalesce, link, ..Conditions::plain() }
+        let mut bed = TestbedSettings::default();
+        self.workers.apply(&mut bed);
+        Conditions {
+            offload,
+            lead: self.rsm_lead,
+            mtu: self.mtu,
+            coalesce: self.coalesce,
+            link,
+            ipv6: self.ipv6,
+            beside: self.beside,
+            workers: bed.workers,
+            card: bed.card,
+            copy_engine: bed.copy_engine,
+            ..Conditions::plain()
+        }
     }
 }
 
