@@ -54,6 +54,8 @@ pub struct Conditions {
     pub messages: u16,
     /// Each host's work is accounted separately.
     pub accounted: bool,
+    /// Receives that host A's NIC has room for, so that it matches; 0 if host A's program does.
+    pub posted_on_nic: u16,
     /// Over IPv6 instead of IPv4.
     pub ipv6: bool,
     /// The NIC is beside the kernel; then the link is not emulated.
@@ -78,6 +80,7 @@ impl Conditions {
             memory: 32 << 20,
             messages: 256,
             accounted: true,
+            posted_on_nic: 0,
             ipv6: false,
             beside: false,
             workers: 1,
@@ -100,6 +103,7 @@ impl Conditions {
             nic_buffers: 256,
             memory: self.memory,
             messages: self.messages,
+            posted_on_nic: if on_a { self.posted_on_nic } else { 0 },
             hash_key: std::array::from_fn(|word| self.seed.wrapping_add(word as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             incarnation: (monotonic_micros() / 1000) as u32,
         }

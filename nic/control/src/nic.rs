@@ -14,7 +14,7 @@ use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic
 use baton_linux::{process, topology};
 use baton_protocol::nic::{Descriptor, Hop, INJECT, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
-use baton_rmpp::{DataConfig, Halves};
+use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use baton_wire::Endpoint;
@@ -60,6 +60,8 @@ struct Front {
     /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
     channel_seen: u32,
     random_key: baton_rss::Key,
+    /// Key of the hash by which messages are matched.
+    match_key: [u64; 4],
 }
 
 /// Events that a data half keeps while the program's ring is full.
@@ -139,7 +141,7 @@ pub fn run() -> Result<()> {
     let random_key = key::random(settings);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
     let (bells_to, new_bells): (Vec<_>, Vec<_>) = (0..devices.len()).map(|_| mpsc::channel()).unzip();
-    let mut front = Some(Front { channel, agent_bell, bells_to, channel_seen, random_key });
+    let mut front = Some(Front { channel, agent_bell, bells_to, channel_seen, random_key, match_key: settings.hash_key });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
         1 => vec![None],
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
@@ -372,7 +374,9 @@ impl Runner {
                 Ok((ToNic::Attach { session, messages }, descriptors)) => {
                     let reader = messages.as_ref().map_or(0, |_| owner_of_messages(session, front.bells_to.len()));
                     let attached = session_memory(&front.bells_to[reader], session, descriptors);
-                    let answer = match attached.and_then(|memory| attach(&mut self.worker, session, memory, messages)) {
+                    let attached =
+                        attached.and_then(|memory| attach(&mut self.worker, session, memory, messages, front.match_key));
+                    let answer = match attached {
                         Ok(()) => ToAgent::Attached,
                         Err(error) => ToAgent::Failed(format!("{error:#}")),
                     };
@@ -415,7 +419,13 @@ fn link(hop: &Hop) -> Link {
 }
 
 /// Gives a session to the worker: one for connections, or for messages.
-fn attach(worker: &mut NicWorker, session: u32, memory: Arc<Region>, messages: Option<(Messages, u32)>) -> Result<()> {
+fn attach(
+    worker: &mut NicWorker,
+    session: u32,
+    memory: Arc<Region>,
+    messages: Option<(Messages, u32)>,
+    hash_key: [u64; 4],
+) -> Result<()> {
     let Some((settings, starts)) = messages else {
         worker.attach(session, memory);
         return Ok(());
@@ -433,6 +443,12 @@ fn attach(worker: &mut NicWorker, session: u32, memory: Arc<Region>, messages: O
         buffer_size: settings.buffer_size,
         packet: settings.packet,
         events: EVENTS,
+        matching: (settings.posted > 0).then_some(MatchConfig {
+            posted: settings.posted,
+            unexpected: settings.unexpected,
+            receives: settings.receives,
+            hash_key,
+        }),
     };
     worker.attach_messages(session, memory, MessageEndpoint { data, starts });
     Ok(())

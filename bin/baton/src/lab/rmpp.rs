@@ -8,6 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 pub const EXAMPLES: &str = "Examples:
   baton rmpp pingpong --offload both
+  baton rmpp pingpong --offload both --match-on-nic 256
   baton rmpp pingpong --offload both --beside
   baton rmpp pingpong --offload none --coalesce --sizes 1000,1000000 --json
   baton rmpp availability --offload both --size 100000 --intervals 10,100,1000
@@ -86,6 +87,9 @@ pub struct ConditionArguments {
     /// Round-trip time of the link in microseconds.
     #[arg(long, default_value_t = 0)]
     rtt: u64,
+    /// Let the NIC match messages with receives: with room for so many posted ones.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=16384))]
+    match_on_nic: u16,
     /// Over IPv6 instead of IPv4.
     #[arg(long)]
     ipv6: bool,
@@ -114,6 +118,7 @@ impl ConditionArguments {
             mtu: self.mtu,
             coalesce: self.coalesce,
             link,
+            posted_on_nic: self.match_on_nic,
             ipv6: self.ipv6,
             beside: self.beside,
             workers: bed.workers,

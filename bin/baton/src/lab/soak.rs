@@ -62,6 +62,9 @@ pub struct SoakArguments {
     /// With --rmpp: messages, both directions together.
     #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
     messages: u64,
+    /// With --rmpp: let the NIC match messages with receives, with room for so many posted ones.
+    #[arg(long, default_value_t = 0, requires = "rmpp", value_parser = clap::value_parser!(u16).range(0..=16384))]
+    match_on_nic: u16,
     /// With --rmpp: start the peer anew this many times, in the middle of its messages.
     #[arg(long, default_value_t = 0, requires = "rmpp", value_parser = clap::value_parser!(u32).range(0..=100))]
     restart_peer: u32,
@@ -102,6 +105,7 @@ fn run_messages(arguments: &SoakArguments, bed: &TestbedSettings) -> Result<bool
         mtu,
         link,
         seed: arguments.seed,
+        posted_on_nic: arguments.match_on_nic,
         ipv6: arguments.ipv6,
         beside: arguments.beside,
         workers: bed.workers,

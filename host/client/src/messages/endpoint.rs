@@ -49,6 +49,8 @@ pub struct Settings {
     pub memory: usize,
     /// Messages in each direction, and receives.
     pub messages: u16,
+    /// Receives that the NIC is to have room for, so that it matches and answers by itself; 0 if this process always matches.
+    pub posted_on_nic: u16,
     /// Random: the key of the hash by which messages are matched.
     pub hash_key: [u64; 4],
     /// A number above those of all earlier endpoints at this address, modulo 2³²: from a clock, say.
@@ -208,6 +210,11 @@ impl Endpoint {
         Ok(id)
     }
 
+    /// Whether the NIC matches messages with receives, at this moment.
+    pub fn matches_on_nic(&self) -> bool {
+        self.policy.matches_in_data()
+    }
+
     /// Takes a receive back; its completion says so. False if it has matched a message.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         self.policy.cancel(id)
@@ -341,6 +348,9 @@ impl Endpoint {
     }
 }
 
+/// Unexpected messages that a NIC which matches keeps; with more, this process matches.
+const UNEXPECTED_ON_NIC: u16 = 256;
+
 /// Bytes of the socket's buffers that are asked for.
 const SOCKET_BUFFER: usize = 4 << 20;
 
@@ -364,6 +374,8 @@ fn config(settings: &Settings) -> Config {
         packet: settings.packet,
         nic_buffers: settings.nic_buffers,
         early: settings.early,
+        data_posted: if settings.on_nic.receiving { settings.posted_on_nic } else { 0 },
+        data_unexpected: settings.messages.min(UNEXPECTED_ON_NIC),
         ..Config::default()
     };
     Config { memory: HEAP + buffers_bytes(&config) + settings.memory as u64, ..config }
@@ -382,5 +394,8 @@ fn messages(config: &Config, on_nic: Halves, address: SocketAddr) -> Messages {
         buffer_count: config.buffer_count,
         buffer_size: config.buffer_size,
         packet: config.packet,
+        posted: config.data_posted,
+        unexpected: config.data_unexpected,
+        receives: u32::from(config.receives) + u32::from(config.incoming),
     }
 }
