@@ -147,8 +147,11 @@ pub struct Opening {
 /// The endpoint of a session for messages, as the NIC is to serve it. The NIC checks it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Messages {
-    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set.
+    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set. In raw Ethernet it is the MAC
+    /// address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
     pub address: SocketAddr,
+    /// Raw Ethernet frames carry the packets: the socket is a packet socket, bound to RMPP's type and the NIC's interface.
+    pub ethernet: bool,
     /// Number of the endpoint.
     pub endpoint: u16,
     /// The NIC has the receiving half.

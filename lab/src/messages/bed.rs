@@ -58,11 +58,15 @@ pub struct Conditions {
     pub posted_on_nic: u16,
     /// Over IPv6 instead of IPv4.
     pub ipv6: bool,
+    /// In raw Ethernet frames instead of UDP.
+    pub ethernet: bool,
     /// The NIC is beside the kernel; then the link is not emulated.
     pub beside: bool,
-    /// Number of the NIC's workers, whether each has queues of its own, and whether a copy engine writes their frames.
+    /// Number of the NIC's workers.
     pub workers: usize,
+    /// Each worker has queues of its own.
     pub card: bool,
+    /// A copy engine writes the workers' frames to the host.
     pub copy_engine: bool,
     /// Seed of keys and faults.
     pub seed: u64,
@@ -82,6 +86,7 @@ impl Conditions {
             accounted: true,
             posted_on_nic: 0,
             ipv6: false,
+            ethernet: false,
             beside: false,
             workers: 1,
             card: false,
@@ -98,7 +103,15 @@ impl Conditions {
             address: SocketAddr::new(ip, 0),
             on_nic,
             agent: bed.socket(),
-            packet: self.mtu - if self.ipv6 { HEADERS_V6 } else { HEADERS },
+            ethernet: self.ethernet.then(|| if on_a { testbed::INTERFACE_A } else { testbed::INTERFACE_B }.into()),
+            packet: self.mtu
+                - if self.ethernet {
+                    0
+                } else if self.ipv6 {
+                    HEADERS_V6
+                } else {
+                    HEADERS
+                },
             early: self.lead,
             nic_buffers: 256,
             memory: self.memory,

@@ -70,9 +70,16 @@ impl Messages {
         room
     }
 
-    /// The way to a host.
-    pub fn hop(&self, host: &[u8; 16]) -> Option<&Link> {
-        self.hops.get(host)
+    /// The way to an endpoint. With raw Ethernet it is given by the two MAC addresses; frames for groups of hosts are not sent.
+    pub fn link_to(&self, remote: &Endpoint) -> Option<Link> {
+        const GROUP: u8 = 1;
+        let local = self.address();
+        if local.port == 0 {
+            let single = remote.port == 0 && remote.address[0] & GROUP == 0;
+            let mac = |endpoint: &Endpoint| endpoint.address.first_chunk().copied().unwrap_or_default();
+            return single.then(|| Link { source: mac(&local), destination: mac(remote), ..Link::default() });
+        }
+        self.hops.get(&remote.address).filter(|_| remote.is_v4() == local.is_v4()).copied()
     }
 
     /// Runs a batch of the program's commands.
@@ -119,6 +126,10 @@ impl Messages {
     /// the kernel is to have it. Before the program has begun packets are dropped: their sender sends them again.
     pub fn receive(&mut self, from: &Endpoint, datagram: &[u8]) -> bool {
         let Some(data) = &mut self.data else { return true };
+        if self.endpoint.data.address.port == 0 {
+            // What follows the packet in an Ethernet frame is padding.
+            return data.input(from, datagram, &mut self.memory) == Disposition::Done;
+        }
         let mut rest = datagram;
         loop {
             // What is too short for a header is refused as a whole.

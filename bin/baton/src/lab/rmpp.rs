@@ -10,6 +10,7 @@ pub const EXAMPLES: &str = "Examples:
   baton rmpp pingpong --offload both
   baton rmpp pingpong --offload both --match-on-nic 256
   baton rmpp pingpong --offload both --beside
+  baton rmpp pingpong --offload both --encapsulation ethernet
   baton rmpp pingpong --offload none --coalesce --sizes 1000,1000000 --json
   baton rmpp availability --offload both --size 100000 --intervals 10,100,1000
   baton rmpp pingpong --offload both --rate 1000 --rtt 100 --rsm-lead 8 --sizes 1000000";
@@ -67,6 +68,14 @@ enum OffloadArgument {
     Both,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum EncapsulationArgument {
+    /// UDP over IPv4, or IPv6 with --ipv6.
+    Udp,
+    /// Raw Ethernet frames of a type of their own. The NIC must be between kernel and wire.
+    Ethernet,
+}
+
 #[derive(Args)]
 pub struct ConditionArguments {
     /// What the NIC does.
@@ -93,6 +102,9 @@ pub struct ConditionArguments {
     /// Over IPv6 instead of IPv4.
     #[arg(long)]
     ipv6: bool,
+    /// What carries the packets.
+    #[arg(long, default_value = "udp")]
+    encapsulation: EncapsulationArgument,
     /// Put the NIC beside the kernel, on host A's interface. The link has neither rate nor delay then.
     #[arg(long, conflicts_with_all = ["rate", "rtt", "workers", "one_queue", "copy_engine"])]
     beside: bool,
@@ -120,6 +132,7 @@ impl ConditionArguments {
             link,
             posted_on_nic: self.match_on_nic,
             ipv6: self.ipv6,
+            ethernet: matches!(self.encapsulation, EncapsulationArgument::Ethernet),
             beside: self.beside,
             workers: bed.workers,
             card: bed.card,

@@ -6,9 +6,9 @@ use baton_abi::layout::{Counter, session};
 use baton_client::messages::{Endpoint, Settings};
 use baton_lab::testbed::{self, TestbedSettings};
 use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
 use baton_protocol::program::{Answer, Ask, Messages, Opening, Reply, Request};
 use baton_ring::{Consumer, Producer};
-use baton_linux::events::monotonic_micros;
 use baton_rmpp::{Halves, Memory, Outgoing, Region};
 use baton_shm::RingWords;
 use baton_sim::Rng;
@@ -72,6 +72,7 @@ fn no_message_is_lost_with_a_nic_or_comes_to_the_wrong_peer() {
 fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
     Settings {
         address: SocketAddr::new(ip, 0),
+        ethernet: None,
         on_nic: Halves::BOTH,
         agent: bed.socket(),
         packet: 1472,
@@ -130,7 +131,8 @@ fn beside_the_kernel_half_a_data_half_is_refused() {
 #[test]
 fn messages_survive_nics_in_every_shape() {
     let faults = ["--loss", "1", "--reorder", "2", "--duplicate", "1", "--corrupt", "0.1"];
-    let common = ["soak", "--rmpp", "--json", "--messages", "3000", "--kill-nic", "5", "--kill-agent", "1", "--restart-peer", "1"];
+    let common =
+        ["soak", "--rmpp", "--json", "--messages", "3000", "--kill-nic", "5", "--kill-agent", "1", "--restart-peer", "1"];
     for (faulty, shape) in [
         (false, &["--beside"][..]),
         (false, &["--beside", "--ipv6", "--match-on-nic", "64"]),
@@ -151,7 +153,14 @@ fn messages_survive_nics_in_every_shape() {
 
 #[test]
 fn messages_are_handled_by_the_nic_in_every_shape() {
-    for shape in [&["--beside"][..], &["--beside", "--ipv6"], &["--workers", "3"], &["--ipv6", "--match-on-nic", "64"]] {
+    for shape in [
+        &["--beside"][..],
+        &["--beside", "--ipv6"],
+        &["--workers", "3"],
+        &["--ipv6", "--match-on-nic", "64"],
+        &["--encapsulation", "ethernet"],
+        &["--encapsulation", "ethernet", "--workers", "2"],
+    ] {
         let mut arguments = vec!["rmpp", "pingpong", "--offload", "both", "--sizes", "0,1412,100000", "--rounds", "5", "--json"];
         arguments.extend(shape);
         for cell in baton(&arguments) {
@@ -183,14 +192,8 @@ fn exchange(near: &mut Endpoint, far: &mut Endpoint, token: u64) {
     let now = monotonic_micros();
     let peer = far.peer(near.address()).expect("a peer");
     far.memory().write(there, &[token as u8 + 1; 10_000]);
-    let request = baton_rmpp::Request {
-        source: None,
-        context: 0,
-        tag: token,
-        ignore: 0,
-        region: Region { offset: here, length },
-        token,
-    };
+    let request =
+        baton_rmpp::Request { source: None, context: 0, tag: token, ignore: 0, region: Region { offset: here, length }, token };
     near.receive(request, now).expect("a receive");
     let region = Region { offset: there, length };
     far.send(Outgoing { peer, context: 0, tag: token, data: 0, region, token }, now).expect("a send");
@@ -216,8 +219,8 @@ fn routes_and_neighbours_are_followed() {
     for (beside, ipv6) in [(false, false), (true, true)] {
         let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
         let (here, there) = (testbed::address_a(ipv6), testbed::address_b(ipv6));
-        let mut near = bed.host_a.run(|| Endpoint::new(&settings(&bed, here))).expect("an endpoint");
-        let far = Settings { on_nic: Halves::default(), ..settings(&bed, there) };
+        let mut near = bed.host_a.run(|| Endpoint::new(&Settings { packet: 1452, ..settings(&bed, here) })).expect("an endpoint");
+        let far = Settings { on_nic: Halves::default(), packet: 1452, ..settings(&bed, there) };
         let mut far = bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint");
         exchange(&mut near, &mut far, 1);
         let run = |host: &baton_linux::namespace::Namespace, command: &str| {
@@ -251,6 +254,7 @@ impl Hostile {
         let channel = Channel::connect(&bed.socket()).expect("the agent");
         let messages = Messages {
             address: SocketAddr::new(IpAddr::from([8, 8, 8, 8]), 53),
+            ethernet: false,
             endpoint: 0,
             receiving: true,
             sending: true,

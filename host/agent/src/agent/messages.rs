@@ -5,13 +5,14 @@ use crate::ground::{Ground, Shape};
 use crate::session::{Host, OpenSession};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
-use baton_linux::socket;
+use baton_linux::{frames, rtnetlink, socket};
 use baton_moves::Refusal;
 use baton_protocol::program::{Messages, Opening, Reply};
 use baton_steering::{FURTHER, Path, Steer, messages_flow};
+use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, ethernet_address};
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Most hosts that a session may send to; the NIC has room for as many.
 const MAX_HOSTS: usize = 8192;
@@ -29,13 +30,7 @@ impl Agent {
         }
         let socket = socket.context("a session for messages needs a UDP socket")?.as_fd();
         self.has_room_for(socket, 0).map_err(anyhow::Error::new)?;
-        if !socket::is_udp(socket) {
-            bail!("a session for messages needs a UDP socket");
-        }
-        let address = socket::local_address(socket).context("the socket's address")?;
-        if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
-            bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
-        }
+        let address = if asked.ethernet { self.ethernet_address(socket)? } else { udp_address(socket)? };
         let used = self.sessions.iter().flatten().filter_map(|session| session.opening.messages.as_ref());
         if used.into_iter().any(|other| other.address == address) {
             bail!("another session has the messages for {address}");
@@ -43,6 +38,22 @@ impl Agent {
         let messages = Messages { address, ..asked.clone() };
         messages.check(session::HEAP as u64, self.settings.session_bytes as u64).map_err(anyhow::Error::msg)?;
         Ok(Some(messages))
+    }
+
+    /// The address of an endpoint that raw Ethernet frames come to. Who may open a packet socket of RMPP's type at the NIC's
+    /// interface may have its frames.
+    fn ethernet_address(&self, socket: BorrowedFd<'_>) -> Result<SocketAddr> {
+        let Shape::Inline { interface } = &self.shape else {
+            bail!("messages in raw Ethernet frames need a NIC between kernel and wire; this one is beside the kernel");
+        };
+        let ours = socket::is_of_this_namespace(socket).unwrap_or(false);
+        if !ours || frames::binding(socket).ok() != Some((ETHERTYPE_RMPP, *interface)) {
+            bail!(
+                "messages in raw Ethernet frames need a packet socket bound to type {ETHERTYPE_RMPP:#x} and the NIC's interface"
+            );
+        }
+        let link = rtnetlink::link_at(&self.routes, *interface).context("the NIC's interface")?;
+        Ok(SocketAddr::from(ethernet_address(link.address)))
     }
 
     /// Beside the kernel: lets the NIC, and not the kernel, receive the datagrams to an endpoint's address.
@@ -64,6 +75,9 @@ impl Agent {
         let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else {
             return Reply::Failed { reason: "this session is not for messages".into() };
         };
+        if messages.ethernet {
+            return Reply::Failed { reason: "raw Ethernet needs no way to a host".into() };
+        }
         if open.hosts.len() >= MAX_HOSTS && !open.hosts.contains_key(&host) {
             return Reply::Failed { reason: format!("the session sends to {MAX_HOSTS} hosts already") };
         }
@@ -117,6 +131,18 @@ impl Ground<'_> {
         }
         found.map(drop)
     }
+}
+
+/// The address that a UDP socket is bound to.
+fn udp_address(socket: BorrowedFd<'_>) -> Result<SocketAddr> {
+    if !socket::is_udp(socket) {
+        bail!("a session for messages needs a UDP socket");
+    }
+    let address = socket::local_address(socket).context("the socket's address")?;
+    if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
+        bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
+    }
+    Ok(address)
 }
 
 /// The devices at which a session's datagrams are received: those by which its own leave, and all that the kernel accepts packets

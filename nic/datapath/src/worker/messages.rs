@@ -10,7 +10,7 @@ use baton_device::{Checksum, Device, Frame};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use baton_wire::frame::{Link, finish_checksum};
-use baton_wire::rmpp::envelope::{Envelope, Received};
+use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, Envelope, Received, ethernet_address};
 use baton_wire::{Endpoint, Flow};
 use std::sync::Arc;
 
@@ -185,33 +185,40 @@ impl<W: Device> crate::transmit::Output<W> {
     /// Sends the next packet of a session. False if it has none.
     fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
         let local = messages.address();
-        let header = Envelope::Udp(NO_LINK, Flow { local, remote: local }).header();
+        let header = envelope(NO_LINK, local, local).header();
         let frame = self.frame_mut();
         frame.set_length(header + messages.packet());
         let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
-        let link = messages.hop(&remote.address).filter(|_| remote.is_v4() == local.is_v4());
-        let Some(link) = link.copied() else {
+        let Some(link) = messages.link_to(&remote) else {
             // The program has not asked for the way, or the agent has refused it.
             counters.add(Counter::Dropped, 1);
             return true;
         };
         frame.set_length(header + length);
-        Envelope::Udp(link, Flow { local, remote }).emit(frame.bytes_mut());
+        envelope(link, local, remote).emit(frame.bytes_mut());
         (frame.checksum, frame.segmentation, frame.interface) = (Checksum::Unknown, None, link.interface);
         self.transmit(counters);
         true
     }
 }
 
+/// The headers from one endpoint to another. MAC addresses have port 0, which no UDP endpoint has.
+fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
+    if local.port == 0 { Envelope::Ethernet(link) } else { Envelope::Udp(link, Flow { local, remote }) }
+}
+
 /// The length of a header depends on the addresses alone.
 const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
 
-/// The address and port that a frame with a UDP datagram is for. None for other frames, fragments, and IPv6 with extension headers,
+/// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other frames, fragments, and IPv6 with extension headers,
 /// which the kernel gets.
 fn destination(frame: &[u8]) -> Option<Endpoint> {
     const ETHERNET: usize = 14;
     const UDP: u8 = 17;
     let ip = frame.get(ETHERNET..)?;
+    if frame[12..ETHERNET] == ETHERTYPE_RMPP.to_be_bytes() {
+        return Some(ethernet_address(*frame.first_chunk()?));
+    }
     let port = |udp: usize| Some(u16::from_be_bytes([*ip.get(udp + 2)?, *ip.get(udp + 3)?]));
     match (frame[12..ETHERNET].first_chunk()?, ip.first()? >> 4) {
         ([0x08, 0x00], 4) => {
