@@ -44,9 +44,20 @@ fn address(number: u8) -> Endpoint {
     Endpoint::v4([10, 0, 0, number], 700)
 }
 
-/// The host's work: what the NIC has reported, and commands for it.
+/// The receiving host's work: what the NIC has reported, and commands for it.
 #[inline(never)]
 fn host(side: &mut Side, now: u64) {
+    run_policy(side, now);
+}
+
+/// The receiving NIC's work: commands, and the packet that has come.
+#[inline(never)]
+fn nic(side: &mut Side, packet: Option<(&Endpoint, &[u8])>) {
+    run_data(side, packet);
+}
+
+#[inline(always)]
+fn run_policy(side: &mut Side, now: u64) {
     while let Some(words) = side.events.pop_front() {
         let event = Event::from_words(&words).expect("an event");
         side.policy.handle_event(&event, now, &mut side.memory[..]);
@@ -63,9 +74,8 @@ fn host_post(side: &mut Side, tag: u64, region: Region, now: u64) {
     side.policy.post(request, now, &mut side.memory[..]).expect("a receive");
 }
 
-/// The NIC's work: commands, and the packet that has come.
-#[inline(never)]
-fn nic(side: &mut Side, packet: Option<(&Endpoint, &[u8])>) {
+#[inline(always)]
+fn run_data(side: &mut Side, packet: Option<(&Endpoint, &[u8])>) {
     while let Some(words) = side.commands.pop_front() {
         side.data.handle_command(&Command::from_words(&words).expect("a command"));
     }
@@ -82,16 +92,24 @@ fn settle(sides: &mut [Side; 2], now: u64) {
     loop {
         let mut idle = true;
         for at in 0..2 {
-            for side in sides.iter_mut() {
-                host(side, now);
-                nic(side, None);
+            let [sender, receiver] = sides;
+            run_policy(sender, now);
+            run_data(sender, None);
+            host(receiver, now);
+            if !receiver.commands.is_empty() {
+                nic(receiver, None);
             }
             let outbound = {
                 let side = &mut sides[at];
                 side.data.poll_transmit(&side.memory[..], &mut packet)
             };
             if let Some(outbound) = outbound {
-                nic(&mut sides[1 - at], Some((&address(at as u8), &packet[..outbound.length])));
+                let from = address(at as u8);
+                let packet = Some((&from, &packet[..outbound.length]));
+                match at {
+                    0 => nic(&mut sides[1], packet),
+                    _ => run_data(&mut sides[0], packet),
+                }
                 idle = false;
             }
         }
