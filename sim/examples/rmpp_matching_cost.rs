@@ -89,13 +89,18 @@ fn run_data(side: &mut Side, packet: Option<(&Endpoint, &[u8])>) {
 
 fn settle(sides: &mut [Side; 2], now: u64) {
     let mut packet = vec![0; PACKET.into()];
+    let mut begins = true;
     loop {
         let mut idle = true;
         for at in 0..2 {
             let [sender, receiver] = sides;
             run_policy(sender, now);
             run_data(sender, None);
-            host(receiver, now);
+            // A host is woken by an event, or has just posted.
+            if !receiver.events.is_empty() || begins {
+                host(receiver, now);
+                begins = false;
+            }
             if !receiver.commands.is_empty() {
                 nic(receiver, None);
             }

@@ -336,7 +336,8 @@ impl Course<'_> {
     fn is_ahead(&self) -> bool {
         let killed = self.killed.load(Ordering::Relaxed);
         let all = killed >= self.settings.kill_nic + self.settings.kill_agent;
-        !all && self.done.load(Ordering::Relaxed) >= self.share(killed + 2)
+        // Those that are left when the last NIC dies come through its successor.
+        !all && self.done.load(Ordering::Relaxed) >= (self.share(killed + 1) + self.share(killed + 2)) / 2
     }
 }
 

@@ -180,9 +180,56 @@ fn sessions_are_divided_among_workers() {
     let mut far: Vec<_> = (0..4).map(|_| bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint")).collect();
     for (at, (near, far)) in near.iter_mut().zip(&mut far).enumerate() {
         exchange(near, far, at as u64);
-        assert!(near.usage().packets_on_nic > 0);
+        assert!(near.usage().packets_on_nic > 0 && near.matches_on_nic());
     }
     assert_eq!(bed.tool().unwrap().statistics().unwrap().nic_starts, 1);
+}
+
+/// A NIC that matches is killed while receives are posted: the next one has them again, and gives them messages in their order.
+#[test]
+fn the_next_nic_matches_what_was_posted_before() {
+    const COUNT: u64 = 8;
+    let bed = hosts(TestbedSettings::default());
+    let near = Settings { posted_on_nic: 32, ..settings(&bed, testbed::address_a(false)) };
+    let mut near = bed.host_a.run(|| Endpoint::new(&near)).expect("an endpoint");
+    let far = Settings { on_nic: Halves::default(), ..settings(&bed, testbed::address_b(false)) };
+    let mut far = bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint");
+    exchange(&mut near, &mut far, 99);
+    let (here, there) = (near.heap()[0], far.heap()[0]);
+    for token in 0..COUNT {
+        let region = Region { offset: here + token * 4096, length: 4096 };
+        let request = baton_rmpp::Request { source: None, context: 0, tag: 5, ignore: 0, region, token };
+        near.receive(request, monotonic_micros()).expect("a receive");
+    }
+    let begin = monotonic_micros();
+    let killed = bed.tool().unwrap().statistics().unwrap().nic_process;
+    baton_linux::process::signal(killed, 9).expect("the NIC");
+    while near.usage().nic_deaths == 0 || !near.matches_on_nic() {
+        near.progress(monotonic_micros()).expect("the endpoint");
+        assert!(monotonic_micros() < begin + 20_000_000, "no other NIC matches");
+        near.wait(monotonic_micros(), monotonic_micros() + 1000).expect("sleep");
+    }
+    let peer = far.peer(near.address()).expect("a peer");
+    for token in 0..COUNT {
+        far.memory().write(there + token * 4096, &[token as u8 + 1; 4096]);
+        let region = Region { offset: there + token * 4096, length: 4096 };
+        far.send(Outgoing { peer, context: 0, tag: 5, data: token, region, token }, monotonic_micros()).expect("a send");
+    }
+    let mut received = Vec::new();
+    while (received.len() as u64) < COUNT {
+        far.progress(monotonic_micros()).expect("the endpoint");
+        near.progress(monotonic_micros()).expect("the endpoint");
+        received.extend(std::iter::from_fn(|| near.poll_completion()));
+        assert!(monotonic_micros() < begin + 40_000_000, "{} messages came", received.len());
+        near.wait(monotonic_micros(), monotonic_micros() + 1000).expect("sleep");
+    }
+    let mut pairs: Vec<_> = received.iter().map(|one| (one.token, one.result.expect("delivered").data)).collect();
+    pairs.sort_unstable();
+    assert_eq!(pairs, (0..COUNT).map(|token| (token, token)).collect::<Vec<_>>());
+    for token in 0..COUNT {
+        let mut bytes = [0; 4096];
+        assert!(near.memory().read(here + token * 4096, &mut bytes) && bytes == [token as u8 + 1; 4096]);
+    }
 }
 
 /// Sends a message from `far` to `near`, and waits for both completions.
