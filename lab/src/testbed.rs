@@ -150,6 +150,11 @@ pub fn address_a(ipv6: bool) -> IpAddr {
     if ipv6 { IpAddr::from([0xfd00, 0xba70, 0, 0, 0, 0, 0, 1]) } else { IpAddr::from([10, 77, 0, 1]) }
 }
 
+/// Name of host A's interface.
+pub const INTERFACE_A: &str = "baton0";
+/// Name of host B's interface.
+pub const INTERFACE_B: &str = "eth0";
+
 /// Host B's addresses.
 pub fn address_b(ipv6: bool) -> IpAddr {
     if ipv6 { IpAddr::from([0xfd00, 0xba70, 0, 0, 0, 0, 0, 2]) } else { IpAddr::from([10, 77, 0, 2]) }
@@ -256,8 +261,8 @@ pub fn without_baton(settings: &TestbedSettings) -> Result<[Namespace; 2]> {
 /// Host A and host B.
 fn hosts() -> [Host; 2] {
     let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
-    let a = Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
-    let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+    let a = Host { name: INTERFACE_A, mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
+    let b = Host { name: INTERFACE_B, mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
     [a, b]
 }
 

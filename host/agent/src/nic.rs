@@ -246,11 +246,11 @@ impl NicProcess {
         }
     }
 
-    /// Lets a session for messages send to a host.
+    /// Sets the way of a session for messages to a host; None while there is none.
     ///
     /// # Errors
     /// Why the NIC refuses, or that it has died.
-    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Hop) -> Result<()> {
+    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Option<Hop>) -> Result<()> {
         self.send(&ToNic::Reach { session, host, hop }, &[])?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Reached => Ok(()),

@@ -36,6 +36,7 @@ impl Local {
             buffer_size,
             packet: settings.packet,
             events: EVENTS,
+            matching: None,
         };
         Ok(Local { data: Data::new(config), socket })
     }

@@ -126,6 +126,8 @@ pub struct Hop {
     pub destination: [u8; 6],
     /// Time to live, or hop limit.
     pub ttl: u8,
+    /// Beside the kernel: index of the device by which its frames leave; else 0.
+    pub interface: u32,
 }
 
 /// Messages from the agent on the control connection.
@@ -138,14 +140,14 @@ pub enum ToNic {
         /// Its endpoint, and the number of this NIC for it (see the layout of session memory), if it is for messages.
         messages: Option<(Messages, u32)>,
     },
-    /// A session for messages may send to a host.
+    /// A session for messages may send to a host; without a way no more, until it has one again.
     Reach {
         /// The session's number.
         session: u32,
         /// The host.
         host: IpAddr,
         /// The way there.
-        hop: Hop,
+        hop: Option<Hop>,
     },
     /// Begin to receive frames.
     Start,
@@ -160,7 +162,7 @@ pub enum ToAgent {
     Ready,
     /// The session is attached.
     Attached,
-    /// The session may send to the host now.
+    /// The way to the host is known now.
     Reached,
     /// The offloads have been changed.
     Set,

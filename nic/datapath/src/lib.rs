@@ -26,5 +26,5 @@ mod worker;
 pub use custody::Refusal;
 pub use gate::Gate;
 pub use messages::MessageEndpoint;
-pub use peers::{Peers, Registers, crossbar};
+pub use peers::{Peers, Registers, crossbar, owner_of_messages};
 pub use worker::{Worker, WorkerOffloads, WorkerSettings};

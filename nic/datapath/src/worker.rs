@@ -269,18 +269,19 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn prepare_sleep(&mut self) -> bool {
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
-        if !self.is_front() {
+        let front = self.is_front();
+        if !front {
             // Events that the front worker had no room for.
             idle &= self.programs.dirty.is_empty();
         } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
             idle &= !self.agent.commands.has_message() && self.agent.backlog.is_empty();
-            for session in self.programs.sessions.iter().flatten() {
-                go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
-                idle &= !session.has_commands();
-            }
-            idle &= !self.has_messages_waiting();
         }
+        for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
+            go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
+            idle &= !session.has_commands();
+        }
+        idle &= !self.has_messages_waiting();
         if !idle {
             self.end_sleep();
         }
@@ -292,11 +293,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(crossbar) = &self.crossbar {
             crossbar.peers.end_sleep();
         }
-        if self.is_front() {
+        let front = self.is_front();
+        if front {
             wake_up(self.nic_memory.word32(nic::SLEEPING));
-            for session in self.programs.sessions.iter().flatten() {
-                wake_up(session.memory.word32(session::NIC_SLEEPING));
-            }
+        }
+        for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
+            wake_up(session.memory.word32(session::NIC_SLEEPING));
         }
     }
 

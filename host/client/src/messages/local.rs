@@ -1,7 +1,8 @@
-//! The data half, or a part of it, in this process: its packets come and go by the endpoint's UDP socket.
+//! The data half, or a part of it, in this process: its packets come and go by the endpoint's socket.
 
+use super::carrier::Carrier;
 use super::counted::Counted;
-use baton_linux::datagrams::{Datagrams, Received};
+use baton_linux::datagrams::Received;
 use baton_rmpp::{Data, DataConfig, Disposition};
 use baton_wire::Endpoint;
 use std::net::SocketAddr;
@@ -22,7 +23,7 @@ impl Local {
     }
 
     /// Takes packets from the socket, as long as there is room for what they bring. Returns how many there were.
-    pub fn receive(&mut self, socket: &mut Datagrams, memory: &mut Counted) -> usize {
+    pub fn receive(&mut self, socket: &mut Carrier, memory: &mut Counted) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
             let Local { data, packets } = self;
@@ -40,7 +41,7 @@ impl Local {
 
     /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how many
     /// packets there were.
-    pub fn transmit(&mut self, socket: &mut Datagrams, memory: &Counted) -> usize {
+    pub fn transmit(&mut self, socket: &mut Carrier, memory: &Counted) -> usize {
         let mut count = 0;
         while let Some(outbound) = self.data.poll_transmit(memory, socket.room()) {
             socket.push(SocketAddr::from(outbound.to), outbound.length);

@@ -369,10 +369,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Removes a session.
     fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
-        let entry = self.programs.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
-        let taken = entry.take().map(|_| 0).ok_or(Refusal::UnknownSession);
-        self.list_messages();
-        taken
+        let here = self.programs.sessions.get(session as usize).is_some_and(Option::is_some);
+        let elsewhere = self.programs.message_ports.iter().any(|(_, id)| *id == session);
+        self.forget_session(session);
+        if here || elsewhere { Ok(0) } else { Err(Refusal::UnknownSession) }
     }
 
     /// Sends a connection's request for memory to the agent.

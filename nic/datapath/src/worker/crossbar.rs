@@ -103,6 +103,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_sessions(now);
             worked |= self.agent.commands.has_message() && self.poll_commands(now);
         }
+        if !overflowing && !self.programs.message_ports.is_empty() {
+            worked |= self.poll_messages();
+        }
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
@@ -144,7 +147,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),
             Call::Attach(session, memory) => self.attach_here(session, memory),
-            Call::Detach(session) => drop(self.programs.sessions.get_mut(session as usize).and_then(Option::take)),
+            Call::Detach(session) => self.forget_session(session),
+            Call::AttachMessages(session, memory, endpoint) => self.attach_messages_here(session, memory, *endpoint),
+            Call::Reach(session, host, link) => _ = self.reach_here(session, host, link),
+            Call::Packet(session, frame) => {
+                self.frame.copy_from(&frame);
+                self.on_packet(session, now);
+            }
             Call::Start => self.start(now),
             Call::Offloads(set) => self.set_offloads(&set, now),
             Call::HashKey(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
@@ -217,7 +226,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             };
             if !empty {
                 taken += 1;
-                if from == From::Host || self.output.wire.admits(&mut self.frame) {
+                let passes = from == From::Host
+                    || self.output.wire.admits(&mut self.frame)
+                        && (self.programs.message_ports.is_empty() || !self.dispatch_packet(now));
+                if passes {
                     self.dispatch_frame(from, now);
                 }
             }

@@ -5,7 +5,7 @@ use super::{Error, Limit, PeerId, Policy, Probed, Receive, ReceiveId, Request};
 use crate::counters::Drop;
 use crate::memory::{Memory, Region};
 use crate::{WINDOW, before};
-use baton_matching::{Arrival, Message, Post};
+use baton_matching::Post;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, HoldReason, Kind, Rts};
 
@@ -17,7 +17,7 @@ impl Policy {
     pub fn post(&mut self, request: Request, now: u64, memory: &mut (impl Memory + ?Sized)) -> Result<ReceiveId, Limit> {
         self.check_room()?;
         self.check_region(&request.region)?;
-        let entry = Receive { token: request.token, region: request.region, posted: None };
+        let entry = Receive { token: request.token, region: request.region, ..Receive::default() };
         let receive = self.receives.insert(entry).ok_or(Limit::Receives)?;
         let criteria = Self::criteria(request.source, request.context, request.tag, request.ignore);
         match self.matching.post(criteria, receive) {
@@ -25,8 +25,12 @@ impl Policy {
                 if let Some(entry) = self.receives.get_mut(receive) {
                     entry.posted = Some(id);
                 }
+                self.note_post(receive, criteria);
             }
-            Ok(Post::Matched(incoming)) => self.begin(incoming, receive, now, memory),
+            Ok(Post::Matched(incoming)) => {
+                self.note_discard(incoming);
+                self.begin(incoming, receive, now, memory);
+            }
             Err(_) => {
                 self.receives.remove(receive);
                 return Err(Limit::Receives);
@@ -35,9 +39,13 @@ impl Policy {
         Ok(ReceiveId(receive))
     }
 
-    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has ended.
+    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has ended. Where
+    /// the data half matches, a message may still be faster: then the receive completes with that.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         let Some(posted) = self.receives.get(id.0).and_then(|receive| receive.posted) else { return false };
+        if self.cancel_in_data(id.0) {
+            return true;
+        }
         let cancelled = self.matching.cancel(posted).is_some();
         if cancelled {
             self.complete_receive(id.0, Err(Error::Cancelled));
@@ -54,6 +62,7 @@ impl Policy {
     /// Takes the oldest unexpected message that a receive would get, for [`Policy::receive_claimed`] (MPI_Mprobe).
     pub fn claim(&mut self, source: Option<PeerId>, context: u32, tag: u64, ignore: u64) -> Option<Probed> {
         let handle = self.matching.claim(&Self::criteria(source, context, tag, ignore))?;
+        self.note_discard(handle);
         self.incoming.get_mut(handle)?.state = ReceiveState::Claimed;
         self.probed(handle)
     }
@@ -76,7 +85,7 @@ impl Policy {
         if !claimed {
             return Err(Limit::NoMessage);
         }
-        let receive = self.receives.insert(Receive { token, region, posted: None }).ok_or(Limit::Receives)?;
+        let receive = self.receives.insert(Receive { token, region, ..Receive::default() }).ok_or(Limit::Receives)?;
         self.begin(message, receive, now, memory);
         Ok(())
     }
@@ -98,6 +107,9 @@ impl Policy {
     ) {
         let outcome = self.admit(from, header, now).and_then(|at| {
             self.advance_incoming_floor(at, header.packet);
+            if self.defer_rts(at, header, rts) {
+                return Ok((at, false));
+            }
             self.take_rts(at, header, rts, buffer, now, memory).map(|kept| (at, kept))
         });
         match outcome {
@@ -149,12 +161,8 @@ impl Policy {
             return Err(Drop::Messages);
         };
         self.held += 1;
-        self.peers[at].received[(number % WINDOW) as usize] = handle;
-        self.peers[at].incoming += 1;
+        self.note_incoming(at, number, handle, now);
         self.peers[at].buffers += 1;
-        if self.peers[at].incoming == 1 && self.peers[at].sends == 0 {
-            self.watch(at, now);
-        }
         if in_order {
             self.match_next(at, now, memory);
         }
@@ -163,6 +171,15 @@ impl Policy {
             self.free_buffer(handle);
         }
         Ok(true)
+    }
+
+    /// Enters an incoming message into its peer's window.
+    pub(super) fn note_incoming(&mut self, at: usize, number: u32, handle: u32, now: u64) {
+        self.peers[at].received[(number % WINDOW) as usize] = handle;
+        self.peers[at].incoming += 1;
+        if self.peers[at].incoming == 1 && self.peers[at].sends == 0 {
+            self.watch(at, now);
+        }
     }
 
     /// Whether another buffer can be kept: a quarter of them always stays with the data half, so that an RTS which matches gets
@@ -176,21 +193,9 @@ impl Policy {
         let peer = &mut self.peers[at];
         let handle = peer.received[(peer.next_match % WINDOW) as usize];
         peer.next_match = peer.next_match.wrapping_add(1);
-        let Some(incoming) = self.incoming.get_mut(handle) else { return };
-        incoming.state = ReceiveState::Unexpected;
+        let Some(rts) = self.incoming.get(handle).map(|incoming| incoming.rts) else { return };
         self.held -= 1;
-        let message = Message { source: at as u32, context: incoming.rts.context, tag: incoming.rts.tag };
-        match self.matching.arrive(message, handle) {
-            Ok(Arrival::Matched(receive)) => {
-                if let Some(entry) = self.receives.get_mut(receive) {
-                    entry.posted = None;
-                }
-                self.begin(handle, receive, now, memory);
-            }
-            Ok(Arrival::Unexpected(place)) => incoming.place = place,
-            // There are as many places for unexpected messages as incoming ones.
-            Err(_) => {}
-        }
+        self.give_to_receive(at, handle, &rts, now, memory);
     }
 
     /// Matches messages that came before one with a lower number.
@@ -268,10 +273,7 @@ impl Policy {
         if let Some(buffer) = message.buffer {
             memory.copy(buffers + u64::from(buffer) * size, region.offset, first);
         }
-        message.region = Region { offset: region.offset + first, length: region.length - first };
-        let wanted = message.rest().min(message.region.length);
-        message.packets = wanted.div_ceil(u64::from(message.rts.fragment)) as u32;
-        (message.state, message.attempts) = (ReceiveState::Receiving, 0);
+        message.take_region(region);
         let complete = message.packets == 0;
         self.free_buffer(handle);
         if complete { self.deliver(handle, now) } else { self.clear_more(handle, now) }
