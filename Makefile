@@ -78,6 +78,7 @@ suites: build
 
 # Placement on an emulated machine of two NUMA nodes.
 numa: build
+	@scripts/dependencies numa
 	tests/numa/guest.py
 
 bench: build

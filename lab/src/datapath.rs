@@ -254,17 +254,30 @@ pub fn run_workload(workload: Workload, segments: u64) -> Result<u64> {
     Ok(spent)
 }
 
-/// Instructions of the measured part by source file.
-fn count(workload: Workload, segments: u64) -> Result<BTreeMap<String, u64>> {
+/// Instructions of a workload by layer.
+fn count_workload(workload: Workload, segments: u64) -> Result<BTreeMap<String, u64>> {
+    let Workload { connections, size, burst } = workload;
+    let numbers =
+        [("--connections", connections.into()), ("--size", size.into()), ("--burst", burst.into()), ("--segments", segments)];
+    let arguments = numbers.into_iter().flat_map(|(name, value): (&str, u64)| [name.to_owned(), value.to_string()]);
+    let arguments: Vec<String> = ["bench-workload".to_owned()].into_iter().chain(arguments).collect();
+    count("*measured_poll*", &arguments)
+}
+
+/// Instructions by layer of the functions that `measured` names, in this program run with these arguments.
+///
+/// # Errors
+/// If valgrind is missing, or the program fails.
+pub(crate) fn count(measured: &str, arguments: &[String]) -> Result<BTreeMap<String, u64>> {
     let directory = std::env::temp_dir().join(format!("baton-callgrind-{}", std::process::id()));
     std::fs::create_dir_all(&directory)?;
     let out = directory.join("out");
     let status = Command::new("valgrind")
-        .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_poll*", "--dump-line=yes", "-q"])
+        .args(["--tool=callgrind", "--collect-atstart=no", "--dump-line=yes", "-q"])
+        .arg(format!("--toggle-collect={measured}"))
         .arg(format!("--callgrind-out-file={}", out.display()))
         .arg(std::env::current_exe()?)
-        .args(["bench-workload", "--connections", &workload.connections.to_string(), "--size", &workload.size.to_string()])
-        .args(["--burst", &workload.burst.to_string(), "--segments", &segments.to_string()])
+        .args(arguments)
         // Valgrind counts every byte of `rep movsb` as an instruction.
         .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=1000000000")
         .stderr(std::process::Stdio::null())
@@ -327,7 +340,7 @@ fn layer(file: &str) -> &'static str {
 /// If valgrind is missing, or the results are not as expected.
 pub fn measure(workload: Workload) -> Result<Measured> {
     let segments = 4096;
-    let (few, many) = (count(workload, segments)?, count(workload, 3 * segments)?);
+    let (few, many) = (count_workload(workload, segments)?, count_workload(workload, 3 * segments)?);
     let mut layers = BTreeMap::new();
     for (layer, sum) in &many {
         let difference = sum - few.get(layer).copied().unwrap_or(0).min(*sum);

@@ -5,11 +5,12 @@ use crate::probe;
 use crate::report;
 use crate::server::{Files, Program, Server};
 use crate::statistics::{Percentiles, quantile};
-use crate::testbed::{Testbed, TestbedSettings, address_a};
+use crate::testbed::{Testbed, TestbedSettings, address_a, without_baton};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
+use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
 use baton_sim::{Rng, stream};
@@ -47,10 +48,12 @@ pub struct DemoReport {
     pub server: String,
     /// Requests answered per second.
     pub requests_per_second: Both<f64>,
-    /// CPU of the server's host per request: the server, its agent, and the kernel's receive thread.
-    pub host_cpu_us_per_request: Both<f64>,
-    /// Busy time of the NIC per request.
+    /// CPU of the server's process per request, with what it does inside the kernel.
+    pub server_cpu_us_per_request: Both<f64>,
+    /// Busy time of the NIC per request. Without Baton there is none.
     pub nic_cpu_us_per_request: Both<f64>,
+    /// Busy time of all processors per request: kernel, server, NIC, agent, and the clients.
+    pub machine_cpu_us_per_request: Both<f64>,
     /// From the request to the last byte of the answer.
     pub latency_us: Latency,
     /// Moves made.
@@ -67,8 +70,6 @@ pub struct DemoReport {
     pub nic_kills: u32,
     /// Connections that were on the NIC when it was killed and went on in the kernel.
     pub connections_recovered: u64,
-    /// Whether each host's receive work ran in a thread of its own.
-    pub threaded_napi: bool,
     /// Rounds of the comparison, in order: place, requests per second, host CPU and NIC CPU per request.
     pub rounds: Vec<Round>,
     /// What an ordinary HTTP client fetched while its connection moved, if one is installed.
@@ -84,10 +85,12 @@ pub struct Round {
     pub place: Place,
     /// Requests answered per second.
     pub requests_per_second: f64,
-    /// CPU of the host per request.
-    pub host_cpu_us: f64,
+    /// CPU of the server's process per request.
+    pub server_cpu_us: f64,
     /// Busy time of the NIC per request.
     pub nic_cpu_us: f64,
+    /// Busy time of all processors per request.
+    pub machine_cpu_us: f64,
     /// Median latency.
     pub p50_us: f64,
     /// 99th percentile of the latency.
@@ -99,14 +102,14 @@ const LENGTH: usize = 256;
 const PAIRS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1200);
 
-/// The servers' ports: without Baton, and under `baton run`.
-const PORTS: [u16; 2] = [8080, 8081];
+const PORT: u16 = 8080;
 /// What an ordinary client fetches: stream and length.
 const LARGE: (u64, usize) = (424_242, 32 << 20);
 
-/// A server and its load.
-struct Side {
+/// A server, its load, and the host of the load.
+struct Side<'a> {
     place: Place,
+    host_b: &'a Namespace,
     server: Server,
     counters: LoadCounters,
     latencies: Mutex<Vec<u32>>,
@@ -116,13 +119,12 @@ struct Stage<'a> {
     bed: &'a Testbed,
     tool: Tool,
     /// Without Baton, and with it.
-    sides: &'a [Side; 2],
-    napi: Vec<u32>,
+    sides: &'a [Side<'a>; 2],
     live: bool,
 }
 
-fn address(side: usize) -> SocketAddr {
-    SocketAddr::new(address_a(false), PORTS[side])
+fn address() -> SocketAddr {
+    SocketAddr::new(address_a(false), PORT)
 }
 
 /// Runs the demonstration and writes `demo.json` and `report.html` into `directory`.
@@ -133,31 +135,37 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
     let program = Program::find();
     say(&format!(
-        "Two hosts, a link, a NIC in front of host A, and {} twice: as it is, and under `baton run` (all in namespaces of this process)",
+        "Compared: {0} on a Linux host with a veth link and no Baton at all, and the same {0} under `baton run` behind a NIC
+  (four hosts, all in namespaces of this process)",
         program.name()
     ));
     let files = Files::new()?;
     (0..http::KEYS).try_for_each(|key| files.add(key, LENGTH))?;
     files.add(LARGE.0, LARGE.1)?;
-    let bed = Testbed::new(&TestbedSettings { threaded_napi: true, spin: 60, ..TestbedSettings::default() })?;
-    let side = |at: usize, place: Place| -> Result<Side> {
-        let agent = (place == Place::Nic).then(|| bed.socket());
-        let server = program.start(&bed.host_a, &files, address(at), agent.as_deref())?;
-        Ok(Side { place, server, counters: LoadCounters::default(), latencies: Mutex::default() })
+    // One thread for the receive work of each of Baton's hosts, so that host B's does not run on the NIC's account. The comparison's
+    // link is as Linux sets it up.
+    let settings = TestbedSettings { spin: 60, ..TestbedSettings::default() };
+    let plain = without_baton(&settings)?;
+    let bed = Testbed::new(&TestbedSettings { threaded_napi: true, ..settings })?;
+    let side = |place: Place| -> Result<Side> {
+        let (host_a, host_b, agent) = match place {
+            Place::Kernel => (&plain[0], &plain[1], None),
+            Place::Nic => (&bed.host_a, &bed.host_b, Some(bed.socket())),
+        };
+        let server = program.start(host_a, &files, address(), agent.as_deref())?;
+        Ok(Side { place, host_b, server, counters: LoadCounters::default(), latencies: Mutex::default() })
     };
-    let sides = [side(0, Place::Kernel)?, side(1, Place::Nic)?];
-    let napi = process::napi_threads("baton0");
-    let mut report = DemoReport { server: program.name().into(), threaded_napi: !napi.is_empty(), ..DemoReport::default() };
-    for thread in napi.iter().chain(&process::napi_threads("eth0")) {
+    let sides = [side(Place::Kernel)?, side(Place::Nic)?];
+    let mut report = DemoReport { server: program.name().into(), ..DemoReport::default() };
+    for thread in process::napi_threads("baton0").iter().chain(&process::napi_threads("eth0")) {
         process::pin(*thread as i32, process::cores() - 1);
     }
     let live = std::io::stdout().is_terminal();
-    let mut stage = Stage { bed: &bed, tool: bed.tool()?, sides: &sides, napi, live };
+    let mut stage = Stage { bed: &bed, tool: bed.tool()?, sides: &sides, live };
     std::thread::scope(|scope| -> Result<()> {
-        let loads = [0, 1].map(|at| {
-            let (bed, side) = (&bed, &sides[at]);
-            let load = move || http::load(address(at), CONNECTIONS, LENGTH, &side.counters, &side.latencies);
-            scope.spawn(move || bed.host_b.run(|| load().map_err(std::io::Error::other)))
+        let loads = sides.each_ref().map(|side| {
+            let load = move || http::load(address(), CONNECTIONS, LENGTH, &side.counters, &side.latencies);
+            scope.spawn(move || side.host_b.run(|| load().map_err(std::io::Error::other)))
         });
         let played = stage.play(&mut report);
         sides.iter().for_each(|side| side.counters.stop.store(true, Ordering::Relaxed));
@@ -190,18 +198,19 @@ fn say(text: &str) {
 impl Stage<'_> {
     fn play(&mut self, report: &mut DemoReport) -> Result<()> {
         say(&format!(
-            "{CONNECTIONS} HTTP connections to each, {LENGTH} B answers: the kernel's connections and the NIC's in turn"
+            "{CONNECTIONS} HTTP connections to each, {LENGTH} B answers, in turn (machine: all processors, clients included)"
         ));
         self.wait_for_connections(CONNECTIONS)?;
         for _ in 0..PAIRS {
             for side in self.sides {
                 let round = self.measure(side)?;
                 println!(
-                    "  {:>6}  {:>8.0} requests/s   host CPU {:>6.2} µs   NIC CPU {:>6.2} µs   p50 {:>5.0} µs   p99 {:>6.0} µs",
+                    "  {:>6}  {:>8.0} requests/s   CPU per request: server {:>5.2} µs, NIC {:>5.2} µs, machine {:>5.2} µs   p50 {:>5.0} µs   p99 {:>6.0} µs",
                     name(round.place),
                     round.requests_per_second,
-                    round.host_cpu_us,
+                    round.server_cpu_us,
                     round.nic_cpu_us,
+                    round.machine_cpu_us,
                     round.p50_us,
                     round.p99_us
                 );
@@ -255,15 +264,14 @@ impl Stage<'_> {
         bail!("connection {connection} could not be moved in fifty tries");
     }
 
-    /// Nanoseconds of CPU that a server's host and the NIC have used so far.
-    fn cpu(&mut self, side: &Side) -> Result<(u64, u64)> {
-        let statistics = self.tool.statistics()?;
-        let mut host = side.server.cpu().context("the server has ended")?;
-        host += process::cpu_nanos(statistics.agent_process).unwrap_or(0);
-        for thread in &self.napi {
-            host += process::cpu_nanos(*thread).unwrap_or(0);
-        }
-        Ok((host, statistics.counters[Counter::BusyNanoseconds as usize]))
+    /// Nanoseconds that the server, its NIC and all processors have been busy so far.
+    fn cpu(&mut self, side: &Side) -> Result<[u64; 3]> {
+        let server = side.server.cpu().context("the server has ended")?;
+        let nic = match side.place {
+            Place::Kernel => 0,
+            Place::Nic => self.tool.statistics()?.counters[Counter::BusyNanoseconds as usize],
+        };
+        Ok([server, nic, process::machine_nanos()?])
     }
 
     fn measure(&mut self, side: &Side) -> Result<Round> {
@@ -274,12 +282,14 @@ impl Stage<'_> {
             all.clear();
         }
         counters.timing.store(true, Ordering::Relaxed);
-        let (host, nic) = self.cpu(side)?;
+        let before = self.cpu(side)?;
         let (requests, started) = (counters.requests.load(Ordering::Relaxed), monotonic_micros());
         std::thread::sleep(ROUND);
         let served = (counters.requests.load(Ordering::Relaxed) - requests).max(1) as f64;
         let seconds = (monotonic_micros() - started) as f64 / 1e6;
-        let (host_after, nic_after) = self.cpu(side)?;
+        let after = self.cpu(side)?;
+        let [server_cpu_us, nic_cpu_us, machine_cpu_us] =
+            std::array::from_fn(|at| after[at].saturating_sub(before[at]) as f64 / 1000.0 / served);
         counters.timing.store(false, Ordering::Relaxed);
         counters.active.store(false, Ordering::Relaxed);
         let mut times: Vec<f64> =
@@ -287,8 +297,9 @@ impl Stage<'_> {
         Ok(Round {
             place: side.place,
             requests_per_second: served / seconds,
-            host_cpu_us: (host_after - host) as f64 / 1000.0 / served,
-            nic_cpu_us: (nic_after - nic) as f64 / 1000.0 / served,
+            server_cpu_us,
+            nic_cpu_us,
+            machine_cpu_us,
             p50_us: quantile(&mut times, 0.5),
             p99_us: quantile(&mut times, 0.99),
         })
@@ -332,7 +343,7 @@ impl Stage<'_> {
         let (key, size) = (LARGE.0, LARGE.1 as u64);
         let before: Vec<(u32, u32)> = self.list()?.iter().map(|info| (info.session, info.connection)).collect();
         let mut command = Command::new("curl");
-        let url = format!("http://{}/{key}/{size}", address(1));
+        let url = format!("http://{}/{key}/{size}", address());
         command.args(["--silent", "--show-error", "--noproxy", "*", "--max-time", "30", &url]).stdout(Stdio::piped());
         process::inherit(&mut command, &[], true);
         let Ok(mut curl) = self.bed.host_b.spawn(&mut command) else { return Ok(None) };
@@ -427,11 +438,13 @@ fn summarise(report: &mut DemoReport) {
         quantile(&mut values, 0.5)
     };
     let both = |figure: fn(&Round) -> f64| Both { kernel: median(Place::Kernel, figure), nic: median(Place::Nic, figure) };
-    let (rps, host, nic) = (both(|r| r.requests_per_second), both(|r| r.host_cpu_us), both(|r| r.nic_cpu_us));
     let (p50, p99) = (both(|r| r.p50_us), both(|r| r.p99_us));
+    let (rps, server) = (both(|r| r.requests_per_second), both(|r| r.server_cpu_us));
+    let (nic, machine) = (both(|r| r.nic_cpu_us), both(|r| r.machine_cpu_us));
     report.requests_per_second = rps;
-    report.host_cpu_us_per_request = host;
+    report.server_cpu_us_per_request = server;
     report.nic_cpu_us_per_request = nic;
+    report.machine_cpu_us_per_request = machine;
     report.latency_us = Latency { p50, p99 };
 }
 
@@ -455,22 +468,22 @@ fn write_results(report: &DemoReport, directory: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The change from kernel to NIC, as text: empty where the kernel has nothing to compare with.
+pub(crate) fn change(both: Both<f64>) -> String {
+    if both.kernel > 0.0 { format!("{:+.0} %", (both.nic / both.kernel - 1.0) * 100.0) } else { String::new() }
+}
+
 /// The closing table.
 pub fn table(report: &DemoReport) -> String {
     let r = report;
     let row = |label: &str, both: Both<f64>, digits: usize| {
-        let change = if both.kernel > 0.0 { (both.nic / both.kernel - 1.0) * 100.0 } else { 0.0 };
-        format!("  {label:<28} {:>12.digits$} {:>12.digits$} {change:>+9.0} %\n", both.kernel, both.nic)
-    };
-    let sum = Both {
-        kernel: r.host_cpu_us_per_request.kernel + r.nic_cpu_us_per_request.kernel,
-        nic: r.host_cpu_us_per_request.nic + r.nic_cpu_us_per_request.nic,
+        format!("  {label:<28} {:>12.digits$} {:>12.digits$} {:>11}\n", both.kernel, both.nic, change(both))
     };
     let mut text = format!("\n  {:<28} {:>12} {:>12} {:>11}\n", "", "kernel", "NIC", "change");
     text += &row("requests/s", r.requests_per_second, 0);
-    text += &row("host CPU per request, µs", r.host_cpu_us_per_request, 2);
+    text += &row("server CPU per request, µs", r.server_cpu_us_per_request, 2);
     text += &row("NIC CPU per request, µs", r.nic_cpu_us_per_request, 2);
-    text += &row("host + NIC, µs", sum, 2);
+    text += &row("machine CPU per request, µs", r.machine_cpu_us_per_request, 2);
     text += &row("latency p50, µs", r.latency_us.p50, 0);
     text += &row("latency p99, µs", r.latency_us.p99, 0);
     let b = r.blackout_us;

@@ -3,9 +3,11 @@
 
 pub mod bars;
 pub mod bypass;
+pub mod container;
 pub mod datapath;
 pub mod demo;
 pub mod equations;
+pub mod filter;
 pub mod http;
 pub mod lro;
 pub mod messages;
@@ -18,6 +20,7 @@ mod report;
 pub mod rmpp;
 pub mod rss;
 pub mod server;
+pub mod small_server;
 pub mod soak;
 pub mod statistics;
 pub mod tail;

@@ -1,6 +1,6 @@
 //! The demonstration's report: one HTML file with its plots inside.
 
-use crate::demo::{Both, DemoReport};
+use crate::demo::{Both, DemoReport, change};
 use anyhow::{Result, anyhow};
 use baton_protocol::program::Place;
 use plotters::prelude::*;
@@ -47,8 +47,8 @@ fn plot(report: &DemoReport, title: &str, figure: fn(&crate::demo::Round) -> f64
 }
 
 fn row(label: &str, both: Both<f64>, digits: usize) -> String {
-    let change = if both.kernel > 0.0 { (both.nic / both.kernel - 1.0) * 100.0 } else { 0.0 };
-    format!("<tr><th>{label}</th><td>{:.digits$}</td><td>{:.digits$}</td><td>{change:+.0} %</td></tr>\n", both.kernel, both.nic)
+    let (kernel, nic) = (both.kernel, both.nic);
+    format!("<tr><th>{label}</th><td>{kernel:.digits$}</td><td>{nic:.digits$}</td><td>{}</td></tr>\n", change(both))
 }
 
 /// The report as one self-contained HTML document.
@@ -58,25 +58,21 @@ fn row(label: &str, both: Both<f64>, digits: usize) -> String {
 pub fn html(r: &DemoReport) -> Result<String> {
     let plots = [
         plot(r, "Requests per second", |round| round.requests_per_second)?,
-        plot(r, "Host CPU per request, µs", |round| round.host_cpu_us)?,
-        plot(r, "NIC CPU per request, µs", |round| round.nic_cpu_us)?,
+        plot(r, "Server CPU per request, µs", |round| round.server_cpu_us)?,
+        plot(r, "Machine CPU per request, µs", |round| round.machine_cpu_us)?,
         plot(r, "Latency p50, µs", |round| round.p50_us)?,
     ];
     let mut table = String::new();
     table += &row("requests/s", r.requests_per_second, 0);
-    table += &row("host CPU per request, µs", r.host_cpu_us_per_request, 2);
+    table += &row("server CPU per request, µs", r.server_cpu_us_per_request, 2);
     table += &row("NIC CPU per request, µs", r.nic_cpu_us_per_request, 2);
+    table += &row("machine CPU per request, µs", r.machine_cpu_us_per_request, 2);
     table += &row("latency p50, µs", r.latency_us.p50, 0);
     table += &row("latency p99, µs", r.latency_us.p99, 0);
     let verdict = if r.failures.is_empty() {
         "<p class=good>Every check held.</p>".to_string()
     } else {
         format!("<p class=bad>Checks failed: {}</p>", r.failures.join("; "))
-    };
-    let accounting = if r.threaded_napi {
-        "Each host's receive work runs in a kernel thread of its own and is on that host's account."
-    } else {
-        "This machine offers no threaded NAPI: the host's receive work is on the NIC's account."
     };
     let b = r.blackout_us;
     let server = &r.server;
@@ -89,16 +85,17 @@ table{{border-collapse:collapse;margin:1rem 0}}th,td{{padding:.3rem .9rem;border
 th:first-child{{text-align:left;font-weight:500}}figure{{display:inline-block;margin:.3rem}}.good{{color:#1a7f37;font-weight:600}}
 .bad{{color:#b3261e;font-weight:600}}.key i{{display:inline-block;width:.9em;height:.9em;vertical-align:-.1em;margin:0 .3em 0 1em}}</style>
 <h1>Baton: demonstration</h1>
-<p>{server} on host A, twice: as it is, and under <code>baton run</code>, which gives its connections to the NIC. The kernel accepted
-them; later they moved to the kernel and back under load. Clients on host B checked every byte.</p>{verdict}
+<p>Compared: {server} on a Linux host with a veth link and no Baton at all (<em>kernel</em>), and the same {server} under
+<code>baton run</code> behind a NIC, to which it gives the connections that the kernel accepted (<em>NIC</em>). Later these moved to
+the kernel and back under load. Clients on the links' other hosts checked every byte.</p>{verdict}
 <table><tr><th></th><th>kernel</th><th>NIC</th><th>change</th></tr>
 {table}</table>
 <p>{} moves, {} bytes verified, {} wrong, {} connections broken, {} recovered when the NIC was killed.
 Blackout of a move: p50 {:.0} µs, p99 {:.0} µs, max {:.0} µs. {}</p>
 <p class=key><i style='background:#8a8f98'></i>kernel<i style='background:#1f6feb'></i>NIC</p>
 {figures}
-<p>Medians of {} interleaved rounds each. {accounting} With connections in the kernel their frames still pass the NIC, which hands
-them on: that is its CPU in the kernel's column. MTU, offloads and congestion control are the same.</p></html>\n",
+<p>Medians of {} interleaved rounds each. The machine's CPU is the busy time of all its processors: kernel, server, NIC, agent and
+clients. MTU, offloads and congestion control are the same.</p></html>\n",
         r.moves,
         r.bytes_verified,
         r.mismatches,

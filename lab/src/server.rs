@@ -1,4 +1,4 @@
-//! Unmodified web servers, as installed on this machine: nginx, or Python's http.server. They serve files whose bytes can be
+//! Unmodified web servers: nginx if it is installed, else [`crate::small_server`]. They serve files whose bytes can be
 //! checked: `/KEY/LENGTH` contains the first LENGTH bytes of stream KEY.
 
 use anyhow::{Context, Result};
@@ -29,6 +29,11 @@ impl Files {
         Ok(Files { root })
     }
 
+    /// The directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// Makes the file of the first `length` bytes of stream `key`.
     ///
     /// # Errors
@@ -54,8 +59,8 @@ impl Drop for Files {
 pub enum Program {
     /// nginx, at this path.
     Nginx(PathBuf),
-    /// Python's http.server.
-    Python,
+    /// [`crate::small_server`], in a process of its own.
+    Small,
 }
 
 /// nginx's configuration: one thread, any number of requests per connection, and nothing that depends on where nginx is
@@ -70,29 +75,20 @@ http {
 }
 ";
 
-/// What `python3 -m http.server` does, with persistent connections.
-const PYTHON: &str = "
-import http.server as h, sys
-h.SimpleHTTPRequestHandler.protocol_version = 'HTTP/1.1'
-h.SimpleHTTPRequestHandler.disable_nagle_algorithm = True
-h.SimpleHTTPRequestHandler.log_message = lambda *_: None
-h.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), h.SimpleHTTPRequestHandler).serve_forever()
-";
-
 impl Program {
     /// The best server that is installed.
     pub fn find() -> Program {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let places = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin"), PathBuf::from("/usr/local/sbin")]);
         let nginx = places.map(|place| place.join("nginx")).find(|place| place.is_file());
-        nginx.map_or(Program::Python, Program::Nginx)
+        nginx.map_or(Program::Small, Program::Nginx)
     }
 
     /// Its name.
     pub fn name(&self) -> &'static str {
         match self {
             Program::Nginx(_) => "nginx",
-            Program::Python => "Python's http.server",
+            Program::Small => "a small web server",
         }
     }
 
@@ -106,9 +102,9 @@ impl Program {
                 std::fs::write(&configuration, text.replace("PORT", &address.port().to_string()))?;
                 vec![path, "-e".into(), "stderr".into(), "-p".into(), root.into(), "-c".into(), configuration.into()]
             }
-            Program::Python => {
-                let (ip, port) = (address.ip().to_string(), address.port().to_string());
-                vec!["python3".into(), "-c".into(), PYTHON.into(), ip.into(), port.into()]
+            Program::Small => {
+                let program = std::env::current_exe()?.into_os_string();
+                vec![program, "serve-files".into(), address.to_string().into(), files.root.clone().into_os_string()]
             }
         })
     }

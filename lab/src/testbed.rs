@@ -8,9 +8,11 @@
 //! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a name in
 //! the file system that outlives this process: all is held by descriptors, so nothing is left behind however it ends.
 
+use crate::container::{Container, ROOT};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Crash};
 use baton_client::tool::Tool;
+use baton_control::owner::Owner;
 use baton_datapath::Registers;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
@@ -18,12 +20,14 @@ use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, rtnetlink};
 use baton_offloads::Offloads;
+use baton_protocol::filter::OwnerSettings;
 use baton_protocol::nic::{LinkSettings, NicSettings};
 use baton_rss::From;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::unix::fs::chown;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 /// MAC address of host A's interface.
@@ -80,6 +84,19 @@ pub struct TestbedSettings {
     pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
+    /// The NIC is not host A's, but an owner's, who filters its frames.
+    pub control_point: Option<ControlPoint>,
+}
+
+/// What the owner of the NIC starts with (docs/control-point.md).
+#[derive(Clone, Debug)]
+pub struct ControlPoint {
+    /// The key with which the rules can be changed.
+    pub key: Vec<u8>,
+    /// The first rules.
+    pub rules: Vec<String>,
+    /// Host A is a container: its root has no rights over the owner. Needs root.
+    pub contained: bool,
 }
 
 impl Default for TestbedSettings {
@@ -108,6 +125,7 @@ impl Default for TestbedSettings {
             crash: None,
             drop_during_moves: false,
             firewall: None,
+            control_point: None,
         }
     }
 }
@@ -118,7 +136,11 @@ pub struct Testbed {
     pub host_a: Namespace,
     /// Host B: the clients'.
     pub host_b: Namespace,
+    /// Present if the NIC has one.
+    pub owner: Option<Owner>,
     keeper: Child,
+    /// Present if host A is one.
+    pub container: Option<Container>,
     parent: Option<Channel>,
     directory: PathBuf,
 }
@@ -127,6 +149,11 @@ pub struct Testbed {
 pub fn address_a(ipv6: bool) -> IpAddr {
     if ipv6 { IpAddr::from([0xfd00, 0xba70, 0, 0, 0, 0, 0, 1]) } else { IpAddr::from([10, 77, 0, 1]) }
 }
+
+/// Name of host A's interface.
+pub const INTERFACE_A: &str = "baton0";
+/// Name of host B's interface.
+pub const INTERFACE_B: &str = "eth0";
 
 /// Host B's addresses.
 pub fn address_b(ipv6: bool) -> IpAddr {
@@ -217,21 +244,45 @@ fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
     })
 }
 
+/// Hosts A and B with a veth pair between them and without Baton: what a Baton is compared with. Addresses, MTU and sysctls are those
+/// of a test bed.
+///
+/// # Errors
+/// If something is missing; the message says what to do.
+pub fn without_baton(settings: &TestbedSettings) -> Result<[Namespace; 2]> {
+    let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
+    let [a, b] = hosts();
+    let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
+    make_interface(&host_b, &b, settings, veth)?;
+    make_interface(&host_a, &a, settings, || Ok(()))?;
+    Ok([host_a, host_b])
+}
+
+/// Host A and host B.
+fn hosts() -> [Host; 2] {
+    let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
+    let a = Host { name: INTERFACE_A, mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
+    let b = Host { name: INTERFACE_B, mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+    [a, b]
+}
+
 impl Testbed {
     /// Makes the hosts and starts Baton on host A.
     ///
     /// # Errors
     /// If something is missing; the message says what to do.
     pub fn new(settings: &TestbedSettings) -> Result<Testbed> {
-        let (host_a, host_b) = (Namespace::new()?, Namespace::new()?);
+        let container = match &settings.control_point {
+            Some(ControlPoint { contained: true, .. }) => Some(Container::new().context("a container for host A")?),
+            _ => None,
+        };
+        let host_a = container.as_ref().map_or_else(Namespace::new, Container::network)?;
+        let host_b = Namespace::new()?;
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
         let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: settings.card };
         let host_options = TapOptions { segmentation: segmentation || settings.offloads.large_sends, ..options };
-        let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];
-        let a =
-            Host { name: "baton0", mac: MAC_A, peer_mac: MAC_B, addresses: addresses(address_a), peers: addresses(address_b) };
-        let b = Host { name: "eth0", mac: MAC_B, peer_mac: MAC_A, addresses: addresses(address_b), peers: addresses(address_a) };
+        let [a, b] = hosts();
         let devices = if settings.beside {
             let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
             make_interface(&host_b, &b, settings, veth)?;
@@ -267,6 +318,14 @@ impl Testbed {
         }
         let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
         std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        let nic = nic_settings(settings, segmentation);
+        let (owner, devices, nic) = match &settings.control_point {
+            None => (None, devices, nic),
+            Some(control_point) => {
+                let (owner, devices, nic) = hand_over(control_point, devices, nic, settings, &directory)?;
+                (Some(owner), devices, nic)
+            }
+        };
         let agent = AgentSettings {
             limits: Default::default(),
             crash: settings.crash,
@@ -276,30 +335,31 @@ impl Testbed {
             lingers: false,
             core: settings.agent_core,
             patience: 500_000,
-            nic: NicSettings {
-                slots: settings.slots,
-                workers: settings.workers,
-                cores: settings.nic_cores.clone(),
-                card: settings.card,
-                copy_engine: settings.copy_engine,
-                spin: settings.spin,
-                segmentation,
-                offloads: settings.offloads,
-                drop_during_moves: settings.drop_during_moves,
-                beside: settings.beside,
-                link: settings.link,
-                hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
-            },
+            nic,
         };
-        let program = settings.program.clone().map_or_else(std::env::current_exe, Ok)?;
-        let launch = || baton_keeper::launch(Command::new(program), &agent, &devices, None).map_err(io::Error::other);
-        let (keeper, parent) = host_a.run(launch).context("starting Baton on host A")?;
-        Ok(Testbed { host_a, host_b, keeper, parent: Some(parent), directory })
+        let program = program(settings)?;
+        let (keeper, parent) = match &container {
+            None => {
+                let launch = || baton_keeper::launch(Command::new(program), &agent, &devices, None).map_err(io::Error::other);
+                host_a.run(launch).context("starting Baton on host A")?
+            }
+            Some(container) => {
+                // The agent's socket is made by the host's root.
+                chown(&directory, Some(ROOT), Some(ROOT))?;
+                baton_keeper::launch(container.command(program), &agent, &devices, None).context("starting Baton on host A")?
+            }
+        };
+        Ok(Testbed { host_a, host_b, owner, keeper, container, parent: Some(parent), directory })
     }
 
     /// Path at which programs on host A find the agent.
     pub fn socket(&self) -> PathBuf {
         self.directory.join("agent.sock")
+    }
+
+    /// Path at which tools find the NIC's owner, if it has one.
+    pub fn filter_socket(&self) -> PathBuf {
+        self.directory.join("filter.sock")
     }
 
     /// Connects a tool to the agent.
@@ -309,6 +369,46 @@ impl Testbed {
     pub fn tool(&self) -> Result<Tool> {
         Tool::connect(&self.socket())
     }
+}
+
+/// The settings of the NIC. `segmentation`: the wire takes frames of 64 KB.
+fn nic_settings(settings: &TestbedSettings, segmentation: bool) -> NicSettings {
+    NicSettings {
+        slots: settings.slots,
+        workers: settings.workers,
+        cores: settings.nic_cores.clone(),
+        card: settings.card,
+        copy_engine: settings.copy_engine,
+        spin: settings.spin,
+        segmentation,
+        offloads: settings.offloads,
+        drop_during_moves: settings.drop_during_moves,
+        beside: settings.beside,
+        owned: false,
+        link: settings.link,
+        hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+    }
+}
+
+/// Gives the devices to an owner. Returns it, and what is left for the host: its own interface, the way to the owner, and settings.
+fn hand_over(
+    control_point: &ControlPoint,
+    devices: Devices,
+    nic: NicSettings,
+    settings: &TestbedSettings,
+    directory: &Path,
+) -> Result<(Owner, Devices, NicSettings)> {
+    let ControlPoint { key, rules, contained: _ } = control_point.clone();
+    let owned = OwnerSettings { socket: directory.join("filter.sock"), key, rules, nic: nic.clone() };
+    let command = Command::new(program(settings)?);
+    let (owner, agents) = Owner::launch(command, &owned, devices.host.as_fd(), devices.wire.as_fd(), &devices.card)?;
+    let devices = Devices { host: devices.host, wire: agents, beside: None, card: Vec::new() };
+    Ok((owner, devices, NicSettings { owned: true, card: false, ..nic }))
+}
+
+/// Path of the program that is to be started.
+fn program(settings: &TestbedSettings) -> io::Result<PathBuf> {
+    settings.program.clone().map_or_else(std::env::current_exe, Ok)
 }
 
 fn next_number() -> u64 {

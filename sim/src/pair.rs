@@ -124,31 +124,20 @@ impl End {
         Packet { segment, payload, damaged: false }
     }
 
-    /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. What was received
-    /// out of order is not in an image: it is returned as packets for the caller to feed in again.
-    pub fn move_through_image(&mut self, now: Instant) -> bool {
+    /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. Between NICs all of the
+    /// connection's state moves; through a kernel, which `by_kernel` stands for, only what the image itself has. What was received out
+    /// of order goes beside the image.
+    pub fn move_through_image(&mut self, by_kernel: bool, now: Instant) -> bool {
         let template = self.template();
         let Some(image) = self.connection.to_image(&template, now) else { return false };
+        let nic = (!by_kernel).then(|| self.connection.nic_state(now));
         let mut bytes = [0u8; baton_image::MAX_ENCODED];
-        let length = image.encode(&mut bytes).expect("an image fits its room");
-        let image = Image::decode(&bytes[..length]).expect("an image that was written reads back");
+        let length = image.encode_with(nic.as_ref(), &mut bytes).expect("an image fits its room");
+        let (image, nic) = Image::decode_with(&bytes[..length]).expect("an image that was written reads back");
         let ranges: Vec<(u32, u32)> = self.connection.out_of_order().collect();
-        self.connection = Connection::from_image(&image, self.memory.len() as u32, now);
-        for (left, right) in ranges {
-            let segment = Segment {
-                seq: left,
-                ack: self.connection.snd_una(),
-                flags: baton_wire::Flags::ACK,
-                window: (image.snd_wnd >> image.snd_wscale) as u16,
-                options: baton_wire::TcpOptions {
-                    timestamps: image.timestamps.then_some((image.ts_recent, image.ts_clock)),
-                    ..Default::default()
-                },
-                congestion_experienced: false,
-                length: right.wrapping_sub(left),
-            };
-            self.connection.input(&segment, now);
-        }
+        let fin = self.connection.fin_behind_hole();
+        self.connection = Connection::from_image(&image, nic.as_ref(), self.memory.len() as u32, now);
+        self.connection.hold(ranges.into_iter(), fin);
         true
     }
 

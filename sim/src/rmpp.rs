@@ -1,10 +1,13 @@
 //! RMPP endpoints in virtual time: policy on the host, data halves on host or NIC, links with faults between them.
 
+use crate::Rng;
 use crate::link::{Impairments, Link};
+use baton_rmpp::interface::WORDS;
 use baton_rmpp::{Command, Completion, Config, Data, Disposition, Event, Half, Halves, Policy};
 use baton_wire::frame::Link as FrameLink;
 use baton_wire::rmpp::{Envelope, Received, envelope};
 use baton_wire::{Endpoint, Flow};
+use std::collections::VecDeque;
 
 /// Events of a data half that may wait to be taken.
 const EVENTS: u16 = 256;
@@ -51,10 +54,17 @@ pub struct Node {
     pub completions: Vec<Completion>,
     /// Frames that held no packet.
     pub bad_frames: u64,
+    /// If set: commands and events wait in the rings for random times.
+    pub lag: Option<Rng>,
+    commands: VecDeque<[u64; WORDS]>,
+    events: VecDeque<[u64; WORDS]>,
     config: Config,
     on_nic: Halves,
     address: Endpoint,
 }
+
+/// Records that a ring holds.
+const RING: usize = 64;
 
 impl Node {
     /// An endpoint at an address, of which the NIC has these halves, and the host the others.
@@ -67,6 +77,9 @@ impl Node {
             memory: vec![0; config.memory as usize],
             completions: Vec::new(),
             bad_frames: 0,
+            lag: None,
+            commands: VecDeque::new(),
+            events: VecDeque::new(),
             config,
             on_nic,
             address,
@@ -76,46 +89,74 @@ impl Node {
     /// Kills the NIC and starts the next one: what it knew is gone.
     pub fn kill_nic(&mut self, now: u64) {
         self.nic = Data::new(self.config.data(self.on_nic, self.address, EVENTS));
+        self.commands.clear();
+        self.events.clear();
         self.policy.restart(self.on_nic, now);
+    }
+
+    /// Whether the next record waits in its ring.
+    fn lags(&mut self) -> bool {
+        self.lag.as_mut().is_some_and(|rng| rng.chance(200_000))
+    }
+
+    /// Whether records wait in the rings, or for room there.
+    fn has_records(&self) -> bool {
+        self.lag.is_some() && (!self.commands.is_empty() || !self.events.is_empty() || self.nic.has_event())
     }
 
     /// Carries commands and events between the halves until there are none. They cross as words, as over a ring.
     pub fn settle(&mut self, now: u64) {
         loop {
             let mut idle = true;
-            while self.host.has_room()
-                && self.nic.has_room()
+            while self.commands.len() < RING
+                && self.host.has_room()
                 && let Some(command) = self.policy.poll_command()
             {
                 idle = false;
-                let command = Command::from_words(&command.to_words()).expect("a command reads back");
-                self.carry_out(&command);
+                self.issue(&command);
             }
-            for data in [&mut self.host, &mut self.nic] {
-                while self.policy.is_ready()
-                    && let Some(event) = data.poll_event()
-                {
-                    idle = false;
-                    let event = Event::from_words(&event.to_words()).expect("an event reads back");
-                    self.policy.handle_event(&event, now, &mut self.memory[..]);
-                }
+            while self.nic.has_room()
+                && !self.lags()
+                && let Some(words) = self.commands.pop_front()
+            {
+                idle = false;
+                self.nic.handle_command(&Command::from_words(&words).expect("a command reads back"));
             }
-            if idle {
+            while self.events.len() < RING
+                && let Some(event) = self.nic.poll_event()
+            {
+                idle = false;
+                self.events.push_back(event.to_words());
+            }
+            while self.policy.is_ready()
+                && let Some(event) = self.host.poll_event()
+            {
+                idle = false;
+                self.policy.handle_event(&event, now, &mut self.memory[..]);
+            }
+            while self.policy.is_ready()
+                && !self.lags()
+                && let Some(words) = self.events.pop_front()
+            {
+                idle = false;
+                let event = Event::from_words(&words).expect("an event reads back");
+                self.policy.handle_event(&event, now, &mut self.memory[..]);
+            }
+            if idle || self.lags() {
                 break;
             }
         }
         self.completions.extend(std::iter::from_fn(|| self.policy.poll_completion()));
     }
 
-    fn carry_out(&mut self, command: &Command) {
+    /// Gives a command to the half on the host, or puts it into the NIC's ring.
+    fn issue(&mut self, command: &Command) {
         let on_nic = |half| if half == Half::Receiving { self.on_nic.receiving } else { self.on_nic.sending };
-        match command.half() {
-            Some(half) if on_nic(half) => self.nic.handle_command(command),
-            Some(_) => self.host.handle_command(command),
-            None => {
-                self.nic.handle_command(command);
-                self.host.handle_command(command);
-            }
+        if command.half().is_none_or(on_nic) {
+            self.commands.push_back(command.to_words());
+        }
+        if command.half().is_none_or(|half| !on_nic(half)) {
+            self.host.handle_command(command);
         }
     }
 
@@ -219,7 +260,10 @@ impl World {
     pub fn step(&mut self) -> bool {
         self.settle();
         let arrivals = self.links.iter().flatten().filter_map(Link::next_arrival);
-        let Some(next) = arrivals.chain(self.nodes.iter().filter_map(|node| node.policy.next_timeout())).min() else {
+        // What waits in a ring is looked at again a microsecond later.
+        let lagging = self.nodes.iter().any(Node::has_records).then_some(self.now + 1);
+        let timers = self.nodes.iter().filter_map(|node| node.policy.next_timeout());
+        let Some(next) = arrivals.chain(timers).chain(lagging).min() else {
             return false;
         };
         self.now = self.now.max(next);

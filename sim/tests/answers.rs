@@ -14,7 +14,7 @@ fn image() -> Image {
 
 /// A connection that has said what it has to say.
 fn connection(image: &Image, buffer: u32) -> Connection {
-    let mut connection = Connection::from_image(image, buffer, NOW);
+    let mut connection = Connection::from_image(image, None, buffer, NOW);
     while connection.poll_transmit(NOW, 0).is_some() {}
     connection
 }

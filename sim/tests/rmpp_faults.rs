@@ -70,9 +70,17 @@ impl Schedule {
             incoming: 2 + rng.below(20) as u16,
             timeout: 5_000,
             dead: 3_000_000,
+            data_posted: if rng.chance(500_000) { 1 + rng.below(12) as u16 } else { 0 },
+            data_unexpected: 1 + rng.below(12) as u16,
             ..config(node)
         });
-        let nodes = configs.map(|config| Node::new(config, halves_on_nic(step), carrier.address(config.endpoint.into()))).into();
+        let lagging = rng.chance(500_000);
+        let nodes = configs.map(|config| {
+            let mut node = Node::new(config, halves_on_nic(step), carrier.address(config.endpoint.into()));
+            node.lag = lagging.then(|| Rng::new(seed ^ u64::from(config.endpoint)));
+            node
+        });
+        let nodes = nodes.into();
         let impairments = faults(&mut rng);
         let world = World::new(nodes, carrier, impairments, seed);
         Schedule {

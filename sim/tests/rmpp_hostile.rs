@@ -182,6 +182,37 @@ fn an_rts_flood_is_capped() {
     assert_eq!(world.nodes[1].leftovers(), [0; 7]);
 }
 
+/// The same where the NIC matches: it takes up no more than the policy would, and of what is given up nothing stays with it.
+#[test]
+fn an_rts_flood_is_capped_on_a_nic_that_matches() {
+    let mut world = world(1, Carrier::Ethernet, clean(), 5, |config| {
+        (config.incoming, config.buffers_per_peer) = (100, 4);
+        (config.data_posted, config.data_unexpected) = (16, 90);
+    });
+    world.settle();
+    // The first one makes the peer known, and is asked for again.
+    for number in [1].into_iter().chain(1..1000) {
+        let flood = rts(&world, number, 1, 100);
+        forge(&mut world, 0, &flood);
+        world.settle();
+    }
+    let node = &world.nodes[1];
+    assert!(node.policy.matches_in_data());
+    assert_eq!((node.policy.usage().1, node.policy.buffers_held()), (64, 4));
+    for number in 65..500 {
+        let flood = rts(&world, number, number - 30, 100);
+        forge(&mut world, 0, &flood);
+        world.settle();
+    }
+    let node = &world.nodes[1];
+    assert!(node.policy.usage().1 <= 64 && node.policy.buffers_held() <= 4);
+    assert!(node.policy.matches_in_data(), "what was given up has left room");
+    world.nodes[0] = Node::new(config(0), halves_on_nic(0), world.address(0));
+    world.set_impairments(baton_sim::Impairments { loss: 1_000_000, ..clean() });
+    world.run_until(20_000_000, |_| false);
+    assert_eq!(world.nodes[1].leftovers(), [0; 7]);
+}
+
 /// Hellos from many addresses take no place.
 #[test]
 fn hellos_and_strangers_take_no_place() {

@@ -163,7 +163,8 @@ proptest! {
             if moves > 0 && rng.below(2000) < moves {
                 let end = rng.below(2) as usize;
                 let now = pair.now;
-                pair.ends[end].move_through_image(now);
+                let by_kernel = rng.below(2) == 0;
+                pair.ends[end].move_through_image(by_kernel, now);
             }
         });
     }

@@ -1,4 +1,4 @@
-//! Frame formats: Ethernet, IPv4, IPv6, TCP, RMPP, and the Internet checksum.
+//! Frame formats: Ethernet, IPv4, IPv6, TCP, RMPP, refusals, and the Internet checksum.
 //!
 //! Nothing here allocates or blocks, and every length that came from the wire is checked before it is used.
 #![no_std]
@@ -9,6 +9,7 @@ pub mod flow;
 pub mod frame;
 pub mod offset;
 pub mod plain;
+pub mod refusal;
 pub mod rmpp;
 pub mod tcp;
 

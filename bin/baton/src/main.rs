@@ -3,6 +3,7 @@
 
 mod attach;
 mod doctor;
+mod filter;
 mod lab;
 mod mpi;
 mod nic;
@@ -98,6 +99,8 @@ enum Command {
     AgentProcess,
     #[command(hide = true)]
     NicProcess,
+    #[command(hide = true)]
+    NicOwnerProcess,
 }
 
 fn run(command: Command) -> Result<bool> {
@@ -146,6 +149,7 @@ fn run(command: Command) -> Result<bool> {
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
         Command::NicProcess => baton_control::run().map(|()| true),
+        Command::NicOwnerProcess => baton_control::owner::run().map(|()| true),
     }
 }
 

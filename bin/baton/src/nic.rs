@@ -1,5 +1,6 @@
-//! `baton nic`: the offloads for the kernel's own connections, under ethtool's names.
+//! `baton nic`: the offloads for the kernel's own connections, under ethtool's names; and the filter.
 
+use crate::filter::{self, FilterArguments};
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
@@ -14,6 +15,7 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set lro=reorder tso=on adaptive-rx=on
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
+  baton nic filter add in tcp dport 22 drop
   baton nic --explain-placement --workers 4 --interface eth0
 
 It is for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do all this: see
@@ -34,6 +36,9 @@ pub enum NicCommand {
     Show(ShowArguments),
     /// Changes settings at once, under load too.
     Set(SetArguments),
+    /// Shows and changes the rules about frames, of a NIC that belongs to somebody else than its host.
+    #[command(after_help = filter::EXAMPLES)]
+    Filter(FilterArguments),
 }
 
 #[derive(Args)]
@@ -58,6 +63,7 @@ pub fn run(arguments: &NicArguments) -> Result<bool> {
     match &arguments.command {
         Some(NicCommand::Show(arguments)) => show(arguments),
         Some(NicCommand::Set(arguments)) => set(arguments),
+        Some(NicCommand::Filter(arguments)) => filter::run(arguments),
         None => placement::explain(&arguments.placement),
     }
 }

@@ -185,6 +185,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
             offloads: Default::default(),
             drop_during_moves: false,
             beside: true,
+            owned: false,
             link: LinkSettings::default(),
             hash_key: std::array::from_fn(word),
         },

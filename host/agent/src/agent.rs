@@ -33,7 +33,7 @@ use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Descriptor;
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::Region;
-use baton_steering::Steering;
+use baton_steering::{Steering, messages_flow};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -520,6 +520,9 @@ impl Agent {
                 self.groups.left(session.opening.group);
             }
             if session.open.is_some() {
+                if let Some(messages) = &session.opening.messages {
+                    self.shape.unsteer(&messages_flow(messages.address.into()));
+                }
                 let _ = self.nic.control(Control::Detach, Cid(0), number);
                 self.nic.forget_session(number);
             }
@@ -563,7 +566,11 @@ impl Agent {
     pub(crate) fn start_next_nic(&mut self) -> Result<()> {
         let mut next = self.start_nic_patiently()?;
         next.inherit_slots(&mut self.nic);
-        for (number, session) in self.sessions.iter().enumerate() {
+        for (number, session) in self.sessions.iter_mut().enumerate() {
+            if let Some(Session { open: Some(open), .. }) = session {
+                // The program asks the next NIC for its hosts again.
+                open.hosts.clear();
+            }
             if let Some(Session { open: Some(open), opening, .. }) = session
                 && let Err(error) = next.attach(number as u32, open, opening)
             {

@@ -5,6 +5,7 @@
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
+use crate::session::Host;
 use baton_abi::Control;
 use baton_device::NOWHERE;
 use baton_linux::icmp::TooBig;
@@ -77,10 +78,21 @@ impl RouteChanges {
         let Some(way) = &on_nic.way else { return true };
         let link = &on_nic.image.link;
         // Inline there is one device, whose index in the image is 0.
-        let of_neighbour = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
-            *address == way.hop && (link.interface == 0 || link.interface == *device) && *found != Some(link.destination)
+        self.routes || self.links || on_nic.muted || self.changes_neighbour(way.hop, link.interface, Some(link.destination))
+    }
+
+    /// Whether the changes may alter the way to a host that a session for messages sends to.
+    fn touches_host(&self, host: &Host) -> bool {
+        let (interface, known) = host.way.map_or((0, None), |way| (way.interface, Some(way.destination)));
+        self.routes || self.links || self.changes_neighbour(host.next, interface, known)
+    }
+
+    /// Whether the link address of a next hop is another one now than `known`. Inline there is one device, whose index is 0.
+    fn changes_neighbour(&self, hop: IpAddr, interface: u32, known: Option<[u8; 6]>) -> bool {
+        let of_hop = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
+            *address == hop && (interface == 0 || interface == *device) && *found != known
         };
-        self.routes || self.links || on_nic.muted || self.neighbours.iter().any(of_neighbour)
+        self.neighbours.iter().any(of_hop)
     }
 }
 
@@ -144,12 +156,14 @@ impl Agent {
             self.find_devices_without_nic();
         }
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
+        self.follow_hosts(|host| changed.touches_host(host));
     }
 
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
     pub(crate) fn policies_changed(&mut self) {
         if self.guards.policies_changed() {
             self.follow_ways(|_| true);
+            self.follow_hosts(|_| true);
         }
     }
 
@@ -157,6 +171,7 @@ impl Agent {
     pub(crate) fn filters_changed(&mut self) {
         if self.guards.traffic_changed() {
             self.follow_ways(|_| true);
+            self.follow_hosts(|_| true);
         }
     }
 
@@ -186,6 +201,7 @@ impl Agent {
         for session in self.sessions.iter_mut().flatten() {
             session.connections.iter_mut().flatten().for_each(doubt);
         }
+        self.follow_hosts(|_| true);
     }
 
     /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the connections of those

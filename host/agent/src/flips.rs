@@ -16,6 +16,9 @@ const AGAIN: u64 = 1_000;
 /// microseconds.
 pub(crate) const LATER: u64 = 1_000_000;
 
+/// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more than once.
+const NO_TIME: &str = "more connections were to move than the agent has time for";
+
 /// Times at which connections are to move: microseconds of the monotonic clock, session, number, and serial number, since session
 /// and number are reused.
 #[derive(Default)]
@@ -78,12 +81,15 @@ impl Agent {
     }
 
     fn flip_later(&mut self, session: u32, number: u32, serial: u64) {
-        let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
-        let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         if connection.serial == serial
             && let Some(after) = self.groups.get(entry.opening.group).and_then(crate::group::Group::interval)
         {
             self.schedule.add(after, session, number, serial);
+            if connection.reason.is_empty() {
+                connection.reason = NO_TIME.into();
+            }
         }
     }
 

@@ -21,6 +21,7 @@ mod looks;
 mod memory;
 mod moves;
 mod nic;
+mod owned;
 mod perform;
 mod record;
 mod recovery;

@@ -107,6 +107,7 @@ impl Agent {
         }
         if self.guards.legacy_appeared() {
             self.follow_ways(|_| true);
+            self.follow_hosts(|_| true);
         }
         let all = self.on_nic();
         self.looks.due = if all.is_empty() { 0 } else { now + PERIOD };

@@ -2,6 +2,7 @@
 
 use crate::ground::Shape;
 use crate::journal;
+use crate::owned::OwnedNic;
 use crate::session::OpenSession;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
@@ -29,6 +30,7 @@ const ANSWER_LIMIT: u64 = 2_000_000;
 /// The devices and memory that outlive any one NIC process.
 pub(crate) struct Hardware {
     pub host: OwnedFd,
+    /// If the NIC has an owner, the connection to that.
     pub wire: OwnedFd,
     /// See [`baton_protocol::nic::NicSettings::card`].
     pub card: Vec<OwnedFd>,
@@ -43,8 +45,14 @@ pub(crate) fn cut_off(message: &Message) -> Option<u32> {
     matches!(about, (Operation::OsControl, Some(Control::Detach))).then_some(message.address)
 }
 
+/// The NIC's process: a child, or the owner's.
+enum Process {
+    Child(Child),
+    Owned(OwnedNic),
+}
+
 pub(crate) struct NicProcess {
-    child: Child,
+    process: Process,
     channel: Channel,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
@@ -90,31 +98,40 @@ impl FreeSlots {
     }
 }
 
+/// Starts a NIC process as a child, and returns it and its control connection.
+fn start_child(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<(Child, Channel)> {
+    let (ours, theirs) = Channel::pair()?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("nic-process");
+    baton_protocol::send_settings(&ours, &settings.nic)?;
+    let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
+    let mut descriptors = vec![
+        hardware.host.as_fd(),
+        hardware.wire.as_fd(),
+        memory_fd,
+        hardware.nic_bell.as_fd(),
+        hardware.agent_bell.as_fd(),
+        theirs.as_fd(),
+    ];
+    if let Shape::Beside { injector, .. } = shape {
+        descriptors.push(injector.as_fd());
+    }
+    descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
+    process::inherit(&mut command, &descriptors, true);
+    let child = command.spawn().context("starting the NIC process")?;
+    drop(theirs);
+    Ok((child, ours))
+}
+
 impl NicProcess {
     /// Starts a NIC on the hardware and waits until it is ready.
     pub fn start(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<NicProcess> {
-        let (ours, theirs) = Channel::pair()?;
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg("nic-process");
-        baton_protocol::send_settings(&ours, &settings.nic)?;
-        let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
-        let mut descriptors = vec![
-            hardware.host.as_fd(),
-            hardware.wire.as_fd(),
-            memory_fd,
-            hardware.nic_bell.as_fd(),
-            hardware.agent_bell.as_fd(),
-            theirs.as_fd(),
-        ];
-        if let Shape::Beside { injector, .. } = shape {
-            descriptors.push(injector.as_fd());
-        }
-        descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
-        process::inherit(&mut command, &descriptors, true);
         // Commands that the last NIC left unread were meant for that NIC only.
         Consumer::new(hardware.memory.ring(nic::COMMANDS)).skip_all();
-        let child = command.spawn().context("starting the NIC process")?;
-        drop(theirs);
+        let (process, ours) = match settings.nic.owned {
+            true => OwnedNic::start(hardware, &settings.nic).map(|(nic, ours)| (Process::Owned(nic), ours))?,
+            false => start_child(hardware, shape, settings).map(|(child, ours)| (Process::Child(child), ours))?,
+        };
         match ours.receive::<ToAgent>() {
             Ok((ToAgent::Ready, _)) => {}
             Ok((other, _)) => bail!("the NIC process says {other:?} instead of being ready"),
@@ -122,7 +139,7 @@ impl NicProcess {
         }
         let slots = settings.nic.slots as u32;
         Ok(NicProcess {
-            child,
+            process,
             channel: ours,
             commands: Producer::new(hardware.memory.ring(nic::COMMANDS)),
             events: Consumer::new(hardware.memory.ring(nic::EVENTS)),
@@ -136,7 +153,10 @@ impl NicProcess {
     }
 
     pub fn process(&self) -> u32 {
-        self.child.id()
+        match &self.process {
+            Process::Child(child) => child.id(),
+            Process::Owned(nic) => nic.process(),
+        }
     }
 
     /// The control connection: readable when the process has died.
@@ -146,14 +166,22 @@ impl NicProcess {
 
     /// Whether the process has ended.
     pub fn is_dead(&mut self) -> bool {
-        !matches!(self.child.try_wait(), Ok(None))
+        match &mut self.process {
+            Process::Child(child) => !matches!(child.try_wait(), Ok(None)),
+            Process::Owned(_) => self.channel.is_hung_up(),
+        }
     }
 
     /// Ends the process, and waits until it is gone.
     pub fn end(&mut self) {
         self.ended = true;
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        match &mut self.process {
+            Process::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Process::Owned(nic) => nic.end(),
+        }
     }
 
     /// Takes a free slot, if the NIC advertised room, and returns its cid.
@@ -218,11 +246,11 @@ impl NicProcess {
         }
     }
 
-    /// Lets a session for messages send to a host.
+    /// Sets the way of a session for messages to a host; None while there is none.
     ///
     /// # Errors
     /// Why the NIC refuses, or that it has died.
-    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Hop) -> Result<()> {
+    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Option<Hop>) -> Result<()> {
         self.send(&ToNic::Reach { session, host, hop }, &[])?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Reached => Ok(()),

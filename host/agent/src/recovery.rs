@@ -63,7 +63,9 @@ impl Agent {
         }
         // Order of the card's descriptors: its registers, then the host's and the wire's queues in turn.
         let further = self.hardware.card.iter().skip(1).step_by(2);
-        let mut wire = VnetDevice::new(self.hardware.wire.try_clone()?, false);
+        // With an owner the wire is not this host's: what was sent while there was no NIC is lost, as on a wire that was unplugged.
+        let wire = (!self.settings.nic.owned).then(|| self.hardware.wire.try_clone()).transpose()?;
+        let mut wire = wire.map(|wire| VnetDevice::new(wire, false));
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         let ours: HashSet<Flow> = connections.map(|connection| connection.flow).collect();
         let mut frame = Frame::with_capacity(MAX_FRAME);
@@ -73,7 +75,9 @@ impl Agent {
                 if !kernel.receive(&mut frame) {
                     break;
                 }
-                if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
+                if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed()))
+                    && let Some(wire) = &mut wire
+                {
                     wire.transmit(&mut frame);
                 }
             }

@@ -6,11 +6,13 @@ use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_protocol::nic::Hop;
 use baton_protocol::program::{Answer, Opening};
 use baton_ring::Consumer;
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -54,6 +56,15 @@ impl Session {
     }
 }
 
+/// A host that a session for messages sends to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Host {
+    /// The way to it; None while there is none, and the NIC drops what is sent there.
+    pub way: Option<Hop>,
+    /// The next hop, as last known.
+    pub next: IpAddr,
+}
+
 pub(crate) struct OpenSession {
     pub memory: Arc<Region>,
     /// The NIC's and this agent's end of the doorbells: ringing it wakes the program.
@@ -61,6 +72,8 @@ pub(crate) struct OpenSession {
     pub heap: Heap,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
     pub socket: Option<OwnedFd>,
+    /// In a session for messages: the hosts that its program has asked this NIC to reach.
+    pub hosts: BTreeMap<IpAddr, Host>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
     pub ended: BTreeMap<u32, Memory>,
 }
@@ -75,7 +88,7 @@ impl OpenSession {
     /// Makes a session from memory that exists already.
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
         let heap = Heap::new(at::HEAP, at::heap_end(memory.len()));
-        OpenSession { heap, memory, bell, socket: None, ended: BTreeMap::new() }
+        OpenSession { heap, memory, bell, socket: None, hosts: BTreeMap::new(), ended: BTreeMap::new() }
     }
 
     /// Notifies the program that a connection has moved, or that any may have ([`at::ANY`]).

@@ -113,11 +113,12 @@ impl Ground<'_> {
         Ok(Way { link, path, hop, mtu, routing })
     }
 
-    /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now.
+    /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now, and the next
+    /// hop.
     ///
     /// # Errors
     /// Why the kernel could not send there either, or why the NIC cannot.
-    pub fn way_to(&mut self, fd: BorrowedFd<'_>, local: SocketAddr, host: IpAddr) -> Result<Hop, Refusal> {
+    pub fn way_to(&mut self, fd: BorrowedFd<'_>, local: SocketAddr, host: IpAddr) -> Result<(Hop, IpAddr), Refusal> {
         let (host, peer) = (host.to_canonical(), SocketAddr::new(host.to_canonical(), local.port()));
         let v4 = local.ip().to_canonical().is_ipv4();
         if host.is_ipv4() != v4 || host.is_multicast() || host.is_unspecified() {
@@ -145,7 +146,8 @@ impl Ground<'_> {
         let hop = route.gateway.unwrap_or(host);
         let destination = rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Refusal::NoNeighbour)?;
         let (ttl, _) = export::link_settings(fd, v4).map_err(|error| system("getsockopt", &error))?;
-        Ok(Hop { source: interface.address, destination, ttl })
+        let leaves_by = if matches!(self.shape, Shape::Inline { .. }) { 0 } else { interface.index };
+        Ok((Hop { source: interface.address, destination, ttl, interface: leaves_by }, hop))
     }
 
     /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is

@@ -32,13 +32,16 @@ pub struct BesideDevices {
     steering: Steering,
 }
 
+/// Sessions for messages that there is room for in the steering, besides the connections.
+const MESSAGE_SESSIONS: u32 = 1024;
+
 impl Devices {
     /// Makes those of a NIC beside the kernel, for this many connections, in the calling thread's network namespace.
     ///
     /// # Errors
     /// With what is missing, and what to do about it.
     pub fn beside(connections: usize) -> Result<Devices> {
-        let steering = Steering::new(connections as u32)?;
+        let steering = Steering::new(connections as u32 + MESSAGE_SESSIONS)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             steering.filter_outgoing(fd)

@@ -5,12 +5,11 @@
 //! divided between the two.
 
 use crate::arena::{Arena, Buffer};
-use baton_client::messages::{Link, Local};
-use baton_linux::datagrams::Datagrams;
+use baton_client::messages::{Carrier, Link, Local};
 use baton_linux::events::{Poller, Trigger};
 use baton_rmpp::{Command, Config, Counters, Event, Half, Halves, handle};
 use std::io;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
 /// Events that the data half of this host may keep for the policy.
@@ -43,7 +42,7 @@ struct OnNic {
 /// The data half, or both of them.
 pub struct DataHalf {
     local: Local,
-    socket: Datagrams,
+    socket: Carrier,
     config: Config,
     nic: Option<OnNic>,
     /// NICs that have died.
@@ -52,7 +51,7 @@ pub struct DataHalf {
 
 impl DataHalf {
     /// The data half for a policy with these settings: of this host alone, or also of the NIC behind `link`.
-    pub fn new(config: Config, socket: Datagrams, link: Option<Link>) -> DataHalf {
+    pub fn new(config: Config, socket: Carrier, link: Option<Link>) -> DataHalf {
         let nic = link.map(|link| OnNic {
             link,
             sends: vec![false; config.sends.into()],
@@ -65,7 +64,7 @@ impl DataHalf {
         DataHalf { local: Self::local(&config, &socket), socket, config, nic, deaths: 0 }
     }
 
-    fn local(config: &Config, socket: &Datagrams) -> Local {
+    fn local(config: &Config, socket: &Carrier) -> Local {
         Local::new(config.data(Halves::BOTH, socket.address().into(), EVENTS))
     }
 
@@ -160,12 +159,7 @@ impl DataHalf {
     pub fn retry(&mut self, now: u64) {
         let Some(nic) = self.nic.as_mut().filter(|nic| nic.link.next_retry().is_some_and(|at| at <= now)) else { return };
         let unreached = nic.link.retry(now);
-        if let Ok(socket) = self.socket.as_fd().try_clone_to_owned().map(UdpSocket::from) {
-            for host in unreached {
-                // Whatever becomes of it, the way is asked for again.
-                let _ = socket.send_to(&[], SocketAddr::new(host, self.socket.address().port()));
-            }
-        }
+        self.socket.probe(&unreached);
     }
 
     /// When [`DataHalf::retry`] has something to do.
@@ -236,6 +230,14 @@ impl OnNic {
                 self.has_others |= !here;
                 here
             }
+            // The policy matches, so there are none.
+            Command::SetMatcher { .. }
+            | Command::Post { .. }
+            | Command::Cancel { .. }
+            | Command::Unexpected { .. }
+            | Command::Discard { .. }
+            | Command::Place { .. }
+            | Command::Credit { .. } => false,
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::half::DataHalf;
 use crate::settings::{Settings, Use};
 use crate::staging::Staging;
 use baton_abi::layout::session;
-use baton_client::messages::Link;
+use baton_client::messages::{Carrier, Link};
 use baton_linux::datagrams::Datagrams;
 use baton_protocol::program::Messages;
 use baton_rmpp::Config;
@@ -50,13 +50,13 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
         let room = socket.receive_buffer() / (2 * usize::from(settings.packet) + 768);
         let config = Config { nic_buffers: (room as u32).max(settings.grant.into()), ..config };
         let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
-        return Ok(Opened { half: DataHalf::new(config, socket, None), config, arena, without_nic });
+        return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None), config, arena, without_nic });
     };
     let config = on_nic(&config);
     let memory = link.memory().clone();
     let staging = Staging::new(config.buffers + buffers(&config), memory.region().len() as u64);
     let arena = Arena::new(Slot::Shared(memory), Some(staging));
-    Ok(Opened { half: DataHalf::new(config, socket, Some(link)), config, arena, without_nic })
+    Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link)), config, arena, without_nic })
 }
 
 fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
@@ -113,6 +113,11 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         buffer_count: config.buffer_count,
         buffer_size: config.buffer_size,
         packet: config.packet,
+        ethernet: false,
+        // This process matches.
+        posted: 0,
+        unexpected: 0,
+        receives: 0,
     };
     Link::connect(&settings.agent, messages, socket.as_fd())
 }

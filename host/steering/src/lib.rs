@@ -1,6 +1,6 @@
 //! Steering for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map holds the 4-tuples that the NIC owns, another the devices at which the kernel accepts packets whose answers leave by
+//! One map holds the 4-tuples that the NIC owns, and the addresses of its sessions for messages (RMPP), another the devices at which the kernel accepts packets whose answers leave by
 //! other devices. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
 //! connections' frames; two at packet sockets let the NIC receive exactly those. A fifth gives frames to the kernel as if a
 //! device had received them. All of it exists as long as a process holds its descriptors.
@@ -13,7 +13,7 @@ mod programs;
 mod ring_buffer;
 pub mod rss;
 
-use baton_wire::Flow;
+use baton_wire::{Endpoint, Flow};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -28,6 +28,11 @@ pub enum Steer {
     Mirror = 1,
     /// The NIC gets the frames that come in, the kernel gets none, and none of the kernel's leave.
     Steal = 2,
+}
+
+/// What stands in the map for a session for messages, which receives datagrams at `local` from any address.
+pub fn messages_flow(local: Endpoint) -> Flow {
+    Flow { local, remote: Endpoint { address: [0; 16], port: 0 } }
 }
 
 /// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
@@ -212,7 +217,6 @@ fn key(flow: &Flow) -> [u8; programs::KEY_BYTES] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_wire::Endpoint;
 
     /// Needs the right to load BPF programs.
     #[test]

@@ -45,6 +45,7 @@ const TO_INGRESS: i32 = 1;
 
 const ETHERNET: i32 = 14;
 const TCP: i32 = 6;
+const UDP: i32 = 17;
 const ICMP: i32 = 1;
 const ICMPV6: i32 = 58;
 /// IPv6's fragment header; [`find`] returns it for IPv4 fragments of TCP, too.
@@ -72,9 +73,20 @@ fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
     a.jump_unless(R::R0, 0, "other");
 }
 
-/// Looks up the frame's flow. Jumps to `other` if the frame is no TCP segment, with its IP protocol in R7 (0 if it is not IP),
-/// and to `unknown` if the map does not contain the flow. Else goes on, with the state in R7, and a pointer to the map's value
-/// in R0.
+/// Goes on if the IP protocol in R7 is that of a TCP segment, with 0 in R7, or that of a datagram that comes in. Jumps to `other`
+/// with any other protocol.
+fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
+    if way == Way::Outgoing {
+        a.jump_unless(R::R7, TCP, "other").set(R::R7, 0);
+        return;
+    }
+    a.jump_if(R::R7, TCP, segment).jump_if(R::R7, UDP, datagram).jump("other");
+    a.label(segment).set(R::R7, 0).label(datagram);
+}
+
+/// Looks up the frame's flow; of a datagram that comes in, its destination, at which a session for messages may receive. Jumps to
+/// `other` if the frame is neither, with its IP protocol in R7 (0 if it is not IP), and to `unknown` if the map does not contain
+/// it. Else goes on, with the state in R7, and a pointer to the map's value in R0.
 fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     let [source, destination] = way.places();
     a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
@@ -84,10 +96,11 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
 
     a.label("v4").set(R::R2, ETHERNET);
     load_bytes(a, HEADER, 20);
-    a.load(Size::Byte, R::R7, R::R10, HEADER + 9).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
-    // A later fragment has no ports, so only the whole datagram shows whose it is.
+    a.load(Size::Byte, R::R7, R::R10, HEADER + 9);
+    judge(a, way, ["segment v4", "datagram v4"]);
+    // A later fragment has no ports, so only the whole datagram shows whose it is. RMPP packets are not fragmented.
     a.load(Size::Half, R::R1, R::R10, HEADER + 6).and(R::R1, i32::from(0x3fffu16.to_be())).jump_if(R::R1, 0, "whole v4");
-    a.set(R::R7, FRAGMENT).jump("other");
+    a.jump_if(R::R7, UDP, "unknown").set(R::R7, FRAGMENT).jump("other");
     a.label("whole v4").set(R::R1, 0);
     for half in [LOCAL, REMOTE] {
         a.store(Size::Double, R::R10, half, R::R1);
@@ -101,7 +114,8 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
 
     a.label("v6").set(R::R2, ETHERNET);
     load_bytes(a, HEADER, 40);
-    a.load(Size::Byte, R::R7, R::R10, HEADER + 6).jump_unless(R::R7, TCP, "other").set(R::R7, 0);
+    a.load(Size::Byte, R::R7, R::R10, HEADER + 6);
+    judge(a, way, ["segment v6", "datagram v6"]);
     for (from, to) in [(8, source), (16, source + 8), (24, destination), (32, destination + 8)] {
         a.load(Size::Double, R::R1, R::R10, HEADER + from).store(Size::Double, R::R10, to, R::R1);
     }
@@ -113,6 +127,12 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
         if way == Way::Incoming { [REMOTE_PORT, LOCAL_PORT] } else { [LOCAL_PORT, REMOTE_PORT] };
     for (from, to) in [(SMALL, source_port), (SMALL + 2, destination_port)] {
         a.load(Size::Half, R::R1, R::R10, from).store(Size::Half, R::R10, to, R::R1);
+    }
+    if way == Way::Incoming {
+        // A session for messages receives from whatever address.
+        a.jump_if(R::R7, 0, "look up").set(R::R1, 0);
+        a.store(Size::Double, R::R10, REMOTE, R::R1).store(Size::Double, R::R10, REMOTE + 8, R::R1);
+        a.store(Size::Half, R::R10, REMOTE_PORT, R::R1).label("look up");
     }
     a.map(R::R1, flows).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
     a.load(Size::Word, R::R7, R::R0, 0);

@@ -106,15 +106,17 @@ pub mod slot {
     pub const POSTS_BYTES: usize = 16 * super::POSTS;
     /// The encoded connection image.
     pub const IMAGE: usize = 512;
+    /// Bytes of room for it.
+    pub const IMAGE_BYTES: usize = RANGES - IMAGE;
     /// The agent's journal of a move: phase, length, entry.
-    pub const JOURNAL: usize = 2048;
+    pub const JOURNAL: usize = 2304;
     /// Bytes of the journal.
     pub const JOURNAL_BYTES: usize = FORWARD - JOURNAL;
     /// A frame to be forwarded (`nic_forward`).
-    pub const FORWARD: usize = 3072;
+    pub const FORWARD: usize = 3328;
     /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes). [`crate::Record`] says which
     /// one is valid. Of a connection with more ranges it holds the first ones.
-    pub const RANGES: usize = 1024;
+    pub const RANGES: usize = 1280;
     /// Bytes of one table of ranges.
     pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
     /// Most ranges in a table.

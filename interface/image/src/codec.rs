@@ -123,7 +123,7 @@ macro_rules! number {
         }
     )*};
 }
-number!(u8, u16, u32);
+number!(u8, u16, u32, u64);
 
 impl Field for bool {
     fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
@@ -149,8 +149,42 @@ impl Field for State {
     }
 }
 
+/// A presence byte, then the value if there is one.
+impl<T: Field> Field for Option<T> {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        self.is_some().write(out)?;
+        self.as_ref().map_or(Ok(()), |value| value.write(out))
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        bool::read(input)?.then(|| T::read(input)).transpose()
+    }
+}
+
+impl<A: Field, B: Field> Field for (A, B) {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        self.0.write(out)?;
+        self.1.write(out)
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        Ok((A::read(input)?, B::read(input)?))
+    }
+}
+
+impl Field for [u32; 4] {
+    fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
+        self.iter().try_for_each(|number| number.write(out))
+    }
+
+    fn read(input: &mut Reader<'_>) -> Result<Self, ImageError> {
+        Ok([u32::read(input)?, u32::read(input)?, u32::read(input)?, u32::read(input)?])
+    }
+}
+
+/// Encodes a structure field by field. A field that is not named here breaks the build.
 macro_rules! fields {
-    ($type:ident { $($name:ident),* }) => {
+    ($type:ident { $($name:ident),* $(,)? }) => {
         impl Field for $type {
             fn write(&self, out: &mut Writer<'_>) -> Result<(), ImageError> {
                 let $type { $($name),* } = self;
@@ -164,6 +198,8 @@ macro_rules! fields {
         }
     };
 }
+pub(crate) use fields;
+
 fields!(Endpoint { address, port });
 fields!(Flow { local, remote });
 fields!(Link { source, destination, ttl, tos, flow_label, interface });

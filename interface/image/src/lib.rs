@@ -4,24 +4,29 @@
 //! fields belong to the host, which may update them; *delegated* fields belong to whoever runs the connection, and are returned
 //! at restore. The payload of the queues is not in the image: it lies in the session's memory.
 //!
+//! [`Image`] has what a kernel and a NIC both can take up. What only a NIC's TCP knows, [`NicState`], follows it where the NIC writes the
+//! image; it grows neither the agent's nor the NIC's copy of the image.
+//!
 //! Sequence numbers are modulo 2³², times are in microseconds and sizes in bytes unless a field says otherwise.
 #![no_std]
 #![forbid(unsafe_code)]
 
 mod codec;
+pub mod nic;
 
 use baton_wire::Flow;
 use baton_wire::frame::Link;
 use codec::{Field, Reader, Writer};
 
 pub use codec::ImageError;
+pub use nic::NicState;
 
 /// Version of the encoding; an image of another version is refused.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
 /// Largest length of an encoded image, in bytes.
-pub const MAX_ENCODED: usize = 512;
+pub const MAX_ENCODED: usize = 768;
 
 /// Most bytes that a queue or an advertised window may have: the largest window (RFC 7323 section 2.3), rounded up.
 const MAX_QUEUE: u32 = 1 << 30;
@@ -240,11 +245,20 @@ impl Image {
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short.
     pub fn encode(&self, out: &mut [u8]) -> Result<usize, ImageError> {
+        self.encode_with(None, out)
+    }
+
+    /// The same with what only a NIC knows, if that is known.
+    ///
+    /// # Errors
+    /// [`ImageError::Truncated`] if `out` is too short.
+    pub fn encode_with(&self, nic: Option<&NicState>, out: &mut [u8]) -> Result<usize, ImageError> {
         let mut writer = Writer::new(out);
         writer.bytes(&MAGIC)?;
         VERSION.write(&mut writer)?;
         0u16.write(&mut writer)?;
         self.write_fields(&mut writer)?;
+        nic.copied().write(&mut writer)?;
         let length = writer.length() + 4;
         writer.patch_length(length as u16);
         let sum = codec::digest(writer.written());
@@ -252,11 +266,26 @@ impl Image {
         Ok(length)
     }
 
-    /// Decodes an image and checks it with [`Image::check`].
+    /// Decodes an image and checks it with [`Image::check`]. What only a NIC knows is left out.
     ///
     /// # Errors
     /// What is wrong with the bytes; the caller leaves the connection where it was.
     pub fn decode(bytes: &[u8]) -> Result<Image, ImageError> {
+        Image::read(bytes).map(|(image, _)| image)
+    }
+
+    /// The same with what only a NIC knows, if the image says it. Its segments in flight are checked against the image; its other
+    /// numbers are bounded by whoever takes them up.
+    ///
+    /// # Errors
+    /// What is wrong with the bytes; the caller leaves the connection where it was.
+    pub fn decode_with(bytes: &[u8]) -> Result<(Image, Option<NicState>), ImageError> {
+        let (image, nic) = Image::read(bytes)?;
+        nic.map_or(Ok(()), |nic| nic.check(&image))?;
+        Ok((image, nic))
+    }
+
+    fn read(bytes: &[u8]) -> Result<(Image, Option<NicState>), ImageError> {
         let mut reader = Reader::new(bytes);
         let magic: [u8; 4] = Field::read(&mut reader)?;
         if magic != MAGIC {
@@ -271,6 +300,7 @@ impl Image {
             return Err(ImageError::Truncated);
         }
         let image = Image::read_fields(&mut reader)?;
+        let nic = Field::read(&mut reader)?;
         if reader.position() + 4 != length {
             return Err(ImageError::Length { found: length, expected: reader.position() + 4 });
         }
@@ -280,7 +310,7 @@ impl Image {
             return Err(ImageError::Digest);
         }
         image.check()?;
-        Ok(image)
+        Ok((image, nic))
     }
 
     /// Checks the relations between the fields, so that no forged image can make the NIC run outside its buffers.

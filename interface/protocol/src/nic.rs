@@ -68,6 +68,9 @@ pub struct NicSettings {
     /// The NIC receives and sends on the kernel's own network devices, instead of standing between the kernel and the wire.
     #[serde(default)]
     pub beside: bool,
+    /// The NIC has an owner, which starts it for the agent and sets the rules of its filter: see [`crate::filter`].
+    #[serde(default)]
+    pub owned: bool,
     /// The emulated link.
     pub link: LinkSettings,
     /// Key of the hashes of lookup tables; random.
@@ -75,6 +78,12 @@ pub struct NicSettings {
 }
 
 impl NicSettings {
+    /// First of the two descriptors that a NIC with an owner has after all others: the connection to the owner, and the memory of the
+    /// filter's counters and flows.
+    pub fn owner_descriptors(&self) -> i32 {
+        Descriptor::Injector as i32 + self.card_descriptors() as i32
+    }
+
     /// Number of descriptors for a card with several queues: its registers, then, for each worker but the first, a queue of the
     /// host's interface and one of the wire's.
     pub fn card_descriptors(&self) -> usize {
@@ -88,7 +97,8 @@ impl NicSettings {
 pub enum Descriptor {
     /// Inline: the TAP that is the kernel's interface. Beside the kernel: the packet socket that receives what the kernel sends.
     Host = 3,
-    /// Inline: the wire. Beside the kernel: the packet socket on all devices.
+    /// Inline: the wire. Beside the kernel: the packet socket on all devices. For an agent whose NIC has an owner: the connection to
+    /// that.
     Wire = 4,
     /// NIC memory.
     Memory = 5,
@@ -116,6 +126,8 @@ pub struct Hop {
     pub destination: [u8; 6],
     /// Time to live, or hop limit.
     pub ttl: u8,
+    /// Beside the kernel: index of the device by which its frames leave; else 0.
+    pub interface: u32,
 }
 
 /// Messages from the agent on the control connection.
@@ -128,14 +140,14 @@ pub enum ToNic {
         /// Its endpoint, and the number of this NIC for it (see the layout of session memory), if it is for messages.
         messages: Option<(Messages, u32)>,
     },
-    /// A session for messages may send to a host.
+    /// A session for messages may send to a host; without a way no more, until it has one again.
     Reach {
         /// The session's number.
         session: u32,
         /// The host.
         host: IpAddr,
         /// The way there.
-        hop: Hop,
+        hop: Option<Hop>,
     },
     /// Begin to receive frames.
     Start,
@@ -150,7 +162,7 @@ pub enum ToAgent {
     Ready,
     /// The session is attached.
     Attached,
-    /// The session may send to the host now.
+    /// The way to the host is known now.
     Reached,
     /// The offloads have been changed.
     Set,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -147,8 +147,11 @@ pub struct Opening {
 /// The endpoint of a session for messages, as the NIC is to serve it. The NIC checks it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Messages {
-    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set.
+    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set. In raw Ethernet it is the MAC
+    /// address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
     pub address: SocketAddr,
+    /// Raw Ethernet frames carry the packets: the socket is a packet socket, bound to RMPP's type and the NIC's interface.
+    pub ethernet: bool,
     /// Number of the endpoint.
     pub endpoint: u16,
     /// The NIC has the receiving half.
@@ -169,11 +172,23 @@ pub struct Messages {
     pub buffer_size: u16,
     /// Bytes of RMPP packet that a frame carries.
     pub packet: u16,
+    /// The NIC is to match: how many receives may be posted there. 0 if only the program matches.
+    pub posted: u16,
+    /// Unexpected messages that the NIC has room for, if it matches.
+    pub unexpected: u16,
+    /// Slots that the program's handles of receives name, if the NIC matches.
+    pub receives: u32,
 }
 
 impl Messages {
     /// Most peers, and most messages in each direction.
     pub const MOST: u16 = 8192;
+    /// Most receives that may be posted on the NIC, slots of their handles, and unexpected messages there. A new kind of wildcard
+    /// makes the NIC hash all unexpected messages once more.
+    pub const MOST_POSTED: u16 = 16_384;
+    const MOST_RECEIVES: u32 = 1 << 16;
+    /// See [`Messages::MOST_POSTED`].
+    pub const MOST_UNEXPECTED: u16 = 1024;
     /// Longest and shortest packet.
     pub const PACKET: std::ops::RangeInclusive<u16> = 128..=9216;
 
@@ -190,6 +205,13 @@ impl Messages {
         let end = self.buffers.checked_add(u64::from(self.buffer_count) * u64::from(self.buffer_size));
         if self.buffers < heap || end.is_none_or(|end| end > memory) {
             return Err("the buffers for RTS packets lie outside the session's heap".into());
+        }
+        let Messages { posted, unexpected, receives, .. } = *self;
+        if posted > 0 && (posted > Messages::MOST_POSTED || u32::from(posted) > receives || receives > Messages::MOST_RECEIVES) {
+            return Err(format!("a NIC matches at most {} posted receives", Messages::MOST_POSTED));
+        }
+        if posted > 0 && !(1..=Messages::MOST_UNEXPECTED).contains(&unexpected) {
+            return Err(format!("a NIC that matches keeps 1 to {} unexpected messages", Messages::MOST_UNEXPECTED));
         }
         if !self.receiving {
             return Err("the NIC has no sending half without the receiving one".into());

@@ -6,6 +6,8 @@ use baton_image::{Image, ImageError, MAX_ENCODED, State};
 use baton_shm::Region;
 use core::sync::atomic::Ordering;
 
+const _: () = assert!(MAX_ENCODED <= slot::IMAGE_BYTES);
+
 const RECORD_BYTES: usize = record::WORDS * 8;
 
 /// Returns the valid record, if the NIC ever published one. `base` is the offset of the connection's slot.

@@ -14,6 +14,8 @@ use std::net::SocketAddr;
 
 /// Bytes of headers in front of a packet: IPv4 and UDP.
 const HEADERS: u16 = 28;
+/// The same of IPv6.
+const HEADERS_V6: u16 = 48;
 
 /// Where the data half's halves are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -52,6 +54,20 @@ pub struct Conditions {
     pub messages: u16,
     /// Each host's work is accounted separately.
     pub accounted: bool,
+    /// Receives that host A's NIC has room for, so that it matches; 0 if host A's program does.
+    pub posted_on_nic: u16,
+    /// Over IPv6 instead of IPv4.
+    pub ipv6: bool,
+    /// In raw Ethernet frames instead of UDP.
+    pub ethernet: bool,
+    /// The NIC is beside the kernel; then the link is not emulated.
+    pub beside: bool,
+    /// Number of the NIC's workers.
+    pub workers: usize,
+    /// Each worker has queues of its own.
+    pub card: bool,
+    /// A copy engine writes the workers' frames to the host.
+    pub copy_engine: bool,
     /// Seed of keys and faults.
     pub seed: u64,
 }
@@ -68,23 +84,39 @@ impl Conditions {
             memory: 32 << 20,
             messages: 256,
             accounted: true,
+            posted_on_nic: 0,
+            ipv6: false,
+            ethernet: false,
+            beside: false,
+            workers: 1,
+            card: false,
+            copy_engine: false,
             seed: 1,
         }
     }
 
     /// The settings of an endpoint of host A, or else of host B.
     pub fn endpoint(&self, bed: &Testbed, on_a: bool) -> Settings {
-        let ip = if on_a { testbed::address_a(false) } else { testbed::address_b(false) };
+        let ip = if on_a { testbed::address_a(self.ipv6) } else { testbed::address_b(self.ipv6) };
         let on_nic = if on_a { self.offload.halves() } else { Offload::None.halves() };
         Settings {
             address: SocketAddr::new(ip, 0),
             on_nic,
             agent: bed.socket(),
-            packet: self.mtu - HEADERS,
+            ethernet: self.ethernet.then(|| if on_a { testbed::INTERFACE_A } else { testbed::INTERFACE_B }.into()),
+            packet: self.mtu
+                - if self.ethernet {
+                    0
+                } else if self.ipv6 {
+                    HEADERS_V6
+                } else {
+                    HEADERS
+                },
             early: self.lead,
             nic_buffers: 256,
             memory: self.memory,
             messages: self.messages,
+            posted_on_nic: if on_a { self.posted_on_nic } else { 0 },
             hash_key: std::array::from_fn(|word| self.seed.wrapping_add(word as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             incarnation: (monotonic_micros() / 1000) as u32,
         }
@@ -150,6 +182,10 @@ impl Bed {
             seed: conditions.seed,
             // The NIC holds its packets back for nobody.
             peer_queue: Some(4096),
+            beside: conditions.beside,
+            workers: conditions.workers,
+            card: conditions.card,
+            copy_engine: conditions.copy_engine,
             ..TestbedSettings::default()
         })?;
         let endpoint = |on_a| {

@@ -13,7 +13,7 @@ use baton_sim::Rng;
 use serde::Serialize;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Messages that each side sends, and receives, at the same time.
 const AT_ONCE: usize = 16;
@@ -223,16 +223,18 @@ impl Traffic {
     }
 
     /// Drives one side until its messages have ended, or `stop` says so.
-    fn run(&mut self, endpoint: &mut Endpoint, on_a: bool, done: &AtomicU64, stop: &dyn Fn() -> bool) -> Result<()> {
+    fn run(&mut self, endpoint: &mut Endpoint, on_a: bool, course: &Course<'_>, stop: &dyn Fn() -> bool) -> Result<()> {
         let mut last = monotonic_micros();
         while !self.is_done() && !stop() {
             self.begin(endpoint, on_a, true);
-            self.begin(endpoint, on_a, false);
+            if !course.is_ahead() {
+                self.begin(endpoint, on_a, false);
+            }
             let now = monotonic_micros();
             endpoint.progress(now).context("the endpoint")?;
             while let Some(completion) = endpoint.poll_completion() {
                 self.end(endpoint, &completion, on_a);
-                done.fetch_add(u64::from(completion.side == Side::Receive), Ordering::Relaxed);
+                course.done.fetch_add(u64::from(completion.side == Side::Receive), Ordering::Relaxed);
                 last = now;
             }
             if now > last + PATIENCE {
@@ -316,16 +318,41 @@ fn add(report: &mut SoakReport, part: &SoakReport) {
     report.failed_by_restart += part.failed_by_restart;
 }
 
+/// How far a soak has come.
+struct Course<'a> {
+    settings: &'a SoakSettings,
+    /// Messages that have come, and NICs that were killed.
+    done: AtomicU64,
+    killed: AtomicU32,
+}
+
+impl Course<'_> {
+    /// Messages after which the NIC is killed for the `number`th time.
+    fn share(&self, number: u32) -> u64 {
+        u64::from(number) * self.settings.messages / u64::from(self.settings.kill_nic + self.settings.kill_agent + 1)
+    }
+
+    /// Whether messages have to wait for a NIC's death: they may be faster than the next one starts.
+    fn is_ahead(&self) -> bool {
+        let killed = self.killed.load(Ordering::Relaxed);
+        let all = killed >= self.settings.kill_nic + self.settings.kill_agent;
+        // Those that are left when the last NIC dies come through its successor.
+        !all && self.done.load(Ordering::Relaxed) >= (self.share(killed + 1) + self.share(killed + 2)) / 2
+    }
+}
+
 /// Kills the NIC, and then the agent with it, whenever a share of the messages has come, until `over`.
-fn kill(bed: &crate::testbed::Testbed, settings: &SoakSettings, done: &AtomicU64, over: &AtomicBool) -> Result<u32> {
+fn kill(bed: &crate::testbed::Testbed, course: &Course<'_>, over: &AtomicBool) -> Result<u32> {
+    let settings = course.settings;
     let kills = settings.kill_nic + settings.kill_agent;
     let mut killed = 0;
     while killed < kills && !over.load(Ordering::Relaxed) {
-        if done.load(Ordering::Relaxed) >= u64::from(killed + 1) * settings.messages / u64::from(kills + 1) {
+        if course.done.load(Ordering::Relaxed) >= course.share(killed + 1) {
             let before = bed.tool()?.statistics()?;
             let victim = if killed < settings.kill_nic { before.nic_process } else { before.agent_process };
             process::signal(victim, 9)?;
             killed += 1;
+            course.killed.store(killed, Ordering::Relaxed);
             // While there is no agent it cannot be asked.
             let another = |now: Statistics| now.nic_process != before.nic_process;
             while !bed.tool().and_then(|mut tool| tool.statistics()).is_ok_and(another) && !over.load(Ordering::Relaxed) {
@@ -349,14 +376,15 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
     let mut bed = Bed::new(&conditions)?;
     let sessions = bed.testbed.tool()?.statistics()?.sessions;
     let mut report = SoakReport::default();
-    let (done, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let course = Course { settings, done: AtomicU64::new(0), killed: AtomicU32::new(0) };
+    let over = AtomicBool::new(false);
     let (testbed, a, b, _) = bed.split();
     let rounds = settings.restart_peer + 1;
     let kills = std::thread::scope(|scope| {
-        let killer = scope.spawn(|| kill(testbed, settings, &done, &over));
+        let killer = scope.spawn(|| kill(testbed, &course, &over));
         let exchanged = {
             let _ending = Ending(&over);
-            exchange(settings, &conditions, testbed, [a, b], rounds, &done, &mut report)
+            exchange(&course, &conditions, testbed, [a, b], rounds, &mut report)
         };
         let killed = killer.join().map_err(|_| anyhow::anyhow!("the killer panicked"))?;
         exchanged.and(killed)
@@ -385,14 +413,14 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
 
 /// All rounds; between two of them the peer is ended in the middle of its messages, and started anew.
 fn exchange(
-    settings: &SoakSettings,
+    course: &Course<'_>,
     conditions: &Conditions,
     testbed: &crate::testbed::Testbed,
     [a, b]: [&mut Endpoint; 2],
     rounds: u32,
-    done: &AtomicU64,
     report: &mut SoakReport,
 ) -> Result<()> {
+    let (settings, done) = (course.settings, &course.done);
     let each = settings.messages / u64::from(rounds) / 2;
     let (address_a, address_b) = (a.address(), b.address());
     for round in 0..rounds {
@@ -409,12 +437,12 @@ fn exchange(
             let peer = scope.spawn(|| -> Result<(SoakReport, [u64; 7])> {
                 let _end = Ending(&finished[1]);
                 let mut theirs = Traffic::new(b, address_a, round, count, !seed)?;
-                theirs.run(b, false, done, &|| halfway() || finished[0].load(Ordering::Relaxed) && !last)?;
+                theirs.run(b, false, course, &|| halfway() || finished[0].load(Ordering::Relaxed) && !last)?;
                 finished[1].store(true, Ordering::Relaxed);
                 let held = if last { settle(b, &both)? } else { [0; 7] };
                 Ok((theirs.report, held))
             });
-            let run = mine.run(a, true, done, &|| halfway());
+            let run = mine.run(a, true, course, &|| halfway());
             finished[0].store(true, Ordering::Relaxed);
             if last && run.is_ok() {
                 report.held_a = settle(a, &both)?;

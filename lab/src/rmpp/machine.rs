@@ -306,6 +306,8 @@ impl Machine {
                     Event::More { .. } => (hardware.clear, 0),
                     Event::Control { .. } => (hardware.host_packet, 0),
                     Event::Gap { .. } | Event::Placed { .. } | Event::Released { .. } | Event::OtherVersion { .. } => (0.0, 0),
+                    // The paper's NIC does not match.
+                    Event::Arrived(_) | Event::Cancelled { .. } | Event::Matcher(_) => (0.0, 0),
                 });
                 costs.fold((hardware.interrupt, 0), |sum, cost| (sum.0 + cost.0, sum.1 + cost.1))
             }

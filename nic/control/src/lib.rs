@@ -5,6 +5,8 @@ mod copy;
 mod key;
 mod line;
 mod nic;
+pub mod owner;
+mod rules;
 mod sandbox;
 
 pub use nic::run;

@@ -3,18 +3,19 @@
 use crate::copy::{CopyEngine, Host};
 use crate::key;
 use crate::line::Line;
+use crate::rules::{self, Rules};
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar};
+use baton_datapath::{MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
 use baton_protocol::nic::{Descriptor, Hop, INJECT, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
-use baton_rmpp::{DataConfig, Halves};
+use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use baton_wire::Endpoint;
@@ -24,6 +25,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 type NicWorker = Worker<Host, Line>;
@@ -40,20 +42,29 @@ struct Runner {
     poller: Poller,
     /// The doorbells of all workers.
     bells: Arc<Vec<Doorbell>>,
+    /// The doorbells of the sessions whose rings this worker reads.
+    program_bells: HashMap<u32, SessionBell>,
+    /// Doorbells of further ones, from the first worker.
+    new_bells: Receiver<(u32, SessionBell)>,
     busy_nanos: u64,
     doorbell_nanos: u64,
+    /// Present if the NIC has an owner.
+    rules: Option<Arc<Rules>>,
     /// Present in the first worker.
     front: Option<Front>,
 }
 
-/// The first worker's connections to the agent and the programs.
+/// The first worker's connections to the agent and the other workers.
 struct Front {
     channel: Channel,
     agent_bell: Doorbell,
-    program_bells: HashMap<u32, SessionBell>,
+    /// For each worker: where the doorbells of its sessions go.
+    bells_to: Vec<Sender<(u32, SessionBell)>>,
     /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
     channel_seen: u32,
     random_key: baton_rss::Key,
+    /// Key of the hash by which messages are matched.
+    match_key: [u64; 4],
 }
 
 /// Events that a data half keeps while the program's ring is full.
@@ -123,6 +134,13 @@ pub fn run() -> Result<()> {
     // Signals that end processes are the agent's to handle; this process ends with it.
     process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
+    let owner = if settings.owned {
+        let at = settings.owner_descriptors();
+        let memory = Region::map(take_number(at + 1)?).context("the filter's memory")?;
+        Some((Channel::from_fd(take_number(at)?), Arc::new(memory)))
+    } else {
+        None
+    };
     // To be read now: the sandbox denies files.
     let nodes: Vec<Option<usize>> =
         (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
@@ -132,7 +150,8 @@ pub fn run() -> Result<()> {
     let bells: Arc<Vec<Doorbell>> = Arc::new([first_bell].into_iter().chain(other_bells).collect());
     let random_key = key::random(settings);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
-    let mut front = Some(Front { channel, agent_bell, program_bells: HashMap::new(), channel_seen, random_key });
+    let (bells_to, new_bells): (Vec<_>, Vec<_>) = (0..devices.len()).map(|_| mpsc::channel()).unzip();
+    let mut front = Some(Front { channel, agent_bell, bells_to, channel_seen, random_key, match_key: settings.hash_key });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
         1 => vec![None],
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
@@ -150,10 +169,23 @@ pub fn run() -> Result<()> {
         // Memory of the near node is faster; a failure is harmless.
         let _ = memory.prefer_node(node);
     }
+    let rules = match owner {
+        None => None,
+        Some((owner, memory)) => {
+            let rules = Arc::new(Rules::new(&memory, hosts.len()));
+            let (shared, bells) = (rules.clone(), bells.clone());
+            start_thread("baton filter", move || rules::serve(&owner, &shared, &bells))?;
+            // No frame passes before the rules are there.
+            rules.wait_for_first();
+            Some(rules)
+        }
+    };
     let mut runners = Vec::new();
-    for (me, (host, wire)) in hosts.into_iter().zip(wires).enumerate() {
+    for (me, ((host, wire), new_bells)) in hosts.into_iter().zip(wires).zip(new_bells).enumerate() {
         process::prefer_memory(nodes[me]);
-        runners.push(Runner::new(settings, me, (host, wire), peers[me].take(), &memory, &bells, front.take())?);
+        let mut runner = Runner::new(settings, me, (host, wire), peers[me].take(), &memory, (&bells, new_bells), front.take())?;
+        runner.rules = rules.clone();
+        runners.push(runner);
     }
     process::prefer_memory(None);
     let others = runners.split_off(1);
@@ -206,7 +238,7 @@ impl Runner {
         (host, wire): (Host, Wire),
         peers: Option<Peers>,
         memory: &Arc<Region>,
-        bells: &Arc<Vec<Doorbell>>,
+        (bells, new_bells): (&Arc<Vec<Doorbell>>, Receiver<(u32, SessionBell)>),
         front: Option<Front>,
     ) -> Result<Runner> {
         let poller = Poller::new()?;
@@ -229,6 +261,7 @@ impl Runner {
             moderation: settings.offloads.moderation,
             doorbells: settings.offloads.doorbells,
             active_ack: settings.offloads.active_ack,
+            closed: settings.owned,
             beside: settings.beside,
             ..WorkerSettings::default()
         };
@@ -238,8 +271,21 @@ impl Runner {
         if let Some(peers) = peers {
             worker.join(peers, now);
         }
-        let (memory, bells) = (memory.clone(), bells.clone());
-        Ok(Runner { worker, me, several, spin: settings.spin, memory, poller, bells, busy_nanos: 0, doorbell_nanos: 0, front })
+        Ok(Runner {
+            worker,
+            me,
+            several,
+            spin: settings.spin,
+            memory: memory.clone(),
+            poller,
+            bells: bells.clone(),
+            program_bells: HashMap::new(),
+            new_bells,
+            busy_nanos: 0,
+            doorbell_nanos: 0,
+            rules: None,
+            front,
+        })
     }
 
     /// Polls the worker and sleeps while it has nothing to do.
@@ -249,6 +295,11 @@ impl Runner {
         loop {
             let started = monotonic_nanos();
             let now = Instant(started / 1000);
+            if let Some(rules) = &self.rules
+                && let Some(gate) = rules.changed(self.me)
+            {
+                self.worker.set_gate(gate);
+            }
             self.worker.wire().tick(now.0);
             let worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
             self.ring_doorbells(now);
@@ -256,6 +307,7 @@ impl Runner {
                 self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
                 self.serve_new_messages()?;
             }
+            self.take_new_bells()?;
             if worked {
                 idle_since = now.0;
                 self.busy_nanos += monotonic_nanos() - started;
@@ -282,18 +334,16 @@ impl Runner {
 
     /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.
     fn ring_doorbells(&mut self, now: Instant) {
-        if let Some(front) = &self.front {
-            let (bells, nanos) = (&front.program_bells, &mut self.doorbell_nanos);
-            let agent = self.worker.doorbells(now, |session| {
-                if let Some(bell) = bells.get(&session) {
-                    let started = monotonic_nanos();
-                    bell.ring();
-                    *nanos += monotonic_nanos() - started;
-                }
-            });
-            if agent {
-                front.agent_bell.ring();
+        let (bells, nanos) = (&self.program_bells, &mut self.doorbell_nanos);
+        let agent = self.worker.doorbells(now, |session| {
+            if let Some(bell) = bells.get(&session) {
+                let started = monotonic_nanos();
+                bell.ring();
+                *nanos += monotonic_nanos() - started;
             }
+        });
+        if let Some(front) = self.front.as_ref().filter(|_| agent) {
+            front.agent_bell.ring();
         }
         if self.several {
             let bells = &self.bells;
@@ -303,9 +353,20 @@ impl Runner {
 
     /// Clears a session's doorbell. The messages are in the session's ring.
     fn clear_doorbell(&mut self, session: u32) {
-        if let Some(bell) = self.front.as_ref().and_then(|front| front.program_bells.get(&session)) {
+        if let Some(bell) = self.program_bells.get(&session) {
             bell.clear();
         }
+    }
+
+    /// Adds the doorbells of new sessions to those that wake this worker.
+    fn take_new_bells(&mut self) -> Result<()> {
+        while let Ok((session, bell)) = self.new_bells.try_recv() {
+            self.poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
+            if let Some(last) = self.program_bells.insert(session, bell) {
+                let _ = self.poller.remove(last.as_fd());
+            }
+        }
+        Ok(())
     }
 
     /// Copies the counters that are not the datapath's to NIC memory.
@@ -341,15 +402,19 @@ impl Runner {
         loop {
             match front.channel.try_receive::<ToNic>() {
                 Ok((ToNic::Attach { session, messages }, descriptors)) => {
-                    let attached = session_memory(&self.poller, &mut front.program_bells, session, descriptors);
-                    let answer = match attached.and_then(|memory| attach(&mut self.worker, session, memory, messages)) {
+                    let reader = messages.as_ref().map_or(0, |_| owner_of_messages(session, front.bells_to.len()));
+                    let attached = session_memory(&front.bells_to[reader], session, descriptors);
+                    let attached =
+                        attached.and_then(|memory| attach(&mut self.worker, session, memory, messages, front.match_key));
+                    let answer = match attached {
                         Ok(()) => ToAgent::Attached,
                         Err(error) => ToAgent::Failed(format!("{error:#}")),
                     };
                     front.channel.send(&answer, &[])?;
                 }
                 Ok((ToNic::Reach { session, host, hop }, _)) => {
-                    let answer = match self.worker.reach(session, Endpoint::from(SocketAddr::new(host, 0)).address, link(&hop)) {
+                    let way = hop.as_ref().map(link);
+                    let answer = match self.worker.reach(session, Endpoint::from(SocketAddr::new(host, 0)).address, way) {
                         true => ToAgent::Reached,
                         false => ToAgent::Failed("the session sends to too many hosts".into()),
                     };
@@ -380,11 +445,17 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
 
 /// The header that frames for a host get.
 fn link(hop: &Hop) -> Link {
-    Link { source: hop.source, destination: hop.destination, ttl: hop.ttl, tos: 0, flow_label: 0, interface: 0 }
+    Link { source: hop.source, destination: hop.destination, ttl: hop.ttl, tos: 0, flow_label: 0, interface: hop.interface }
 }
 
 /// Gives a session to the worker: one for connections, or for messages.
-fn attach(worker: &mut NicWorker, session: u32, memory: Arc<Region>, messages: Option<(Messages, u32)>) -> Result<()> {
+fn attach(
+    worker: &mut NicWorker,
+    session: u32,
+    memory: Arc<Region>,
+    messages: Option<(Messages, u32)>,
+    hash_key: [u64; 4],
+) -> Result<()> {
     let Some((settings, starts)) = messages else {
         worker.attach(session, memory);
         return Ok(());
@@ -402,25 +473,22 @@ fn attach(worker: &mut NicWorker, session: u32, memory: Arc<Region>, messages: O
         buffer_size: settings.buffer_size,
         packet: settings.packet,
         events: EVENTS,
+        matching: (settings.posted > 0).then_some(MatchConfig {
+            posted: settings.posted,
+            unexpected: settings.unexpected,
+            receives: settings.receives,
+            hash_key,
+        }),
     };
     worker.attach_messages(session, memory, MessageEndpoint { data, starts });
     Ok(())
 }
 
-/// Maps a session's memory, and adds its doorbell to the poller.
-fn session_memory(
-    poller: &Poller,
-    bells: &mut HashMap<u32, SessionBell>,
-    session: u32,
-    descriptors: Vec<OwnedFd>,
-) -> Result<Arc<Region>> {
+/// Maps a session's memory, and sends its doorbell to the worker that reads its ring.
+fn session_memory(reader: &Sender<(u32, SessionBell)>, session: u32, descriptors: Vec<OwnedFd>) -> Result<Arc<Region>> {
     let [memory, bell] = <[OwnedFd; 2]>::try_from(descriptors)
         .map_err(|_| anyhow::anyhow!("a session needs two descriptors: its memory and its doorbell"))?;
     let memory = Arc::new(Region::map(memory)?);
-    let bell = SessionBell::from_fd(bell);
-    poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
-    if let Some(last) = bells.insert(session, bell) {
-        let _ = poller.remove(last.as_fd());
-    }
+    reader.send((session, SessionBell::from_fd(bell))).context("the worker has ended")?;
     Ok(memory)
 }

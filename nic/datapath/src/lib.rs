@@ -12,6 +12,7 @@ mod counters;
 mod custody;
 mod delivery;
 mod fragments;
+mod gate;
 mod growth;
 mod held;
 mod icmp;
@@ -23,6 +24,7 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use gate::Gate;
 pub use messages::MessageEndpoint;
-pub use peers::{Peers, Registers, crossbar};
+pub use peers::{Peers, Registers, crossbar, owner_of_messages};
 pub use worker::{Worker, WorkerOffloads, WorkerSettings};

@@ -8,6 +8,7 @@ use baton_rmpp::{Command, Data, DataConfig, Disposition};
 use baton_shm::{Region, RingWords};
 use baton_wire::Endpoint;
 use baton_wire::frame::Link;
+use baton_wire::rmpp;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -55,8 +56,13 @@ impl Messages {
         self.endpoint.data.address
     }
 
-    /// Allows packets to a host. False if there are too many hosts already.
-    pub fn reach(&mut self, host: [u8; 16], link: Link) -> bool {
+    /// Allows packets to a host by `link`; without one there is no way, and they are dropped. False if there are too many hosts
+    /// already.
+    pub fn reach(&mut self, host: [u8; 16], link: Option<Link>) -> bool {
+        let Some(link) = link else {
+            self.hops.remove(&host);
+            return true;
+        };
         let room = self.hops.len() < MAX_HOPS || self.hops.contains_key(&host);
         if room {
             self.hops.insert(host, link);
@@ -64,9 +70,16 @@ impl Messages {
         room
     }
 
-    /// The way to a host.
-    pub fn hop(&self, host: &[u8; 16]) -> Option<&Link> {
-        self.hops.get(host)
+    /// The way to an endpoint. With raw Ethernet it is given by the two MAC addresses; frames for groups of hosts are not sent.
+    pub fn link_to(&self, remote: &Endpoint) -> Option<Link> {
+        const GROUP: u8 = 1;
+        let local = self.address();
+        if local.port == 0 {
+            let single = remote.port == 0 && remote.address[0] & GROUP == 0;
+            let mac = |endpoint: &Endpoint| endpoint.address.first_chunk().copied().unwrap_or_default();
+            return single.then(|| Link { source: mac(&local), destination: mac(remote), ..Link::default() });
+        }
+        self.hops.get(&remote.address).filter(|_| remote.is_v4() == local.is_v4()).copied()
     }
 
     /// Runs a batch of the program's commands.
@@ -109,11 +122,25 @@ impl Messages {
         self.data.as_ref().is_none_or(Data::has_room)
     }
 
-    /// Handles a packet. Before the program has begun it is dropped: its sender sends it again.
-    pub fn receive(&mut self, from: &Endpoint, packet: &[u8]) -> Disposition {
-        match &mut self.data {
-            Some(data) => data.input(from, packet, &mut self.memory),
-            None => Disposition::Done,
+    /// Handles the packet in a datagram, or all of them if a device on the way has left a run of datagrams in one piece. False if
+    /// the kernel is to have it. Before the program has begun packets are dropped: their sender sends them again.
+    pub fn receive(&mut self, from: &Endpoint, datagram: &[u8]) -> bool {
+        let Some(data) = &mut self.data else { return true };
+        if self.endpoint.data.address.port == 0 {
+            // What follows the packet in an Ethernet frame is padding.
+            return data.input(from, datagram, &mut self.memory) == Disposition::Done;
+        }
+        let mut rest = datagram;
+        loop {
+            // What is too short for a header is refused as a whole.
+            let length = rmpp::packet_length(rest).unwrap_or(rest.len()).min(rest.len());
+            let (packet, behind) = rest.split_at(length);
+            let disposition = data.input(from, packet, &mut self.memory);
+            if behind.is_empty() {
+                // Only a datagram that holds nothing else can go to the kernel.
+                return disposition == Disposition::Done || length < datagram.len();
+            }
+            rest = behind;
         }
     }
 

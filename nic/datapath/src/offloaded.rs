@@ -128,19 +128,19 @@ impl Memory {
 }
 
 impl Offloaded {
-    /// Makes a connection from an image. None if its memory does not lie in the session's.
+    /// Makes an offloaded connection of the one that was made from an image. None if its memory does not lie in the session's.
     pub fn new(
+        tcp: Connection,
         image: &Image,
         memory: Memory,
         session: u32,
         session_memory: Arc<Region>,
         nic_memory: Arc<Region>,
         slot: u32,
-        now: Instant,
     ) -> Option<Self> {
         let receive = session_memory.circle(memory.receive_base, memory.receive_size)?;
         let mut offloaded = Offloaded {
-            tcp: Connection::from_image(image, memory.receive_size, now),
+            tcp,
             record: nic_memory.shared_array(layout::nic::slot(slot)),
             published: 0,
             template: Template::new(&image.flow, &image.link, image.timestamps),

@@ -2,12 +2,14 @@
 //! each bucket, and the cross-worker calls. No locks.
 
 use crate::custody::Slot;
+use crate::messages::MessageEndpoint;
 use crate::offloaded::Pending;
 use baton_abi::{Cid, Message};
 use baton_device::Frame;
 use baton_ring::{go_to_sleep, needs_doorbell, wake_up};
 use baton_rss::{BUCKETS, From, Key, Move, NIBBLES, Table, Toeplitz};
 use baton_shm::Region;
+use baton_wire::frame::Link;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
@@ -37,6 +39,12 @@ pub(crate) enum Call {
     /// A session has been added, or has ended.
     Attach(u32, Arc<Region>),
     Detach(u32),
+    /// A session for messages has been added, whose packets and rings the worker [`Peers::owner_of_messages`] handles.
+    AttachMessages(u32, Arc<Region>, Box<MessageEndpoint>),
+    /// To a session's worker: its session may send to a host by this way, or not at all.
+    Reach(u32, [u8; 16], Option<Link>),
+    /// To a session's worker: a frame from the wire that carries a packet for it.
+    Packet(u32, Frame),
     /// Begin to receive frames.
     Start,
     /// Change the offloads.
@@ -177,6 +185,11 @@ pub fn crossbar(workers: usize, key: &Key, registers: Option<Registers>) -> Vec<
     peers
 }
 
+/// The worker, of so many, that handles the packets and rings of a session for messages.
+pub fn owner_of_messages(session: u32, workers: usize) -> usize {
+    session as usize % workers
+}
+
 impl Peers {
     /// This worker's number.
     pub(crate) fn me(&self) -> usize {
@@ -189,6 +202,12 @@ impl Peers {
 
     pub(crate) fn workers(&self) -> usize {
         self.outboxes.len()
+    }
+
+    /// The worker that handles the packets and rings of session `id`, if it is one for messages. It does not change: a session
+    /// has one data half, whatever peers it has.
+    pub(crate) fn owner_of_messages(&self, id: u32) -> usize {
+        owner_of_messages(id, self.workers())
     }
 
     /// The numbers of all other workers.

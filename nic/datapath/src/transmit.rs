@@ -1,6 +1,7 @@
 //! The transmission of segments and of the kernel's frames to the wire, and the bookkeeping of a connection's events.
 
 use crate::counters::Counters;
+use crate::gate::{Gate, GatedWire};
 use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
@@ -10,15 +11,15 @@ use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM};
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
-    pub wire: W,
+    pub wire: GatedWire<W>,
     frame: Frame,
     capabilities: Capabilities,
 }
 
 impl<W: Device> Output<W> {
-    pub fn new(wire: W, frame_bytes: usize) -> Self {
+    pub fn new(wire: W, gate: Gate, frame_bytes: usize) -> Self {
         let capabilities = wire.capabilities();
-        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities }
+        Output { wire: GatedWire::new(wire, gate, frame_bytes), frame: Frame::with_capacity(frame_bytes), capabilities }
     }
 
     /// The buffer in which a frame is built for [`Output::transmit`].
@@ -28,8 +29,7 @@ impl<W: Device> Output<W> {
 
     /// Sends the frame that was built.
     pub fn transmit(&mut self, counters: &Counters) {
-        let sent = self.wire.transmit(&mut self.frame);
-        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+        self.wire.transmit(&mut self.frame, counters);
     }
 
     /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
@@ -44,8 +44,7 @@ impl<W: Device> Output<W> {
             frame::finish_checksum(frame.bytes_mut(), start.into(), offset.into());
             frame.checksum = Checksum::Unknown;
         }
-        let sent = self.wire.transmit(frame);
-        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+        self.wire.transmit(frame, counters);
     }
 
     /// Cuts a large frame into segments and sends them.
@@ -56,8 +55,7 @@ impl<W: Device> Output<W> {
         counters.add(Counter::Cut, 1);
         while cut.next(&mut self.frame) {
             counters.add(Counter::CutSegments, 1);
-            let sent = self.wire.transmit(&mut self.frame);
-            counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+            self.wire.transmit(&mut self.frame, counters);
         }
     }
 
@@ -116,8 +114,7 @@ impl<W: Device> Output<W> {
             frame::finish_checksum(self.frame.bytes_mut(), start, TCP_CHECKSUM);
             self.frame.checksum = Checksum::Unknown;
         }
-        let sent = self.wire.transmit(&mut self.frame);
-        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+        self.wire.transmit(&mut self.frame, counters);
     }
 
     /// Builds a segment and sends it.

@@ -13,6 +13,7 @@ mod to_kernel;
 use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::fragments::Fragments;
+use crate::gate::Gate;
 use crate::peers::Call;
 use crate::transmit::Output;
 use agent::AgentLink;
@@ -52,6 +53,8 @@ pub struct WorkerSettings {
     pub doorbells: baton_moderation::Mode,
     /// Active acknowledgements for what large receive holds.
     pub active_ack: bool,
+    /// No frame passes until [`Worker::set_gate`] is called.
+    pub closed: bool,
     /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed on.
     pub beside: bool,
 }
@@ -69,6 +72,7 @@ impl Default for WorkerSettings {
             moderation: baton_moderation::Mode::Off,
             doorbells: baton_moderation::Mode::Off,
             active_ack: false,
+            closed: false,
             beside: false,
         }
     }
@@ -116,10 +120,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
         let counters = Counters::new(&nic_memory);
         counters.set(Counter::Connections, 0);
+        let gate = if settings.closed { Gate::Closed } else { Gate::Open };
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
-            output: Output::new(wire, settings.frame_bytes),
+            output: Output::new(wire, gate, settings.frame_bytes),
             programs: Programs::new(settings.slots),
             agent: AgentLink::new(&nic_memory),
             crossbar: None,
@@ -163,6 +168,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.due = now.0;
     }
 
+    /// Changes what frames have to pass between this worker and the wire, beginning with the next one. The settings of other workers
+    /// do not change.
+    pub fn set_gate(&mut self, gate: Gate) {
+        self.output.wire.set(gate);
+    }
+
     /// Makes the timers be checked at `due` microseconds at the latest.
     fn wake_at(&mut self, due: u64) {
         self.due = self.due.min(due);
@@ -193,13 +204,16 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The wire's device.
     pub fn wire(&mut self) -> &mut W {
-        &mut self.output.wire
+        &mut self.output.wire.device
     }
 
     /// One round over all sources of work. Returns whether there was any.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
+        }
         if !self.agent.backlog.is_empty() {
             self.flush_backlog();
         }
@@ -255,18 +269,19 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn prepare_sleep(&mut self) -> bool {
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
-        if !self.is_front() {
+        let front = self.is_front();
+        if !front {
             // Events that the front worker had no room for.
             idle &= self.programs.dirty.is_empty();
         } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
             idle &= !self.agent.commands.has_message() && self.agent.backlog.is_empty();
-            for session in self.programs.sessions.iter().flatten() {
-                go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
-                idle &= !session.has_commands();
-            }
-            idle &= !self.has_messages_waiting();
         }
+        for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
+            go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
+            idle &= !session.has_commands();
+        }
+        idle &= !self.has_messages_waiting();
         if !idle {
             self.end_sleep();
         }
@@ -278,11 +293,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(crossbar) = &self.crossbar {
             crossbar.peers.end_sleep();
         }
-        if self.is_front() {
+        let front = self.is_front();
+        if front {
             wake_up(self.nic_memory.word32(nic::SLEEPING));
-            for session in self.programs.sessions.iter().flatten() {
-                wake_up(session.memory.word32(session::NIC_SLEEPING));
-            }
+        }
+        for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
+            wake_up(session.memory.word32(session::NIC_SLEEPING));
         }
     }
 
@@ -299,6 +315,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
+        let others = others.chain(self.output.wire.next_passing());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }

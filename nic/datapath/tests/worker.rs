@@ -6,7 +6,7 @@ use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerOffloads, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
-use baton_image::{Image, MAX_ENCODED};
+use baton_image::{Image, MAX_ENCODED, NicState};
 use baton_moderation::Mode;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
@@ -321,6 +321,74 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut found = [0u8; 5];
     stage.programs[1].memory.read(heap as usize + 1, &mut found).unwrap();
     assert_eq!(&found, b"early");
+}
+
+/// What one NIC had in flight, and what of it was SACKed, the next one knows: it sends again what the peer lacks, and nothing else. An
+/// image whose segments in flight are not its own is refused.
+#[test]
+fn what_is_in_flight_moves_from_nic_to_nic() {
+    let (cid, base, flow) = (Cid::new(2, 1), nic::slot(2), flow(2));
+    let heap = session::HEAP as u32 + 2 * BUFFER;
+    let take_up = |stage: &mut Stage, image: &[u8]| {
+        for (word, value) in [1, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
+            stage.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
+        }
+        stage.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
+        stage.nic_memory.write(base + slot::IMAGE, image).unwrap();
+        for control in [Control::Mirror, Control::Steal] {
+            stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
+        }
+        stage.agent.push(Message::new(Operation::NicHandoff, cid, 0, 0).to_words()).unwrap();
+        stage.agent.publish();
+        stage.worker.poll(stage.now);
+        let answers: Vec<Message> = std::iter::from_fn(|| stage.events.pop()).filter_map(Message::from_words).collect();
+        stage.events.release();
+        answers.iter().any(|answer| answer.kind == Control::Done as u16)
+    };
+    let sent = |stage: &mut Stage| {
+        let mut sent = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+            sent.push((parsed.seq, parsed.payload_length));
+        }
+        sent
+    };
+    let sacks = |stage: &mut Stage, left: u32, right: u32| {
+        let template = Template::new(&flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let mut options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        options.sack.push(left, right);
+        let header = Header { seq: 1, ack: 1, flags: Flags::ACK, window: 512, options: &options, ecn: 0, ident: 0 };
+        stage.frame.set_length(MAX_HEADER);
+        let headers = template.emit(&header, 0, stage.frame.bytes_mut());
+        stage.frame.set_length(headers);
+        stage.frame.checksum = Checksum::Verified;
+        stage.far.transmit(&mut stage.frame);
+        stage.now = stage.now.after(1000);
+        stage.worker.poll(stage.now);
+    };
+    let mut bytes = [0u8; MAX_ENCODED];
+    Image::open(flow).encode(&mut bytes).unwrap();
+    let mut first = Stage::new();
+    assert!(take_up(&mut first, &bytes));
+    first.programs[1].commands.push(Message::new(Operation::NicSend, cid, heap + BUFFER + 1, 7240).to_words()).unwrap();
+    first.programs[1].commands.publish();
+    first.worker.poll(first.now);
+    assert_eq!(sent(&mut first).iter().map(|(_, length)| length).sum::<usize>(), 7240);
+    sacks(&mut first, 1449, 2897);
+    first.command(Message::new(Operation::NicRestore, cid, 0, 0));
+    first.nic_memory.read(base + slot::IMAGE, &mut bytes).unwrap();
+
+    let mut next = Stage::new();
+    assert!(take_up(&mut next, &bytes));
+    assert_eq!(sent(&mut next), [], "nothing is due");
+    // Three segments behind the first have arrived: it is lost (RFC 8985 section 6.2), the second is not.
+    sacks(&mut next, 2897, 5793);
+    assert_eq!(sent(&mut next), [(1, 1448)]);
+
+    let (image, state) = Image::decode_with(&bytes).unwrap();
+    let other = NicState { flight: Default::default(), ..state.expect("the NIC's part") };
+    image.encode_with(Some(&other), &mut bytes).unwrap();
+    assert!(!take_up(&mut Stage::new(), &bytes));
 }
 
 /// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold back the second.

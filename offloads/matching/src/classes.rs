@@ -55,6 +55,12 @@ impl Classes {
         self.wildcards[..self.used].iter().enumerate()
     }
 
+    /// Whether these criteria have a class, or can have one.
+    pub fn has_room_for(&self, criteria: &Criteria) -> bool {
+        let wanted = Wildcards::of(criteria);
+        self.used < CLASSES || self.used().any(|(class, wildcards)| *wildcards == wanted || class > 0 && self.posted[class] == 0)
+    }
+
     /// The class of these criteria, which may take the place of one that has no posted receives left.
     pub fn find(&mut self, criteria: &Criteria) -> Class {
         let wanted = Wildcards::of(criteria);

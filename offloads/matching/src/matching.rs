@@ -120,6 +120,31 @@ impl Matching {
         Ok(Post::Posted(PostedId { entry, generation }))
     }
 
+    /// Whether a receive like this one would be hashed: matching it takes no search.
+    pub fn hashes(&self, criteria: &Criteria) -> bool {
+        self.classes.has_room_for(criteria)
+    }
+
+    /// Number of posted receives that are not hashed.
+    pub fn unhashed(&self) -> usize {
+        self.unhashed_count as usize
+    }
+
+    /// Criteria and values of the posted receives, oldest first.
+    pub fn posted_in_order(&self) -> Vec<(Criteria, u32)> {
+        let mut waiting: Vec<&Posted> = self.posted.iter().filter(|posted| posted.waiting).collect();
+        waiting.sort_unstable_by_key(|posted| posted.order);
+        waiting.into_iter().map(|posted| (posted.criteria, posted.value)).collect()
+    }
+
+    /// The unexpected messages with their values, oldest first.
+    pub fn unexpected_in_order(&self) -> impl Iterator<Item = (Message, u32)> {
+        self.arrivals.iter().filter_map(|entry| {
+            let (message, value) = self.unexpected[entry as usize];
+            Some((message, value?))
+        })
+    }
+
     /// Takes a posted receive back. Returns its value; None if it has been matched or cancelled before.
     pub fn cancel(&mut self, id: PostedId) -> Option<u32> {
         let posted = self.posted.get(id.entry as usize)?;

@@ -8,6 +8,7 @@ pub mod diagnosis;
 pub mod events;
 pub mod files;
 pub mod firewall;
+pub mod frames;
 pub mod freeze;
 pub mod icmp;
 pub mod interface;

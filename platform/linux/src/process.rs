@@ -204,6 +204,22 @@ pub fn cpu_nanos(process: u32) -> Option<u64> {
     Some(total)
 }
 
+/// Nanoseconds that all processors of the machine have been busy, programs, kernel and interrupts together; in steps of 10 ms.
+///
+/// # Errors
+/// If /proc/stat is not there or not as expected.
+pub fn machine_nanos() -> io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/stat")?;
+    let ticks: Vec<u64> =
+        text.lines().next().unwrap_or_default().split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    // The fourth and fifth are times without work.
+    let [user, nice, system, _, _, interrupts, deferred, ..] = ticks[..] else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the first line of /proc/stat has too few numbers"));
+    };
+    // A tick of /proc is 10 ms on every architecture that Baton runs on.
+    Ok((user + nice + system + interrupts + deferred) * 10_000_000)
+}
+
 /// Process numbers of the kernel's NAPI threads of an interface.
 pub fn napi_threads(interface: &str) -> Vec<u32> {
     let wanted = format!("napi/{interface}-");

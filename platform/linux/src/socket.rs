@@ -85,6 +85,15 @@ pub fn is_udp(fd: BorrowedFd<'_>) -> bool {
     is(libc::SO_TYPE, libc::SOCK_DGRAM) && is(libc::SO_PROTOCOL, libc::IPPROTO_UDP) && is_of_this_namespace(fd).unwrap_or(false)
 }
 
+/// Sends an empty datagram from a UDP socket, without waiting.
+///
+/// # Errors
+/// The failed system call's.
+pub fn send_empty(fd: BorrowedFd<'_>, to: SocketAddr) -> io::Result<()> {
+    rustix::net::sendto(fd, &[], rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL, &to)?;
+    Ok(())
+}
+
 /// The socket's own address.
 ///
 /// # Errors

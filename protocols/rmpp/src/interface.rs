@@ -34,6 +34,10 @@ pub enum Command {
         local: u32,
         /// Its incarnation.
         remote: u32,
+        /// Number of its next message to be matched.
+        next: u32,
+        /// The lowest number that it may send again.
+        floor: u32,
     },
     /// Forgets a peer. Its messages have been released before.
     DropPeer {
@@ -64,12 +68,15 @@ pub enum Command {
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
     },
-    /// Sends the RTS of a message again, unless a CTS has answered it; its END if all of it was sent.
+    /// Sends the RTS of a message again if no CTS has answered it, or nothing was sent of it since the last Resend; its END if
+    /// all of it was sent.
     Resend {
         /// Our handle of the message.
         handle: u32,
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
+        /// The receiver asks for the RTS: what it has cleared before does not count.
+        anew: bool,
     },
     /// Enters a message to receive if it is new, clears packets of it, and sends the CTS.
     Clear {
@@ -112,6 +119,108 @@ pub enum Command {
         /// The packet.
         header: Header,
     },
+    /// Sets who matches; [`Event::Matcher`] follows, but for [`Matcher::Data`].
+    SetMatcher {
+        /// Who matches from now on.
+        matcher: Matcher,
+    },
+    /// Posts a receive to a data half that matches. It takes the oldest unexpected message that it accepts, as the policy's own
+    /// matching does.
+    Post {
+        /// Our handle of the receive.
+        receive: u32,
+        /// Peer that it accepts messages of; None for any.
+        source: Option<u16>,
+        /// Context.
+        context: u32,
+        /// Tag.
+        tag: u64,
+        /// Bits of the tag that are not compared.
+        ignore: u64,
+        /// Where the message goes.
+        region: Region,
+    },
+    /// Takes a posted receive back; [`Event::Cancelled`] follows.
+    Cancel {
+        /// The receive.
+        receive: u32,
+    },
+    /// Enters an unexpected message, of which the policy knows already.
+    Unexpected {
+        /// Our handle of the message.
+        handle: u32,
+        /// Whom it came from.
+        peer: u16,
+        /// Its context.
+        context: u32,
+        /// Its tag.
+        tag: u64,
+    },
+    /// Forgets an unexpected message, which was claimed or given up.
+    Discard {
+        /// The message.
+        handle: u32,
+    },
+    /// Lends the data half a handle for a message that it takes up by itself.
+    Place {
+        /// The handle.
+        handle: u32,
+    },
+    /// Lets the data half clear so many packets more by itself.
+    Credit {
+        /// Packets.
+        packets: u32,
+    },
+}
+
+/// Who gives messages to receives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Matcher {
+    /// The policy: each RTS is reported.
+    Policy,
+    /// Nobody: each RTS is dropped, as if lost, until the data half knows all receives and unexpected messages.
+    Nobody,
+    /// The data half.
+    Data,
+}
+
+impl Matcher {
+    fn number(self) -> u64 {
+        match self {
+            Matcher::Policy => 0,
+            Matcher::Nobody => 1,
+            Matcher::Data => 2,
+        }
+    }
+
+    fn from_number(number: u64) -> Option<Matcher> {
+        [Matcher::Policy, Matcher::Nobody, Matcher::Data].into_iter().find(|matcher| matcher.number() == number)
+    }
+}
+
+/// A message that a data half has matched, or keeps as unexpected.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Arrived {
+    /// Its sender.
+    pub peer: u16,
+    /// Our incarnation towards the sender, and its own, as the data half knows them.
+    pub incarnations: [u32; 2],
+    /// Number of the message.
+    pub message: u32,
+    /// The sender's floor.
+    pub floor: u32,
+    /// The lent handle that it has taken.
+    pub handle: u32,
+    /// The receive that it was given to; None if it is unexpected.
+    pub receive: Option<u32>,
+    /// What its RTS says.
+    pub rts: Rts,
+    /// Bytes of it that the RTS carried.
+    pub first: u16,
+    /// If it is unexpected: the buffer that holds those bytes. Else they are in the receive's region.
+    pub buffer: u16,
+    /// Packets that were cleared, in grant 1.
+    pub count: u16,
 }
 
 impl Command {
@@ -119,7 +228,15 @@ impl Command {
     pub fn half(&self) -> Option<Half> {
         match self {
             Command::SetPeer { .. } | Command::DropPeer { .. } => None,
-            Command::PostBuffer { .. } | Command::Clear { .. } => Some(Half::Receiving),
+            Command::PostBuffer { .. }
+            | Command::Clear { .. }
+            | Command::SetMatcher { .. }
+            | Command::Post { .. }
+            | Command::Cancel { .. }
+            | Command::Unexpected { .. }
+            | Command::Discard { .. }
+            | Command::Place { .. }
+            | Command::Credit { .. } => Some(Half::Receiving),
             Command::Send { .. } | Command::Resend { .. } | Command::Control { .. } => Some(Half::Sending),
             Command::Release { half, .. } => Some(*half),
         }
@@ -186,6 +303,15 @@ pub enum Event {
         /// The half that had it.
         half: Half,
     },
+    /// A message was taken up by a data half that matches.
+    Arrived(Arrived),
+    /// A receive is not posted any more. Unless a message that was reported before has got it, it has none.
+    Cancelled {
+        /// The receive.
+        receive: u32,
+    },
+    /// Answers [`Command::SetMatcher`]: what was reported before it belongs to what was set before.
+    Matcher(Matcher),
 }
 
 /// Writes fields into words, one field a word but for addresses and headers.
@@ -300,9 +426,9 @@ impl Command {
     pub fn to_words(&self) -> [u64; WORDS] {
         let mut writer;
         match self {
-            Command::SetPeer { peer, address, endpoint, local, remote } => {
+            Command::SetPeer { peer, address, endpoint, local, remote, next, floor } => {
                 writer = Writer::new(1);
-                writer.quad([*peer, *endpoint, 0, 0]).endpoint(address).pair(*local, *remote);
+                writer.quad([*peer, *endpoint, 0, 0]).endpoint(address).pair(*local, *remote).pair(*next, *floor);
             }
             Command::DropPeer { peer } => {
                 writer = Writer::new(2);
@@ -317,9 +443,9 @@ impl Command {
                 writer.pair(*handle, *message).quad([*peer, *first, rts.fragment, (*early).into()]).pair(*floor, 0);
                 writer.put(region.offset).put(region.length).rts(rts);
             }
-            Command::Resend { handle, floor } => {
+            Command::Resend { handle, floor, anew } => {
                 writer = Writer::new(5);
-                writer.pair(*handle, *floor);
+                writer.pair(*handle, *floor).put((*anew).into());
             }
             Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, grant } => {
                 writer = Writer::new(6);
@@ -334,6 +460,35 @@ impl Command {
                 writer = Writer::new(8);
                 writer.endpoint(to).header(header);
             }
+            Command::SetMatcher { matcher } => {
+                writer = Writer::new(9);
+                writer.put(matcher.number());
+            }
+            Command::Post { receive, source, context, tag, ignore, region } => {
+                writer = Writer::new(10);
+                writer.pair(*receive, *context).quad([source.unwrap_or(0), source.is_none().into(), 0, 0]);
+                writer.put(*tag).put(*ignore).put(region.offset).put(region.length);
+            }
+            Command::Cancel { receive } => {
+                writer = Writer::new(11);
+                writer.put((*receive).into());
+            }
+            Command::Unexpected { handle, peer, context, tag } => {
+                writer = Writer::new(12);
+                writer.pair(*handle, *context).put((*peer).into()).put(*tag);
+            }
+            Command::Discard { handle } => {
+                writer = Writer::new(13);
+                writer.put((*handle).into());
+            }
+            Command::Place { handle } => {
+                writer = Writer::new(14);
+                writer.put((*handle).into());
+            }
+            Command::Credit { packets } => {
+                writer = Writer::new(15);
+                writer.put((*packets).into());
+            }
         }
         writer.words
     }
@@ -345,8 +500,8 @@ impl Command {
             1 => {
                 let [peer, endpoint, ..] = reader.quad();
                 let address = reader.endpoint();
-                let (local, remote) = reader.pair();
-                Command::SetPeer { peer, address, endpoint, local, remote }
+                let ((local, remote), (next, floor)) = (reader.pair(), reader.pair());
+                Command::SetPeer { peer, address, endpoint, local, remote, next, floor }
             }
             2 => Command::DropPeer { peer: reader.word() as u16 },
             3 => Command::PostBuffer { buffer: reader.word() as u16 },
@@ -360,7 +515,7 @@ impl Command {
             }
             5 => {
                 let (handle, floor) = reader.pair();
-                Command::Resend { handle, floor }
+                Command::Resend { handle, floor, anew: reader.word() == 1 }
             }
             6 => {
                 let ((handle, message), (sender, packets)) = (reader.pair(), reader.pair());
@@ -375,6 +530,22 @@ impl Command {
                 Command::Release { handle, half: half_from(half)?, confirm: reader.word() == 1 }
             }
             8 => Command::Control { to: reader.endpoint(), header: reader.header()? },
+            9 => Command::SetMatcher { matcher: Matcher::from_number(reader.word())? },
+            10 => {
+                let (receive, context) = reader.pair();
+                let [source, any, ..] = reader.quad();
+                let (tag, ignore) = (reader.word(), reader.word());
+                let region = Region { offset: reader.word(), length: reader.word() };
+                Command::Post { receive, source: (any == 0).then_some(source), context, tag, ignore, region }
+            }
+            11 => Command::Cancel { receive: reader.word() as u32 },
+            12 => {
+                let (handle, context) = reader.pair();
+                Command::Unexpected { handle, context, peer: reader.word() as u16, tag: reader.word() }
+            }
+            13 => Command::Discard { handle: reader.word() as u32 },
+            14 => Command::Place { handle: reader.word() as u32 },
+            15 => Command::Credit { packets: reader.word() as u32 },
             _ => return None,
         })
     }
@@ -409,8 +580,23 @@ impl Event {
                 writer = Writer::new(6);
                 writer.pair(*handle, half_number(*half));
             }
-            Event::OtherVersion { from, source, incarnation, hello } => {
+            Event::Arrived(arrived) => {
+                let Arrived { peer, incarnations: [local, remote], message, floor, handle, receive, rts, .. } = arrived;
                 writer = Writer::new(7);
+                writer.quad([*peer, arrived.first, rts.fragment, arrived.buffer]).pair(*local, *remote).pair(*message, *floor);
+                // No handle is 0.
+                writer.pair(*handle, receive.unwrap_or(0)).put(arrived.count.into()).rts(rts);
+            }
+            Event::Cancelled { receive } => {
+                writer = Writer::new(8);
+                writer.put((*receive).into());
+            }
+            Event::Matcher(matcher) => {
+                writer = Writer::new(9);
+                writer.put(matcher.number());
+            }
+            Event::OtherVersion { from, source, incarnation, hello } => {
+                writer = Writer::new(10);
                 writer.endpoint(from).quad([*source, (*hello).into(), 0, 0]).pair(*incarnation, 0);
             }
         }
@@ -442,6 +628,30 @@ impl Event {
                 Event::Released { handle, half: half_from(half)? }
             }
             7 => {
+                let [peer, first, fragment, buffer] = reader.quad();
+                let ((local, remote), (message, floor)) = (reader.pair(), reader.pair());
+                let ((handle, receive), count) = (reader.pair(), reader.word() as u16);
+                let rts = reader.rts(fragment);
+                if fragment == 0 || u64::from(first) > rts.length {
+                    return None;
+                }
+                let receive = (receive != 0).then_some(receive);
+                Event::Arrived(Arrived {
+                    peer,
+                    incarnations: [local, remote],
+                    message,
+                    floor,
+                    handle,
+                    receive,
+                    rts,
+                    first,
+                    buffer,
+                    count,
+                })
+            }
+            8 => Event::Cancelled { receive: reader.word() as u32 },
+            9 => Event::Matcher(Matcher::from_number(reader.word())?),
+            10 => {
                 let from = reader.endpoint();
                 let [source, hello, ..] = reader.quad();
                 let (incarnation, _) = reader.pair();
@@ -467,11 +677,11 @@ mod tests {
         let (address, region) = (Endpoint::v4([10, 0, 0, 1], 7), Region { offset: 1 << 40, length: 12 });
         let rts = Rts { length: 1 << 33, tag: 2, data: 3, context: 4, handle: 5, fragment: 6 };
         let commands = [
-            Command::SetPeer { peer: 1, address, endpoint: 2, local: 3, remote: 4 },
+            Command::SetPeer { peer: 1, address, endpoint: 2, local: 3, remote: 4, next: 5, floor: 6 },
             Command::DropPeer { peer: 5 },
             Command::PostBuffer { buffer: 6 },
             Command::Send { handle: 1, peer: 2, message: 3, region, first: 4, rts, early: 5, floor: 6 },
-            Command::Resend { handle: 1, floor: 2 },
+            Command::Resend { handle: 1, floor: 2, anew: true },
             Command::Clear {
                 handle: 1,
                 peer: 2,
@@ -488,6 +698,14 @@ mod tests {
             Command::Release { handle: 1, half: Half::Receiving, confirm: true },
             Command::Release { handle: 1, half: Half::Sending, confirm: false },
             Command::Control { to: address, header: header() },
+            Command::SetMatcher { matcher: Matcher::Nobody },
+            Command::Post { receive: 1, source: Some(2), context: 3, tag: 4, ignore: 5, region },
+            Command::Post { receive: 1, source: None, context: 3, tag: 4, ignore: u64::MAX, region },
+            Command::Cancel { receive: 7 },
+            Command::Unexpected { handle: 1, peer: 2, context: 3, tag: 4 },
+            Command::Discard { handle: 8 },
+            Command::Place { handle: 9 },
+            Command::Credit { packets: 10 },
         ];
         for command in commands {
             assert_eq!(Command::from_words(&command.to_words()), Some(command));
@@ -505,6 +723,20 @@ mod tests {
             Event::Gap { handle: 1, placed: 2 },
             Event::Placed { handle: 1 },
             Event::Released { handle: 1, half: Half::Sending },
+            Event::Arrived(Arrived {
+                peer: 1,
+                incarnations: [2, 3],
+                message: 4,
+                floor: 5,
+                handle: 6,
+                receive: Some(7),
+                rts,
+                first: 8,
+                buffer: 9,
+                count: 10,
+            }),
+            Event::Cancelled { receive: 1 },
+            Event::Matcher(Matcher::Policy),
         ];
         for event in events {
             assert_eq!(Event::from_words(&event.to_words()), Some(event));

@@ -33,8 +33,8 @@ mod memory;
 pub mod policy;
 
 pub use counters::{Counters, Drop};
-pub use data::{Data, DataConfig, Disposition, Halves};
-pub use interface::{Command, Event, Half};
+pub use data::{Data, DataConfig, Disposition, Halves, MatchConfig};
+pub use interface::{Arrived, Command, Event, Half, Matcher};
 pub use memory::{Memory, Region};
 pub use policy::{
     Completion, Config, Delivered, Error, Limit, Outgoing, PeerId, Policy, Probed, ReceiveId, Request, SetupError, Side,

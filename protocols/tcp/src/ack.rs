@@ -128,7 +128,7 @@ impl Connection {
         let echoed = || {
             let echo = self.recovery.last_echo.filter(|echo| advanced && *echo != 0)?;
             let millis = self.ts_now(now).wrapping_sub(echo);
-            (millis < 60_000).then_some(millis * 1000)
+            (millis < 60_000).then(|| millis * 1000)
         };
         if let Some(rtt) = sample.rtt.or_else(echoed) {
             self.rtt.sample(rtt, now.0);

@@ -1,6 +1,8 @@
 //! Congestion avoidance: slow start with HyStart's delay test, and CUBIC (RFC 9438). Windows are in segments, as in Linux.
 
+use crate::rtt::Rtt;
 use crate::time::Instant;
+use baton_image::nic;
 
 /// RFC 6928.
 pub(crate) const INITIAL_WINDOW: u32 = 10;
@@ -8,6 +10,19 @@ pub(crate) const INITIAL_WINDOW: u32 = 10;
 const BETA: u64 = 717;
 /// Fixed-point bits of fractional windows.
 const SHIFT: u32 = 10;
+
+/// Segments of the largest window: twice as many as may be in flight, since slow start doubles a window that is in use.
+pub(crate) const MOST_WINDOW: u32 = 1 << 18;
+
+/// A window in segments that came with an image, as far as it is believed.
+pub(crate) fn window(segments: u32) -> u32 {
+    segments.clamp(1, MOST_WINDOW)
+}
+
+/// A slow start threshold that came with an image, as far as it is believed.
+pub(crate) fn threshold(segments: u32) -> u32 {
+    if segments > MOST_WINDOW { u32::MAX } else { segments.max(2) }
+}
 
 #[derive(Clone, Debug)]
 pub(crate) struct Cubic {
@@ -49,6 +64,73 @@ impl Cubic {
             round_samples: 0,
             round_end: 0,
         }
+    }
+
+    /// As an image holds it, with the part of the round-trip times that the image's own fields leave out.
+    pub fn to_image(&self, rtt: &Rtt, now: Instant) -> nic::Congestion {
+        let Cubic {
+            cwnd: _,
+            ssthresh: _,
+            w_max,
+            epoch,
+            k,
+            origin,
+            w_est,
+            credit,
+            round_min,
+            delay_min,
+            round_samples,
+            round_end,
+        } = *self;
+        let Rtt { smoothed: _, variation: _, min: _, min_at, backoff } = *rtt;
+        let fits = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
+        nic::Congestion {
+            w_max: fits(w_max),
+            epoch_age: (epoch != Instant::NEVER).then(|| now.since(epoch)),
+            k: fits(k),
+            origin: fits(origin),
+            w_est: fits(w_est),
+            credit: credit as u16,
+            round_min,
+            delay_min,
+            round_samples,
+            round_end,
+            min_rtt_age: now.age(Instant(min_at)),
+            backoff,
+        }
+    }
+
+    /// Takes up what an image holds, beside window and threshold. `round_end` has been checked by the caller.
+    pub fn take_up(&mut self, image: &nic::Congestion, rtt: &mut Rtt, now: Instant) {
+        let nic::Congestion {
+            w_max,
+            epoch_age,
+            k,
+            origin,
+            w_est,
+            credit,
+            round_min,
+            delay_min,
+            round_samples,
+            round_end,
+            min_rtt_age,
+            backoff,
+        } = *image;
+        *self = Cubic {
+            cwnd: self.cwnd,
+            ssthresh: self.ssthresh,
+            w_max: w_max.into(),
+            epoch: epoch_age.map_or(Instant::NEVER, |age| now.ago(age)),
+            k: k.into(),
+            origin: origin.into(),
+            w_est: w_est.into(),
+            credit: u64::from(credit) & ((1 << SHIFT) - 1),
+            round_min,
+            delay_min,
+            round_samples,
+            round_end,
+        };
+        (rtt.min_at, rtt.backoff) = (now.ago(min_rtt_age.into()).0, backoff);
     }
 
     pub fn in_slow_start(&self) -> bool {

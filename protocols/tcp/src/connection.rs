@@ -270,9 +270,14 @@ impl Connection {
         self.config.mtu = mtu;
         let room = mtu.saturating_sub(self.config.ip_header + 20);
         let options = if self.agreed.timestamps { TIMESTAMP_BYTES } else { 0 };
-        let mss = if self.agreed.mss == 0 { 536 } else { u32::from(self.agreed.mss) };
+        let mss = u32::from(self.peer_mss());
         let mss = if self.config.max_segment == 0 { mss } else { mss.min(self.config.max_segment) };
         self.send.mss = room.min(mss).saturating_sub(options).max(36);
+    }
+
+    /// The peer's maximum segment size; the default if it sent no option (RFC 9293 MUST-15).
+    pub(crate) fn peer_mss(&self) -> u16 {
+        if self.agreed.mss == 0 { 536 } else { self.agreed.mss }
     }
 
     /// Limits the segments that are sent to `bytes` (TCP_MAXSEG), 0 for what the path MTU allows.
@@ -284,6 +289,11 @@ impl Connection {
     /// What [`Connection::set_max_segment`] or the configuration set.
     pub fn max_segment(&self) -> u32 {
         self.config.max_segment
+    }
+
+    /// Wears the congestion window down while nothing is sent (RFC 2861), or not.
+    pub fn set_slow_start_after_idle(&mut self, on: bool) {
+        self.config.slow_start_after_idle = on;
     }
 
     /// The state.

@@ -11,7 +11,7 @@ use baton_wire::{Flags, Plain};
 /// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
 const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
-const CHALLENGE_GAP: u64 = 500_000;
+pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
 impl Connection {
     /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for answers.

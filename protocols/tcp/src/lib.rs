@@ -17,6 +17,7 @@ mod connection;
 mod info;
 mod input;
 mod keepalive;
+mod nic_state;
 mod open;
 mod output;
 mod persist;

@@ -99,7 +99,7 @@ impl Connection {
             Some(shift) => self.send.wscale = shift,
             None => {
                 self.receive.wscale = 0;
-                self.receive.capacity = self.config.receive_buffer.min(65535);
+                self.limit_window(u32::MAX);
             }
         }
         let r = &mut self.receive;

@@ -1,9 +1,11 @@
 //! From an image and back to one.
 
+use crate::congestion::{threshold, window};
 use crate::connection::{Agreed, Config, Connection, Due, Receive, Send, State};
+use crate::rtt::RTO_MAX;
 use crate::time::Instant;
 use baton_abi::Record;
-use baton_image::{Image, State as ImageState};
+use baton_image::{Image, NicState, State as ImageState};
 
 impl From<ImageState> for State {
     fn from(state: ImageState) -> State {
@@ -39,8 +41,10 @@ impl State {
 
 impl Connection {
     /// Takes a connection over. `receive_buffer` is the receive memory in bytes, which must hold the unread bytes and all of the
-    /// window that was advertised. An acknowledgement goes out at once, so that the peer learns our window.
-    pub fn from_image(image: &Image, receive_buffer: u32, now: Instant) -> Connection {
+    /// window that was advertised. `nic` is what its last owner knew beside the image, if that was a NIC; it must have been decoded
+    /// with the image, which checks it. Without it, an acknowledgement goes out at once, so that the peer learns our window, and what
+    /// is in flight counts as just sent.
+    pub fn from_image(image: &Image, nic: Option<&NicState>, receive_buffer: u32, now: Instant) -> Connection {
         let agreed = Agreed { sack: image.sack, timestamps: image.timestamps, ecn: image.ecn, mss: image.mss };
         let config = Config {
             receive_buffer,
@@ -75,38 +79,45 @@ impl Connection {
             nxt: image.rcv_nxt,
             adv: image.rcv_adv,
             read: image.read_seq(),
-            capacity: receive_buffer.saturating_sub(1 << image.rcv_wscale).min(65535 << image.rcv_wscale),
             wscale: image.rcv_wscale,
             fin: image.state.fin_received(),
             ts_recent: image.ts_recent,
-            // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last.
-            ts_known: false,
-            last_at: now,
-            // The peer's next segments are acknowledged at once, as at the start: its view of the window is refreshed soon.
-            quick_acks: crate::connection::QUICK_ACKS,
-            last_ack: image.rcv_nxt,
-            ..Receive::default()
+            ..connection.receive
         };
-        connection.due = Due::ACK;
+        connection.limit_window(u32::MAX);
         connection.ts_offset = image.ts_clock.wrapping_sub(now.millis());
-        connection.rtt.smoothed = image.srtt;
-        connection.rtt.variation = image.rttvar;
-        connection.rtt.min = image.min_rtt;
-        connection.rtt.min_at = now.0;
-        connection.congestion.cwnd = image.cwnd.max(2);
-        connection.congestion.ssthresh = image.ssthresh.max(2);
-        connection.congestion.round_end = image.snd_nxt;
-        connection.recovery.high_seq = image.snd_una;
+        let believed = |micros: u32| micros.min(RTO_MAX as u32);
+        connection.rtt.smoothed = believed(image.srtt);
+        connection.rtt.variation = believed(image.rttvar);
+        connection.rtt.min = believed(image.min_rtt);
+        connection.congestion.cwnd = window(image.cwnd);
+        connection.congestion.ssthresh = threshold(image.ssthresh);
         connection.recovery.reordering_seen = image.reordering_seen;
-        connection.adopt_in_flight(now);
-        connection.note_usage(connection.scoreboard.len() >= image.cwnd);
-        connection.rearm_send_timer(now);
-        connection.probe_what_was_adopted(now);
-        connection.start_keepalive(now);
-        if image.state == ImageState::TimeWait {
-            connection.enter_time_wait(now);
+        match nic {
+            Some(nic) => connection.take_up(nic, now),
+            None => connection.assume(image, now),
         }
         connection
+    }
+
+    /// Goes on from an image alone, as the kernel gives it: what it leaves out is assumed to be what does the least harm.
+    fn assume(&mut self, image: &Image, now: Instant) {
+        // PAWS starts from the first segment seen: the kernel does not tell its ts_recent, only what was echoed last. The peer's next
+        // segments are acknowledged at once, as at the start: its view of the window is refreshed soon.
+        self.receive.last_ack = image.rcv_nxt;
+        self.due = Due::ACK;
+        self.rtt.min_at = now.0;
+        self.congestion.cwnd = self.congestion.cwnd.max(2);
+        self.congestion.round_end = image.snd_nxt;
+        self.recovery.high_seq = image.snd_una;
+        self.adopt_in_flight(now);
+        self.note_usage(self.scoreboard.len() >= image.cwnd);
+        self.rearm_send_timer(now);
+        self.probe_what_was_adopted(now);
+        self.start_keepalive(now);
+        if image.state == ImageState::TimeWait {
+            self.enter_time_wait(now);
+        }
     }
 
     /// Writes the connection down. What the host fixed or caches comes from `template`, the image it came with or an empty one
@@ -119,7 +130,7 @@ impl Connection {
             sack: self.agreed.sack,
             timestamps: self.agreed.timestamps,
             ecn: self.agreed.ecn,
-            mss: self.agreed.mss,
+            mss: self.peer_mss(),
             link: template.link,
             mtu: self.config.mtu,
             nodelay: self.config.nodelay,

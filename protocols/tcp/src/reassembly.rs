@@ -49,6 +49,16 @@ impl Reassembly {
         self.count();
     }
 
+    /// Left edges of the ranges that grew last, newest first.
+    pub(crate) fn recent(&self) -> [u32; 4] {
+        self.recent
+    }
+
+    /// Sets them, of a connection that has moved.
+    pub(crate) fn set_recent(&mut self, recent: [u32; 4]) {
+        self.recent = recent;
+    }
+
     fn count(&mut self) {
         self.waiting = self.ranges.len() as u32 + u32::from(self.fin_at.is_some());
     }

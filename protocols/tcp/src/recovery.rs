@@ -1,31 +1,26 @@
 //! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing what was spurious
 //! (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
 
+use crate::congestion::{MOST_WINDOW, threshold, window};
 use crate::connection::{Connection, Due, State};
 use crate::scoreboard::Sample;
 use crate::seq::{at_or_before, before};
 use crate::time::Instant;
 use crate::timers::SendTimer;
+use baton_image::nic;
 
 /// Duplicate acknowledgements that mean loss while no reordering was seen (RFC 5681).
 pub(crate) const DUPLICATE_THRESHOLD: u32 = 3;
 /// Reordering by more segments is not believed (Linux's tcp_max_reordering).
 const MOST_REORDERING: u32 = 300;
 
-/// Linux's congestion states.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) enum Phase {
-    #[default]
-    Open,
-    /// Something arrived out of order; nothing is known to be lost.
-    Disorder,
-    /// The window shrinks because of ECN or a tail loss probe that repaired a loss.
-    Reduced,
-    /// Fast recovery.
-    Recovery,
-    /// After a retransmission time-out.
-    Loss,
-}
+/// Most steps by which RACK's reordering window grows, and recoveries for which it stays grown (RFC 8985 section 6.2, step 4).
+const MOST_STEPS: u32 = 255;
+const RECOVERIES_KEPT: u32 = 16;
+/// Segments that an image may count since a reduction.
+const MOST_COUNTED: u32 = 1 << 24;
+
+pub(crate) use baton_image::nic::Phase;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Recovery {
@@ -76,6 +71,126 @@ impl Recovery {
         self.high_seq = acknowledged;
         self.undo = None;
         self.forward_rto = false;
+    }
+
+    /// As an image holds it, beside what the image's own fields have.
+    pub fn to_image(&self, now: Instant) -> nic::Recovery {
+        let Recovery {
+            phase,
+            high_seq,
+            undo,
+            undo_retransmits,
+            undo_counted,
+            last_echo,
+            first_retransmit,
+            prior_cwnd,
+            prr_delivered,
+            prr_out,
+            forward_rto,
+            reordering_seen: _,
+            reordering,
+            reorder_steps,
+            reorder_persist,
+            reorder_round,
+            probe,
+            tail_probe_pending,
+            duplicates,
+            limited,
+            most_out,
+            usage_end,
+            retransmissions,
+            delivered,
+            last_sent,
+        } = *self;
+        nic::Recovery {
+            phase,
+            high_seq,
+            undo,
+            undo_retransmits,
+            undo_counted,
+            last_echo,
+            first_retransmit,
+            prior_cwnd,
+            prr_delivered,
+            prr_out,
+            forward_rto,
+            reordering,
+            reorder_steps: reorder_steps.min(MOST_STEPS) as u8,
+            reorder_persist: reorder_persist.min(RECOVERIES_KEPT) as u8,
+            reorder_round,
+            probe,
+            tail_probe_pending,
+            duplicates,
+            limited,
+            most_out,
+            usage_end,
+            retransmissions: u32::try_from(retransmissions).unwrap_or(u32::MAX),
+            delivered,
+            sent_age: (last_sent != Instant(0)).then(|| now.since(last_sent)),
+        }
+    }
+
+    /// What an image holds, as far as it can be: `within` bounds sequence numbers to those in flight, of `out` segments.
+    pub fn from_image(
+        image: &nic::Recovery,
+        reordering_seen: bool,
+        out: u32,
+        within: impl Fn(u32) -> u32,
+        now: Instant,
+    ) -> Recovery {
+        let nic::Recovery {
+            phase,
+            high_seq,
+            undo,
+            undo_retransmits,
+            undo_counted,
+            last_echo,
+            first_retransmit,
+            prior_cwnd,
+            prr_delivered,
+            prr_out,
+            forward_rto,
+            reordering,
+            reorder_steps,
+            reorder_persist,
+            reorder_round,
+            probe,
+            tail_probe_pending,
+            duplicates,
+            limited,
+            most_out,
+            usage_end,
+            retransmissions,
+            delivered,
+            sent_age,
+        } = *image;
+        Recovery {
+            phase,
+            high_seq: within(high_seq),
+            undo: undo.map(|(cwnd, ssthresh)| (window(cwnd), threshold(ssthresh))),
+            undo_retransmits: undo_retransmits.min(MOST_COUNTED),
+            undo_counted,
+            last_echo,
+            first_retransmit,
+            prior_cwnd: prior_cwnd.min(MOST_WINDOW),
+            prr_delivered: prr_delivered.min(MOST_COUNTED),
+            prr_out: prr_out.min(MOST_COUNTED),
+            forward_rto,
+            reordering_seen,
+            reordering: reordering.min(MOST_REORDERING),
+            reorder_steps: reorder_steps.into(),
+            reorder_persist: reorder_persist.into(),
+            reorder_round: reorder_round.map(&within),
+            probe: probe.map(|(end, again)| (within(end), again)),
+            tail_probe_pending: tail_probe_pending && out > 0,
+            duplicates: duplicates.min(out),
+            limited,
+            most_out: most_out.min(MOST_WINDOW),
+            usage_end: within(usage_end),
+            retransmissions: retransmissions.into(),
+            delivered,
+            last_sent: sent_age.map_or(Instant(0), |age| now.ago(age)),
+        }
     }
 }
 
@@ -153,11 +268,11 @@ impl Connection {
         if sample.duplicate {
             // One step a round trip (RFC 8985 section 6.2, step 4).
             if r.reorder_round.is_none_or(|round| at_or_before(round, self.send.una)) {
-                r.reorder_steps = (r.reorder_steps.max(1) + 1).min(255);
+                r.reorder_steps = (r.reorder_steps.max(1) + 1).min(MOST_STEPS);
                 r.reorder_round = Some(self.send.nxt);
             }
             r.reordering_seen = true;
-            r.reorder_persist = 16;
+            r.reorder_persist = RECOVERIES_KEPT;
         }
     }
 

@@ -3,7 +3,7 @@
 /// Smallest variance term of the time-out in microseconds.
 const RTO_FLOOR: u32 = 200_000;
 /// Largest time-out (RFC 6298 section 2.5 allows a maximum of at least 60 s).
-const RTO_MAX: u64 = 120_000_000;
+pub(crate) const RTO_MAX: u64 = 120_000_000;
 
 /// Round-trip estimator; all values in microseconds.
 #[derive(Clone, Copy, Debug, Default)]

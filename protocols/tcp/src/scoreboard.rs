@@ -3,22 +3,14 @@
 use crate::seq::{at_or_before, before};
 use crate::time::Instant;
 use alloc::collections::VecDeque;
+use baton_image::nic;
 
 /// The most segments in flight; the sender waits when there are as many. A connection may come with more.
 pub(crate) const MAX_SEGMENTS: usize = 1 << 16;
 /// Entries of the timeline that are looked at for the end of the reordering window.
 const LOOKED_AT: usize = 64;
 
-pub(crate) const SACKED: u8 = 1;
-pub(crate) const LOST: u8 = 2;
-/// A retransmission of it is in flight.
-pub(crate) const RETRANSMITTED: u8 = 4;
-/// It was retransmitted at some time: no round-trip sample (Karn).
-pub(crate) const EVER: u8 = 8;
-/// It carries PSH, also when it is sent again.
-pub(crate) const PUSHED: u8 = 16;
-/// The connection's last owner sent it, nobody knows when: no round-trip sample, but its order among the others counts.
-pub(crate) const UNTIMED: u8 = 32;
+pub(crate) use baton_image::nic::{EVER, LOST, PUSHED, RETRANSMITTED, SACKED, UNTIMED};
 
 /// A sent segment.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +43,22 @@ pub(crate) struct Newest {
     pub rtt: u64,
 }
 
+impl Newest {
+    /// As an image holds it.
+    pub fn to_image(self, now: Instant) -> Option<nic::Newest> {
+        let Newest { sent_at, end, rtt } = self;
+        (rtt > 0).then(|| nic::Newest { age: now.age(sent_at), end, rtt: u32::try_from(rtt).unwrap_or(u32::MAX) })
+    }
+
+    fn from_image(image: Option<nic::Newest>, now: Instant) -> Newest {
+        image.map_or(Newest::default(), |nic::Newest { age, end, rtt }| Newest {
+            sent_at: now.ago(age.into()),
+            end,
+            rtt: u64::from(rtt).max(1),
+        })
+    }
+}
+
 /// What one acknowledgement told.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
@@ -63,8 +71,6 @@ pub(crate) struct Sample {
     pub rtt: Option<u32>,
     /// A segment that was sent once, before `high_seq`, arrived.
     pub original_delivered: bool,
-    /// A segment that was retransmitted was acknowledged cumulatively.
-    pub retransmitted_acked: bool,
     /// A segment arrived after one that was sent behind it.
     pub reordered: bool,
     /// By how many bytes, the most of them: from its beginning to the end of what was SACKed behind it.
@@ -104,6 +110,53 @@ pub(crate) struct Scoreboard {
 impl Scoreboard {
     pub fn clear(&mut self) {
         *self = Scoreboard::default();
+    }
+
+    /// What is in flight as an image holds it. `fin` is the sequence number behind our FIN, if that was sent.
+    pub fn to_image(&self, fin: Option<u32>, now: Instant) -> nic::Flight {
+        // The timeline and the blocks are made anew from the queue, and the counts and the hint, too.
+        let Scoreboard {
+            queue,
+            sacked: _,
+            lost: _,
+            retransmitted: _,
+            timeline: _,
+            blocks: _,
+            highest_sacked: _,
+            hint: _,
+            newest: _,
+        } = self;
+        let mut flight = nic::Flight::default();
+        for sent in queue {
+            let with_fin = fin == Some(sent.end());
+            // When something was sent that has arrived matters no more.
+            let (age, fate) = if sent.flags & SACKED == 0 { (now.age(sent.sent_at), sent.flags) } else { (0, SACKED) };
+            flight.push(sent.length - u16::from(with_fin), with_fin, age, fate);
+        }
+        flight
+    }
+
+    /// What was in flight when an image was made, from `una` on; its runs have been checked.
+    pub fn from_image(flight: &nic::Flight, newest: Option<nic::Newest>, una: u32, fin: Option<u32>, now: Instant) -> Scoreboard {
+        let mut board = Scoreboard { hint: una, newest: Newest::from_image(newest, now), ..Scoreboard::default() };
+        let mut seq = una;
+        for nic::Run { length, segment, age, fate } in flight.runs().iter().copied() {
+            let (end, sent_at) = (seq.wrapping_add(length), now.ago(age.into()));
+            while seq != end {
+                let left = end.wrapping_sub(seq);
+                let length = left.min(segment.into());
+                // A FIN shares the last record, as it did when it was sent.
+                let length = if left == length + 1 && fin == Some(end) { left } else { length };
+                board.queue.push_back(Sent { sent_at, seq, length: length as u16, flags: fate });
+                board.count(fate);
+                seq = seq.wrapping_add(length);
+            }
+            if fate & SACKED != 0 {
+                board.highest_sacked = Some(end);
+            }
+        }
+        board.write_timeline();
+        board
     }
 
     #[inline]
@@ -173,7 +226,6 @@ impl Scoreboard {
             }
             let sent = *first;
             self.queue.pop_front();
-            sample.retransmitted_acked |= sent.flags & EVER != 0;
             if sent.flags & SACKED != 0 {
                 self.sacked -= 1;
                 continue;
@@ -213,6 +265,12 @@ impl Scoreboard {
         let at = self.queue.partition_point(|sent| before(sent.end(), end));
         let sent = self.queue.get(at)?;
         (sent.end() == end && sent.sent_at == sent_at && sent.is_undecided()).then_some(at)
+    }
+
+    fn count(&mut self, flags: u8) {
+        self.sacked += u32::from(flags & SACKED != 0);
+        self.lost += u32::from(flags & LOST != 0);
+        self.retransmitted += u32::from(flags & RETRANSMITTED != 0);
     }
 
     fn uncount(&mut self, flags: u8) {
@@ -387,9 +445,7 @@ impl Scoreboard {
                 self.queue[at].flags &= !PUSHED;
                 let rest = Sent { seq: sent.seq.wrapping_add(mss), length: sent.length - mss as u16, ..sent };
                 self.queue.insert(at + 1, rest);
-                self.sacked += u32::from(sent.flags & SACKED != 0);
-                self.lost += u32::from(sent.flags & LOST != 0);
-                self.retransmitted += u32::from(sent.flags & RETRANSMITTED != 0);
+                self.count(sent.flags);
             }
             at += 1;
         }

@@ -24,6 +24,11 @@ pub const fn earlier(a: u32, b: u32) -> u32 {
     if before(a, b) { a } else { b }
 }
 
+/// The sequence number in `[first, last]` that is nearest to `seq`.
+pub const fn clamp(seq: u32, first: u32, last: u32) -> u32 {
+    earlier(later(seq, first), last)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,8 +1,12 @@
 //! The timers of a connection, and what happens when they expire.
 
 use crate::connection::{Connection, Due, EndReason, State};
+use crate::rtt::RTO_MAX;
 use crate::segment::Events;
 use crate::time::Instant;
+use baton_image::nic;
+
+pub(crate) use baton_image::nic::SendTimer;
 
 /// Retransmissions before a connection ends (Linux's tcp_retries2).
 pub(crate) const MAX_RETRIES: u8 = 15;
@@ -12,21 +16,6 @@ pub(crate) const DELAYED_ACK: u64 = 40_000;
 pub(crate) const TIME_WAIT: u64 = 60_000_000;
 /// A corked partial segment goes out after this long, as in Linux.
 pub(crate) const CORK_LIMIT: u64 = 200_000;
-
-/// What the one timer of the sending side stands for; only one of these is wanted at a time.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) enum SendTimer {
-    #[default]
-    Off,
-    /// Retransmission time-out (RFC 6298).
-    Retransmit,
-    /// Tail loss probe (RFC 8985 section 7).
-    TailLoss,
-    /// RACK's reordering window (RFC 8985 section 6.3).
-    Reordering,
-    /// Zero window probe (RFC 9293 section 3.8.6.1), or a corked segment.
-    Persist,
-}
 
 #[derive(Clone, Debug)]
 #[repr(C)]
@@ -55,6 +44,39 @@ impl Default for Timers {
             time_wait_at: Instant::NEVER,
             probes: 0,
             silent_since: Instant::NEVER,
+        }
+    }
+}
+
+impl Timers {
+    /// As an image holds them.
+    pub fn to_image(&self, now: Instant) -> nic::Timers {
+        let Timers { send_at, ack_at, keepalive_at, time_wait_at, silent_since, send, probes } = *self;
+        let short = |at: Instant| at.left(now).map(|left| u32::try_from(left).unwrap_or(u32::MAX));
+        nic::Timers {
+            send,
+            send_in: short(send_at),
+            ack_in: short(ack_at),
+            keepalive_in: keepalive_at.left(now),
+            time_wait_in: short(time_wait_at),
+            unanswered_for: (silent_since != Instant::NEVER).then(|| now.since(silent_since)),
+            probes,
+        }
+    }
+
+    /// Timers that an image holds, each no longer than this host would ever set it.
+    pub fn from_image(image: &nic::Timers, now: Instant) -> Timers {
+        let nic::Timers { send, send_in, ack_in, keepalive_in, time_wait_in, unanswered_for, probes } = *image;
+        let at = |left: Option<u32>, most: u64| now.when(left.map(|left| u64::from(left).min(most)));
+        let runs = send != SendTimer::Off && send_in.is_some();
+        Timers {
+            send: if runs { send } else { SendTimer::Off },
+            send_at: if runs { at(send_in, RTO_MAX) } else { Instant::NEVER },
+            ack_at: at(ack_in, DELAYED_ACK),
+            keepalive_at: now.when(keepalive_in),
+            time_wait_at: at(time_wait_in, TIME_WAIT),
+            silent_since: unanswered_for.map_or(Instant::NEVER, |age| now.ago(age)),
+            probes,
         }
     }
 }

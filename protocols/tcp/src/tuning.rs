@@ -62,6 +62,8 @@ impl Connection {
     /// Windows that are advertised from now on are no larger than `most`.
     pub fn limit_window(&mut self, most: u32) {
         let shift = self.receive.wscale;
-        self.receive.capacity = self.config.receive_buffer.saturating_sub(1 << shift).min(65535 << shift).min(most);
+        // One unit is left free, so that a window can be rounded up; without a scale nothing is rounded.
+        let unit = if shift == 0 { 0 } else { 1 << shift };
+        self.receive.capacity = self.config.receive_buffer.saturating_sub(unit).min(65535 << shift).min(most);
     }
 }

@@ -7,6 +7,8 @@ use std::fs;
 pub struct Flags {
     /// Connections are moved through an image before every event whose number is a multiple of this; 0 for never.
     pub move_every: u32,
+    /// They move as through a kernel: without what only a NIC knows.
+    pub by_kernel: bool,
     /// Use the values of [`Sysctls::default`] and not the namespace's.
     pub no_sysctls: bool,
     /// MTU of the device in bytes, as packetdrill's `--mtu` says.
@@ -15,7 +17,7 @@ pub struct Flags {
 
 impl Default for Flags {
     fn default() -> Self {
-        Flags { move_every: 0, no_sysctls: false, mtu: 1500 }
+        Flags { move_every: 0, by_kernel: false, no_sysctls: false, mtu: 1500 }
     }
 }
 
@@ -31,8 +33,9 @@ impl Flags {
             match flag.split_once('=') {
                 Some(("move", value)) => flags.move_every = number(value)?,
                 Some(("mtu", value)) => flags.mtu = number(value)?,
+                None if flag == "by-kernel" => flags.by_kernel = true,
                 None if flag == "no-sysctls" => flags.no_sysctls = true,
-                _ => return Err(format!("--so_flags: {flag} is not known: move=N, mtu=N and no-sysctls are")),
+                _ => return Err(format!("--so_flags: {flag} is not known: move=N, by-kernel, mtu=N and no-sysctls are")),
             }
         }
         Ok(flags)
@@ -154,7 +157,8 @@ mod tests {
     #[test]
     fn flags_are_read_or_refused() {
         assert_eq!(Flags::parse(""), Ok(Flags::default()));
-        assert_eq!(Flags::parse("move=3, no-sysctls"), Ok(Flags { move_every: 3, no_sysctls: true, mtu: 1500 }));
+        let all = Flags { move_every: 3, by_kernel: true, no_sysctls: true, mtu: 1280 };
+        assert_eq!(Flags::parse("move=3, by-kernel,no-sysctls,mtu=1280"), Ok(all));
         assert!(Flags::parse("move=x").is_err());
         assert!(Flags::parse("shake=3").is_err());
     }

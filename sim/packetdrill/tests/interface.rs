@@ -198,6 +198,7 @@ fn a_connection_lives_from_syn_to_fin() {
 fn a_connection_that_moves_lives_as_well() {
     for every in 1..=3 {
         handshake_data_loss_and_close(&format!("no-sysctls,move={every}"));
+        handshake_data_loss_and_close(&format!("no-sysctls,by-kernel,move={every}"));
     }
 }
 

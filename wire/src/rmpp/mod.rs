@@ -9,7 +9,7 @@ pub mod envelope;
 mod packet;
 
 pub use envelope::{Envelope, EnvelopeError, Received};
-pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, of_other_version, seal};
+pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, of_other_version, packet_length, seal};
 
 use crate::flow::Endpoint;
 use bitflags::bitflags;

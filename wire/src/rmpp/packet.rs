@@ -119,6 +119,11 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
+/// Bytes of the packet that begins here, as its header says: another one may follow it. None if there is no whole header.
+pub fn packet_length(bytes: &[u8]) -> Option<usize> {
+    (bytes.len() >= HEADER).then(|| HEADER + usize::from(be16(bytes, at::LENGTH)))
+}
+
 impl<'a> Packet<'a> {
     /// Reads a packet that `source` has sent to `destination`. Bytes behind it are ignored: Ethernet pads short frames.
     ///
@@ -128,8 +133,7 @@ impl<'a> Packet<'a> {
         if bytes.len() < HEADER {
             return Err(Refusal::Truncated);
         }
-        let end = HEADER + usize::from(be16(bytes, at::LENGTH));
-        let bytes = bytes.get(..end).ok_or(Refusal::Truncated)?;
+        let bytes = packet_length(bytes).and_then(|end| bytes.get(..end)).ok_or(Refusal::Truncated)?;
         if crc32c(source, destination, bytes) != be32(bytes, at::CRC) {
             return Err(Refusal::Checksum);
         }

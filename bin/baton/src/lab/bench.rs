@@ -17,6 +17,12 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Cost of the NIC's filter per packet with 10 and with 10,000 rules, in instructions.
+    Filter {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
     /// minutes.
     Lro {
@@ -180,6 +186,14 @@ pub fn run(what: &Bench) -> Result<bool> {
             }
             Ok(true)
         }
+        Bench::Filter { json } => {
+            let report = baton_lab::filter::run()?;
+            for measured in report.measured.iter().filter(|_| !json) {
+                let baton_lab::filter::Measured { rules, established, new } = measured;
+                println!("{rules:>6} rules: {established:>6.1} instructions for a known flow, {new:>6.1} for a new one");
+            }
+            print_bars(&report.bars, &report, *json)
+        }
         Bench::Datapath { json } => {
             let report = baton_lab::datapath::run()?;
             if *json {
@@ -241,11 +255,11 @@ fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
     Ok(mismatches == 0)
 }
 
-/// What benches run as processes of their own, to count their instructions.
+/// What benches and the demonstration run as processes of their own: workloads whose instructions are counted, and a server.
 #[derive(Subcommand)]
 pub enum Workload {
-    #[command(hide = true)]
-    BenchWorkload {
+    #[command(hide = true, name = "bench-workload")]
+    Datapath {
         #[arg(long)]
         connections: u32,
         #[arg(long)]
@@ -255,22 +269,35 @@ pub enum Workload {
         #[arg(long)]
         segments: u64,
     },
-    #[command(hide = true)]
-    BenchBypassWorkload {
+    #[command(hide = true, name = "bench-filter-workload")]
+    Filter {
+        #[arg(long)]
+        rules: u32,
+        #[arg(long)]
+        new: bool,
+        #[arg(long)]
+        segments: u64,
+    },
+    #[command(hide = true, name = "bench-bypass-workload")]
+    Bypass {
         #[arg(long)]
         messages: u64,
         #[arg(long)]
         port: u16,
     },
+    #[command(hide = true, name = "serve-files")]
+    ServeFiles { address: std::net::SocketAddr, root: std::path::PathBuf },
 }
 
 /// Runs one of them.
 pub fn workload(what: &Workload) -> Result<bool> {
-    match *what {
-        Workload::BenchWorkload { connections, size, burst, segments } => {
+    match what {
+        &Workload::Datapath { connections, size, burst, segments } => {
             let workload = baton_lab::datapath::Workload { connections, size, burst };
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
-        Workload::BenchBypassWorkload { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        &Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
+        &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }

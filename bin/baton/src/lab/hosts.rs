@@ -1,8 +1,9 @@
 //! `baton hosts`: two hosts and a Baton, for a program of the user's.
 
 use super::workers::WorkerArguments;
+use crate::filter;
 use anyhow::{Context, Result, anyhow, bail};
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_lab::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
 use baton_offloads::Offloads;
 use clap::Args;
@@ -29,6 +30,15 @@ pub struct HostsArguments {
     /// A file with such settings in a table `[nic]`. Those of the command line are applied after it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// The NIC belongs to an owner and filters frames by the rules of this file (see `baton nic filter --help`).
+    #[arg(long, value_name = "FILE")]
+    filter: Option<PathBuf>,
+    /// As --filter; who has the key in this file can change the rules. BATON_FILTER_SOCKET is set for the programs.
+    #[arg(long, value_name = "FILE")]
+    filter_key: Option<PathBuf>,
+    /// With a filter: the first host is a container, whose root has no rights over the NIC's owner. Needs root.
+    #[arg(long)]
+    contain: bool,
     /// The program to run on the first host, with BATON_SOCKET in its environment. Default: a shell.
     #[arg(last = true)]
     command: Vec<std::ffi::OsString>,
@@ -62,6 +72,26 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     Ok(offloads)
 }
 
+/// What the NIC's owner starts with, if it is to have one. Without a key nobody can change the rules.
+fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
+    if arguments.filter.is_none() && arguments.filter_key.is_none() {
+        if arguments.contain {
+            bail!("--contain is for a NIC with a filter: add --filter or --filter-key");
+        }
+        return Ok(None);
+    }
+    let rules = arguments.filter.as_deref().map(filter::read_rules).transpose()?.unwrap_or_default();
+    let key = match &arguments.filter_key {
+        Some(path) => filter::read_key(path)?,
+        None => {
+            let mut key = vec![0; 32];
+            process::random(&mut key).context("random numbers")?;
+            key
+        }
+    };
+    Ok(Some(ControlPoint { key, rules, contained: arguments.contain }))
+}
+
 /// Runs the program. Returns its exit status.
 pub fn run(arguments: &HostsArguments) -> Result<u8> {
     let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
@@ -71,6 +101,7 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
     if queues > settings.workers {
         bail!("queues={queues}: there are {} workers; see --workers", settings.workers);
     }
+    settings.control_point = control_point(arguments)?;
     let bed = Testbed::new(&settings)?;
     let shell = std::env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if arguments.command.is_empty() { vec![shell] } else { arguments.command.clone() };
@@ -87,6 +118,9 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
     let environment = |command: &mut Command| {
         command.env("BATON_SOCKET", bed.socket()).env("BATON_A", address_a(false).to_string());
         command.env("BATON_B", address_b(false).to_string());
+        if settings.control_point.is_some() {
+            command.env("BATON_FILTER_SOCKET", bed.filter_socket());
+        }
     };
     let mut peer = None;
     if let Some(text) = &arguments.peer {
@@ -97,10 +131,15 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
         command.process_group(0);
         peer = Some(bed.host_b.spawn(&mut command).context("starting the peer's command")?);
     }
-    let mut program = Command::new(&command[0]);
+    let mut program =
+        bed.container.as_ref().map_or_else(|| Command::new(&command[0]), |container| container.command(&command[0]));
     program.args(&command[1..]);
     environment(&mut program);
-    let mut child = bed.host_a.spawn(&mut program).with_context(|| format!("starting {}", command[0].display()))?;
+    let child = match &bed.container {
+        Some(_) => program.spawn(),
+        None => bed.host_a.spawn(&mut program),
+    };
+    let mut child = child.with_context(|| format!("starting {}", command[0].display()))?;
     // Ctrl-C is for the program; what was started here is ended after it.
     let _signals = process::signal_descriptor(&[libc::SIGINT, libc::SIGQUIT])?;
     let status = child.wait()?;

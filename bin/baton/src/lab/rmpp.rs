@@ -2,11 +2,15 @@
 
 use anyhow::Result;
 use baton_lab::messages::{self, Conditions, Offload};
+use baton_lab::testbed::TestbedSettings;
 use baton_protocol::nic::LinkSettings;
 use clap::{Args, Subcommand, ValueEnum};
 
 pub const EXAMPLES: &str = "Examples:
   baton rmpp pingpong --offload both
+  baton rmpp pingpong --offload both --match-on-nic 256
+  baton rmpp pingpong --offload both --beside
+  baton rmpp pingpong --offload both --encapsulation ethernet
   baton rmpp pingpong --offload none --coalesce --sizes 1000,1000000 --json
   baton rmpp availability --offload both --size 100000 --intervals 10,100,1000
   baton rmpp pingpong --offload both --rate 1000 --rtt 100 --rsm-lead 8 --sizes 1000000";
@@ -64,6 +68,14 @@ enum OffloadArgument {
     Both,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum EncapsulationArgument {
+    /// UDP over IPv4, or IPv6 with --ipv6.
+    Udp,
+    /// Raw Ethernet frames of a type of their own. The NIC must be between kernel and wire.
+    Ethernet,
+}
+
 #[derive(Args)]
 pub struct ConditionArguments {
     /// What the NIC does.
@@ -84,6 +96,20 @@ pub struct ConditionArguments {
     /// Round-trip time of the link in microseconds.
     #[arg(long, default_value_t = 0)]
     rtt: u64,
+    /// Let the NIC match messages with receives: with room for so many posted ones.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=16384))]
+    match_on_nic: u16,
+    /// Over IPv6 instead of IPv4.
+    #[arg(long)]
+    ipv6: bool,
+    /// What carries the packets.
+    #[arg(long, default_value = "udp")]
+    encapsulation: EncapsulationArgument,
+    /// Put the NIC beside the kernel, on host A's interface. The link has neither rate nor delay then.
+    #[arg(long, conflicts_with_all = ["rate", "rtt", "workers", "one_queue", "copy_engine"])]
+    beside: bool,
+    #[command(flatten)]
+    workers: super::workers::WorkerArguments,
 }
 
 impl ConditionArguments {
@@ -96,7 +122,23 @@ impl ConditionArguments {
         // Room for all packets that may be cleared.
         let link = LinkSettings { rate: self.rate * 1_000_000, delay: self.rtt / 2, buffer: 8 << 20, ..LinkSettings::default() };
         let link = if self.rate + self.rtt > 0 { link } else { LinkSettings::default() };
-        Conditions { offload, lead: self.rsm_lead, mtu: self.mtu, coalesce: self.coalesce, link, ..Conditions::plain() }
+        let mut bed = TestbedSettings::default();
+        self.workers.apply(&mut bed);
+        Conditions {
+            offload,
+            lead: self.rsm_lead,
+            mtu: self.mtu,
+            coalesce: self.coalesce,
+            link,
+            posted_on_nic: self.match_on_nic,
+            ipv6: self.ipv6,
+            ethernet: matches!(self.encapsulation, EncapsulationArgument::Ethernet),
+            beside: self.beside,
+            workers: bed.workers,
+            card: bed.card,
+            copy_engine: bed.copy_engine,
+            ..Conditions::plain()
+        }
     }
 }
 

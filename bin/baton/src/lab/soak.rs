@@ -57,11 +57,14 @@ pub struct SoakArguments {
     #[arg(long)]
     firewall: bool,
     /// Send messages (RMPP) of random sizes both ways instead, with both halves of their data path on the NIC.
-    #[arg(long, conflicts_with_all = ["connections", "moves", "ipv6", "drop_during_moves", "beside", "firewall"])]
+    #[arg(long, conflicts_with_all = ["connections", "moves", "drop_during_moves", "firewall"])]
     rmpp: bool,
     /// With --rmpp: messages, both directions together.
     #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
     messages: u64,
+    /// With --rmpp: let the NIC match messages with receives, with room for so many posted ones.
+    #[arg(long, default_value_t = 0, requires = "rmpp", value_parser = clap::value_parser!(u16).range(0..=16384))]
+    match_on_nic: u16,
     /// With --rmpp: start the peer anew this many times, in the middle of its messages.
     #[arg(long, default_value_t = 0, requires = "rmpp", value_parser = clap::value_parser!(u32).range(0..=100))]
     restart_peer: u32,
@@ -88,16 +91,28 @@ const STATEFUL_RULES: &str =
 }\n";
 
 /// `baton soak --rmpp`. Returns whether every message came, right, once and in order, and nothing was left over.
-fn run_messages(arguments: &SoakArguments, link: LinkSettings) -> Result<bool> {
+fn run_messages(arguments: &SoakArguments, bed: &TestbedSettings) -> Result<bool> {
     // Room for all packets that may be cleared.
-    let link = LinkSettings { buffer: 8 << 20, ..link };
+    let link = LinkSettings { buffer: 8 << 20, ..bed.link };
     let link = if link.loss + link.reorder + link.duplicate + link.corrupt > 0 || link.delay > 0 {
         link
     } else {
         LinkSettings::default()
     };
     let mtu = u16::try_from(arguments.mtu)?;
-    let conditions = Conditions { offload: Offload::Both, mtu, link, seed: arguments.seed, ..Conditions::plain() };
+    let conditions = Conditions {
+        offload: Offload::Both,
+        mtu,
+        link,
+        seed: arguments.seed,
+        posted_on_nic: arguments.match_on_nic,
+        ipv6: arguments.ipv6,
+        beside: arguments.beside,
+        workers: bed.workers,
+        card: bed.card,
+        copy_engine: bed.copy_engine,
+        ..Conditions::plain()
+    };
     let settings = messages::SoakSettings {
         conditions,
         messages: arguments.messages,
@@ -134,10 +149,10 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };
-    if arguments.rmpp {
-        return run_messages(arguments, bed.link);
-    }
     arguments.workers.apply(&mut bed);
+    if arguments.rmpp {
+        return run_messages(arguments, &bed);
+    }
     let settings = SoakSettings {
         connections: arguments.connections as usize,
         moves: arguments.moves,

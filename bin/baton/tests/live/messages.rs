@@ -6,10 +6,11 @@ use baton_abi::layout::{Counter, session};
 use baton_client::messages::{Endpoint, Settings};
 use baton_lab::testbed::{self, TestbedSettings};
 use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
 use baton_protocol::program::{Answer, Ask, Messages, Opening, Reply, Request};
 use baton_ring::{Consumer, Producer};
-use baton_rmpp::Halves;
-use baton_shm::{Region, RingWords};
+use baton_rmpp::{Halves, Memory, Outgoing, Region};
+use baton_shm::RingWords;
 use baton_sim::Rng;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
@@ -71,6 +72,7 @@ fn no_message_is_lost_with_a_nic_or_comes_to_the_wrong_peer() {
 fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
     Settings {
         address: SocketAddr::new(ip, 0),
+        ethernet: None,
         on_nic: Halves::BOTH,
         agent: bed.socket(),
         packet: 1472,
@@ -78,6 +80,7 @@ fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
         nic_buffers: 256,
         memory: 1 << 20,
         messages: 16,
+        posted_on_nic: 0,
         hash_key: [1, 2, 3, 4],
         incarnation: 1,
     }
@@ -116,13 +119,169 @@ fn an_endpoint_is_admitted_with_its_address_and_goes_with_its_program() {
 }
 
 #[test]
-fn beside_the_kernel_and_with_several_workers_messages_are_refused() {
-    for (settings_of_bed, why) in [
-        (TestbedSettings { beside: true, ..TestbedSettings::default() }, "beside the kernel"),
-        (TestbedSettings { workers: 2, ..TestbedSettings::default() }, "one worker"),
+fn beside_the_kernel_half_a_data_half_is_refused() {
+    let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    let good = settings(&bed, testbed::address_a(false));
+    refused(&bed, &Settings { on_nic: Halves { receiving: true, sending: false }, ..good.clone() }, "both halves");
+    bed.host_a.run(|| Endpoint::new(&good)).expect("both halves");
+}
+
+/// Messages beside the kernel, with several workers, over IPv6, and matched by the NIC: with NICs that die and a peer that starts
+/// anew.
+#[test]
+fn messages_survive_nics_in_every_shape() {
+    let faults = ["--loss", "1", "--reorder", "2", "--duplicate", "1", "--corrupt", "0.1"];
+    let common =
+        ["soak", "--rmpp", "--json", "--messages", "3000", "--kill-nic", "5", "--kill-agent", "1", "--restart-peer", "1"];
+    for (faulty, shape) in [
+        (false, &["--beside"][..]),
+        (false, &["--beside", "--ipv6", "--match-on-nic", "64"]),
+        (true, &["--workers", "3"]),
+        (true, &["--workers", "2", "--one-queue", "--ipv6"]),
+        (true, &["--match-on-nic", "64"]),
+        // Fewer than are posted: the NIC has no room, time and again.
+        (true, &["--match-on-nic", "8", "--workers", "3"]),
     ] {
-        let bed = hosts(settings_of_bed);
-        refused(&bed, &settings(&bed, testbed::address_a(false)), why);
+        let mut arguments = common.to_vec();
+        arguments.extend(faults.iter().filter(|_| faulty));
+        arguments.extend(shape);
+        let report = &baton(&arguments)[0];
+        assert_eq!((&report["kills"], &report["replacements"]), (&6.into(), &6.into()), "{report}");
+        assert_eq!((&report["mismatches"], &report["disordered"]), (&0.into(), &0.into()), "{report}");
+    }
+}
+
+#[test]
+fn messages_are_handled_by_the_nic_in_every_shape() {
+    for shape in [
+        &["--beside"][..],
+        &["--beside", "--ipv6"],
+        &["--workers", "3"],
+        &["--ipv6", "--match-on-nic", "64"],
+        &["--encapsulation", "ethernet"],
+        &["--encapsulation", "ethernet", "--workers", "2"],
+    ] {
+        let mut arguments = vec!["rmpp", "pingpong", "--offload", "both", "--sizes", "0,1412,100000", "--rounds", "5", "--json"];
+        arguments.extend(shape);
+        for cell in baton(&arguments) {
+            assert_eq!(cell["mismatches"], 0, "{shape:?} {cell}");
+            assert!(cell["packets"].as_u64() > Some(0) && cell["packets"] == cell["packets_on_nic"], "{shape:?} {cell}");
+        }
+    }
+}
+
+/// Two endpoints of host A, each of which a worker of its own has, and packets of either never reach the other.
+#[test]
+fn sessions_are_divided_among_workers() {
+    let bed = hosts(TestbedSettings { workers: 2, card: true, ..TestbedSettings::default() });
+    let good = Settings { posted_on_nic: 4, ..settings(&bed, testbed::address_a(false)) };
+    let mut near: Vec<_> = (0..4).map(|_| bed.host_a.run(|| Endpoint::new(&good)).expect("an endpoint")).collect();
+    let far = Settings { on_nic: Halves::default(), ..settings(&bed, testbed::address_b(false)) };
+    let mut far: Vec<_> = (0..4).map(|_| bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint")).collect();
+    for (at, (near, far)) in near.iter_mut().zip(&mut far).enumerate() {
+        exchange(near, far, at as u64);
+        assert!(near.usage().packets_on_nic > 0 && near.matches_on_nic());
+    }
+    assert_eq!(bed.tool().unwrap().statistics().unwrap().nic_starts, 1);
+}
+
+/// A NIC that matches is killed while receives are posted: the next one has them again, and gives them messages in their order.
+#[test]
+fn the_next_nic_matches_what_was_posted_before() {
+    const COUNT: u64 = 8;
+    let bed = hosts(TestbedSettings::default());
+    let near = Settings { posted_on_nic: 32, ..settings(&bed, testbed::address_a(false)) };
+    let mut near = bed.host_a.run(|| Endpoint::new(&near)).expect("an endpoint");
+    let far = Settings { on_nic: Halves::default(), ..settings(&bed, testbed::address_b(false)) };
+    let mut far = bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint");
+    exchange(&mut near, &mut far, 99);
+    let (here, there) = (near.heap()[0], far.heap()[0]);
+    for token in 0..COUNT {
+        let region = Region { offset: here + token * 4096, length: 4096 };
+        let request = baton_rmpp::Request { source: None, context: 0, tag: 5, ignore: 0, region, token };
+        near.receive(request, monotonic_micros()).expect("a receive");
+    }
+    let begin = monotonic_micros();
+    let killed = bed.tool().unwrap().statistics().unwrap().nic_process;
+    baton_linux::process::signal(killed, 9).expect("the NIC");
+    while near.usage().nic_deaths == 0 || !near.matches_on_nic() {
+        near.progress(monotonic_micros()).expect("the endpoint");
+        assert!(monotonic_micros() < begin + 20_000_000, "no other NIC matches");
+        near.wait(monotonic_micros(), monotonic_micros() + 1000).expect("sleep");
+    }
+    let peer = far.peer(near.address()).expect("a peer");
+    for token in 0..COUNT {
+        far.memory().write(there + token * 4096, &[token as u8 + 1; 4096]);
+        let region = Region { offset: there + token * 4096, length: 4096 };
+        far.send(Outgoing { peer, context: 0, tag: 5, data: token, region, token }, monotonic_micros()).expect("a send");
+    }
+    let mut received = Vec::new();
+    while (received.len() as u64) < COUNT {
+        far.progress(monotonic_micros()).expect("the endpoint");
+        near.progress(monotonic_micros()).expect("the endpoint");
+        received.extend(std::iter::from_fn(|| near.poll_completion()));
+        assert!(monotonic_micros() < begin + 40_000_000, "{} messages came", received.len());
+        near.wait(monotonic_micros(), monotonic_micros() + 1000).expect("sleep");
+    }
+    let mut pairs: Vec<_> = received.iter().map(|one| (one.token, one.result.expect("delivered").data)).collect();
+    pairs.sort_unstable();
+    assert_eq!(pairs, (0..COUNT).map(|token| (token, token)).collect::<Vec<_>>());
+    for token in 0..COUNT {
+        let mut bytes = [0; 4096];
+        assert!(near.memory().read(here + token * 4096, &mut bytes) && bytes == [token as u8 + 1; 4096]);
+    }
+}
+
+/// Sends a message from `far` to `near`, and waits for both completions.
+fn exchange(near: &mut Endpoint, far: &mut Endpoint, token: u64) {
+    let [here, there] = [near.heap()[0], far.heap()[0]];
+    let length = 10_000;
+    let now = monotonic_micros();
+    let peer = far.peer(near.address()).expect("a peer");
+    far.memory().write(there, &[token as u8 + 1; 10_000]);
+    let request =
+        baton_rmpp::Request { source: None, context: 0, tag: token, ignore: 0, region: Region { offset: here, length }, token };
+    near.receive(request, now).expect("a receive");
+    let region = Region { offset: there, length };
+    far.send(Outgoing { peer, context: 0, tag: token, data: 0, region, token }, now).expect("a send");
+    let mut ended = [false; 2];
+    while ended != [true; 2] {
+        for (ended, endpoint) in ended.iter_mut().zip([&mut *near, &mut *far]) {
+            endpoint.progress(monotonic_micros()).expect("the endpoint");
+            while let Some(completion) = endpoint.poll_completion() {
+                *ended |= completion.token == token && completion.result.is_ok();
+                assert!(completion.result.is_ok(), "{completion:?}");
+            }
+        }
+        assert!(monotonic_micros() < now + 20_000_000, "message {token} does not come");
+        near.wait(monotonic_micros(), monotonic_micros() + 1000).expect("sleep");
+    }
+    let mut bytes = [0; 10_000];
+    assert!(near.memory().read(here, &mut bytes) && bytes == [token as u8 + 1; 10_000]);
+}
+
+/// The peer's link address changes, then its route goes and comes back, all while an endpoint has sent there before.
+#[test]
+fn routes_and_neighbours_are_followed() {
+    for (beside, ipv6) in [(false, false), (true, true)] {
+        let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+        let (here, there) = (testbed::address_a(ipv6), testbed::address_b(ipv6));
+        let mut near = bed.host_a.run(|| Endpoint::new(&Settings { packet: 1452, ..settings(&bed, here) })).expect("an endpoint");
+        let far = Settings { on_nic: Halves::default(), packet: 1452, ..settings(&bed, there) };
+        let mut far = bed.host_b.run(|| Endpoint::new(&far)).expect("an endpoint");
+        exchange(&mut near, &mut far, 1);
+        let run = |host: &baton_linux::namespace::Namespace, command: &str| {
+            let status = host.run(|| Command::new("sh").args(["-c", command]).status()).expect("a shell");
+            assert!(status.success(), "{command}");
+        };
+        let family = if ipv6 { "-6" } else { "-4" };
+        // The NIC must send to the new address: its frames to the old one are nobody's.
+        run(&bed.host_b, "ip link set dev eth0 address 02:00:00:77:77:77");
+        run(&bed.host_a, &format!("ip {family} neighbour replace {there} dev baton0 lladdr 02:00:00:77:77:77 nud permanent"));
+        exchange(&mut near, &mut far, 2);
+        run(&bed.host_a, &format!("ip {family} route add unreachable {there}"));
+        run(&bed.host_a, &format!("sleep 0.2; ip {family} route delete unreachable {there}"));
+        exchange(&mut near, &mut far, 3);
     }
 }
 
@@ -131,7 +290,7 @@ struct Hostile {
     channel: Channel,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
-    _memory: Arc<Region>,
+    _memory: Arc<baton_shm::Region>,
     _socket: UdpSocket,
 }
 
@@ -142,6 +301,7 @@ impl Hostile {
         let channel = Channel::connect(&bed.socket()).expect("the agent");
         let messages = Messages {
             address: SocketAddr::new(IpAddr::from([8, 8, 8, 8]), 53),
+            ethernet: false,
             endpoint: 0,
             receiving: true,
             sending: true,
@@ -152,12 +312,15 @@ impl Hostile {
             buffer_count: 8,
             buffer_size: 1472,
             packet: 1472,
+            posted: 64,
+            unexpected: 8,
+            receives: 64,
         };
         let opening = Opening { messages: Some(messages), ..Opening::alone() };
         channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[socket.as_fd()]).expect("a request");
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive().expect("an answer");
         assert!(matches!(answer.body, Reply::Opened { .. }), "{answer:?}");
-        let memory = Arc::new(Region::map(descriptors.into_iter().next().expect("memory")).expect("memory"));
+        let memory = Arc::new(baton_shm::Region::map(descriptors.into_iter().next().expect("memory")).expect("memory"));
         let commands = Producer::new(memory.ring(session::COMMANDS));
         let events = Consumer::new(memory.ring(session::EVENTS));
         Hostile { channel, commands, events, _memory: memory, _socket: socket }
@@ -190,7 +353,7 @@ fn a_program_that_writes_nonsense_harms_itself_only() {
             1 => session::HEAP as u64 + rng.below(1 << 32),
             _ => rng.below(16) | rng.below(16) << 16 | rng.below(16) << 32,
         });
-        record[0] = rng.below(10);
+        record[0] = rng.below(18);
         hostile.send(&record);
     }
     let statistics = bed.tool().unwrap().statistics().unwrap();

@@ -1,13 +1,21 @@
-//! Sessions for messages (RMPP): admission of their endpoints, and the hosts that they may send to.
+//! Sessions for messages (RMPP): admission of their endpoints, and the ways to the hosts that they send to.
 
 use super::Agent;
-use crate::ground::Shape;
+use crate::ground::{Ground, Shape};
+use crate::session::{Host, OpenSession};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
-use baton_linux::socket;
+use baton_linux::{frames, rtnetlink, socket};
+use baton_moves::Refusal;
 use baton_protocol::program::{Messages, Opening, Reply};
-use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use baton_steering::{FURTHER, Path, Steer, messages_flow};
+use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, ethernet_address};
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Most hosts that a session may send to; the NIC has room for as many.
+const MAX_HOSTS: usize = 8192;
 
 impl Agent {
     /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port may have
@@ -17,21 +25,12 @@ impl Agent {
         if opening.attacher {
             bail!("an attacher's session is for connections");
         }
-        if !matches!(self.shape, Shape::Inline { .. }) {
-            bail!("messages need a NIC between kernel and wire; this one is beside the kernel");
-        }
-        if self.settings.nic.workers != 1 {
-            bail!("messages need a NIC of one worker; this one has {} (--workers)", self.settings.nic.workers);
+        if matches!(self.shape, Shape::Beside { .. }) && asked.receiving != asked.sending {
+            bail!("beside the kernel the NIC has both halves of the data half, or none: a device may merge packets for either");
         }
         let socket = socket.context("a session for messages needs a UDP socket")?.as_fd();
         self.has_room_for(socket, 0).map_err(anyhow::Error::new)?;
-        if !socket::is_udp(socket) {
-            bail!("a session for messages needs a UDP socket");
-        }
-        let address = socket::local_address(socket).context("the socket's address")?;
-        if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
-            bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
-        }
+        let address = if asked.ethernet { self.ethernet_address(socket)? } else { udp_address(socket)? };
         let used = self.sessions.iter().flatten().filter_map(|session| session.opening.messages.as_ref());
         if used.into_iter().any(|other| other.address == address) {
             bail!("another session has the messages for {address}");
@@ -41,20 +40,124 @@ impl Agent {
         Ok(Some(messages))
     }
 
+    /// The address of an endpoint that raw Ethernet frames come to. Who may open a packet socket of RMPP's type at the NIC's
+    /// interface may have its frames.
+    fn ethernet_address(&self, socket: BorrowedFd<'_>) -> Result<SocketAddr> {
+        let Shape::Inline { interface } = &self.shape else {
+            bail!("messages in raw Ethernet frames need a NIC between kernel and wire; this one is beside the kernel");
+        };
+        let ours = socket::is_of_this_namespace(socket).unwrap_or(false);
+        if !ours || frames::binding(socket).ok() != Some((ETHERTYPE_RMPP, *interface)) {
+            bail!(
+                "messages in raw Ethernet frames need a packet socket bound to type {ETHERTYPE_RMPP:#x} and the NIC's interface"
+            );
+        }
+        let link = rtnetlink::link_at(&self.routes, *interface).context("the NIC's interface")?;
+        Ok(SocketAddr::from(ethernet_address(link.address)))
+    }
+
+    /// Beside the kernel: lets the NIC, and not the kernel, receive the datagrams to an endpoint's address.
+    pub(super) fn steal_messages(&mut self, address: SocketAddr, open: &OpenSession) -> Result<(), Refusal> {
+        if let Shape::Beside { steering, devices, .. } = &mut self.shape
+            && devices.is_new()
+        {
+            devices.follow(&self.routes, steering, &self.keeper).map_err(|_| Refusal::NoRoom)?;
+        }
+        let path = path_of(open)?;
+        self.shape.steer(&messages_flow(address.into()), &path, Steer::Steal)
+    }
+
     /// Lets a session for messages send to a host.
     pub(super) fn reach(&mut self, number: u32, host: IpAddr) -> Reply {
-        let way = self.split(number).and_then(|(mut ground, session)| {
-            let local = session.opening.messages.as_ref()?.address;
-            let socket = session.open.as_ref()?.socket.as_ref()?;
-            Some(ground.way_to(socket.as_fd(), local, host))
-        });
-        match way {
-            None => Reply::Failed { reason: "this session is not for messages".into() },
-            Some(Err(refusal)) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
-            Some(Ok(hop)) => match self.nic.reach(number, host, hop) {
-                Ok(()) => Reply::Done,
-                Err(error) => Reply::Failed { reason: format!("{error:#}") },
-            },
+        let Some((mut ground, session)) = self.split(number) else {
+            return Reply::Failed { reason: "open the session first".into() };
+        };
+        let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else {
+            return Reply::Failed { reason: "this session is not for messages".into() };
+        };
+        if messages.ethernet {
+            return Reply::Failed { reason: "raw Ethernet needs no way to a host".into() };
+        }
+        if open.hosts.len() >= MAX_HOSTS && !open.hosts.contains_key(&host) {
+            return Reply::Failed { reason: format!("the session sends to {MAX_HOSTS} hosts already") };
+        }
+        match ground.find_host(number, messages.address, open, host) {
+            Ok(()) => Reply::Done,
+            Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
         }
     }
+
+    /// Looks up again the ways to those hosts for which `of` is true. Packets to a host without a way are dropped, as the kernel
+    /// would drop them, until it has one again.
+    pub(crate) fn follow_hosts(&mut self, of: impl Fn(&Host) -> bool) {
+        for number in 0..self.sessions.len() as u32 {
+            let Some((mut ground, session)) = self.split(number) else { continue };
+            let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else { continue };
+            let changed: Vec<IpAddr> = open.hosts.iter().filter(|(_, host)| of(host)).map(|(host, _)| *host).collect();
+            for host in changed {
+                // The reason is the kernel's own; who asks for the host again is told.
+                let _ = ground.find_host(number, messages.address, open, host);
+            }
+        }
+    }
+}
+
+impl Ground<'_> {
+    /// Looks up the way to a host and gives it to the NIC, if it is another one than before.
+    fn find_host(&mut self, number: u32, local: SocketAddr, open: &mut OpenSession, host: IpAddr) -> Result<(), Refusal> {
+        let Some(socket) = open.socket.as_ref() else { return Err(Refusal::NoRoute) };
+        let found = self.way_to(socket.as_fd(), local, host);
+        let before = open.hosts.get(&host).copied();
+        if before.is_none() && found.is_err() {
+            return found.map(drop);
+        }
+        let (way, next) = match &found {
+            Ok((hop, next)) => (Some(*hop), *next),
+            Err(_) => (None, before.map_or(host, |before| before.next)),
+        };
+        open.hosts.insert(host, Host { way, next });
+        if before.and_then(|before| before.way) != way {
+            if way.is_some() {
+                let steered = path_of(open).and_then(|path| self.shape.steer(&messages_flow(local.into()), &path, Steer::Steal));
+                steered.inspect_err(|_| _ = open.hosts.insert(host, Host { way: None, next }))?;
+            }
+            self.nic.reach(number, host, way).map_err(|_| Refusal::NicGone)?;
+        }
+        if matches!(found, Err(Refusal::NoNeighbour))
+            && let Some(socket) = open.socket.as_ref()
+        {
+            // The kernel looks for the neighbour, and reports it when it has an answer. Whatever becomes of it, nobody waits.
+            let _ = socket::send_empty(socket.as_fd(), SocketAddr::new(host, local.port()));
+        }
+        found.map(drop)
+    }
+}
+
+/// The address that a UDP socket is bound to.
+fn udp_address(socket: BorrowedFd<'_>) -> Result<SocketAddr> {
+    if !socket::is_udp(socket) {
+        bail!("a session for messages needs a UDP socket");
+    }
+    let address = socket::local_address(socket).context("the socket's address")?;
+    if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
+        bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
+    }
+    Ok(address)
+}
+
+/// The devices at which a session's datagrams are received: those by which its own leave, and all that the kernel accepts packets
+/// at whose answers leave by others.
+fn path_of(open: &OpenSession) -> Result<Path, Refusal> {
+    let devices: BTreeSet<u32> = open.hosts.values().filter_map(|host| Some(host.way?.interface)).collect();
+    if devices.len() > FURTHER + 1 {
+        return Err(Refusal::ManyPaths(devices.len()));
+    }
+    let mut path = Path { anywhere: true, ..Path::default() };
+    for (at, device) in devices.into_iter().enumerate() {
+        match at {
+            0 => path.leaves_by = device,
+            _ => path.also_at[at - 1] = device,
+        }
+    }
+    Ok(path)
 }

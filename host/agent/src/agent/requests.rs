@@ -9,6 +9,7 @@ use crate::session::{NOT_READING, OpenSession, Sent};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
+use baton_abi::{Cid, Control};
 use baton_handoff::examine;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
@@ -262,6 +263,12 @@ impl Agent {
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.filter(|_| opening.messages.is_some());
         self.nic.attach(number, &open, opening)?;
+        if let Some(messages) = &opening.messages
+            && let Err(refusal) = self.steal_messages(messages.address, &open)
+        {
+            let _ = self.nic.control(Control::Detach, Cid(0), number);
+            anyhow::bail!("the NIC cannot receive messages beside the kernel: {refusal}");
+        }
         Ok((open, theirs))
     }
 

@@ -1,10 +1,10 @@
 //! An endpoint for messages: the policy half, and the data half in two places.
 
+use super::carrier::Carrier;
 use super::counted::Counted;
 use super::link::Link;
 use super::local::Local;
 use baton_abi::layout::session;
-use baton_linux::datagrams::Datagrams;
 use baton_linux::events::{Poller, Trigger};
 use baton_protocol::program::Messages;
 use baton_records::SessionMemory;
@@ -12,7 +12,7 @@ use baton_rmpp::{Command, Completion, Config, Half, Halves, Limit, Memory, Outgo
 use baton_shm::Region;
 use baton_wire::Endpoint as Address;
 use std::io;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,6 +35,8 @@ const WATCHED: u64 = 3;
 pub struct Settings {
     /// Its address: of this host, and a port or 0.
     pub address: SocketAddr,
+    /// Raw Ethernet frames at this device carry the packets, instead of UDP; then the address is the device's.
+    pub ethernet: Option<String>,
     /// Which halves the NIC has. With none there is no session.
     pub on_nic: Halves,
     /// The agent's socket. Not used without a half on the NIC.
@@ -49,6 +51,8 @@ pub struct Settings {
     pub memory: usize,
     /// Messages in each direction, and receives.
     pub messages: u16,
+    /// Receives that the NIC is to have room for, so that it matches and answers by itself; 0 if this process always matches.
+    pub posted_on_nic: u16,
     /// Random: the key of the hash by which messages are matched.
     pub hash_key: [u64; 4],
     /// A number above those of all earlier endpoints at this address, modulo 2³²: from a clock, say.
@@ -77,7 +81,7 @@ pub struct Endpoint {
     link: Option<Link>,
     on_nic: Halves,
     memory: Counted,
-    socket: Datagrams,
+    socket: Carrier,
     poller: Poller,
     address: SocketAddr,
     /// Where the program's part of the memory begins, and its bytes.
@@ -95,12 +99,12 @@ impl Endpoint {
     /// # Errors
     /// With the reason, if the agent refuses or a system call fails.
     pub fn new(settings: &Settings) -> io::Result<Endpoint> {
-        let socket = Datagrams::bind(settings.address, SOCKET_BUFFER, settings.packet.into())?;
+        let socket = Carrier::bind(settings)?;
         let address = socket.address();
         let config = config(settings);
         let Halves { receiving, sending } = settings.on_nic;
         let link = match receiving || sending {
-            true => Some(Link::connect(&settings.agent, messages(&config, settings.on_nic, address), socket.as_fd())?),
+            true => Some(Link::connect(&settings.agent, messages(&config, settings, address), socket.as_fd())?),
             false => None,
         };
         let memory = match &link {
@@ -208,6 +212,11 @@ impl Endpoint {
         Ok(id)
     }
 
+    /// Whether the NIC matches messages with receives, at this moment.
+    pub fn matches_on_nic(&self) -> bool {
+        self.policy.matches_in_data()
+    }
+
     /// Takes a receive back; its completion says so. False if it has matched a message.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         self.policy.cancel(id)
@@ -261,19 +270,9 @@ impl Endpoint {
         }
         if link.next_retry().is_some_and(|at| at <= now) {
             let unreached = link.retry(now);
-            self.probe(&unreached);
+            self.socket.probe(&unreached);
         }
         Ok(moved)
-    }
-
-    /// Makes the kernel look for the neighbours that lead to these hosts, with empty datagrams, which are no packets.
-    fn probe(&self, hosts: &[IpAddr]) {
-        if let Ok(socket) = self.socket.as_fd().try_clone_to_owned().map(UdpSocket::from) {
-            for host in hosts {
-                // Whatever becomes of it, the way is asked for again later.
-                let _ = socket.send_to(&[], SocketAddr::new(*host, self.address.port()));
-            }
-        }
     }
 
     /// Passes the policy's commands to the halves that they are for, and sends. Returns whether there was anything.
@@ -341,8 +340,8 @@ impl Endpoint {
     }
 }
 
-/// Bytes of the socket's buffers that are asked for.
-const SOCKET_BUFFER: usize = 4 << 20;
+/// Unexpected messages that a NIC which matches keeps; with more, this process matches.
+const UNEXPECTED_ON_NIC: u16 = 256;
 
 /// The memory's first byte that a message may lie at.
 const HEAP: u64 = session::HEAP as u64;
@@ -364,17 +363,20 @@ fn config(settings: &Settings) -> Config {
         packet: settings.packet,
         nic_buffers: settings.nic_buffers,
         early: settings.early,
+        data_posted: if settings.on_nic.receiving { settings.posted_on_nic } else { 0 },
+        data_unexpected: settings.messages.min(UNEXPECTED_ON_NIC),
         ..Config::default()
     };
     Config { memory: HEAP + buffers_bytes(&config) + settings.memory as u64, ..config }
 }
 
-fn messages(config: &Config, on_nic: Halves, address: SocketAddr) -> Messages {
+fn messages(config: &Config, settings: &Settings, address: SocketAddr) -> Messages {
     Messages {
         address,
+        ethernet: settings.ethernet.is_some(),
         endpoint: config.endpoint,
-        receiving: on_nic.receiving,
-        sending: on_nic.sending,
+        receiving: settings.on_nic.receiving,
+        sending: settings.on_nic.sending,
         peers: config.peers,
         incoming: config.incoming,
         outgoing: config.sends,
@@ -382,5 +384,8 @@ fn messages(config: &Config, on_nic: Halves, address: SocketAddr) -> Messages {
         buffer_count: config.buffer_count,
         buffer_size: config.buffer_size,
         packet: config.packet,
+        posted: config.data_posted,
+        unexpected: config.data_unexpected,
+        receives: u32::from(config.receives) + u32::from(config.incoming),
     }
 }

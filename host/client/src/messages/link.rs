@@ -147,7 +147,10 @@ impl Link {
 
     /// Sends a command, which the NIC sees after [`Link::publish`]. Call it only if [`Link::has_room`].
     pub fn push(&mut self, command: &Command, now: u64) {
-        if let Command::SetPeer { address, .. } | Command::Control { to: address, .. } = command {
+        // A host that is known by its MAC address needs no way.
+        if let Command::SetPeer { address, .. } | Command::Control { to: address, .. } = command
+            && address.port != 0
+        {
             self.leads_to(SocketAddr::from(*address).ip(), now);
         }
         self.published |= push(&mut self.commands, &command.to_words()).is_ok();

@@ -1,6 +1,7 @@
-//! The data half, or a part of it, in this process: its packets come and go by the endpoint's UDP socket.
+//! The data half, or a part of it, in this process: its packets come and go by the endpoint's socket.
 
-use baton_linux::datagrams::{Datagrams, Received};
+use super::carrier::Carrier;
+use baton_linux::datagrams::Received;
 use baton_rmpp::{Data, DataConfig, Disposition, Memory};
 use baton_wire::Endpoint;
 use std::net::SocketAddr;
@@ -25,7 +26,7 @@ impl Local {
     }
 
     /// Takes packets from the socket, as long as there is room for what they bring. Returns how many there were.
-    pub fn receive(&mut self, socket: &mut Datagrams, memory: &mut impl Memory) -> usize {
+    pub fn receive(&mut self, socket: &mut Carrier, memory: &mut impl Memory) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
             let Local { data, packets, copied } = self;
@@ -43,15 +44,15 @@ impl Local {
 
     /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how many
     /// packets there were.
-    pub fn transmit(&mut self, socket: &mut Datagrams, memory: &impl Memory) -> usize {
+    pub fn transmit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let count = self.emit(socket, memory);
         socket.flush();
         count
     }
 
-    /// Gives the socket what the data half has to send; it leaves at the latest with [`Datagrams::flush`]. Returns how many
+    /// Gives the socket what the data half has to send; it leaves at the latest with [`Carrier::flush`]. Returns how many
     /// packets there were.
-    pub fn emit(&mut self, socket: &mut Datagrams, memory: &impl Memory) -> usize {
+    pub fn emit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let mut count = 0;
         while let Some(outbound) = self.data.poll_transmit(memory, socket.room()) {
             socket.push(SocketAddr::from(outbound.to), outbound.length);

@@ -4,15 +4,18 @@
 //! | file | what |
 //! |---|---|
 //! | `endpoint.rs` | the policy half, and the passing of commands and events |
+//! | `carrier.rs` | its socket: UDP or raw Ethernet |
 //! | `local.rs` | the data half, or a part of it, in this process |
 //! | `link.rs` | the session: rings, another NIC after one has died, hosts that can be reached |
 //! | `counted.rs` | memory that counts what this process copies |
 
+mod carrier;
 mod counted;
 mod endpoint;
 mod link;
 mod local;
 
+pub use carrier::Carrier;
 pub use endpoint::{Endpoint, Settings, Usage};
 pub use link::Link;
 pub use local::Local;

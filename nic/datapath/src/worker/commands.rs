@@ -12,7 +12,7 @@ use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_recovery::Replay;
 use baton_tcp::seq::{at_or_before, before};
-use baton_tcp::{Events, Instant, Segment, State};
+use baton_tcp::{Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 use core::sync::atomic::Ordering;
 
@@ -158,7 +158,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let memory = Memory { receive_base, receive_size, send_base, send_size, block };
         let mut bytes = [0u8; MAX_ENCODED];
         let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
-        let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
+        let (image, nic) = Image::decode_with(&bytes).map_err(|_| Refusal::BadImage)?;
         let most = self.limits(index);
         let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let session_memory = attached.memory.clone();
@@ -173,7 +173,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !memory.fits(&session_memory) || !memory.holds(&image) {
             return Err(Refusal::BadMemory);
         }
-        let offloaded = Offloaded::new(&image, memory, session, session_memory, nic_memory, index, now);
+        let tcp = Connection::from_image(&image, nic.as_ref(), receive_size, now);
+        let offloaded = Offloaded::new(tcp, &image, memory, session, session_memory, nic_memory, index);
         let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
         offloaded.tcp.set_quick_ack(quick_ack);
         offloaded.growth = Growth::new(memory, most);
@@ -242,7 +243,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let image = offloaded.tcp.to_image(&offloaded.image, now);
         offloaded.publish(now);
         let mut bytes = [0u8; MAX_ENCODED];
-        let encoded = image.as_ref().map(|image| image.encode(&mut bytes));
+        let nic = offloaded.tcp.nic_state(now);
+        let encoded = image.as_ref().map(|image| image.encode_with(Some(&nic), &mut bytes));
         if !matches!(encoded, Some(Ok(_))) {
             slot.custody = Custody::Active(offloaded);
             return Err(Refusal::WrongState);
@@ -367,10 +369,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Removes a session.
     fn detach(&mut self, session: u32) -> Result<u32, Refusal> {
-        let entry = self.programs.sessions.get_mut(session as usize).ok_or(Refusal::UnknownSession)?;
-        let taken = entry.take().map(|_| 0).ok_or(Refusal::UnknownSession);
-        self.list_messages();
-        taken
+        let here = self.programs.sessions.get(session as usize).is_some_and(Option::is_some);
+        let elsewhere = self.programs.message_ports.iter().any(|(_, id)| *id == session);
+        self.forget_session(session);
+        if here || elsewhere { Ok(0) } else { Err(Refusal::UnknownSession) }
     }
 
     /// Sends a connection's request for memory to the agent.

@@ -89,6 +89,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// One round over all sources of work, for one of several workers. Returns whether there was any.
     pub fn poll_with_peers(&mut self, now: Instant) -> bool {
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
+        }
         let mut worked = self.take_calls(now);
         let Some(crossbar) = &mut self.crossbar else { return worked };
         let (overflowing, front) = (crossbar.peers.flush_overflow(), crossbar.peers.is_front());
@@ -99,6 +102,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if front && !overflowing {
             worked |= self.poll_sessions(now);
             worked |= self.agent.commands.has_message() && self.poll_commands(now);
+        }
+        if !overflowing && !self.programs.message_ports.is_empty() {
+            worked |= self.poll_messages();
         }
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
@@ -141,7 +147,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),
             Call::Attach(session, memory) => self.attach_here(session, memory),
-            Call::Detach(session) => drop(self.programs.sessions.get_mut(session as usize).and_then(Option::take)),
+            Call::Detach(session) => self.forget_session(session),
+            Call::AttachMessages(session, memory, endpoint) => self.attach_messages_here(session, memory, *endpoint),
+            Call::Reach(session, host, link) => _ = self.reach_here(session, host, link),
+            Call::Packet(session, frame) => {
+                self.frame.copy_from(&frame);
+                self.on_packet(session, now);
+            }
             Call::Start => self.start(now),
             Call::Offloads(set) => self.set_offloads(&set, now),
             Call::HashKey(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
@@ -209,12 +221,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         while taken < self.settings.batch && !empty {
             empty = !match from {
-                From::Wire => self.output.wire.receive(&mut self.frame),
+                From::Wire => self.output.wire.device.receive(&mut self.frame),
                 From::Host => self.to_kernel.device.receive(&mut self.frame),
             };
             if !empty {
                 taken += 1;
-                self.dispatch_frame(from, now);
+                let passes = from == From::Host
+                    || self.output.wire.admits(&mut self.frame)
+                        && (self.programs.message_ports.is_empty() || !self.dispatch_packet(now));
+                if passes {
+                    self.dispatch_frame(from, now);
+                }
             }
         }
         let Some(peers) = self.peers() else { return taken > 0 };

@@ -27,10 +27,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             return true;
         }
         for count in 0..self.settings.batch {
-            if !self.output.wire.receive(&mut self.frame) {
+            if !self.output.wire.device.receive(&mut self.frame) {
                 return count > 0;
             }
-            self.on_wire_frame(now);
+            if self.output.wire.admits(&mut self.frame) {
+                self.on_wire_frame(now);
+            }
         }
         true
     }
@@ -52,6 +54,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::WireReceived, 1);
         if !self.fast_path(now) {
             self.on_wire_frame_slow(now);
+        }
+    }
+
+    /// Gives the gate the time of a round, and passes the frames that have waited there: those of a limit, and answers to rejected
+    /// frames of this host.
+    #[cold]
+    pub(super) fn begin_gated_round(&mut self, now: Instant) {
+        self.output.wire.set_time(now.0);
+        while self.output.wire.pass_held(&mut self.frame, &self.counters) {
+            if self.crossbar.is_some() {
+                self.dispatch_frame(From::Wire, now);
+            } else {
+                self.on_wire_frame(now);
+            }
         }
     }
 

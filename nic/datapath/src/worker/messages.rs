@@ -4,12 +4,13 @@
 use super::Worker;
 use super::programs::Session;
 use crate::messages::{MessageEndpoint, Messages};
+use crate::peers::Call;
 use baton_abi::layout::Counter;
 use baton_device::{Checksum, Device, Frame};
-use baton_rmpp::Disposition;
 use baton_shm::Region;
+use baton_tcp::Instant;
 use baton_wire::frame::{Link, finish_checksum};
-use baton_wire::rmpp::envelope::{Envelope, Received};
+use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, Envelope, Received, ethernet_address};
 use baton_wire::{Endpoint, Flow};
 use std::sync::Arc;
 
@@ -20,43 +21,103 @@ const PACKETS: usize = 64;
 const UDP_CHECKSUM: usize = 6;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Adds a program's session for messages. Only a NIC of one worker has such sessions.
+    /// Adds a program's session for messages, at the worker whose turn it is.
     pub fn attach_messages(&mut self, id: u32, memory: Arc<Region>, endpoint: MessageEndpoint) {
-        self.attach_here(id, memory.clone());
-        if let Some(Some(session)) = self.programs.sessions.get_mut(id as usize) {
-            session.messages = Some(Box::new(Messages::new(endpoint, memory)));
-        }
-        self.list_messages();
+        self.broadcast(|| Call::AttachMessages(id, memory.clone(), Box::new(endpoint)));
+        self.attach_messages_here(id, memory, endpoint);
     }
 
-    /// Lets a session for messages send to a host. False if it is no such session, or has too many hosts.
-    pub fn reach(&mut self, id: u32, host: [u8; 16], link: Link) -> bool {
+    /// Notes whose packets a session's address gets, and, in the session's worker, adds the session.
+    pub(super) fn attach_messages_here(&mut self, id: u32, memory: Arc<Region>, endpoint: MessageEndpoint) {
+        self.forget_session(id);
+        self.programs.message_ports.push((endpoint.data.address, id));
+        self.programs.message_ports.sort_unstable();
+        if self.owns_messages(id) {
+            self.attach_here(id, memory.clone());
+            if let Some(Some(session)) = self.programs.sessions.get_mut(id as usize) {
+                session.messages = Some(Box::new(Messages::new(endpoint, memory)));
+            }
+        }
+    }
+
+    /// Lets a session for messages send to a host by `link`, or, without one, not at all. False if it has too many hosts; of a
+    /// session of another worker it is not known.
+    pub fn reach(&mut self, id: u32, host: [u8; 16], link: Option<Link>) -> bool {
+        match &mut self.crossbar {
+            Some(crossbar) if crossbar.peers.owner_of_messages(id) != crossbar.peers.me() => {
+                let owner = crossbar.peers.owner_of_messages(id);
+                crossbar.peers.send(owner, Call::Reach(id, host, link));
+                true
+            }
+            _ => self.reach_here(id, host, link),
+        }
+    }
+
+    pub(super) fn reach_here(&mut self, id: u32, host: [u8; 16], link: Option<Link>) -> bool {
         let session = self.programs.sessions.get_mut(id as usize).and_then(Option::as_mut);
         session.and_then(|session| session.messages.as_mut()).is_some_and(|messages| messages.reach(host, link))
     }
 
-    /// Lists the addresses of all sessions for messages anew.
-    pub(super) fn list_messages(&mut self) {
-        let sessions = self.programs.sessions.iter().enumerate();
-        let addresses = sessions.filter_map(|(id, session)| Some((session.as_ref()?.messages.as_ref()?.address(), id as u32)));
-        self.programs.message_ports = addresses.collect();
-        self.programs.message_ports.sort_unstable();
+    /// Whether this worker handles the packets and rings of session `id`, if it is one for messages.
+    fn owns_messages(&self, id: u32) -> bool {
+        self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.owner_of_messages(id) == crossbar.peers.me())
+    }
+
+    /// Forgets a session, of this worker or another.
+    pub(super) fn forget_session(&mut self, id: u32) {
+        self.programs.sessions.get_mut(id as usize).and_then(Option::take);
+        self.programs.message_ports.retain(|(_, other)| *other != id);
+    }
+
+    /// The session for messages that a frame is for.
+    fn session_of_packet(&self) -> Option<u32> {
+        let to = destination(self.frame.bytes())?;
+        let ports = &self.programs.message_ports;
+        let at = ports.binary_search_by_key(&to, |(address, _)| *address).ok()?;
+        Some(ports[at].1)
+    }
+
+    /// With several workers: handles the frame from the wire if it carries a packet of this worker's session, or sends it to the
+    /// session's worker. False if it is no such packet.
+    pub(super) fn dispatch_packet(&mut self, now: Instant) -> bool {
+        let Some(id) = self.session_of_packet() else { return false };
+        if self.owns_messages(id) {
+            self.on_packet(id, now);
+            return true;
+        }
+        let Some(crossbar) = &mut self.crossbar else { return false };
+        let owner = crossbar.peers.owner_of_messages(id);
+        self.counters.add(Counter::Redirected, 1);
+        // A full ring loses packets, as any full queue does: their sender sends them again.
+        if crossbar.peers.has_room(owner) {
+            crossbar.peers.send(owner, Call::Packet(id, self.frame.clone()));
+        } else {
+            self.counters.add(Counter::Dropped, 1);
+        }
+        true
+    }
+
+    /// Handles a frame from the wire for a session of this worker.
+    pub(super) fn on_packet(&mut self, id: u32, now: Instant) {
+        self.counters.add(Counter::WireReceived, 1);
+        if !self.take_packet_of(id) {
+            self.deliver_to_kernel(now);
+        }
     }
 
     /// Gives the frame to the data half that it is for. False if the kernel is to have it.
     #[inline(never)]
     pub(super) fn take_packet(&mut self) -> bool {
-        let Some(to) = destination(self.frame.bytes()) else { return false };
-        let ports = &self.programs.message_ports;
-        let Ok(at) = ports.binary_search_by_key(&to, |(address, _)| *address) else { return false };
-        let Some(Some(session)) = self.programs.sessions.get_mut(ports[at].1 as usize) else { return false };
+        self.session_of_packet().is_some_and(|id| self.take_packet_of(id))
+    }
+
+    fn take_packet_of(&mut self, id: u32) -> bool {
+        let Some(Some(session)) = self.programs.sessions.get_mut(id as usize) else { return false };
         let Some(messages) = &mut session.messages else { return false };
         let field = complete_checksum(&mut self.frame);
         let bytes = self.frame.bytes();
-        let taken = match Received::parse(bytes, to.port) {
-            Ok(Received { source, offset, length }) => {
-                messages.receive(&source, &bytes[offset..offset + length]) == Disposition::Done
-            }
+        let taken = match Received::parse(bytes, messages.address().port) {
+            Ok(Received { source, offset, length }) => messages.receive(&source, &bytes[offset..offset + length]),
             Err(_) => {
                 self.counters.add(Counter::BadChecksum, 1);
                 true
@@ -69,7 +130,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Runs a batch of commands of a session for messages. Returns whether there was any.
-    pub(super) fn poll_message_commands(&mut self, id: usize) -> bool {
+    fn poll_message_commands(&mut self, id: usize) -> bool {
         let Some(Some(Session { commands, messages: Some(messages), .. })) = self.programs.sessions.get_mut(id) else {
             return false;
         };
@@ -81,17 +142,20 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             Err(_) => {
                 self.stop_session(id);
-                self.list_messages();
+                self.programs.message_ports.retain(|(_, other)| *other as usize != id);
                 true
             }
         }
     }
 
-    /// Sends the packets and events of all sessions for messages, a bounded number of each. Returns whether there was any.
+    /// Runs the commands of this worker's sessions for messages, and sends their packets and events, a bounded number of each.
+    /// Returns whether there was any.
     pub(super) fn poll_messages(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.programs.message_ports.len() {
-            let id = self.programs.message_ports[at].1 as usize;
+            // A session that breaks the interface is not listed any more.
+            let Some(id) = self.programs.message_ports.get(at).map(|(_, id)| *id as usize) else { break };
+            worked |= self.poll_message_commands(id);
             let Some(Some(Session { events, unsignalled, messages: Some(messages), .. })) = self.programs.sessions.get_mut(id)
             else {
                 continue;
@@ -121,33 +185,40 @@ impl<W: Device> crate::transmit::Output<W> {
     /// Sends the next packet of a session. False if it has none.
     fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
         let local = messages.address();
-        let header = Envelope::Udp(NO_LINK, Flow { local, remote: local }).header();
+        let header = envelope(NO_LINK, local, local).header();
         let frame = self.frame_mut();
         frame.set_length(header + messages.packet());
         let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
-        let link = messages.hop(&remote.address).filter(|_| remote.is_v4() == local.is_v4());
-        let Some(link) = link.copied() else {
+        let Some(link) = messages.link_to(&remote) else {
             // The program has not asked for the way, or the agent has refused it.
             counters.add(Counter::Dropped, 1);
             return true;
         };
         frame.set_length(header + length);
-        Envelope::Udp(link, Flow { local, remote }).emit(frame.bytes_mut());
+        envelope(link, local, remote).emit(frame.bytes_mut());
         (frame.checksum, frame.segmentation, frame.interface) = (Checksum::Unknown, None, link.interface);
         self.transmit(counters);
         true
     }
 }
 
+/// The headers from one endpoint to another. MAC addresses have port 0, which no UDP endpoint has.
+fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
+    if local.port == 0 { Envelope::Ethernet(link) } else { Envelope::Udp(link, Flow { local, remote }) }
+}
+
 /// The length of a header depends on the addresses alone.
 const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
 
-/// The address and port that a frame with a UDP datagram is for. None for other frames, fragments, and IPv6 with extension headers,
+/// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other frames, fragments, and IPv6 with extension headers,
 /// which the kernel gets.
 fn destination(frame: &[u8]) -> Option<Endpoint> {
     const ETHERNET: usize = 14;
     const UDP: u8 = 17;
     let ip = frame.get(ETHERNET..)?;
+    if frame[12..ETHERNET] == ETHERTYPE_RMPP.to_be_bytes() {
+        return Some(ethernet_address(*frame.first_chunk()?));
+    }
     let port = |udp: usize| Some(u16::from_be_bytes([*ip.get(udp + 2)?, *ip.get(udp + 3)?]));
     match (frame[12..ETHERNET].first_chunk()?, ip.first()? >> 4) {
         ([0x08, 0x00], 4) => {

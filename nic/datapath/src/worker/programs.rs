@@ -43,6 +43,11 @@ pub(super) struct Session {
 }
 
 impl Session {
+    /// Whether a worker reads this session's ring: the front worker those for connections, their owners those for messages.
+    pub fn is_served(&self, front: bool) -> bool {
+        front || self.messages.is_some()
+    }
+
     /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the worker awake.
     pub fn has_commands(&self) -> bool {
         self.commands.has_message() && self.messages.as_ref().is_none_or(|messages| messages.takes_commands())
@@ -75,7 +80,7 @@ pub(super) struct Programs {
     pub dirty: Vec<u32>,
     /// Those of them whose program's ring was full in this round.
     pub ring_full: Vec<u32>,
-    /// Address and number of each session for messages, in order.
+    /// Address and number of each session for messages, in order; of all workers' sessions.
     pub message_ports: Vec<(Endpoint, u32)>,
 }
 
@@ -123,7 +128,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Takes a batch of messages from each session that has some. Returns whether there was any.
     #[inline]
     pub(super) fn poll_sessions(&mut self, now: Instant) -> bool {
-        let waiting = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.commands.has_message());
+        let waiting = |session: &Option<Session>| {
+            session.as_ref().is_some_and(|session| session.messages.is_none() && session.commands.has_message())
+        };
         match self.programs.sessions.iter().position(waiting) {
             Some(first) => self.poll_sessions_from(first, now),
             None => false,
@@ -162,8 +169,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Takes up to a batch of a session's messages. Returns whether there was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let mut worked = false;
-        if self.programs.sessions[id].as_ref().is_some_and(|session| session.messages.is_some()) {
-            return self.poll_message_commands(id);
+        if self.programs.sessions[id].as_ref().is_none_or(|session| session.messages.is_some()) {
+            return false;
         }
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };

@@ -3,6 +3,7 @@
 //! Its state is made of fixed tables, and its work per packet does not depend on their sizes. It trusts neither the network nor
 //! the policy: a command for a peer or message that it does not have is counted and dropped.
 
+mod matching;
 mod receive;
 mod send;
 
@@ -14,8 +15,11 @@ use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{self, Body, HEADER, Header, Kind, Packet, RTS_BODY, Refusal};
+use matching::DataMatching;
 use receive::Receiving;
 use send::Sending;
+
+pub use matching::MatchConfig;
 
 /// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see [`Disposition::PassUp`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -56,6 +60,16 @@ pub struct DataConfig {
     pub packet: u16,
     /// Events that may wait to be taken.
     pub events: u16,
+    /// Present if it can match.
+    pub matching: Option<MatchConfig>,
+}
+
+impl DataConfig {
+    /// Writes what an RTS carries into a buffer.
+    fn keep(&self, buffer: u16, first: &[u8], memory: &mut (impl Memory + ?Sized)) -> Result<(), Drop> {
+        let offset = self.buffers + u64::from(buffer) * u64::from(self.buffer_size);
+        if memory.write(offset, first) { Ok(()) } else { Err(Drop::Memory) }
+    }
 }
 
 /// What became of a packet.
@@ -74,6 +88,9 @@ struct Peer {
     endpoint: u16,
     local: u32,
     remote: u32,
+    /// For matching: number of its next message, and the lowest that it may send again.
+    next: u32,
+    floor: u32,
 }
 
 impl Peer {
@@ -103,6 +120,7 @@ pub struct Data {
     events: VecDeque<Event>,
     /// Buffers for RTS packets.
     buffers: Vec<u16>,
+    matching: Option<DataMatching>,
     counters: Counters,
 }
 
@@ -116,6 +134,7 @@ impl Data {
             control: VecDeque::with_capacity(config.events.into()),
             events: VecDeque::with_capacity(config.events.into()),
             buffers: Vec::with_capacity(config.buffer_count.into()),
+            matching: config.matching.as_ref().map(|sizes| DataMatching::new(sizes, config.incoming.into())),
             counters: Counters::default(),
             config,
         }
@@ -160,16 +179,10 @@ impl Data {
     /// are dropped, but for [`Command::SetPeer`] and [`Command::DropPeer`], which concern both.
     pub fn handle_command(&mut self, command: &Command) {
         match *command {
-            Command::SetPeer { peer, address, endpoint, local, remote } => {
-                if let Some(place) = self.peers.get_mut(usize::from(peer)) {
-                    *place = Some(Peer { address, endpoint, local, remote });
-                }
+            Command::SetPeer { peer, address, endpoint, local, remote, next, floor } => {
+                self.set_peer(peer, Some(Peer { address, endpoint, local, remote, next, floor }));
             }
-            Command::DropPeer { peer } => {
-                if let Some(place) = self.peers.get_mut(usize::from(peer)) {
-                    *place = None;
-                }
-            }
+            Command::DropPeer { peer } => self.set_peer(peer, None),
             Command::PostBuffer { buffer } => {
                 let room = self.buffers.len() < self.config.buffer_count.into();
                 if buffer < self.config.buffer_count && room {
@@ -178,7 +191,7 @@ impl Data {
             }
             Command::Clear { .. } => self.clear(command),
             Command::Send { .. } => self.enter_send(command),
-            Command::Resend { handle, floor } => self.sending.resend(handle, floor),
+            Command::Resend { handle, floor, anew } => self.sending.resend(handle, floor, anew),
             Command::Release { handle, half, confirm } => {
                 match half {
                     Half::Receiving => self.receiving.release(handle),
@@ -189,6 +202,28 @@ impl Data {
                 }
             }
             Command::Control { to, header } => self.control.push_back((to, header, 0)),
+            Command::SetMatcher { .. }
+            | Command::Post { .. }
+            | Command::Cancel { .. }
+            | Command::Unexpected { .. }
+            | Command::Discard { .. }
+            | Command::Place { .. }
+            | Command::Credit { .. } => self.handle_match_command(command),
+        }
+    }
+
+    fn set_peer(&mut self, number: u16, peer: Option<Peer>) {
+        let Some(place) = self.peers.get_mut(usize::from(number)) else { return };
+        let name = |peer: &Peer| (peer.address, peer.endpoint);
+        let before = core::mem::replace(place, peer);
+        if let Some(matching) = &mut self.matching {
+            matching.set_peer(number, before.as_ref().map(name), peer.as_ref().map(name));
+            // While it matches, this side knows better than the policy which message comes next.
+            if let (true, Some(before), Some(now)) = (matching.is_matching(), before, place)
+                && (before.local, before.remote, name(&before)) == (now.local, now.remote, name(now))
+            {
+                (now.next, now.floor) = (before.next, before.floor);
+            }
         }
     }
 
@@ -250,10 +285,11 @@ impl Data {
         if first.len() > self.config.buffer_size.into() {
             return Err(Drop::Length);
         }
-        let buffer = *self.buffers.last().ok_or(Drop::NoBuffer)?;
-        if !memory.write(self.config.buffers + u64::from(buffer) * u64::from(self.config.buffer_size), first) {
-            return Err(Drop::Memory);
+        if self.match_rts(from, header, rts, first, memory)? {
+            return Ok(());
         }
+        let buffer = *self.buffers.last().ok_or(Drop::NoBuffer)?;
+        self.config.keep(buffer, first, memory)?;
         self.report(Event::Rts { from: *from, header: *header, rts, buffer, length: first.len() as u16 })?;
         self.buffers.pop();
         Ok(())

@@ -49,6 +49,11 @@ impl Receiving {
         self.count
     }
 
+    /// Whether no message is in a slot.
+    pub fn is_free(&self, slot: usize) -> bool {
+        self.messages.get(slot).is_some_and(Option::is_none)
+    }
+
     fn find(&mut self, handle: u32) -> Option<&mut Message> {
         self.messages.get_mut(handle::slot(handle))?.as_mut().filter(|message| message.handle == handle)
     }

@@ -33,6 +33,8 @@ struct Message {
     grant: u16,
     /// The receiver's handle, from its CTS; 0 before the first.
     receiver: u32,
+    /// The next data packet when it was last sent again.
+    idle_at: Option<u32>,
     rts_pending: bool,
     end_pending: bool,
     /// It is in the queue of messages with something to send.
@@ -75,11 +77,17 @@ impl Sending {
         }
     }
 
-    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost.
-    pub fn resend(&mut self, handle: u32, floor: u32) {
+    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost. A receiver that clears
+    /// nothing more may have been a NIC that has died, of whose CTS its policy never knew.
+    pub fn resend(&mut self, handle: u32, floor: u32, anew: bool) {
         if let Some(message) = self.find(handle) {
             message.floor = floor;
-            message.rts_pending = message.receiver == 0;
+            if anew {
+                (message.next, message.limit, message.receiver) = (0, 0, 0);
+                (message.more_at, message.end_pending) = (None, false);
+            }
+            message.rts_pending = message.receiver == 0 || message.idle_at == Some(message.next);
+            message.idle_at = Some(message.next);
             message.end_pending |= message.receiver != 0 && message.next == message.packets;
             self.queue(handle);
         }
@@ -161,7 +169,7 @@ impl Data {
             return self.counters.drop(Drop::NoMessage);
         };
         match *place {
-            Some(other) if other.handle == handle => return self.sending.resend(handle, floor),
+            Some(other) if other.handle == handle => return self.sending.resend(handle, floor, false),
             // The policy reuses a slot only after it has released it.
             Some(_) => return self.counters.drop(Drop::NoMessage),
             None => self.sending.count += 1,
@@ -181,6 +189,7 @@ impl Data {
             more_at: None,
             grant: 0,
             receiver: 0,
+            idle_at: None,
             rts_pending: true,
             end_pending: false,
             queued: false,

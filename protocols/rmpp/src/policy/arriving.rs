@@ -5,7 +5,7 @@ use super::{Error, Limit, PeerId, Policy, Probed, Receive, ReceiveId, Request};
 use crate::counters::Drop;
 use crate::memory::{Memory, Region};
 use crate::{WINDOW, before};
-use baton_matching::{Arrival, Message, Post};
+use baton_matching::Post;
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, HoldReason, Kind, Rts};
 
@@ -19,7 +19,7 @@ impl Policy {
         self.check_region(&request.region)?;
         let source =
             request.source.map(|peer| peer.0).filter(|_| request.source.and_then(|peer| self.peer_address(peer)).is_some());
-        let entry = Receive { token: request.token, region: request.region, posted: None, source };
+        let entry = Receive { token: request.token, region: request.region, source, ..Receive::default() };
         let receive = self.receives.insert(entry).ok_or(Limit::Receives)?;
         let criteria = Self::criteria(request.source, request.context, request.tag, request.ignore);
         match self.matching.post(criteria, receive) {
@@ -28,8 +28,12 @@ impl Policy {
                     entry.posted = Some(id);
                 }
                 self.await_peer(source, now);
+                self.note_post(receive, criteria);
             }
-            Ok(Post::Matched(incoming)) => self.begin(incoming, receive, now, memory),
+            Ok(Post::Matched(incoming)) => {
+                self.note_discard(incoming);
+                self.begin(incoming, receive, now, memory);
+            }
             Err(_) => {
                 self.receives.remove(receive);
                 return Err(Limit::Receives);
@@ -38,9 +42,13 @@ impl Policy {
         Ok(ReceiveId(receive))
     }
 
-    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has ended.
+    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has ended. Where
+    /// the data half matches, a message may still be faster: then the receive completes with that.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         let Some(posted) = self.receives.get(id.0).and_then(|receive| receive.posted) else { return false };
+        if self.cancel_in_data(id.0, Error::Cancelled) {
+            return true;
+        }
         let cancelled = self.matching.cancel(posted).is_some();
         if cancelled {
             self.end_posted(id.0, Error::Cancelled);
@@ -49,7 +57,7 @@ impl Policy {
     }
 
     /// Ends a receive that has been taken out of the matching.
-    fn end_posted(&mut self, receive: u32, error: Error) {
+    pub(super) fn end_posted(&mut self, receive: u32, error: Error) {
         let source = self.receives.get(receive).and_then(|receive| receive.source);
         self.await_no_longer(source);
         self.complete_receive(receive, Err(error));
@@ -66,24 +74,26 @@ impl Policy {
     }
 
     /// Notes that a receive which waited for a certain peer does so no longer.
-    fn await_no_longer(&mut self, source: Option<u16>) {
+    pub(super) fn await_no_longer(&mut self, source: Option<u16>) {
         if let Some(peer) = source.and_then(|at| self.peers.get_mut(usize::from(at))) {
             peer.awaited = peer.awaited.saturating_sub(1);
         }
     }
 
-    /// Fails the posted receives that only a message of this peer could match.
+    /// Fails the posted receives that only a message of this peer could match. Those that the data half has end once it has given
+    /// them up, so that nothing is placed in their memory afterwards.
     pub(super) fn fail_posted(&mut self, at: usize, error: Error) {
         for slot in 0..self.receives.slots() {
             if self.peers[at].awaited == 0 {
                 return;
             }
             let Some(receive) = self.receives.at(slot) else { continue };
-            let entry = self.receives.get(receive).filter(|entry| entry.source == Some(at as u16));
-            if let Some(posted) = entry.and_then(|entry| entry.posted)
-                && self.matching.cancel(posted).is_some()
-            {
-                self.end_posted(receive, error);
+            let entry = self.receives.get_mut(receive).filter(|entry| entry.source == Some(at as u16));
+            let Some((entry, posted)) = entry.and_then(|entry| entry.posted.map(|posted| (entry, posted))) else { continue };
+            let source = entry.source.take();
+            self.await_no_longer(source);
+            if !self.cancel_in_data(receive, error) && self.matching.cancel(posted).is_some() {
+                self.complete_receive(receive, Err(error));
             }
         }
     }
@@ -97,6 +107,7 @@ impl Policy {
     /// Takes the oldest unexpected message that a receive would get, for [`Policy::receive_claimed`] (MPI_Mprobe).
     pub fn claim(&mut self, source: Option<PeerId>, context: u32, tag: u64, ignore: u64) -> Option<Probed> {
         let handle = self.matching.claim(&Self::criteria(source, context, tag, ignore))?;
+        self.note_discard(handle);
         self.incoming.get_mut(handle)?.state = ReceiveState::Claimed;
         self.probed(handle)
     }
@@ -119,7 +130,7 @@ impl Policy {
         if !claimed {
             return Err(Limit::NoMessage);
         }
-        let receive = self.receives.insert(Receive { token, region, posted: None, source: None }).ok_or(Limit::Receives)?;
+        let receive = self.receives.insert(Receive { token, region, ..Receive::default() }).ok_or(Limit::Receives)?;
         self.begin(message, receive, now, memory);
         Ok(())
     }
@@ -141,6 +152,9 @@ impl Policy {
     ) {
         let outcome = self.admit(from, header, now).and_then(|at| {
             self.advance_incoming_floor(at, header.packet);
+            if self.defer_rts(at, header, rts) {
+                return Ok((at, false));
+            }
             self.take_rts(at, header, rts, buffer, now, memory).map(|kept| (at, kept))
         });
         match outcome {
@@ -192,12 +206,8 @@ impl Policy {
             return Err(Drop::Messages);
         };
         self.held += 1;
-        self.peers[at].received[(number % WINDOW) as usize] = handle;
-        self.peers[at].incoming += 1;
+        self.note_incoming(at, number, handle, now);
         self.peers[at].buffers += 1;
-        if self.peers[at].incoming == 1 && self.peers[at].sends == 0 {
-            self.watch(at, now);
-        }
         if in_order {
             self.match_next(at, now, memory);
         }
@@ -206,6 +216,15 @@ impl Policy {
             self.free_buffer(handle);
         }
         Ok(true)
+    }
+
+    /// Enters an incoming message into its peer's window.
+    pub(super) fn note_incoming(&mut self, at: usize, number: u32, handle: u32, now: u64) {
+        self.peers[at].received[(number % WINDOW) as usize] = handle;
+        self.peers[at].incoming += 1;
+        if self.peers[at].incoming == 1 && self.peers[at].sends == 0 {
+            self.watch(at, now);
+        }
     }
 
     /// Whether another buffer can be kept: a quarter of them always stays with the data half, so that an RTS which matches gets
@@ -219,23 +238,9 @@ impl Policy {
         let peer = &mut self.peers[at];
         let handle = peer.received[(peer.next_match % WINDOW) as usize];
         peer.next_match = peer.next_match.wrapping_add(1);
-        let Some(incoming) = self.incoming.get_mut(handle) else { return };
-        incoming.state = ReceiveState::Unexpected;
+        let Some(rts) = self.incoming.get(handle).map(|incoming| incoming.rts) else { return };
         self.held -= 1;
-        let message = Message { source: at as u32, context: incoming.rts.context, tag: incoming.rts.tag };
-        match self.matching.arrive(message, handle) {
-            Ok(Arrival::Matched(receive)) => {
-                if let Some(entry) = self.receives.get_mut(receive) {
-                    entry.posted = None;
-                    let source = entry.source;
-                    self.await_no_longer(source);
-                }
-                self.begin(handle, receive, now, memory);
-            }
-            Ok(Arrival::Unexpected(place)) => incoming.place = place,
-            // There are as many places for unexpected messages as incoming ones.
-            Err(_) => {}
-        }
+        self.give_to_receive(at, handle, &rts, now, memory);
     }
 
     /// Matches messages that came before one with a lower number.
@@ -313,10 +318,7 @@ impl Policy {
         if let Some(buffer) = message.buffer {
             memory.copy(buffers + u64::from(buffer) * size, region.offset, first);
         }
-        message.region = Region { offset: region.offset + first, length: region.length - first };
-        let wanted = message.rest().min(message.region.length);
-        message.packets = wanted.div_ceil(u64::from(message.rts.fragment)) as u32;
-        (message.state, message.attempts) = (ReceiveState::Receiving, 0);
+        message.take_region(region);
         let complete = message.packets == 0;
         self.free_buffer(handle);
         if complete { self.deliver(handle, now) } else { self.clear_more(handle, now) }

@@ -94,6 +94,10 @@ pub(super) struct Outgoings {
 /// How far an incoming message has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ReceiveState {
+    /// No message yet: its handle is lent to a data half that matches.
+    Lent,
+    /// The data half has used it for a message that does not count any more, and may still have it.
+    Returning,
     /// A message with a lower number has not come: matching must wait, since messages of a sender match in their order.
     Held,
     /// No receive matches yet.
@@ -164,6 +168,15 @@ impl Incoming {
             end: false,
             queued: false,
         }
+    }
+
+    /// Sets where the message goes, the first bytes included: its beginning, if there is no room for all of it.
+    pub fn take_region(&mut self, region: Region) {
+        let first = u64::from(self.first).min(region.length);
+        self.region = Region { offset: region.offset + first, length: region.length - first };
+        let wanted = self.rest().min(self.region.length);
+        self.packets = wanted.div_ceil(u64::from(self.rts.fragment)) as u32;
+        (self.state, self.attempts) = (ReceiveState::Receiving, 0);
     }
 
     /// Bytes of the message behind the RTS's.

@@ -5,6 +5,7 @@
 
 mod arriving;
 mod messages;
+mod offloaded;
 mod peers;
 mod receiving;
 mod restart;
@@ -12,7 +13,7 @@ mod sending;
 mod timers;
 
 use crate::counters::Counters;
-use crate::data::{DataConfig, Halves};
+use crate::data::{DataConfig, Halves, MatchConfig};
 use crate::handle;
 use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
@@ -81,6 +82,10 @@ pub struct Config {
     pub keepalive: u64,
     /// Silence after which it is dead.
     pub dead: u64,
+    /// Receives that a data half which matches has room for; 0 if the policy always matches.
+    pub data_posted: u16,
+    /// Unexpected messages that it has room for.
+    pub data_unexpected: u16,
 }
 
 impl Default for Config {
@@ -108,6 +113,8 @@ impl Default for Config {
             attempts: 16,
             keepalive: 500_000,
             dead: 5_000_000,
+            data_posted: 0,
+            data_unexpected: 256,
         }
     }
 }
@@ -270,6 +277,8 @@ struct Receive {
     posted: Option<baton_matching::PostedId>,
     /// The peer that it waits for, if that is a certain one.
     source: Option<u16>,
+    /// The data half was asked to take it back: what it then ends with.
+    cancelling: Option<Error>,
 }
 
 /// The policy half of an endpoint.
@@ -302,6 +311,8 @@ pub struct Policy {
     posted_buffers: Box<[bool]>,
     /// Peers and messages that a new data half does not have yet.
     replay: restart::Replay,
+    /// Present if the data half can match.
+    offloaded: Option<offloaded::Offloaded>,
     counters: Counters,
 }
 
@@ -335,6 +346,7 @@ impl Policy {
             free_buffers: (0..config.buffer_count).rev().collect(),
             posted_buffers: alloc::vec![false; config.buffer_count.into()].into(),
             replay: restart::Replay::default(),
+            offloaded: (config.data_posted > 0).then(offloaded::Offloaded::new),
             counters: Counters::default(),
             config,
         })
@@ -347,7 +359,7 @@ impl Policy {
 
     /// Messages that are sent or wait, incoming messages, and posted receives.
     pub fn usage(&self) -> (usize, usize, usize) {
-        (self.outgoing.len(), self.incoming.len(), self.matching.posted())
+        (self.outgoing.len(), self.incoming.len() - self.lent().0, self.matching.posted())
     }
 
     /// Buffers for RTS packets that messages hold.
@@ -371,13 +383,18 @@ impl Policy {
         if let Some(command) = self.poll_replay() {
             return Some(command);
         }
-        if let Some(command) = self.commands.pop_front() {
-            self.awaited &= !self.commands.is_empty();
+        if let Some(command) = self.poll_told() {
             return Some(command);
         }
-        let buffer = self.free_buffers.pop()?;
-        self.posted_buffers[usize::from(buffer)] = true;
-        Some(Command::PostBuffer { buffer })
+        if let Some(command) = self.commands.pop_front() {
+            self.awaited &= !self.commands.is_empty();
+            return Some(self.brought_up_to_date(command));
+        }
+        if let Some(buffer) = self.free_buffers.pop() {
+            self.posted_buffers[usize::from(buffer)] = true;
+            return Some(Command::PostBuffer { buffer });
+        }
+        self.poll_loan()
     }
 
     /// Whether there are commands, few, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their
@@ -403,6 +420,7 @@ impl Policy {
 
     /// Does what is due at `now`.
     pub fn on_timeout(&mut self, now: u64) {
+        self.consider_data(now);
         while self.is_ready()
             && let Some(timer) = self.timers.pop(now)
         {
@@ -435,6 +453,9 @@ impl Policy {
             Event::Gap { handle, placed } => self.on_gap(*handle, *placed, now),
             Event::Placed { handle } => self.on_placed(*handle, now),
             Event::Released { handle, half } => self.on_released(*handle, *half, now),
+            Event::Arrived(arrived) => self.on_arrived(arrived, now, memory),
+            Event::Cancelled { receive } => self.on_cancelled(*receive),
+            Event::Matcher(matcher) => self.on_matcher(*matcher),
         }
     }
 
@@ -519,6 +540,16 @@ impl Config {
             buffer_size: self.buffer_size,
             packet: self.packet,
             events,
+            matching: (self.data_posted > 0 && halves.receiving).then(|| self.matching()),
+        }
+    }
+
+    fn matching(&self) -> MatchConfig {
+        MatchConfig {
+            posted: self.data_posted,
+            unexpected: self.data_unexpected,
+            receives: u32::from(self.receives) + u32::from(self.incoming),
+            hash_key: self.hash_key,
         }
     }
 

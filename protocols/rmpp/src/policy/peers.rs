@@ -68,6 +68,8 @@ pub(super) struct Peer {
     pub finished: u64,
     /// Messages from it, by number modulo the window.
     pub received: [u32; WINDOW as usize],
+    /// Senders' handles of messages that the data half is to match and that came too early, by number modulo the window.
+    pub early: [u32; WINDOW as usize],
     /// Messages from it that are not forgotten, and buffers that they fill.
     pub incoming: u32,
     pub buffers: u16,
@@ -103,6 +105,7 @@ impl Default for Peer {
             incoming_floor: 1,
             finished: 0,
             received: [0; WINDOW as usize],
+            early: [0; WINDOW as usize],
             incoming: 0,
             buffers: 0,
             releasing: 0,
@@ -122,10 +125,16 @@ impl Peer {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
+    /// The command that tells the data half of this peer, which has number `peer`.
+    pub fn command(&self, peer: u16) -> Command {
+        let Peer { address, endpoint, local, remote, next_match: next, incoming_floor: floor, .. } = *self;
+        Command::SetPeer { peer, address, endpoint, local, remote, next, floor }
+    }
+
     fn reset_numbers(&mut self) {
         (self.next_number, self.floor, self.acknowledged) = (1, 1, 0);
         (self.next_match, self.incoming_floor, self.finished) = (1, 1, 0);
-        (self.sent, self.received) = ([0; WINDOW as usize], [0; WINDOW as usize]);
+        (self.sent, self.received, self.early) = ([0; WINDOW as usize], [0; WINDOW as usize], [0; WINDOW as usize]);
     }
 }
 
@@ -310,8 +319,8 @@ impl Policy {
         let peer = &mut self.peers[at];
         (peer.state, peer.remote, peer.heard, peer.attempts) = (PeerState::Open, remote, now, 0);
         peer.reset_numbers();
-        let Peer { address, endpoint, local, .. } = *peer;
-        self.commands.push_back(Command::SetPeer { peer: at as u16, address, endpoint, local, remote });
+        let command = peer.command(at as u16);
+        self.commands.push_back(command);
         self.watch(at, now);
         self.start_waiting(at, now);
     }

@@ -12,7 +12,7 @@ impl Policy {
     /// Clears the next packets of a message: n = min(16 packets, what is pinned, what the NIC has buffers for) (section 3). Without
     /// room for one, it waits its turn.
     pub(super) fn clear_more(&mut self, handle: u32, now: u64) {
-        let room = self.config.nic_buffers.saturating_sub(self.cleared_packets);
+        let room = self.config.nic_buffers.saturating_sub(self.cleared_packets + self.lent().1);
         let pinned = self.config.pinned.saturating_sub(self.cleared_bytes);
         let most = u32::from(self.config.grant);
         let Some(message) = self.incoming.get_mut(handle) else { return };
@@ -41,6 +41,7 @@ impl Policy {
 
     /// Clears messages that waited, while there is room.
     pub(super) fn clear_waiting(&mut self, now: u64) {
+        let (_, lent) = self.lent();
         while let Some(handle) = self.waiting.front().copied()
             && self.is_ready()
         {
@@ -48,7 +49,7 @@ impl Policy {
                 && message.queued
             {
                 let bytes = self.cleared_bytes + u64::from(message.rts.fragment);
-                if self.cleared_packets >= self.config.nic_buffers || bytes > self.config.pinned {
+                if self.cleared_packets + lent >= self.config.nic_buffers || bytes > self.config.pinned {
                     return;
                 }
                 message.queued = false;
@@ -266,6 +267,7 @@ impl Policy {
             }
             _ => {
                 self.matching.discard(message.place, handle);
+                self.note_discard(handle);
                 self.forget(handle);
             }
         }
@@ -276,6 +278,10 @@ impl Policy {
             return self.on_released_send(handle, now);
         }
         let Some(message) = self.incoming.get_mut(handle) else { return };
+        if message.state == ReceiveState::Returning {
+            self.incoming.remove(handle);
+            return;
+        }
         let ReceiveState::Releasing(error) = message.state else { return };
         let (at, receive) = (usize::from(message.peer), message.receive);
         (message.state, message.attempts) = (ReceiveState::Ended(Status::Aborted), 0);

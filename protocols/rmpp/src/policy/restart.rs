@@ -2,14 +2,13 @@
 
 use super::Policy;
 use super::messages::{ReceiveState, SendState};
-use super::peers::Peer;
 use crate::data::Halves;
 use crate::interface::{Command, Half};
 
 /// What a new data half has not received yet, by the next slot of each table; None when it has all.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Replay {
-    peers: Option<usize>,
+    pub(super) peers: Option<usize>,
     incoming: Option<usize>,
     outgoing: Option<usize>,
 }
@@ -33,6 +32,9 @@ impl Policy {
             self.replay.outgoing = Some(0);
         }
         self.replay.peers = Some(0);
+        if dead.receiving {
+            self.restart_matching();
+        }
         // What the dead were asked to release is released.
         for slot in 0..self.incoming.slots() {
             if let Some(handle) = self.incoming.at(slot).filter(|_| dead.receiving) {
@@ -46,14 +48,24 @@ impl Policy {
         }
     }
 
+    /// A command as it is true now: numbers of a peer may have advanced since it was given.
+    pub(super) fn brought_up_to_date(&self, command: Command) -> Command {
+        match command {
+            Command::SetPeer { peer, local, remote, .. } => {
+                let now = &self.peers[usize::from(peer)];
+                if now.is_open() && (now.local, now.remote) == (local, remote) { now.command(peer) } else { command }
+            }
+            other => other,
+        }
+    }
+
     /// The next command that enters a peer or message in a new data half.
     pub(super) fn poll_replay(&mut self) -> Option<Command> {
         while let Some(at) = self.replay.peers {
             self.replay.peers = (at + 1 < self.peers.len()).then_some(at + 1);
             let peer = &self.peers[at];
             if peer.is_open() {
-                let Peer { address, endpoint, local, remote, .. } = *peer;
-                return Some(Command::SetPeer { peer: at as u16, address, endpoint, local, remote });
+                return Some(peer.command(at as u16));
             }
         }
         while let Some(slot) = self.replay.incoming {

@@ -160,7 +160,7 @@ impl Policy {
             Some(HoldReason::Resend) => {
                 (message.state, message.attempts) = (SendState::Sent, 0);
                 self.timers.set(handle::slot(handle), now + self.config.timeout);
-                self.commands.push_back(Command::Resend { handle, floor });
+                self.commands.push_back(Command::Resend { handle, floor, anew: true });
             }
             Some(HoldReason::Busy) | None => {}
         }
@@ -172,7 +172,7 @@ impl Policy {
         let Some(message) = self.outgoing.get_mut(handle).filter(|message| message.state == SendState::Sent) else { return };
         message.attempts = message.attempts.saturating_add(1);
         let (attempts, peer) = (message.attempts, usize::from(message.outgoing.peer.0));
-        self.commands.push_back(Command::Resend { handle, floor: self.peers[peer].floor });
+        self.commands.push_back(Command::Resend { handle, floor: self.peers[peer].floor, anew: false });
         self.timers.set(slot, now + self.backoff(attempts));
     }
 

@@ -139,7 +139,7 @@ impl Socket {
             ..*image
         };
         let memory = RECEIVE_BUFFER.max(window).next_power_of_two();
-        self.tcp = Connection::from_image(&kernels, memory, now);
+        self.tcp = Connection::from_image(&kernels, None, memory, now);
         self.place = Place::Imported;
         self.had_disorder = false;
         self.receive = vec![0; memory as usize];

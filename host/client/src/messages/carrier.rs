@@ -1,0 +1,100 @@
+//! What carries an endpoint's packets: UDP, or raw Ethernet frames.
+
+use super::endpoint::Settings;
+use baton_linux::datagrams::{Datagrams, Received};
+use baton_linux::frames::Frames;
+use baton_wire::rmpp::envelope::ETHERTYPE_RMPP;
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// Bytes of the socket's buffers that are asked for.
+const BUFFER: usize = 4 << 20;
+
+/// The socket of an endpoint.
+pub enum Carrier {
+    /// UDP datagrams.
+    Udp(Datagrams),
+    /// Raw Ethernet frames.
+    Ethernet(Frames),
+}
+
+impl Carrier {
+    /// Opens the socket that the settings ask for.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn bind(settings: &Settings) -> io::Result<Carrier> {
+        let longest = settings.packet.into();
+        Ok(match &settings.ethernet {
+            None => Carrier::Udp(Datagrams::bind(settings.address, BUFFER, longest)?),
+            Some(device) => Carrier::Ethernet(Frames::bind(device, ETHERTYPE_RMPP, BUFFER, longest)?),
+        })
+    }
+
+    /// Address at which it receives.
+    pub fn address(&self) -> SocketAddr {
+        match self {
+            Carrier::Udp(socket) => socket.address(),
+            Carrier::Ethernet(socket) => socket.address(),
+        }
+    }
+
+    /// Takes packets that have come, and returns how many there were.
+    pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
+        match self {
+            Carrier::Udp(socket) => socket.receive(each),
+            Carrier::Ethernet(socket) => socket.receive(each),
+        }
+    }
+
+    /// Where the next packet is written.
+    pub fn room(&mut self) -> &mut [u8] {
+        match self {
+            Carrier::Udp(socket) => socket.room(),
+            Carrier::Ethernet(socket) => socket.room(),
+        }
+    }
+
+    /// Sends the packet of this many bytes that is in the room, at the latest with [`Carrier::flush`].
+    pub fn push(&mut self, to: SocketAddr, length: usize) {
+        match self {
+            Carrier::Udp(socket) => socket.push(to, length),
+            Carrier::Ethernet(socket) => socket.push(to, length),
+        }
+    }
+
+    /// Sends what was pushed.
+    pub fn flush(&mut self) {
+        if let Carrier::Udp(socket) = self {
+            socket.flush();
+        }
+    }
+
+    /// Packets that the socket did not take.
+    pub fn dropped(&self) -> u64 {
+        match self {
+            Carrier::Udp(socket) => socket.dropped(),
+            Carrier::Ethernet(socket) => socket.dropped(),
+        }
+    }
+
+    /// Makes the kernel look for the neighbours that lead to these hosts, with empty datagrams, which are no packets.
+    pub fn probe(&self, hosts: &[IpAddr]) {
+        if let Ok(socket) = self.as_fd().try_clone_to_owned().map(UdpSocket::from) {
+            for host in hosts {
+                // Whatever becomes of it, the way is asked for again later.
+                let _ = socket.send_to(&[], SocketAddr::new(*host, self.address().port()));
+            }
+        }
+    }
+}
+
+impl AsFd for Carrier {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Carrier::Udp(socket) => socket.as_fd(),
+            Carrier::Ethernet(socket) => socket.as_fd(),
+        }
+    }
+}

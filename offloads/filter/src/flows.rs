@@ -1,0 +1,183 @@
+//! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each have been accepted, and which rule decided
+//! last.
+//!
+//! A flow is found by a keyed hash of 64 bits of its addresses, protocol and ports. The hash stands for the flow: two flows with the
+//! same one are taken for one, which happens once in 2^45 new flows when the table is full, and which nobody who does not know the key
+//! can bring about. An entry is four words, written and read one at a time by any worker:
+//!
+//! | word | |
+//! |---|---|
+//! | 0 | the hash; 0 if the entry is free |
+//! | 1 | bits 0 and 1: accepted in, out; 2: TCP; 3 to 31: when last seen, seconds; 32 to 63: upper half of the hash |
+//! | 2, 3 | in, out: the rule that decided plus one (16 bits), the table's generation (24), lower bits of the hash (24) |
+//!
+//! Words 1 to 3 repeat bits of the hash, so that an entry which another worker replaces between two reads does not count.
+
+use crate::packet::Direction;
+use crate::words::{FIRST_FLOW, FLOW, FLOWS};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// Entries among which a flow can be.
+const WAYS: usize = 8;
+/// Seconds after which a flow of UDP, or of TCP, that nothing has been seen of is forgotten.
+const UDP_IDLE: u32 = 180;
+const TCP_IDLE: u32 = 3 * 3600;
+const TCP_BIT: u64 = 4;
+const SECONDS_AT: u32 = 3;
+const SECONDS_MASK: u64 = (1 << 29) - 1;
+
+/// What kind of flow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Tcp,
+    Udp,
+    /// A fragmented datagram; it lasts as long as a flow of UDP.
+    Datagram,
+}
+
+/// The flows, in words that workers share.
+pub(crate) struct Flows<'a>(pub &'a [AtomicU64]);
+
+/// An entry as it was found.
+#[derive(Clone, Copy)]
+pub(crate) struct Found {
+    at: usize,
+    hash: u64,
+    state: u64,
+}
+
+fn bit(direction: Direction) -> u64 {
+    1 << direction as u64
+}
+
+fn idle(state: u64, second: u32) -> u32 {
+    second.wrapping_sub((state >> SECONDS_AT & SECONDS_MASK) as u32) & SECONDS_MASK as u32
+}
+
+fn is_over(state: u64, second: u32) -> bool {
+    idle(state, second) > if state & TCP_BIT != 0 { TCP_IDLE } else { UDP_IDLE }
+}
+
+impl Found {
+    /// Whether frames have been accepted in the direction opposite to this one.
+    pub fn is_answer(&self, direction: Direction) -> bool {
+        self.state & (bit(Direction::In) | bit(Direction::Out)) & !bit(direction) != 0
+    }
+}
+
+impl Flows<'_> {
+    fn word(&self, at: usize, word: usize) -> &AtomicU64 {
+        &self.0[FIRST_FLOW + at * FLOW + word]
+    }
+
+    fn set_of(hash: u64) -> usize {
+        hash as usize % (FLOWS / WAYS) * WAYS
+    }
+
+    /// Finds a flow that was seen not too long before `second`. `hash` is not 0.
+    #[inline]
+    pub fn find(&self, hash: u64, second: u32) -> Option<Found> {
+        let first = Self::set_of(hash);
+        let at = (first..first + WAYS).find(|at| self.word(*at, 0).load(Ordering::Relaxed) == hash)?;
+        let state = self.word(at, 1).load(Ordering::Acquire);
+        (state >> 32 == hash >> 32 && !is_over(state, second)).then_some(Found { at, hash, state })
+    }
+
+    /// The rule that decided about the last frame of a flow in this direction, if it did so in this generation of the table.
+    #[inline]
+    pub fn decided(&self, found: &Found, direction: Direction, generation: u32) -> Option<Option<u16>> {
+        let word = self.word(found.at, 2 + direction as usize).load(Ordering::Relaxed);
+        let (rule, of, tag) = (word as u16, word >> 16 & 0xff_ffff, word >> 40);
+        (word != 0 && of == u64::from(generation & 0xff_ffff) && tag == found.hash & 0xff_ffff).then(|| rule.checked_sub(1))
+    }
+
+    /// Notes the rule that decided (None: no rule matched).
+    pub fn decide(&self, found: &Found, direction: Direction, generation: u32, rule: Option<u16>) {
+        let rule = rule.map_or(0, |rule| u64::from(rule) + 1);
+        let word = rule | u64::from(generation & 0xff_ffff) << 16 | (found.hash & 0xff_ffff) << 40;
+        self.word(found.at, 2 + direction as usize).store(word, Ordering::Relaxed);
+    }
+
+    /// Notes that a frame has been accepted. `opens`: it is the first of a new flow, whatever was there before.
+    #[inline]
+    pub fn accepted(&self, hash: u64, found: Option<Found>, direction: Direction, opens: bool, kind: Kind, second: u32) -> Found {
+        let seen = found.filter(|_| !opens).map_or(0, |found| found.state & 3) | bit(direction);
+        let tcp = if kind == Kind::Tcp { TCP_BIT } else { 0 };
+        let state = seen | tcp | (u64::from(second) & SECONDS_MASK) << SECONDS_AT | hash >> 32 << 32;
+        let Some(found) = found else { return self.insert(hash, state, second) };
+        if found.state != state {
+            // If another worker has replaced the entry since, it stays as it is.
+            let _ = self.word(found.at, 1).compare_exchange(found.state, state, Ordering::Release, Ordering::Relaxed);
+        }
+        Found { state, ..found }
+    }
+
+    /// Enters a flow in place of the entry that is needed least.
+    fn insert(&self, hash: u64, state: u64, second: u32) -> Found {
+        let first = Self::set_of(hash);
+        let need = |at: &usize| {
+            let (of, state) = (self.word(*at, 0).load(Ordering::Relaxed), self.word(*at, 1).load(Ordering::Relaxed));
+            if of == 0 || of == hash || is_over(state, second) {
+                return (0, 0);
+            }
+            // Flows that were answered stay longest: a flood of forged first packets only displaces its like.
+            (1 + u32::from(state & 3 == 3), u32::MAX - idle(state, second))
+        };
+        let at = (first..first + WAYS).min_by_key(need).unwrap_or(first);
+        self.word(at, 1).store(0, Ordering::Relaxed);
+        (2..FLOW).for_each(|word| self.word(at, word).store(0, Ordering::Relaxed));
+        self.word(at, 0).store(hash, Ordering::Relaxed);
+        self.word(at, 1).store(state, Ordering::Release);
+        Found { at, hash, state }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::words::WORDS;
+    use alloc::vec::Vec;
+    use core::iter::repeat_with;
+
+    fn words() -> Vec<AtomicU64> {
+        repeat_with(|| AtomicU64::new(0)).take(WORDS).collect()
+    }
+
+    #[test]
+    fn a_flow_is_established_once_it_was_answered() {
+        let words = words();
+        let flows = Flows(&words);
+        assert!(flows.find(77, 10).is_none());
+        flows.accepted(77, None, Direction::Out, true, Kind::Tcp, 10);
+        let found = flows.find(77, 10).expect("entered");
+        assert!(found.is_answer(Direction::In) && !found.is_answer(Direction::Out));
+        flows.accepted(77, Some(found), Direction::In, false, Kind::Tcp, 11);
+        let found = flows.find(77, 11).expect("entered");
+        assert!(found.is_answer(Direction::In) && found.is_answer(Direction::Out));
+        assert_eq!(flows.decided(&found, Direction::In, 1), None);
+        flows.decide(&found, Direction::In, 1, Some(4));
+        flows.decide(&found, Direction::Out, 1, None);
+        assert_eq!(flows.decided(&found, Direction::In, 1), Some(Some(4)));
+        assert_eq!(flows.decided(&found, Direction::Out, 1), Some(None));
+        assert_eq!(flows.decided(&found, Direction::In, 2), None, "another table");
+        // Another SYN: a new flow.
+        flows.accepted(77, Some(found), Direction::In, true, Kind::Tcp, 12);
+        assert!(!flows.find(77, 12).expect("entered").is_answer(Direction::In));
+        assert!(flows.find(77, 12 + TCP_IDLE).is_some() && flows.find(77, 13 + TCP_IDLE).is_none());
+    }
+
+    #[test]
+    fn a_flood_of_first_packets_displaces_its_like() {
+        let words = words();
+        let flows = Flows(&words);
+        let step = (FLOWS / WAYS) as u64;
+        let established = 5 + (1 << 40);
+        let found = flows.accepted(established, None, Direction::Out, true, Kind::Tcp, 1);
+        flows.accepted(established, Some(found), Direction::In, false, Kind::Tcp, 1);
+        for number in 1..100 {
+            flows.accepted(5 + number * step, None, Direction::In, true, Kind::Tcp, 2 + number as u32);
+        }
+        assert!(flows.find(established, 110).is_some_and(|found| found.is_answer(Direction::In)));
+        assert!(flows.find(5 + 99 * step, 110).is_some() && flows.find(5 + step, 110).is_none());
+    }
+}
