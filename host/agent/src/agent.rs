@@ -14,6 +14,7 @@ use crate::ground::{Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
+use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
@@ -82,6 +83,7 @@ pub(crate) struct Agent {
     pub guards: Guards,
     pub looks: Looks,
     pub users: Users,
+    pub listeners: Listeners,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     pub shape: Shape,
@@ -197,6 +199,7 @@ pub fn run() -> Result<()> {
         guards,
         looks: Looks::default(),
         cut_off: Vec::new(),
+        listeners: Listeners::default(),
         users,
         shape,
         draining: inherited.draining(),
@@ -480,6 +483,10 @@ impl Agent {
                 self.cut_off.push((session, "its command ring makes no sense"));
                 continue;
             }
+            if (message.operation, Control::from_number(message.kind)) == (Operation::OsControl, Some(Control::Made)) {
+                self.made(message.cid, message.address, message.length != 0);
+                continue;
+            }
             let Some((session, number)) = self.find(message.cid) else { continue };
             match (message.operation, Control::from_number(message.kind)) {
                 (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
@@ -509,6 +516,7 @@ impl Agent {
     /// `ending` the agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         self.end_connections(number, ending);
+        self.stop_listening(number, None);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
             return;
         }

@@ -142,6 +142,7 @@ impl Agent {
         }
         if changed.links {
             self.find_devices_without_nic();
+            self.follow_listeners();
         }
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
     }
@@ -180,6 +181,7 @@ impl Agent {
             return;
         }
         self.guards.forget_rules();
+        self.follow_listeners();
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
         }

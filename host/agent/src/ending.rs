@@ -26,6 +26,7 @@ impl Agent {
             return;
         }
         self.keep(&Kept::Ending, &[]);
+        self.withdraw_all();
         for (session, number) in self.all_connections() {
             let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };

@@ -17,6 +17,7 @@ mod ground;
 mod group;
 mod guards;
 mod journal;
+mod listening;
 mod looks;
 mod memory;
 mod moves;

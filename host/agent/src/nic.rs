@@ -12,7 +12,7 @@ use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
 use baton_moves::Refusal;
 use baton_offloads::Offloads;
-use baton_protocol::nic::{Hop, ToAgent, ToNic};
+use baton_protocol::nic::{Hop, Listen, ToAgent, ToNic};
 use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, needs_doorbell};
 use baton_shm::{Region, RingWords};
@@ -228,6 +228,30 @@ impl NicProcess {
             ToAgent::Reached => Ok(()),
             ToAgent::Failed(reason) => bail!("{reason}"),
             other => bail!("the NIC did not take the way to {host}: {other:?}"),
+        }
+    }
+
+    /// Makes the NIC serve a listener.
+    ///
+    /// # Errors
+    /// That it has died.
+    pub fn listen(&mut self, listen: Listen) -> Result<()> {
+        self.send_and_wait(&ToNic::Listen(listen))
+    }
+
+    /// Makes the NIC serve a listener no longer.
+    ///
+    /// # Errors
+    /// That it has died.
+    pub fn stop_listening(&mut self, id: u32) -> Result<()> {
+        self.send_and_wait(&ToNic::StopListening(id))
+    }
+
+    fn send_and_wait(&mut self, message: &ToNic) -> Result<()> {
+        self.send(message, &[])?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Listening => Ok(()),
+            other => bail!("unexpected answer from the NIC: {other:?}"),
         }
     }
 

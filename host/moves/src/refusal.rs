@@ -126,6 +126,9 @@ pub enum Refusal {
         "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
     )]
     NoDescriptors(u64),
+    /// The NIC cannot make connections itself.
+    #[error("only a NIC between kernel and wire, with one worker, makes connections itself")]
+    CannotOpen,
     /// The NIC refused a command, with this number.
     #[error("the NIC refused it ({0})")]
     Refused(u32),

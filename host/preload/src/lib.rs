@@ -14,6 +14,7 @@ mod epoll;
 mod handover;
 mod interest;
 mod io;
+mod listening;
 mod options;
 mod poll;
 mod process;

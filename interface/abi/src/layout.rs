@@ -34,7 +34,7 @@ pub mod nic {
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
-    pub const COUNTERS_BYTES: usize = 256;
+    pub const COUNTERS_BYTES: usize = 320;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
     /// Ring of commands from the agent to the NIC.
@@ -316,10 +316,16 @@ pub enum Counter {
     InterruptNanoseconds,
     /// Nanoseconds spent ringing programs' doorbells.
     DoorbellNanoseconds,
+    /// Connections that the NIC has made: handshakes that it has completed.
+    Made,
+    /// SYNs answered without remembering them, since the table of handshakes was full (SYN cookies).
+    SynCookies,
+    /// SYNs and last segments of handshakes that were dropped because the listener's accept queue was full.
+    AcceptQueueFull,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 32;
+pub const COUNTERS: usize = 35;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

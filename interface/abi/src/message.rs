@@ -108,6 +108,8 @@ pub enum Control {
     /// A connection stopped by `nic_restore` goes on, in the memory of its slot's parameters and with the [`Cid`] in the address
     /// field.
     Resume = 14,
+    /// The slot is free for a connection that the NIC makes for the listener in the address field.
+    Grant = 15,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -122,6 +124,9 @@ pub enum Control {
     /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field: bytes of
     /// send memory wanted; 0 for no change.
     Grow = 37,
+    /// To the host: the NIC has made a connection for the listener in the address field; its image is in the slot, and its frames
+    /// are held. Length field: 1 if it was made from a SYN cookie, else 0.
+    Made = 38,
 }
 
 impl Control {
@@ -143,12 +148,14 @@ impl Control {
             Detach,
             Interface,
             Resume,
+            Grant,
             Done,
             Refused,
             Fin,
             Closed,
             Posted,
             Grow,
+            Made,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -76,6 +76,19 @@ pub enum Ask {
         connection: u32,
         /// The kernel would have reset it.
         abort: bool,
+    },
+    /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the program has
+    /// changed the socket's options.
+    Listen,
+    /// Takes the next connection that the NIC has made for a listener.
+    Accept {
+        /// The listener, from [`Reply::Listening`].
+        listener: u32,
+    },
+    /// The program has closed the listener.
+    StopListening {
+        /// The listener.
+        listener: u32,
     },
     /// From a session for messages: lets the NIC send to this host, by the way that the kernel would choose now.
     Reach {
@@ -284,6 +297,17 @@ pub enum Reply {
         /// Its number.
         connection: u32,
     },
+    /// The NIC makes the listener's connections. A socket comes along, from which a byte can be read for each of them that waits to
+    /// be accepted.
+    Listening {
+        /// Its number.
+        listener: u32,
+    },
+    /// A connection that the NIC has made, and its descriptor.
+    Accepted {
+        /// Its number.
+        connection: u32,
+    },
     /// The request was carried out.
     Done,
     /// The connection stays where it was.
@@ -348,6 +372,8 @@ pub struct ConnectionInfo {
     pub peer: String,
     /// Where it is.
     pub place: Place,
+    /// Who made it.
+    pub made_by: Place,
     /// Number of its moves.
     pub moves: u32,
     /// Microseconds since its last move.

@@ -15,6 +15,7 @@ mod fragments;
 mod growth;
 mod held;
 mod icmp;
+mod listeners;
 mod messages;
 mod offloaded;
 mod peers;
@@ -23,6 +24,7 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar};
 pub use worker::{Worker, WorkerOffloads, WorkerSettings};

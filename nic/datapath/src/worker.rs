@@ -7,12 +7,14 @@ mod connections;
 mod crossbar;
 mod frames;
 mod messages;
+mod opening;
 mod programs;
 mod to_kernel;
 
 use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::fragments::Fragments;
+use crate::listeners::Listeners;
 use crate::peers::Call;
 use crate::transmit::Output;
 use agent::AgentLink;
@@ -98,6 +100,7 @@ pub struct Worker<H, W> {
     /// Present if there are several workers.
     crossbar: Option<Box<Crossbar>>,
     fragments: Fragments,
+    listeners: Listeners,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -124,6 +127,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             agent: AgentLink::new(&nic_memory),
             crossbar: None,
             fragments: Fragments::default(),
+            listeners: Listeners::new(settings.hash_key, now.0),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -243,11 +247,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.expire_acknowledgements(now);
         }
         self.to_kernel.expire_delivery(&self.counters, now.0);
+        self.expire_handshakes(now);
         // Before the start the kernel's answers would not be received.
         let active = self.to_kernel.active_ack.as_ref().filter(|_| self.started);
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         let to_kernel = self.to_kernel.lro.next_tick().min(self.to_kernel.delivery.due()).min(acknowledgements);
-        self.due = self.connections.wheel.next_tick().min(to_kernel);
+        self.due = self.connections.wheel.next_tick().min(to_kernel).min(self.listeners.due());
         worked
     }
 
@@ -298,6 +303,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
+        let delivery = delivery.into_iter().chain(Some(self.listeners.due()).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }

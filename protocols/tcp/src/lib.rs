@@ -16,6 +16,7 @@ mod congestion;
 mod connection;
 mod info;
 mod input;
+mod isn;
 mod keepalive;
 mod open;
 mod output;
@@ -33,6 +34,7 @@ mod window;
 
 pub use connection::{Config, Connection, EndReason, State};
 pub use info::{CongestionPhase, Info};
+pub use isn::{Numbers, Secret};
 pub use reassembly::Reassembly;
 pub use segment::{Events, Received, Segment, Transmit};
 pub use time::Instant;

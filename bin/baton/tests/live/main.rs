@@ -10,6 +10,7 @@ mod conformance;
 mod containers;
 mod copy;
 mod events;
+mod full;
 mod growth;
 mod hostile;
 mod hostile_client;

@@ -10,7 +10,7 @@ use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until}
 use baton_ring::Token;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
@@ -28,6 +28,11 @@ impl Shared {
     }
 
     pub(super) fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        self.ask_for_descriptors(body, descriptor).map(|(reply, _)| reply)
+    }
+
+    /// As `ask`, for an answer that brings descriptors.
+    fn ask_for_descriptors(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<(Reply, Vec<OwnedFd>)> {
         // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
         let descriptors: Vec<_> = descriptor.into_iter().collect();
@@ -39,8 +44,8 @@ impl Shared {
             let tag = self.tag();
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
             channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
-            if let Some(reply) = await_answer(&channel, tag, known)? {
-                return Ok(reply);
+            if let Some(answered) = await_answer(&channel, tag, known)? {
+                return Ok(answered);
             }
         }
     }
@@ -92,6 +97,46 @@ impl Shared {
         if self.has_ended() {
             connection.fail();
         }
+    }
+
+    /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket with a byte
+    /// for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called again when the socket's
+    /// options have changed.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can make its connections now.
+    pub fn listen(&self, fd: BorrowedFd<'_>) -> io::Result<(u32, OwnedFd)> {
+        match self.ask_for_descriptors(&Ask::Listen, Some(fd))? {
+            (Reply::Listening { listener }, mut queue) => {
+                queue.pop().map(|queue| (listener, queue)).ok_or_else(|| protocol_error("the listener's queue is missing"))
+            }
+            (Reply::Stayed { reason, .. } | Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the socket does not listen")),
+        }
+    }
+
+    /// Takes the next connection that the NIC has made for a listener: its number and its descriptor. None if none waits.
+    /// [`Shared::take_charge`] follows.
+    ///
+    /// # Errors
+    /// If the agent has ended, or this session has no such listener.
+    pub fn accept(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
+        match self.ask_for_descriptors(&Ask::Accept { listener }, None)? {
+            (Reply::Accepted { connection }, mut descriptors) => {
+                descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))
+            }
+            (Reply::Stayed { .. }, _) => Ok(None),
+            (Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("no connection was accepted")),
+        }
+    }
+
+    /// Ends this session's part in a listener.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn stop_listening(&self, listener: u32) -> io::Result<()> {
+        self.ask(&Ask::StopListening { listener }, None).map(drop)
     }
 
     /// Moves a connection and waits until the move is done.
@@ -198,14 +243,14 @@ impl Shared {
 }
 
 /// Receives the answer; None if the agent has died with the request.
-fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Reply>> {
+fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
     loop {
-        let (answer, _): (Answer, _) = channel.receive()?;
+        let (answer, descriptors): (Answer, _) = channel.receive()?;
         match answer.body {
             Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
             // Reports an earlier death, or answers a request that was repeated since.
             Reply::Restarted { .. } => {}
-            body if answer.tag == tag => return Ok(Some(body)),
+            body if answer.tag == tag => return Ok(Some((body, descriptors))),
             _ => {}
         }
     }

@@ -1,5 +1,6 @@
 //! Functions that make, name, duplicate and close descriptors, and those for options.
 
+use crate::listening::{self, Accepted};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
@@ -42,18 +43,39 @@ fn forget_stale(fd: c_int) {
     }
 }
 
-fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
-    if fd >= 0 {
-        forget_stale(fd);
-        let listener = table::tcp(listener);
-        if (listener.is_some() || tcp::is_tcp(fd))
-            && let Some(tcp) = note_new(fd)
-        {
-            tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
-            // An accepted socket inherits its listener's SO_RCVLOWAT.
-            tcp.set_lowat(listener.map_or(1, Tcp::lowat));
-            tcp.worth.begin(worth::of_listener(listener));
-            tcp.established(fd, Some(Origin::Accepted));
+/// accept4(2): of what the NIC has made for the listener, then of what the kernel has.
+///
+/// # Safety
+/// As for the C library's function.
+unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    let native = || unsafe { real::accept4(listener, address, length, flags) };
+    let known = table::tcp(listener).filter(|tcp| tcp.listens());
+    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, native)) {
+        None => (native(), None),
+        Some(Accepted::Kernel(fd)) => (fd, None),
+        Some(Accepted::Nic(fd, session, number)) => (fd, Some((session, number))),
+    };
+    if fd < 0 {
+        return fd;
+    }
+    forget_stale(fd);
+    let listener = table::tcp(listener);
+    if (listener.is_some() || tcp::is_tcp(fd))
+        && let Some(tcp) = note_new(fd)
+    {
+        tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
+        // An accepted socket inherits its listener's SO_RCVLOWAT.
+        tcp.set_lowat(listener.map_or(1, Tcp::lowat));
+        tcp.worth.begin(worth::of_listener(listener));
+        match made {
+            None => tcp.established(fd, Some(Origin::Accepted)),
+            Some((session, number)) => {
+                tcp.note_origin(Origin::Accepted);
+                tcp.made(session, number);
+                // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
+                unsafe { listening::finish(fd, address, length, flags) };
+            }
         }
     }
     fd
@@ -66,7 +88,7 @@ fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    accepted(fd, unsafe { real::accept(fd, address, length) }, 0)
+    unsafe { accept_from(fd, address, length, 0) }
 }
 
 /// Intercepts the C library's `accept4`.
@@ -76,7 +98,7 @@ pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    accepted(fd, unsafe { real::accept4(fd, address, length, flags) }, flags)
+    unsafe { accept_from(fd, address, length, flags) }
 }
 
 /// Intercepts the C library's `connect`.
@@ -120,7 +142,8 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
     if done == 0
         && let Some(tcp) = table::tcp(fd)
     {
-        tcp.stay();
+        tcp.begin_listening();
+        listening::refresh(tcp, fd);
     }
     done
 }
@@ -349,6 +372,9 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
         options::note_lowat(tcp, fd);
     }
     drop(inside);
+    if done == 0 {
+        listening::refresh(tcp, fd);
+    }
     done
 }
 

@@ -88,6 +88,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
             (Operation::NicControl, Some(Control::Resume)) => self.resume(cid, Cid(message.address), now),
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
+            (Operation::NicControl, Some(Control::Grant)) => self.grant(cid, message.address),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
         }
