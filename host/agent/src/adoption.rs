@@ -75,6 +75,18 @@ impl Inherited {
         }
     }
 
+    /// Takes the listeners whose connections the NIC made: each with its number, its sessions, what the agent has written down of
+    /// it, and its descriptors.
+    fn take_listeners(&mut self) -> Vec<(u32, Vec<u32>, Vec<u8>, Vec<OwnedFd>)> {
+        let listener = |(kept, descriptors): &mut (Kept, Vec<OwnedFd>)| match kept {
+            Kept::Listener(id, sessions, written) => {
+                Some((*id, std::mem::take(sessions), std::mem::take(written), std::mem::take(descriptors)))
+            }
+            _ => None,
+        };
+        self.0.iter_mut().filter_map(listener).collect()
+    }
+
     /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
     fn sessions(self) -> BTreeMap<u32, Session> {
         let mut sessions = BTreeMap::new();
@@ -144,6 +156,7 @@ impl Agent {
     /// again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
         inherited.take_groups(&mut self.groups);
+        let listeners = inherited.take_listeners();
         for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
             // An earlier agent may have had higher limits.
@@ -153,6 +166,11 @@ impl Agent {
                 self.groups.joined(session.opening.group);
             }
             self.sessions.put(number, session);
+        }
+        for (id, sessions, written, descriptors) in listeners {
+            if self.inherit_listener(id, &sessions, &written, descriptors).is_none() {
+                eprintln!("baton agent: listener {id} of the last agent is lost: the kernel makes its connections");
+            }
         }
         self.schedule_again();
         self.fetch_what_was_moving();

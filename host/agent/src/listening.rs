@@ -106,8 +106,32 @@ impl Agent {
         (listener.listening, listener.limits) = (listening, Limits::of(fd));
         listener.sessions.insert(session);
         let theirs = listener.theirs.try_clone().map_err(|error| system("dup", &error))?;
+        self.keep_listener(id);
         self.serve_listener(id)?;
         Ok((Reply::Listening { listener: id }, vec![theirs]))
+    }
+
+    /// Has the keeper hold a listener for the next agent, as it is now.
+    fn keep_listener(&self, id: u32) {
+        let Some(listener) = self.listeners.by_id.get(&id) else { return };
+        let Ok(written) = postcard::to_stdvec(&(&listener.listening, listener.limits)) else { return };
+        let sessions = listener.sessions.iter().copied().collect();
+        self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
+    }
+
+    /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC makes them
+    /// anew from their clients' next segments, as from SYN cookies.
+    pub(crate) fn inherit_listener(&mut self, id: u32, sessions: &[u32], written: &[u8], descriptors: Vec<OwnedFd>) -> Option<()> {
+        let (listening, limits) = postcard::from_bytes(written).ok()?;
+        let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+        let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
+        let sessions: BTreeSet<u32> = sessions.iter().copied().filter(exists).collect();
+        self.listeners.next = self.listeners.next.max(id);
+        let (granted, waiting) = (Vec::new(), VecDeque::new());
+        let listener =
+            Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };
+        self.listeners.by_id.insert(id, listener);
+        Some(())
     }
 
     /// Whether this NIC can make connections at all now.
@@ -162,6 +186,8 @@ impl Agent {
         let listener = self.listeners.by_id.get_mut(&id);
         let Some((listener, image)) = listener.zip(image.ok()) else { return self.drop_made(cid) };
         listener.granted.retain(|granted| *granted != cid);
+        // An agent that has died may have granted it.
+        self.nic.withhold(cid);
         // A cookie is accepted once more when the client repeats its first segment after the connection has left the NIC.
         if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
             self.drop_made(cid);
@@ -291,7 +317,11 @@ impl Agent {
         let ids: Vec<u32> = self.listeners.by_id.keys().copied().filter(|id| only.is_none_or(|only| only == *id)).collect();
         for id in ids {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
-            if listener.sessions.remove(&session) && listener.sessions.is_empty() {
+            let left = listener.sessions.remove(&session);
+            if left && !listener.sessions.is_empty() {
+                self.keep_listener(id);
+            } else if left {
+                self.keep(&Kept::ListenerGone(id), &[]);
                 self.withdraw(id);
                 let removed = self.listeners.by_id.remove(&id);
                 removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| self.drop_made(waiting.cid));

@@ -6,7 +6,7 @@
 //! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it.
 
 use crate::process::{self, Session};
-use crate::tcp::Tcp;
+use crate::tcp::{self, Tcp};
 use crate::{real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
 use std::os::fd::{BorrowedFd, IntoRawFd};
@@ -23,8 +23,8 @@ pub(crate) struct Queue {
 pub(crate) enum Accepted {
     /// The kernel's: a descriptor, or -1 with errno.
     Kernel(c_int),
-    /// One that the NIC has made: descriptor, session and number there.
-    Nic(c_int, &'static Session, u32),
+    /// One that the NIC has made: its descriptor and its socket, which is in this session.
+    Nic(c_int, &'static Tcp, &'static Session),
 }
 
 /// Descriptors of queues.
@@ -135,10 +135,15 @@ fn take(queue: &'static Queue) -> Option<Accepted> {
         return None;
     }
     let errno = thread::errno();
-    let accepted = queue.session.shared.accept(queue.listener);
+    let mut made = None;
+    let accepted = queue.session.shared.accept(queue.listener, thread::token(), |fd| {
+        let fd = fd.into_raw_fd();
+        let tcp = tcp::new(fd);
+        made = Some(Accepted::Nic(fd, tcp, queue.session));
+        tcp.connection_of(queue.session)
+    });
     thread::set_errno(errno);
-    let (number, fd) = accepted.ok().flatten()?;
-    Some(Accepted::Nic(fd.into_raw_fd(), queue.session, number))
+    accepted.ok().flatten().and(made)
 }
 
 /// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the NIC makes none

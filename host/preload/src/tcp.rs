@@ -506,11 +506,16 @@ impl Tcp {
         unsafe { last.as_ref() }
     }
 
-    /// Notes that it is the socket of a connection that the NIC has made, under this number of a session.
-    pub fn made(&'static self, session: &'static Session, number: u32) {
-        session.shared.take_charge(&self.link_to(session).connection, number);
-        session.note_socket(number, Some(self));
+    /// The connection by which a session is to know this socket's.
+    pub fn connection_of(&self, session: &'static Session) -> Arc<Connection> {
+        self.link_to(session).connection.clone()
+    }
+
+    /// Notes that it is the socket of a connection that the NIC has made, which a session knows already.
+    pub fn made(&'static self, session: &'static Session) {
+        session.note_socket(self.link_to(session).connection.number(), Some(self));
         self.put_into(State::Managed);
+        self.changed();
         if session.shared.has_ended() {
             // The session was left before this socket was in its list.
             self.leave_session();

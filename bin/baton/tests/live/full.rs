@@ -83,12 +83,14 @@ fn the_nic_makes_the_connections_of_a_server() {
         let bind = at.ip().to_string();
         let _server = start(&bed, &["python3", "-m", "http.server", "8000", "--bind", &bind, "--directory", &directory]);
         wait_for_server(&bed, at);
-        let before = count(&bed, Counter::Made);
-        for _ in 0..5 {
+        let fetch = || {
             let answer = on_b(&bed, &["curl", "-sS", "-m", "20", &format!("http://{at}/content")]);
             assert!(answer.status.success(), "{}", text(&answer.stderr));
             assert!(answer.stdout == content, "{} bytes of {} arrived right", answer.stdout.len(), content.len());
-        }
+        };
+        fetch();
+        let before = count(&bed, Counter::Made);
+        (0..5).for_each(|_| fetch());
         assert_eq!(count(&bed, Counter::Made), before + 5, "each of the five was made by the NIC");
     }
     let end = statistics(&bed);
@@ -130,4 +132,165 @@ while True:
         assert_eq!(ours().place, to);
         exchange(n);
     }
+}
+
+/// A server that accepts one connection for each line that it is sent on standard input, and then echoes.
+const ON_DEMAND: &str = "
+import socket, sys, select, threading
+listener = socket.create_server(('', 7000), backlog=20)
+select.select([listener], [], [])
+def echo(server):
+    while data := server.recv(65536): server.sendall(data)
+    server.close()
+for line in sys.stdin:
+    server, _ = listener.accept()
+    threading.Thread(target=echo, args=(server,), daemon=True).start()
+";
+
+fn exchange(client: &mut TcpStream, byte: u8) {
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    let sent = vec![byte; 20_000];
+    client.write_all(&sent).expect("room");
+    let mut received = vec![0; sent.len()];
+    client.read_exact(&mut received).expect("the echo");
+    assert!(received == sent);
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not within twenty seconds");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by the next
+/// NIC.
+#[test]
+fn listeners_are_there_again_after_a_death() {
+    for agent_dies in [false, true] {
+        let bed = hosts(TestbedSettings::default());
+        let at = address(false, 7000);
+        let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+        let mut orders = server.0.stdin.take().expect("its input");
+        wait_for_server(&bed, at);
+        // It has not accepted any yet.
+        let mut waiting = connect(&bed, at).expect("a connection");
+        waiting.write_all(&[7; 1000]).expect("room");
+        wait_until("the NIC's connection", || count(&bed, Counter::Made) >= 2);
+        let first = statistics(&bed);
+        let process = if agent_dies { first.agent_process } else { first.nic_process };
+        baton_linux::process::signal(process, 9).expect("a signal");
+        wait_until("the next NIC", || {
+            let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
+            matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
+        });
+        for _ in 0..50 {
+            writeln!(orders, "accept").expect("a server");
+        }
+        waiting.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        let mut received = [0; 1000];
+        waiting.read_exact(&mut received).expect("the echo");
+        assert_eq!(received, [7; 1000]);
+        exchange(&mut waiting, 2);
+        let made = count(&bed, Counter::Made);
+        let mut next = connect(&bed, at).expect("a connection");
+        exchange(&mut next, 3);
+        assert!(count(&bed, Counter::Made) > made);
+        let local = next.local_addr().expect("its address").to_string();
+        assert!(connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic));
+        assert_eq!(statistics(&bed).lost, 0);
+    }
+}
+
+/// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone can ask
+/// them.
+#[test]
+fn listeners_are_the_kernels_while_there_are_rules() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000);
+    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut orders = server.0.stdin.take().expect("its input");
+    wait_for_server(&bed, at);
+    for _ in 0..50 {
+        writeln!(orders, "accept").expect("a server");
+    }
+    let nft = |line: &str| {
+        let mut command = Command::new("nft");
+        command.args(line.split(' '));
+        assert!(bed.host_a.spawn(&mut command).expect("nft").wait().expect("its end").success(), "nft {line}");
+    };
+    let served = |by: Place| {
+        let mut client = connect(&bed, at).expect("a connection");
+        exchange(&mut client, 1);
+        let made = count(&bed, Counter::Made);
+        let mut client = connect(&bed, at).expect("a connection");
+        exchange(&mut client, 2);
+        count(&bed, Counter::Made) == made + u64::from(by == Place::Nic)
+    };
+    assert!(served(Place::Nic));
+    nft("add table inet guard");
+    nft("add chain inet guard in { type filter hook input priority 0 ; }");
+    wait_until("the kernel's connections", || served(Place::Kernel));
+    nft("delete table inet guard");
+    wait_until("the NIC's connections", || served(Place::Nic));
+}
+
+/// Sends SYNs from forged addresses: how many, to which address and port.
+const FLOOD: &str = "
+import random, socket, struct, sys
+count, address, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+def checksum(data):
+    total = sum(struct.unpack('!%dH' % (len(data) // 2), data))
+    while total >> 16: total = (total & 0xffff) + (total >> 16)
+    return ~total & 0xffff
+destination = socket.inet_aton(address)
+for n in range(count):
+    source = struct.pack('!BBH', 10, 77, n & 0xffff)
+    options = bytes([2, 4, 5, 180, 4, 2, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0, 1, 3, 3, 7])
+    tcp = struct.pack('!HHIIBBHHH', random.randrange(1024, 65536), port, random.getrandbits(32), 0, 10 << 4, 2, 65535, 0, 0) + options
+    pseudo = source + destination + struct.pack('!BBH', 0, 6, len(tcp))
+    tcp = tcp[:16] + struct.pack('!H', checksum(pseudo + tcp)) + tcp[18:]
+    ip = struct.pack('!BBHHHBBH', 0x45, 0, 20 + len(tcp), n & 0xffff, 0, 64, 6, 0) + source + destination
+    raw.sendto(ip + tcp, (address, 0))
+";
+
+/// Resident memory of a process, in bytes.
+fn resident(process: u32) -> u64 {
+    let pages = std::fs::read_to_string(format!("/proc/{process}/statm")).expect("a process");
+    pages.split_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok()).expect("a number") * 4096
+}
+
+/// Ten thousand SYNs from forged addresses: most are answered and not remembered, an honest client connects nevertheless, with
+/// window scaling and SACK, and the NIC's memory does not grow with their number.
+#[test]
+fn a_flood_of_syns_leaves_room_for_honest_clients() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000);
+    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut orders = server.0.stdin.take().expect("its input");
+    wait_for_server(&bed, at);
+    for _ in 0..50 {
+        writeln!(orders, "accept").expect("a server");
+    }
+    let flood = |count: &str| {
+        let sent = on_b(&bed, &["python3", "-c", FLOOD, count, &at.ip().to_string(), "7000"]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+    };
+    let nic = statistics(&bed).nic_process;
+    flood("1000");
+    let (before, cookies) = (resident(nic), count(&bed, Counter::SynCookies));
+    assert!(cookies > 0, "the table of handshakes is not full");
+    flood("10000");
+    assert!(count(&bed, Counter::SynCookies) > cookies + 9000, "{} of 10,000", count(&bed, Counter::SynCookies) - cookies);
+    let after = resident(nic);
+    assert!(after < before + (1 << 20), "the NIC has grown from {before} to {after} bytes");
+    let mut client = connect(&bed, at).expect("an honest client");
+    exchange(&mut client, 1);
+    let local = client.local_addr().expect("its address").to_string();
+    let ours = connections(&bed).into_iter().find(|one| one.peer == local).expect("its connection");
+    assert_eq!(ours.made_by, Place::Nic);
+    let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(&client)).expect("TCP_INFO");
+    assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
 }

@@ -84,6 +84,13 @@ impl Shared {
 
     /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.
     pub fn take_charge(&self, connection: &Arc<Connection>, number: u32) {
+        self.represent(connection, number);
+        if connection.has_moved() {
+            self.early.store(true, Ordering::Release);
+        }
+    }
+
+    fn represent(&self, connection: &Arc<Connection>, number: u32) {
         connection.set_number(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
@@ -91,9 +98,6 @@ impl Shared {
         }
         connections[number as usize] = Some(connection.clone());
         drop(connections);
-        if connection.has_moved() {
-            self.early.store(true, Ordering::Release);
-        }
         if self.has_ended() {
             connection.fail();
         }
@@ -115,12 +119,25 @@ impl Shared {
         }
     }
 
-    /// Takes the next connection that the NIC has made for a listener: its number and its descriptor. None if none waits.
-    /// [`Shared::take_charge`] follows.
+    /// Takes the next connection that the NIC has made for a listener. None if none waits. `begin` gets its descriptor, and returns
+    /// the connection from [`Shared::unregistered`] that is to represent it.
     ///
     /// # Errors
     /// If the agent has ended, or this session has no such listener.
-    pub fn accept(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
+    pub fn accept(&self, listener: u32, token: Token, begin: impl FnOnce(OwnedFd) -> Arc<Connection>) -> io::Result<Option<()>> {
+        self.begin_accepting(token);
+        let accepted = self.take_made(listener).map(|taken| {
+            taken.map(|(number, fd)| {
+                let connection = begin(fd);
+                self.represent(&connection, number);
+                connection
+            })
+        });
+        self.end_accepting(accepted.as_ref().ok().and_then(Option::as_deref), token);
+        accepted.map(|accepted| accepted.map(|_| ()))
+    }
+
+    fn take_made(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
         match self.ask_for_descriptors(&Ask::Accept { listener }, None)? {
             (Reply::Accepted { connection }, mut descriptors) => {
                 descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))

@@ -54,25 +54,31 @@ unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut sock
     let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, native)) {
         None => (native(), None),
         Some(Accepted::Kernel(fd)) => (fd, None),
-        Some(Accepted::Nic(fd, session, number)) => (fd, Some((session, number))),
+        Some(Accepted::Nic(fd, tcp, session)) => (fd, Some((tcp, session))),
     };
     if fd < 0 {
         return fd;
     }
     forget_stale(fd);
     let listener = table::tcp(listener);
-    if (listener.is_some() || tcp::is_tcp(fd))
-        && let Some(tcp) = note_new(fd)
-    {
+    let tcp = match made {
+        Some((tcp, _)) => {
+            table::put(fd, Some(File::Tcp(tcp)));
+            Some(tcp)
+        }
+        None if listener.is_some() || tcp::is_tcp(fd) => note_new(fd),
+        None => None,
+    };
+    if let Some(tcp) = tcp {
         tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
         // An accepted socket inherits its listener's SO_RCVLOWAT.
         tcp.set_lowat(listener.map_or(1, Tcp::lowat));
         tcp.worth.begin(worth::of_listener(listener));
         match made {
             None => tcp.established(fd, Some(Origin::Accepted)),
-            Some((session, number)) => {
+            Some((_, session)) => {
                 tcp.note_origin(Origin::Accepted);
-                tcp.made(session, number);
+                tcp.made(session);
                 // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
                 unsafe { listening::finish(fd, address, length, flags) };
             }
