@@ -220,20 +220,18 @@ fn listeners_are_the_kernels_while_there_are_rules() {
         command.args(line.split(' '));
         assert!(bed.host_a.spawn(&mut command).expect("nft").wait().expect("its end").success(), "nft {line}");
     };
-    let served = |by: Place| {
+    let made_by_nic = || {
         let mut client = connect(&bed, at).expect("a connection");
         exchange(&mut client, 1);
-        let made = count(&bed, Counter::Made);
-        let mut client = connect(&bed, at).expect("a connection");
-        exchange(&mut client, 2);
-        count(&bed, Counter::Made) == made + u64::from(by == Place::Nic)
+        let local = client.local_addr().expect("its address").to_string();
+        connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic)
     };
-    assert!(served(Place::Nic));
+    assert!(made_by_nic());
     nft("add table inet guard");
     nft("add chain inet guard in { type filter hook input priority 0 ; }");
-    wait_until("the kernel's connections", || served(Place::Kernel));
+    wait_until("the kernel's connections", || !made_by_nic());
     nft("delete table inet guard");
-    wait_until("the NIC's connections", || served(Place::Nic));
+    wait_until("the NIC's connections", || made_by_nic());
 }
 
 /// Sends SYNs from forged addresses: how many, to which address and port.
@@ -293,4 +291,118 @@ fn a_flood_of_syns_leaves_room_for_honest_clients() {
     assert_eq!(ours.made_by, Place::Nic);
     let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(&client)).expect("TCP_INFO");
     assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
+}
+
+/// Programs of host A, each with a client's script for host B, which is given the address and compares what it gets.
+const ASYNCIO: &str = "
+import asyncio
+async def serve(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+async def main():
+    async with await asyncio.start_server(serve, '', 7000) as server:
+        await server.serve_forever()
+asyncio.run(main())
+";
+
+const ECHO_CLIENTS: &str = "
+import hashlib, socket, sys, threading
+def client(n):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    for round in range(20):
+        data = hashlib.sha256(b'%d %d' % (n, round)).digest() * 1000
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        got = b''
+        while len(got) < len(data): got += one.recv(65536) or sys.exit('the end')
+        sender.join()
+        assert got == data, 'wrong bytes'
+    one.close()
+threads = [threading.Thread(target=client, args=(n,)) for n in range(int(sys.argv[3]))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print('right', end='')
+";
+
+const REDIS_CLIENT: &str = "
+import os, socket, sys
+def read_line(stream): return stream.readline().rstrip(b'\\r\\n')
+for n in range(20):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    stream = one.makefile('rb')
+    value = os.urandom(100_000)
+    one.sendall(b'SET key%d ' % n + b'' + b'x\\r\\n')
+    assert read_line(stream) == b'+OK'
+    one.sendall(b'*3\\r\\n$3\\r\\nSET\\r\\n$1\\r\\nv\\r\\n$%d\\r\\n' % len(value) + value + b'\\r\\n')
+    assert read_line(stream) == b'+OK'
+    one.sendall(b'GET v\\r\\n')
+    assert read_line(stream) == b'$%d' % len(value)
+    assert stream.read(len(value)) == value and stream.read(2) == b'\\r\\n'
+    one.close()
+print('right', end='')
+";
+
+const MEMCACHED_CLIENT: &str = "
+import os, socket, sys
+for n in range(20):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    stream = one.makefile('rb')
+    value = os.urandom(100_000)
+    one.sendall(b'set v 0 0 %d\\r\\n' % len(value) + value + b'\\r\\n')
+    assert stream.readline() == b'STORED\\r\\n'
+    one.sendall(b'get v\\r\\n')
+    assert stream.readline() == b'VALUE v 0 %d\\r\\n' % len(value)
+    assert stream.read(len(value)) == value and stream.readline() == b'\\r\\n' and stream.readline() == b'END\\r\\n'
+    one.close()
+print('right', end='')
+";
+
+const HTTP_CLIENTS: &str = "
+import hashlib, subprocess, sys
+url = 'http://%s:%s/content' % (sys.argv[1], sys.argv[2])
+for n in range(5):
+    fetched = [subprocess.Popen(['curl', '-sS', '-m', '30', url, url], stdout=subprocess.PIPE) for _ in range(8)]
+    for one in fetched:
+        content = one.communicate()[0]
+        half = len(content) // 2
+        assert one.returncode == 0 and content[:half] == content[half:] and hashlib.sha256(content[:half]).hexdigest() == sys.argv[3]
+print('right', end='')
+";
+
+/// Unmodified servers of different kinds: an event loop, several processes that share a listener, threads.
+#[test]
+fn servers_of_all_kinds_are_served() {
+    let bed = hosts(TestbedSettings::default());
+    let scratch = Scratch::new("servers");
+    let content: Vec<u8> = (0..500_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    std::fs::write(scratch.file("content"), &content).expect("a file");
+    let digest = on_b(&bed, &["sha256sum", &scratch.file("content")]);
+    let digest = text(&digest.stdout).split_whitespace().next().expect("a digest").to_owned();
+    let nginx = format!(
+        "daemon off; worker_processes 2; user root; pid {0}/pid; error_log {0}/errors; events {{}}
+         http {{ access_log off; server {{ listen 7002; root {0}; }} }}",
+        scratch.0.display()
+    );
+    std::fs::write(scratch.file("nginx.conf"), nginx).expect("a file");
+    let address_of_a = address(false, 0).ip().to_string();
+    let configuration = scratch.file("nginx.conf");
+    let redis = ["redis-server", "--port", "7001", "--save", "", "--protected-mode", "no", "--bind", &address_of_a];
+    let servers: [(&[&str], &str, &str, &str); 4] = [
+        (&["python3", "-c", ASYNCIO], "7000", ECHO_CLIENTS, "20"),
+        (&redis, "7001", REDIS_CLIENT, ""),
+        (&["nginx", "-c", &configuration], "7002", HTTP_CLIENTS, &digest),
+        (&["memcached", "-u", "root", "-p", "7003", "-t", "2"], "7003", MEMCACHED_CLIENT, ""),
+    ];
+    for (server, port, client, more) in servers {
+        let _running = start(&bed, server);
+        wait_for_server(&bed, SocketAddr::new(address_a(false), port.parse().expect("a port")));
+        let before = count(&bed, Counter::Made);
+        let ran = on_b(&bed, &["python3", "-c", client, &address_of_a, port, more]);
+        assert!(ran.status.success() && ran.stdout == b"right", "{server:?}: {}{}", text(&ran.stdout), text(&ran.stderr));
+        assert!(count(&bed, Counter::Made) >= before + 20, "{server:?}: the NIC made {}", count(&bed, Counter::Made) - before);
+        let now = statistics(&bed);
+        assert_eq!((now.failed_moves, now.lost), (0, 0), "{server:?}");
+    }
 }
