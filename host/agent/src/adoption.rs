@@ -2,6 +2,7 @@
 //! the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
+use crate::connecting::ABORTED;
 use crate::connection::{Block, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
@@ -304,6 +305,12 @@ impl Session {
                 }
             }
             connection.machine = Move::ended();
+            if word(block::FLAGS) & block::FLAG_OPENING != 0 {
+                // Only the dead agent knew where to.
+                connection.block.store(block::ERROR, ABORTED);
+                connection.block.store(block::FLAGS, 0);
+                connection.block.store(block::MOVES, word(block::MOVES).wrapping_add(1));
+            }
             if let Some(fd) = &connection.fd {
                 let _ = shell::end(fd.as_fd());
             }

@@ -296,7 +296,7 @@ impl Agent {
     }
 
     /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free.
-    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
+    pub(crate) fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
         if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
             Ok(())
         } else {
@@ -484,7 +484,11 @@ impl Agent {
                 continue;
             }
             if (message.operation, Control::from_number(message.kind)) == (Operation::OsControl, Some(Control::Made)) {
-                self.made(message.cid, message.address, message.length != 0);
+                match (message.address, self.find(message.cid)) {
+                    (0, Some((session, number))) => self.opened(session, number),
+                    (0, None) => self.drop_made(message.cid),
+                    (listener, _) => self.made(message.cid, listener, message.length != 0),
+                }
                 continue;
             }
             let Some((session, number)) = self.find(message.cid) else { continue };
@@ -493,6 +497,7 @@ impl Agent {
                     self.return_soon(session, number, "urgent data from its peer");
                 }
                 (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
+                (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
                 (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
                 (Operation::OsControl, Some(Control::Grow)) => {
                     if let Some(connection) = self.connection(session, number) {

@@ -176,6 +176,8 @@ pub(crate) struct Connection {
     pub moves: u32,
     /// Who made it.
     pub made_by: Place,
+    /// The NIC is opening it: it has a slot there, and no move.
+    pub opening: bool,
     /// Number of completed moves.
     pub made: u32,
     /// Time of its last move, in microseconds of the monotonic clock.
@@ -232,6 +234,7 @@ impl Connection {
             waiting: Waiting::default(),
             moves: block.load(layout::MOVES),
             made_by: Place::Kernel,
+            opening: false,
             made: 0,
             since: events::monotonic_micros(),
             serial: 0,

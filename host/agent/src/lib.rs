@@ -8,6 +8,7 @@ mod attached;
 mod cgroups;
 mod changes;
 mod chaos;
+mod connecting;
 mod connection;
 mod connections;
 mod devices;

@@ -25,6 +25,7 @@ use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Listen;
 use baton_protocol::program::{Place, Reply};
+use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -80,7 +81,7 @@ impl Agent {
 
     fn begin_listening(&mut self, session: u32, fd: BorrowedFd<'_>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
         let listening = Listening::read(fd)?;
-        self.can_listen()?;
+        self.can_open()?;
         let known = self.listeners.by_id.iter().find(|(_, listener)| listener.listening.cookie == listening.cookie);
         let id = match known.map(|(id, _)| *id) {
             Some(id) => id,
@@ -135,7 +136,7 @@ impl Agent {
     }
 
     /// Whether this NIC can make connections at all now.
-    fn can_listen(&mut self) -> Result<(), Refusal> {
+    pub(crate) fn can_open(&mut self) -> Result<(), Refusal> {
         if self.draining {
             return Err(Refusal::CalledOff);
         }
@@ -199,8 +200,9 @@ impl Agent {
     }
 
     /// Drops a connection that the NIC has made: its frames are the kernel's.
-    fn drop_made(&mut self, cid: Cid) {
-        if self.nic.control(Control::Cancel, cid, 0).is_ok() {
+    pub(crate) fn drop_made(&mut self, cid: Cid) {
+        // A NIC that has died has no slot of it any more.
+        if matches!(self.nic.control(Control::Cancel, cid, 0), Ok(_) | Err(Refusal::NicGone)) {
             self.nic.give_slot(cid);
         }
     }
@@ -242,64 +244,77 @@ impl Agent {
         let fd = listening.socket().map_err(|error| system("socket", &error))?;
         let saved = self.make_shell(&fd, local, peer, &image)?;
         let theirs = fd.try_clone().map_err(|error| system("dup", &error))?;
-        let draining = self.draining;
+        let connection = self.new_connection(session, fd, local, peer)?;
+        let (number, serial) = (connection.number, connection.serial);
+        let (_, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        entry.connections.put(Connection { cid: Some(waiting.cid), ..connection });
+        if let Err(refusal) = self.prepare_handoff(session, number, image, saved) {
+            let Some((_, entry)) = self.split(session) else { return Err(refusal) };
+            entry.connections.remove(number);
+            return Err(refusal);
+        }
+        self.keep(&Kept::Connection(session, number), &[theirs.as_fd()]);
+        self.note_registered(session, number, serial);
+        Ok((number, theirs))
+    }
+
+    /// A connection that the NIC makes, with a block that its program cannot use yet.
+    pub(crate) fn new_connection(&mut self, session: u32, fd: OwnedFd, local: SocketAddr, peer: SocketAddr) -> Result<Connection, Refusal> {
+        self.has_room_for(fd.as_fd(), 0)?;
         self.serials += 1;
-        let serial = self.serials;
-        let cgroup = |agent: &mut Agent| {
-            let process = agent.sessions.get(session as usize)?.as_ref()?.process;
-            Some((process, agent.cgroups.of(process)))
-        };
-        let (process, cgroup) = cgroup(self).ok_or(Refusal::NoRoom)?;
-        let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
-        let number = entry.connections.vacant();
-        let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
+        let (serial, draining) = (self.serials, self.draining);
+        let entry = self.sessions.get_mut(session as usize).and_then(Option::as_mut).ok_or(Refusal::NoRoom)?;
+        let (number, process) = (entry.connections.vacant(), entry.process);
+        let open = entry.open.as_ref().ok_or(Refusal::NoRoom)?;
         if number as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
             return Err(Refusal::NoRoom);
         }
         let block = Block::new(open.memory.clone(), number);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
+        block.store(block::ERROR, 0);
         block.set_owner(Owner::Moving);
-        let mut connection = Connection {
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        let cgroup = self.cgroups.of(process);
+        let made_by = Place::Nic;
+        Ok(Connection {
             serial,
             process,
             cgroup,
-            made_by: Place::Nic,
+            made_by,
             stays: draining,
-            cid: Some(waiting.cid),
-            ..Connection::new(number, Some(fd), image.flow, local, peer, block)
-        };
-        let way = ground.way_of_made(&connection, &image);
-        let to_nic = way.is_ok() && !draining;
-        let image = adapt(&connection, image, &saved, way.as_ref().ok())?;
+            ..Connection::new(number, Some(fd), flow, local, peer, block)
+        })
+    }
+
+    /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the journal.
+    /// The kernel gets it instead if the NIC may not have it.
+    pub(crate) fn prepare_handoff(&mut self, session: u32, number: u32, image: Image, saved: shell::Saved) -> Result<(), Refusal> {
+        let draining = self.draining;
+        let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
+        let connection = entry.connections.get_mut(number as usize).and_then(Option::as_mut).ok_or(Refusal::Ended)?;
+        let cid = connection.cid.ok_or(Refusal::NoRoom)?;
+        let way = ground.way_of_made(connection, &image);
+        let image = adapt(connection, image, &saved, way.as_ref().ok())?;
         let limits = Limits::of(connection.fd()?);
         let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
-        let on_nic = OnNic {
-            image,
-            saved: saved.clone(),
-            memory,
-            limits,
-            handed_off_at: monotonic_micros(),
-            muted: false,
-            way: way.ok(),
-            dropped: None,
-        };
-        let journalled = Entry::new(session, number, waiting.cid, saved).copied(&image, memory, on_nic.handed_off_at);
+        let handed_off_at = monotonic_micros();
+        let journalled = Entry::new(session, number, cid, saved.clone()).copied(&image, memory, handed_off_at);
         if !journal::write(ground.nic_memory, Phase::Copied, &journalled) {
             memory::give(open, memory);
             return Err(Refusal::Filter);
         }
-        connection.on_nic = Some(Box::new(on_nic));
-        connection.machine = Move::made(to_nic);
-        entry.connections.put(connection);
-        self.keep(&Kept::Connection(session, number), &[theirs.as_fd()]);
-        self.note_registered(session, number, serial);
-        Ok((number, theirs))
+        connection.block.set_owner(Owner::Moving);
+        connection.machine = Move::made(way.is_ok() && !draining);
+        let (way, muted, dropped) = (way.ok(), false, None);
+        connection.on_nic = Some(Box::new(OnNic { image, saved, memory, limits, handed_off_at, muted, way, dropped }));
+        Ok(())
     }
 
     /// Turns a socket into the shell. A connection with the same 4-tuple that the kernel waits out (TIME-WAIT) gives way: the new
     /// one's sequence numbers and timestamps lie behind its (RFC 6191).
-    fn make_shell(&self, fd: &OwnedFd, local: SocketAddr, peer: SocketAddr, image: &Image) -> Result<shell::Saved, Refusal> {
+    pub(crate) fn make_shell(&self, fd: &OwnedFd, local: SocketAddr, peer: SocketAddr, image: &Image) -> Result<shell::Saved, Refusal> {
         const TIME_WAIT: u8 = 6;
         let make = || shell::make(fd.as_fd(), local, peer, image.snd_nxt, image.rcv_nxt);
         match make() {
@@ -348,7 +363,7 @@ impl Agent {
     /// Examines all listeners anew, since the host's addresses or rules have changed: those that the NIC cannot serve any more are
     /// the kernel's until it can.
     pub(crate) fn follow_listeners(&mut self) {
-        let can = self.can_listen().is_ok();
+        let can = self.can_open().is_ok();
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             if !can || self.serve_listener(id).is_err() {
                 self.withdraw(id);

@@ -32,6 +32,7 @@ impl Agent {
         }
         // Connections that it has made may be in the ring still.
         self.handle_nic_messages();
+        self.open_all_in_kernel();
         self.start_next_nic()?;
         self.drive_all(&Event::NicStarted);
         self.listen_again();

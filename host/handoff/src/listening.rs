@@ -1,8 +1,9 @@
 //! A listening socket whose connections the NIC is to make: whether it can, and what the sockets of these connections inherit.
 
-use crate::examine::system;
+use crate::examine::{state_name, system};
 use crate::{shell, unenforced};
 use baton_linux::socket;
+use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -83,6 +84,35 @@ fn value(fd: BorrowedFd<'_>, level: i32, option: i32) -> Option<Vec<u8>> {
     let length = socket::get_bytes(fd, level, option, &mut raw).ok()?;
     Some(raw[..length.min(LONGEST)].to_vec())
 }
+
+/// Checks whether the NIC can open a connection from a socket.
+///
+/// # Errors
+/// Why only the kernel can.
+pub fn check_unconnected(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
+    const CLOSED: u8 = 7;
+    const FASTOPEN_CONNECT: (i32, i32, &str) = (6, 30, "TCP_FASTOPEN_CONNECT");
+    if socket::get(fd, SOL_SOCKET, libc::SO_PROTOCOL).unwrap_or(0) != libc::IPPROTO_TCP {
+        return Err(Refusal::NotTcp);
+    }
+    if !socket::is_of_this_namespace(fd).map_err(|error| system("SO_NETNS_COOKIE", &error))? {
+        return Err(Refusal::OtherNamespace);
+    }
+    let info = TcpInfo::read(fd).map_err(|error| system("TCP_INFO", &error))?;
+    if info.state != CLOSED || socket::peer_address(fd).is_ok() {
+        return Err(Refusal::State(state_name(info.state)));
+    }
+    for (level, option, name) in KERNEL_ONLY.into_iter().chain([FASTOPEN_CONNECT]) {
+        let set = |value: Vec<u8>| value.iter().any(|byte| *byte != 0);
+        if (level, option) != TCP_FASTOPEN && value(fd, level, option).is_some_and(set) {
+            return Err(Refusal::Option(name));
+        }
+    }
+    unenforced::check(fd)
+}
+
+/// Concerns listeners only.
+const TCP_FASTOPEN: (i32, i32) = (6, 23);
 
 /// SO_DOMAIN and SO_ACCEPTCONN.
 const DOMAIN: i32 = 39;

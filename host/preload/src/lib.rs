@@ -10,6 +10,7 @@
 //! calls that a program makes with instructions of its own.
 
 mod calls;
+mod connecting;
 mod epoll;
 mod handover;
 mod interest;

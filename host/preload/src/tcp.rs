@@ -422,6 +422,42 @@ impl Tcp {
         thread::set_errno(errno);
     }
 
+    /// Makes the NIC open its connection to `peer`. Returns false if only the kernel can.
+    pub fn open_by_nic(&'static self, fd: c_int, peer: std::net::SocketAddr) -> bool {
+        let Some(session) = process::open_session() else { return false };
+        let undisturbed = Undisturbed::begin();
+        if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
+            return false;
+        }
+        if process::is_closed() {
+            self.handover.put(State::Candidate);
+            return false;
+        }
+        // SAFETY: the program's descriptor, open during its own call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        let begun = session.shared.open_connection(&self.connection_of(session), borrowed, peer, thread::token());
+        if begun.is_err() {
+            self.put_into(State::Candidate);
+            return false;
+        }
+        self.note_origin(Origin::Connected);
+        self.made(session);
+        // Not with the list locked: the lock order is set first, then list.
+        let sets = locked(&self.sets).clone();
+        sets.iter().for_each(|(set, _)| set.prepare_for_nic());
+        drop(undisturbed);
+        true
+    }
+
+    /// Leaves the agent's care, since the NIC could not open its connection: another one can be opened.
+    pub fn forget_failed(&'static self) {
+        if let Some((connection, session)) = self.managed() {
+            session.note_socket(connection.number(), None);
+            let _ = session.shared.forget(connection, thread::token());
+            self.put_into(State::Candidate);
+        }
+    }
+
     /// Restores the connection to the kernel. Does nothing for a socket that the agent does not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
         if until == Until::Never && reason != FORK {

@@ -207,12 +207,15 @@ pub mod block {
     pub const ACKED_SEQ: usize = 40;
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`] and [`FLAG_KEEPALIVE`]. Written by the agent at a handoff, then by the
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`] and [`FLAG_OPENING`]. Written by the agent at a handoff, then by the
     /// program.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
     /// by the NIC.
     pub const PROCESSOR: usize = 52;
+
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
+    pub const ERROR: usize = 56;
 
     /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
     pub const FLAG_FIN_RECEIVED: u32 = 1;
@@ -220,6 +223,8 @@ pub mod block {
     pub const FLAG_SHUT_DOWN: u32 = 1 << 1;
     /// Bit of [`FLAGS`]: SO_KEEPALIVE is on.
     pub const FLAG_KEEPALIVE: u32 = 1 << 2;
+    /// Bit of [`FLAGS`]: the NIC is opening the connection.
+    pub const FLAG_OPENING: u32 = 1 << 3;
 }
 
 /// The owner of a connection, as [`block::OWNER`] holds it.
@@ -336,5 +341,5 @@ const _: () = {
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
-    assert!(block::PROCESSOR + 4 <= session::BLOCK_BYTES);
+    assert!(block::ERROR + 4 <= session::BLOCK_BYTES);
 };

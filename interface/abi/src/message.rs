@@ -110,6 +110,9 @@ pub enum Control {
     Resume = 14,
     /// The slot is free for a connection that the NIC makes for the listener in the address field.
     Grant = 15,
+    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. The NIC answers with
+    /// [`Control::Made`] or [`Control::NotMade`].
+    Connect = 16,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -124,9 +127,11 @@ pub enum Control {
     /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field: bytes of
     /// send memory wanted; 0 for no change.
     Grow = 37,
-    /// To the host: the NIC has made a connection for the listener in the address field; its image is in the slot, and its frames
+    /// To the host: the NIC has made a connection for the listener in the address field, 0 for one that it has opened; its image is in the slot, and its frames
     /// are held. Length field: 1 if it was made from a SYN cookie, else 0.
     Made = 38,
+    /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
+    NotMade = 39,
 }
 
 impl Control {
@@ -149,6 +154,7 @@ impl Control {
             Interface,
             Resume,
             Grant,
+            Connect,
             Done,
             Refused,
             Fin,
@@ -156,6 +162,7 @@ impl Control {
             Posted,
             Grow,
             Made,
+            NotMade,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)

@@ -85,6 +85,12 @@ pub enum Ask {
         /// The listener, from [`Reply::Listening`].
         listener: u32,
     },
+    /// The NIC opens a connection from the socket whose descriptor comes along. The answer, [`Reply::Registered`], comes before the
+    /// connection is open.
+    Connect {
+        /// The peer.
+        peer: SocketAddr,
+    },
     /// The program has closed the listener.
     StopListening {
         /// The listener.

@@ -1,6 +1,7 @@
 //! The slots: who gets the frames of a connection.
 
 use crate::held::HeldFrames;
+use crate::listeners::Opening;
 use crate::offloaded::{Offloaded, Pending};
 use baton_abi::Cid;
 use baton_wire::{Flow, FlowKey};
@@ -33,6 +34,8 @@ pub(crate) enum Custody {
     Mirrored,
     /// Nobody, on the way to the NIC: frames are held.
     Held,
+    /// The NIC, which opens it.
+    Opening(Box<Opening>),
     /// The NIC.
     Active(Box<Offloaded>),
     /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.

@@ -18,8 +18,8 @@ const SYN_ACK_RETRIES: u8 = 5;
 /// predecessor's handshakes continue, too. Cookies are no older.
 const COOKIES_LAST: u64 = 134_000_000;
 
-/// Bytes of receive memory that a new connection has: its first window, which is not scaled.
-const FIRST_WINDOW: u32 = 1 << 16;
+/// Bytes of receive memory that a connection has until it is handed off: its first window, which is not scaled.
+pub(crate) const FIRST_WINDOW: u32 = 1 << 16;
 
 /// Microseconds by which a handshake's time-out may be late, so that a flood causes few checks of the table.
 const LATENESS: u64 = 10_000;

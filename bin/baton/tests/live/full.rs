@@ -406,3 +406,101 @@ fn servers_of_all_kinds_are_served() {
         assert_eq!((now.failed_moves, now.lost), (0, 0), "{server:?}");
     }
 }
+
+/// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
+const CONNECTS: &str = "
+import asyncio, errno, os, select, socket, sys
+at = (sys.argv[1], int(sys.argv[2]))
+def exchange(one):
+    one.settimeout(20)
+    data = os.urandom(100_000)
+    sent = got = 0
+    received = b''
+    while len(received) < len(data):
+        if sent < len(data): sent += one.send(data[sent:sent + 20000])
+        received += one.recv(65536) or sys.exit('the end')
+    assert received == data
+def blocking():
+    one = socket.socket()
+    one.connect(at)
+    assert one.getpeername() == at and one.getsockname()[1] != 0
+    exchange(one)
+    one.close()
+def polling(wait):
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex(at) == errno.EINPROGRESS
+    wait(one)
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+    exchange(one)
+    one.close()
+def by_select(one): assert select.select([], [one], [], 20)[1]
+def by_poll(one):
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] == select.POLLOUT
+def by_epoll(one, edge=0):
+    epoll = select.epoll()
+    epoll.register(one, select.EPOLLOUT | edge)
+    assert epoll.poll(20)[0][1] == select.EPOLLOUT
+def by_edge(one): by_epoll(one, select.EPOLLET)
+def refused():
+    one = socket.socket()
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.ECONNREFUSED
+    one.close()
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.EINPROGRESS
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] & select.POLLERR
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+    one.close()
+async def client():
+    reader, writer = await asyncio.open_connection(*at)
+    data = os.urandom(300_000)
+    writer.write(data)
+    assert await reader.readexactly(len(data)) == data
+    writer.close()
+    await writer.wait_closed()
+async def several(): await asyncio.gather(*(client() for _ in range(10)))
+for n in range(5):
+    blocking()
+    for wait in by_select, by_poll, by_epoll, by_edge: polling(wait)
+    refused()
+    asyncio.run(several())
+bound = socket.socket()
+bound.bind(('', 0))
+bound.connect(at)
+exchange(bound)
+print('right')
+";
+
+/// The NIC opens the connections of a client, in every way to connect and to wait.
+#[test]
+fn the_nic_opens_connections() {
+    let bed = hosts(TestbedSettings::default());
+    for ipv6 in [false, true] {
+        let listener = bed
+            .host_b
+            .run(|| std::net::TcpListener::bind(SocketAddr::new(baton_lab::testbed::address_b(ipv6), 6000)))
+            .expect("a listener");
+        std::thread::spawn(move || {
+            for one in listener.incoming().flatten() {
+                std::thread::spawn(move || std::io::copy(&mut one.try_clone()?, &mut &one));
+            }
+        });
+        let address = baton_lab::testbed::address_b(ipv6).to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let program = if ipv6 { CONNECTS.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("getpeername()", "getpeername()[:2]") } else { CONNECTS.into() };
+        command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--", "python3", "-c", &program, &address, "6000"]);
+        command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let before = count(&bed, Counter::Made);
+        let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+        assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
+        let made = count(&bed, Counter::Made) - before;
+        assert!(made >= 75, "the NIC opened {made}");
+    }
+    let end = statistics(&bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
+}

@@ -130,14 +130,18 @@ impl Agent {
             Ask::Closed { connection, abort } => {
                 self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
             }
-            Ask::Listen | Ask::Accept { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
-                failed("this session cannot have listeners".into())
+            Ask::Listen | Ask::Accept { .. } | Ask::Connect { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
+                failed("the NIC makes no connections for this session".into())
             }
             Ask::Listen => match descriptors.pop() {
                 Some(fd) => Some(self.listen(number, fd.as_fd())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::Accept { listener } => Some(self.accept_made(number, listener)),
+            Ask::Connect { peer } => match descriptors.pop() {
+                Some(fd) => Some((self.connect(number, fd, peer), Vec::new())),
+                None => failed("which socket? its descriptor is missing".into()),
+            },
             Ask::StopListening { listener } => {
                 self.stop_listening(number, Some(listener));
                 Some((Reply::Done, Vec::new()))
@@ -303,6 +307,7 @@ impl Agent {
         let block = Block::new(open.memory.clone(), place);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
+        block.store(block::ERROR, 0);
         block.set_owner(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;

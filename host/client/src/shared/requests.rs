@@ -9,7 +9,7 @@ use baton_linux::process::Undisturbed;
 use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until};
 use baton_ring::Token;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -146,6 +146,26 @@ impl Shared {
             (Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
             _ => Err(protocol_error("no connection was accepted")),
         }
+    }
+
+    /// Makes the NIC open a connection from an unconnected socket, known as `connection` from [`Shared::unregistered`] from then on.
+    /// Returns before it is open: until then nothing can be sent or received, and [`Connection::is_opening`] is true.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can open it; nothing has been done then, but the socket may be bound.
+    pub fn open_connection(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, peer: SocketAddr, token: Token) -> io::Result<()> {
+        self.begin_accepting(token);
+        let begun = match self.ask(&Ask::Connect { peer }, Some(fd)) {
+            Ok(Reply::Registered { connection: number }) => {
+                self.represent(connection, number);
+                Ok(())
+            }
+            Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
+            Ok(_) => Err(protocol_error("the connection was not opened")),
+            Err(error) => Err(error),
+        };
+        self.end_accepting(begun.is_ok().then_some(&**connection), token);
+        begun
     }
 
     /// Ends this session's part in a listener.

@@ -1,5 +1,6 @@
 //! Functions that make, name, duplicate and close descriptors, and those for options.
 
+use crate::connecting;
 use crate::listening::{self, Accepted};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
@@ -117,6 +118,10 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::connect(fd, address, length) };
     };
+    // SAFETY: the program's own arguments (`# Safety`).
+    if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
+        return result;
+    }
     // A connected socket may be connected anew, or disconnected.
     tcp.give_back("connect", Until::Again);
     let inside = tcp.enter_kernel();

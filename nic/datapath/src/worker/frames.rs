@@ -170,6 +170,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.output.send_all(offloaded, &self.counters, now);
                 self.follow_up(index, received.events);
             }
+            Custody::Opening(_) => self.continue_opening(index, parsed, now),
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
                 self.send_to_host();

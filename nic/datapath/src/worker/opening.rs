@@ -5,14 +5,15 @@
 //! socket, too.
 
 use super::Worker;
+use super::connections::Wheel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::held::HeldFrames;
-use crate::listeners::{ListenerSettings, Opening};
+use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
-use baton_tcp::{Connection, Instant, Segment, State};
+use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
 use baton_wire::frame::Link;
 use baton_wire::{Flags, FlowKey, TcpFrame};
 
@@ -137,20 +138,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Puts a connection that has been made into one of the listener's slots, and notifies the agent. Data that came with the
     /// last segment of the handshake is held with it.
     fn finish_handshake(&mut self, id: u32, opening: &Opening, parsed: &TcpFrame, by_cookie: bool, now: Instant) {
-        let template = Image { link: opening.link, ..Image::open(opening.flow) };
-        let Some(mut image) = opening.tcp.to_image(&template, now) else { return };
-        if by_cookie {
-            // When the SYN-ACK was sent is not known.
-            (image.srtt, image.rttvar, image.min_rtt) = (0, 0, 0);
-        }
-        let mut bytes = [0u8; MAX_ENCODED];
         let Some(cid) = self.listeners.get_mut(id).and_then(|listener| listener.granted.pop()) else { return };
-        if image.encode(&mut bytes).is_err() {
+        if !self.write_image(cid, opening, by_cookie, now) {
             return;
         }
-        let base = nic::slot(cid.slot());
-        let _ = self.nic_memory.write(base + at::FLOW, &opening.flow.to_bytes());
-        let _ = self.nic_memory.write(base + at::IMAGE, &bytes);
         let key = FlowKey::from(&opening.flow);
         let mut held = HeldFrames::default();
         if parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN) {
@@ -163,6 +154,111 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.count_connections();
         self.counters.add(Counter::Made, 1);
         self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, id, u32::from(by_cookie)));
+    }
+
+    /// Writes the image and the 4-tuple of a connection that has been made into its slot. Returns whether it could.
+    fn write_image(&self, cid: Cid, opening: &Opening, by_cookie: bool, now: Instant) -> bool {
+        let template = Image { link: opening.link, ..Image::open(opening.flow) };
+        let Some(mut image) = opening.tcp.to_image(&template, now) else { return false };
+        if by_cookie {
+            // When the SYN-ACK was sent is not known.
+            (image.srtt, image.rttvar, image.min_rtt) = (0, 0, 0);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        let encoded = image.encode(&mut bytes).is_ok();
+        let base = nic::slot(cid.slot());
+        let _ = self.nic_memory.write(base + at::FLOW, &opening.flow.to_bytes());
+        let _ = self.nic_memory.write(base + at::IMAGE, &bytes);
+        encoded
+    }
+
+    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5).
+    pub(super) fn connect(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        let index = cid.slot();
+        if self.connections.slots[index as usize].is_some() {
+            return Err(Refusal::WrongState);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
+        let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
+        let (flow, key) = (image.flow, FlowKey::from(&image.flow));
+        if self.connections.find(&key).is_some() {
+            return Err(Refusal::AlreadyHere);
+        }
+        let config = Config {
+            receive_buffer: FIRST_WINDOW,
+            receive_limit: self.limits(index)[0],
+            mtu: image.mtu,
+            ip_header: if flow.is_v4() { 20 } else { 40 },
+            ..Config::default()
+        };
+        let numbers = self.listeners.secret.numbers(&flow, now);
+        let tcp = Connection::connect(config, numbers.isn, numbers.ts_offset, now);
+        let mut opening = Box::new(Opening { tcp, flow, link: image.link });
+        self.output.send_handshake(&mut opening, &self.counters, now);
+        let (custody, held) = (Custody::Opening(opening), HeldFrames::default());
+        self.connections.slots[index as usize] = Some(Slot { key, cid, flow, custody, held, scheduled: u64::MAX, dirty: false });
+        self.connections.lookup.insert(&key, index);
+        self.connections.count += 1;
+        self.follow_opening(index);
+        Ok(0)
+    }
+
+    /// Enters the time-out of a connection that is being opened into the wheel.
+    fn follow_opening(&mut self, index: u32) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &slot.custody else { return };
+        let wanted = opening.tcp.next_timeout();
+        if wanted != Instant::NEVER && Wheel::tick_of(wanted.0) < slot.scheduled {
+            slot.scheduled = self.connections.wheel.enter(index, wanted.0);
+            self.due = self.due.min(self.connections.wheel.next_tick());
+        }
+    }
+
+    /// Sends the SYN of a connection that is being opened once more, or gives it up.
+    pub(super) fn expire_opening(&mut self, index: u32, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &mut slot.custody else { return };
+        if opening.tcp.next_timeout() <= now {
+            opening.tcp.on_timeout(now);
+            self.output.send_handshake(opening, &self.counters, now);
+        }
+        self.settle_opening(index, now);
+    }
+
+    /// Processes a segment of a connection that is being opened. Data that comes with the last one is held.
+    pub(super) fn continue_opening(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &mut slot.custody else { return };
+        opening.tcp.input(&without_data(&Segment::from(parsed)), now);
+        self.output.send_handshake(opening, &self.counters, now);
+        let is_open = opening.tcp.state() == State::Established;
+        if is_open && (parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN)) {
+            slot.held.push(parsed, &self.frame);
+        }
+        self.settle_opening(index, now);
+    }
+
+    /// Notifies the agent if a connection that is being opened is open, or has failed.
+    fn settle_opening(&mut self, index: u32, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let (Custody::Opening(opening), cid) = (&mut slot.custody, slot.cid) else { return };
+        match opening.tcp.state() {
+            State::Established => {
+                let Custody::Opening(opening) = std::mem::replace(&mut slot.custody, Custody::Held) else { return };
+                if self.write_image(cid, &opening, false, now) {
+                    self.counters.add(Counter::Made, 1);
+                    self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, 0, 0));
+                }
+            }
+            State::Closed => {
+                let error = error_of(&opening.tcp);
+                self.remove_slot(cid);
+                self.count_connections();
+                self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
+            }
+            _ => self.follow_opening(index),
+        }
     }
 
     /// Sends SYN-ACKs again that were not acknowledged in time.
@@ -181,6 +277,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         self.listeners.set_due();
     }
+}
+
+/// Linux's error number for a connection that could not be opened.
+fn error_of(tcp: &Connection) -> u32 {
+    const ETIMEDOUT: u32 = 110;
+    const ECONNREFUSED: u32 = 111;
+    if tcp.end_reason() == Some(EndReason::Refused) { ECONNREFUSED } else { ETIMEDOUT }
 }
 
 /// A segment without its data and FIN, which are processed when the connection has memory.
