@@ -4,6 +4,8 @@ use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run, When};
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::OsString;
@@ -104,11 +106,11 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let library = find_library()?;
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     let group = arguments.flip.make_group(&channel)?;
-    drop(channel);
     let offload = match arguments.offload {
         Offloading::Handoff => Offload::Handoff,
-        Offloading::Full => Offload::Full,
+        Offloading::Full => full_offload(&channel)?,
     };
+    drop(channel);
     let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
@@ -120,6 +122,15 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let error = command.exec();
     eprintln!("baton: {}: {error}", arguments.command[0].display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
+}
+
+/// Full offload; says so if the NIC cannot make connections now. The program runs nevertheless: the kernel makes them.
+fn full_offload(channel: &Channel) -> Result<Offload> {
+    channel.send(&Request { tag: 1, body: Ask::MakesConnections }, &[])?;
+    if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {
+        eprintln!("baton: --offload full: the kernel makes this program's connections, and they are handed off: {reason}");
+    }
+    Ok(Offload::Full)
 }
 
 /// Finds the library to preload: next to this program, or where it is installed.

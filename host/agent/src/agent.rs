@@ -56,7 +56,7 @@ const SIGNALS: u64 = u64::MAX - 9;
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
-/// Least time between two log lines about rejected clients, in microseconds.
+/// Least time between two log lines that clients cause, in microseconds.
 const COMPLAIN: u64 = 1_000_000;
 
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
@@ -286,12 +286,17 @@ impl Agent {
         }
     }
 
-    /// Logs that a client was rejected, at most once per [`COMPLAIN`]. The client's connections stay in the kernel.
+    /// Logs that a client was rejected. The client's connections stay in the kernel.
     fn complain(&mut self, error: &anyhow::Error) {
+        self.say_now_and_then(&format!("a client is turned away: {error:#}"));
+    }
+
+    /// Logs something that clients can cause at will, at most once per [`COMPLAIN`].
+    pub(crate) fn say_now_and_then(&mut self, what: &str) {
         let now = monotonic_micros();
         if now.saturating_sub(self.complained) > COMPLAIN {
             self.complained = now;
-            eprintln!("baton agent: a client is turned away: {error:#}");
+            eprintln!("baton agent: {what}");
         }
     }
 

@@ -182,6 +182,7 @@ impl Agent {
         }
         self.guards.forget_rules();
         self.follow_listeners();
+        self.open_all_in_kernel();
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
         }

@@ -9,8 +9,8 @@ use crate::agent::Agent;
 use crate::connection::Connection;
 use crate::memory::Limits;
 use crate::record::{read_image, unpublish};
-use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::Control;
+use baton_abi::layout::{Owner, block, nic, slot};
 use baton_handoff::examine::system;
 use baton_handoff::listening;
 use baton_image::{Image, MAX_ENCODED};
@@ -49,11 +49,7 @@ impl Agent {
         self.can_open()?;
         listening::check_unconnected(fd.as_fd())?;
         let bound = socket::local_address(fd.as_fd()).map_err(|error| system("getsockname", &error))?;
-        let address = if bound.ip().is_unspecified() {
-            source_for(peer).map_err(|_| Refusal::NoRoute)?
-        } else {
-            bound.ip()
-        };
+        let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
         let mut connection = self.new_connection(session, fd, SocketAddr::new(address, bound.port()), peer)?;
         let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
         // From here on the port is this connection's.
@@ -125,6 +121,9 @@ impl Agent {
             }
             Err(refusal) => {
                 eprintln!("baton agent: a connection that the NIC has opened is given up: {refusal}");
+                if let Some(connection) = self.connection(session, number) {
+                    connection.cid = None;
+                }
                 self.drop_made(cid);
                 self.fail_opening(session, number, ABORTED);
             }
@@ -164,11 +163,12 @@ impl Agent {
         connection.moves = connection.block.load(block::MOVES);
         let (cid, peer) = (connection.cid.take(), connection.peer);
         connection.block.store(block::FLAGS, 0);
-        let begun = connection.fd().is_ok_and(|fd| socket::begin_connecting(fd, peer).is_ok());
+        let fd = connection.fd.clone();
+        // First, since the NIC drops what the kernel sends of a connection that it has itself.
         if let Some(cid) = cid {
             self.drop_made(cid);
         }
-        if !begun {
+        if fd.is_none_or(|fd| socket::begin_connecting(fd.as_fd(), peer).is_err()) {
             return self.fail_opening(session, number, ABORTED);
         }
         let Some((_, entry)) = self.split(session) else { return };

@@ -74,6 +74,11 @@ impl Agent {
     /// Makes the NIC serve a listening socket for a session's program.
     pub(crate) fn listen(&mut self, session: u32, fd: BorrowedFd<'_>) -> (Reply, Vec<OwnedFd>) {
         let listened = self.begin_listening(session, fd);
+        if let Err(refusal) = &listened {
+            let program = self.sessions.get(session as usize).and_then(Option::as_ref).map_or("", |entry| &entry.opening.program);
+            let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
+            self.say_now_and_then(&what);
+        }
         listened.unwrap_or_else(|refusal| {
             (Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }, Vec::new())
         })
@@ -122,15 +127,20 @@ impl Agent {
 
     /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC makes them
     /// anew from their clients' next segments, as from SYN cookies.
-    pub(crate) fn inherit_listener(&mut self, id: u32, sessions: &[u32], written: &[u8], descriptors: Vec<OwnedFd>) -> Option<()> {
+    pub(crate) fn inherit_listener(
+        &mut self,
+        id: u32,
+        sessions: &[u32],
+        written: &[u8],
+        descriptors: Vec<OwnedFd>,
+    ) -> Option<()> {
         let (listening, limits) = postcard::from_bytes(written).ok()?;
         let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.iter().copied().filter(exists).collect();
         self.listeners.next = self.listeners.next.max(id);
         let (granted, waiting) = (Vec::new(), VecDeque::new());
-        let listener =
-            Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };
+        let listener = Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };
         self.listeners.by_id.insert(id, listener);
         Some(())
     }
@@ -259,7 +269,13 @@ impl Agent {
     }
 
     /// A connection that the NIC makes, with a block that its program cannot use yet.
-    pub(crate) fn new_connection(&mut self, session: u32, fd: OwnedFd, local: SocketAddr, peer: SocketAddr) -> Result<Connection, Refusal> {
+    pub(crate) fn new_connection(
+        &mut self,
+        session: u32,
+        fd: OwnedFd,
+        local: SocketAddr,
+        peer: SocketAddr,
+    ) -> Result<Connection, Refusal> {
         self.has_room_for(fd.as_fd(), 0)?;
         self.serials += 1;
         let (serial, draining) = (self.serials, self.draining);
@@ -289,7 +305,13 @@ impl Agent {
 
     /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the journal.
     /// The kernel gets it instead if the NIC may not have it.
-    pub(crate) fn prepare_handoff(&mut self, session: u32, number: u32, image: Image, saved: shell::Saved) -> Result<(), Refusal> {
+    pub(crate) fn prepare_handoff(
+        &mut self,
+        session: u32,
+        number: u32,
+        image: Image,
+        saved: shell::Saved,
+    ) -> Result<(), Refusal> {
         let draining = self.draining;
         let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
         let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
@@ -314,7 +336,13 @@ impl Agent {
 
     /// Turns a socket into the shell. A connection with the same 4-tuple that the kernel waits out (TIME-WAIT) gives way: the new
     /// one's sequence numbers and timestamps lie behind its (RFC 6191).
-    pub(crate) fn make_shell(&self, fd: &OwnedFd, local: SocketAddr, peer: SocketAddr, image: &Image) -> Result<shell::Saved, Refusal> {
+    pub(crate) fn make_shell(
+        &self,
+        fd: &OwnedFd,
+        local: SocketAddr,
+        peer: SocketAddr,
+        image: &Image,
+    ) -> Result<shell::Saved, Refusal> {
         const TIME_WAIT: u8 = 6;
         let make = || shell::make(fd.as_fd(), local, peer, image.snd_nxt, image.rcv_nxt);
         match make() {

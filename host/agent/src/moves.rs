@@ -132,6 +132,10 @@ impl Agent {
     pub(crate) fn begin_offload(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let patience = self.settings.patience;
         let Some(connection) = self.connection(session, number) else { return };
+        if connection.opening {
+            let moved = Err(Refusal::State("SYN-SENT"));
+            return self.note_end(session, number, moved, asker.into_iter().collect());
+        }
         connection.waiting.askers.extend(asker);
         self.drive(session, number, Event::Offload { patience });
     }

@@ -280,6 +280,9 @@ impl NicProcess {
                     (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::NOT_YET => {
                         return Err(Refusal::Acknowledged);
                     }
+                    (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::ALREADY_HERE => {
+                        return Err(Refusal::StillThere);
+                    }
                     (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Refusal::Refused(answer.address)),
                     _ => self.inbox.push_back(answer),
                 }

@@ -184,6 +184,10 @@ pub enum RestoreCause {
 /// Reason of a refusal after which the same command may succeed a moment later.
 pub const NOT_YET: u32 = 8;
 
+/// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN cookie a moment
+/// ago, which the agent is about to drop.
+pub const ALREADY_HERE: u32 = 6;
+
 /// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
 /// MSG_MORE).
 pub const MORE: u16 = 1;

@@ -77,6 +77,8 @@ pub enum Ask {
         /// The kernel would have reset it.
         abort: bool,
     },
+    /// Whether the NIC can make connections itself: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
+    MakesConnections,
     /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the program has
     /// changed the socket's options.
     Listen,

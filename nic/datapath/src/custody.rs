@@ -21,7 +21,7 @@ pub enum Refusal {
     /// The slot is free, or holds a connection with another cid.
     NotYours = 5,
     /// This NIC has a connection with the same 4-tuple.
-    AlreadyHere = 6,
+    AlreadyHere = baton_abi::ALREADY_HERE,
     /// The command is unknown, or one of its fields is invalid.
     BadCommand = 7,
     /// The kernel has not acknowledged all data that the NIC has acknowledged for it.

@@ -14,8 +14,8 @@ const MOST_HANDSHAKES: usize = 512;
 /// Retransmissions of a SYN-ACK before the handshake is given up (Linux's tcp_synack_retries).
 const SYN_ACK_RETRIES: u8 = 5;
 
-/// Microseconds for which acknowledgements of SYN cookies are accepted after the last one was sent, or after the NIC's start: its
-/// predecessor's handshakes continue, too. Cookies are no older.
+/// Microseconds for which acknowledgements of SYN cookies are accepted after the last one was sent, or after the start of a NIC that
+/// has a predecessor, whose handshakes it continues. Cookies are no older.
 const COOKIES_LAST: u64 = 134_000_000;
 
 /// Bytes of receive memory that a connection has until it is handed off: its first window, which is not scaled.
@@ -88,7 +88,8 @@ pub(crate) struct Listeners {
 }
 
 impl Listeners {
-    pub fn new(hash_key: [u64; 4], now: u64) -> Listeners {
+    /// Without any listeners. `succeeds`: an earlier NIC may have answered SYNs.
+    pub fn new(hash_key: [u64; 4], succeeds: bool, now: u64) -> Listeners {
         Listeners {
             secret: Secret::new([hash_key[0] ^ hash_key[2].rotate_left(32), hash_key[1] ^ hash_key[3].rotate_left(32)]),
             listeners: BTreeMap::new(),
@@ -97,7 +98,7 @@ impl Listeners {
             free: Vec::new(),
             lookup: Lookup::new(MOST_HANDSHAKES, hash_key),
             due: u64::MAX,
-            cookies_until: now + COOKIES_LAST,
+            cookies_until: if succeeds { now + COOKIES_LAST } else { 0 },
         }
     }
 
@@ -225,13 +226,14 @@ mod tests {
     #[test]
     fn a_full_table_remembers_no_more() {
         let now = Instant(1);
-        let mut listeners = Listeners::new([1, 2, 3, 4], now.0);
+        assert!(Listeners::new([1, 2, 3, 4], true, now.0).accepts_cookies(now), "those of the NIC before it");
+        let mut listeners = Listeners::new([1, 2, 3, 4], false, now.0);
         listeners.add(settings(5, 1));
         for port in 0..MOST_HANDSHAKES as u16 {
             let opening = opening(&listeners, port, now);
             assert!(listeners.remember(5, opening, now).is_some());
         }
-        assert!(!listeners.accepts_cookies(Instant(now.0 + COOKIES_LAST)), "none was sent");
+        assert!(!listeners.accepts_cookies(now), "none was sent");
         let one_more = opening(&listeners, 60000, now);
         assert!(listeners.remember(5, one_more, now).is_none());
         let later = Instant(now.0 + COOKIES_LAST / 2);
@@ -248,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_changed_listener_keeps_its_slots() {
-        let mut listeners = Listeners::new([0; 4], 0);
+        let mut listeners = Listeners::new([0; 4], false, 0);
         listeners.add(settings(1, 1));
         listeners.get_mut(1).expect("it").granted.push(Cid::new(3, 1));
         listeners.add(settings(1, 2));

@@ -26,6 +26,7 @@ use baton_ring::{go_to_sleep, wake_up};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use connections::Connections;
+use core::sync::atomic::Ordering;
 use crossbar::Crossbar;
 use programs::Programs;
 use std::sync::Arc;
@@ -119,6 +120,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
         let counters = Counters::new(&nic_memory);
         counters.set(Counter::Connections, 0);
+        let succeeds = nic_memory.words(nic::HEARTBEAT, 1)[0].load(Ordering::Relaxed) != 0;
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
@@ -127,7 +129,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             agent: AgentLink::new(&nic_memory),
             crossbar: None,
             fragments: Fragments::default(),
-            listeners: Listeners::new(settings.hash_key, now.0),
+            listeners: Listeners::new(settings.hash_key, succeeds, now.0),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),

@@ -127,8 +127,13 @@ while True:
     for (n, to) in [(2, Place::Kernel), (3, Place::Nic), (4, Place::Kernel)] {
         let one = ours();
         let mut tool = bed.tool().expect("a tool");
-        let moved = tool.ask(Ask::MoveAny { session: one.session, connection: one.connection, to }).expect("an answer");
-        assert!(matches!(moved, Reply::Done), "{moved:?}");
+        wait_until("the move", || {
+            match tool.ask(Ask::MoveAny { session: one.session, connection: one.connection, to }).expect("an answer") {
+                Reply::Done => true,
+                Reply::Stayed { transient: true, .. } => false,
+                other => panic!("{other:?}"),
+            }
+        });
         assert_eq!(ours().place, to);
         exchange(n);
     }
@@ -492,8 +497,21 @@ fn the_nic_opens_connections() {
         });
         let address = baton_lab::testbed::address_b(ipv6).to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-        let program = if ipv6 { CONNECTS.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("getpeername()", "getpeername()[:2]") } else { CONNECTS.into() };
-        command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--", "python3", "-c", &program, &address, "6000"]);
+        let program = if ipv6 {
+            CONNECTS.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("getpeername()", "getpeername()[:2]")
+        } else {
+            CONNECTS.into()
+        };
+        command.arg("run").arg("--socket").arg(bed.socket()).args([
+            "--offload",
+            "full",
+            "--",
+            "python3",
+            "-c",
+            &program,
+            &address,
+            "6000",
+        ]);
         command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
         let before = count(&bed, Counter::Made);
         let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
@@ -503,4 +521,26 @@ fn the_nic_opens_connections() {
     }
     let end = statistics(&bed);
     assert_eq!((end.failed_moves, end.lost), (0, 0));
+}
+
+/// Under a NIC that cannot make connections the program runs as with handoff, and one line says why.
+#[test]
+fn a_nic_that_makes_no_connections_is_announced() {
+    let scratch = Scratch::new("beside");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--offload", "full", "--", "python3", "-c"]).arg(
+        "import socket
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+client.sendall(b'hello')
+print(server.recv(5).decode())",
+    );
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").env_remove("BATON_RUN");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let host = baton_linux::namespace::Namespace::new().expect("a namespace");
+    let ran = host.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+    assert!(ran.status.success() && ran.stdout == b"hello\n", "{}", text(&ran.stderr));
+    let said = text(&ran.stderr);
+    assert!(said.lines().count() == 1 && said.contains("only a NIC between kernel and wire"), "{said}");
 }

@@ -133,6 +133,13 @@ impl Agent {
             Ask::Listen | Ask::Accept { .. } | Ask::Connect { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
                 failed("the NIC makes no connections for this session".into())
             }
+            Ask::MakesConnections => Some((
+                match self.can_open() {
+                    Ok(()) => Reply::Done,
+                    Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+                },
+                Vec::new(),
+            )),
             Ask::Listen => match descriptors.pop() {
                 Some(fd) => Some(self.listen(number, fd.as_fd())),
                 None => failed("which socket? its descriptor is missing".into()),

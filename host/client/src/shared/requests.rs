@@ -153,7 +153,13 @@ impl Shared {
     ///
     /// # Errors
     /// With the reason, if only the kernel can open it; nothing has been done then, but the socket may be bound.
-    pub fn open_connection(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, peer: SocketAddr, token: Token) -> io::Result<()> {
+    pub fn open_connection(
+        &self,
+        connection: &Arc<Connection>,
+        fd: BorrowedFd<'_>,
+        peer: SocketAddr,
+        token: Token,
+    ) -> io::Result<()> {
         self.begin_accepting(token);
         let begun = match self.ask(&Ask::Connect { peer }, Some(fd)) {
             Ok(Reply::Registered { connection: number }) => {
