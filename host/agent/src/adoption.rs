@@ -76,16 +76,9 @@ impl Inherited {
         }
     }
 
-    /// Takes the listeners whose connections the NIC made: each with its number, its sessions, what the agent has written down of
-    /// it, and its descriptors.
-    fn take_listeners(&mut self) -> Vec<(u32, Vec<u32>, Vec<u8>, Vec<OwnedFd>)> {
-        let listener = |(kept, descriptors): &mut (Kept, Vec<OwnedFd>)| match kept {
-            Kept::Listener(id, sessions, written) => {
-                Some((*id, std::mem::take(sessions), std::mem::take(written), std::mem::take(descriptors)))
-            }
-            _ => None,
-        };
-        self.0.iter_mut().filter_map(listener).collect()
+    /// Takes the listeners whose connections the NIC made.
+    fn take_listeners(&mut self) -> Vec<(Kept, Vec<OwnedFd>)> {
+        self.0.extract_if(.., |(kept, _)| matches!(kept, Kept::Listener(..))).collect()
     }
 
     /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
@@ -168,9 +161,9 @@ impl Agent {
             }
             self.sessions.put(number, session);
         }
-        for (id, sessions, written, descriptors) in listeners {
-            if self.inherit_listener(id, &sessions, &written, descriptors).is_none() {
-                eprintln!("baton agent: listener {id} of the last agent is lost: the kernel makes its connections");
+        for (kept, descriptors) in listeners {
+            if self.inherit_listener(kept, descriptors).is_none() {
+                eprintln!("baton agent: a listener of the last agent is lost: the kernel makes its connections");
             }
         }
         self.schedule_again();

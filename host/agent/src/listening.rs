@@ -127,17 +127,12 @@ impl Agent {
 
     /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC makes them
     /// anew from their clients' next segments, as from SYN cookies.
-    pub(crate) fn inherit_listener(
-        &mut self,
-        id: u32,
-        sessions: &[u32],
-        written: &[u8],
-        descriptors: Vec<OwnedFd>,
-    ) -> Option<()> {
-        let (listening, limits) = postcard::from_bytes(written).ok()?;
+    pub(crate) fn inherit_listener(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) -> Option<()> {
+        let Kept::Listener(id, sessions, written) = kept else { return None };
+        let (listening, limits) = postcard::from_bytes(&written).ok()?;
         let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
-        let sessions: BTreeSet<u32> = sessions.iter().copied().filter(exists).collect();
+        let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
         self.listeners.next = self.listeners.next.max(id);
         let (granted, waiting) = (Vec::new(), VecDeque::new());
         let listener = Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };

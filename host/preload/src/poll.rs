@@ -102,29 +102,26 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
     }
     const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
     let deadline = limit.map(|limit| wait::now() + limit);
-    loop {
-        let mut all = fds.to_vec();
-        all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
-        let left = deadline.map(|deadline| deadline.saturating_sub(wait::now()));
-        let got = poll_sockets(&mut all, left, mask);
-        if got < 0 {
-            return got;
-        }
-        let (own, of_queues) = all.split_at(fds.len());
-        fds.copy_from_slice(own);
-        for ((at, _), queue) in queues.iter().zip(of_queues) {
-            fds[*at].revents |= queue.revents & READABLE;
-        }
-        let ready = fds.iter().filter(|entry| entry.revents != 0).count();
-        if ready > 0 || got == 0 {
-            return ready as c_int;
-        }
-        // The agent has ended: the kernel alone makes connections now.
-        if let Some(session) = process::session() {
-            session.leave_if_over();
-        }
-        return poll_sockets(fds, left, mask);
+    let mut all = fds.to_vec();
+    all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
+    let got = poll_sockets(&mut all, limit, mask);
+    if got < 0 {
+        return got;
     }
+    let (own, of_queues) = all.split_at(fds.len());
+    fds.copy_from_slice(own);
+    for ((at, _), queue) in queues.iter().zip(of_queues) {
+        fds[*at].revents |= queue.revents & READABLE;
+    }
+    let ready = fds.iter().filter(|entry| entry.revents != 0).count();
+    if ready > 0 || got == 0 {
+        return ready as c_int;
+    }
+    // A queue has hung up, since the agent has ended: the kernel alone makes connections now.
+    if let Some(session) = process::session() {
+        session.leave_if_over();
+    }
+    poll_sockets(fds, deadline.map(|deadline| deadline.saturating_sub(wait::now())), mask)
 }
 
 /// ppoll(2) for sockets that may be on the NIC.

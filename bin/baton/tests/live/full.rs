@@ -5,7 +5,7 @@ use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -543,4 +543,50 @@ print(server.recv(5).decode())",
     assert!(ran.status.success() && ran.stdout == b"hello\n", "{}", text(&ran.stderr));
     let said = text(&ran.stderr);
     assert!(said.lines().count() == 1 && said.contains("only a NIC between kernel and wire"), "{said}");
+}
+
+/// A program whose connections the NIC makes and one of the kernel's take the same ports at the same time, one to listen and one
+/// to connect from: each port is had by exactly one of them.
+#[test]
+fn a_port_is_had_by_one_of_two() {
+    const TAKE: &str = "
+import select, socket, sys
+print('ready', flush=True)
+sys.stdin.readline()
+held = []
+for port in range(20000, 20400):
+    one = socket.socket()
+    try:
+        one.bind(('', port))
+        one.listen()
+        select.select([one], [], [], 0)
+        held.append(one)
+        print(port)
+    except OSError: pass
+print('done', flush=True)
+sys.stdin.readline()
+";
+    let bed = hosts(TestbedSettings::default());
+    let baton = env!("CARGO_BIN_EXE_baton");
+    let socket = bed.socket().to_string_lossy().into_owned();
+    let under_baton = [baton, "run", "--socket", &socket, "--offload", "full", "--", "python3", "-c", TAKE];
+    let plain = ["python3", "-c", TAKE];
+    let mut both: Vec<Program> = [&under_baton[..], &plain]
+        .into_iter()
+        .map(|line| {
+            let mut command = Command::new(line[0]);
+            command.args(&line[1..]).env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::piped());
+            Program(bed.host_a.spawn(&mut command).expect("a program"))
+        })
+        .collect();
+    let mut outputs: Vec<_> = both.iter_mut().map(|one| BufReader::new(one.0.stdout.take().expect("output")).lines()).collect();
+    let mut next = |which: usize| outputs[which].next().expect("a line").expect("text");
+    assert_eq!([next(0), next(1)], ["ready", "ready"]);
+    both.iter_mut().for_each(|one| writeln!(one.0.stdin.as_mut().expect("input")).expect("room"));
+    let mut taken: Vec<u16> = Vec::new();
+    for which in 0..2 {
+        taken.extend(std::iter::from_fn(|| next(which).parse::<u16>().ok()));
+    }
+    taken.sort_unstable();
+    assert_eq!(taken, (20000..20400).collect::<Vec<u16>>(), "none is had by both, or by nobody");
 }
