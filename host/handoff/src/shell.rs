@@ -119,7 +119,7 @@ impl Saved {
 }
 
 /// SO_GET_FILTER counts in instructions of eight bytes.
-fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+pub(crate) fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut count: libc::socklen_t = 0;
     // SAFETY: with length 0 the call only returns the count.
     check(unsafe {
@@ -183,6 +183,29 @@ pub(crate) fn unblock_input(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()>
         })
         .collect();
     attach_filter(fd, &mut instructions)
+}
+
+/// Makes an unconnected socket the shell of a connection that the NIC has made, which has sent and received nothing yet. `snd` and
+/// `rcv` are the next sequence numbers of both directions. Returns what must be put back when the connection moves to the kernel.
+///
+/// # Errors
+/// The failed system call's; `EADDRNOTAVAIL` if the kernel has a connection with the same 4-tuple, or waits one out (TIME-WAIT).
+pub fn make(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<Saved> {
+    let saved = Saved::read(fd)?;
+    if saved.keepalive() {
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0)?;
+    }
+    block_input(fd)?;
+    repair(fd, true)?;
+    set_queue_seq(fd, Queue::Send, snd)?;
+    set_queue_seq(fd, Queue::Receive, rcv)?;
+    if socket::local_address(fd)? != local {
+        socket::bind(fd, local)?;
+    }
+    socket::connect(fd, peer)?;
+    select(fd, Queue::None)?;
+    saved.write_reuse(fd)?;
+    Ok(saved)
 }
 
 /// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so nothing is sent.

@@ -8,12 +8,12 @@ use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
+use baton_datapath::{ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
-use baton_protocol::nic::{Descriptor, Hop, INJECT, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::Region;
@@ -420,6 +420,14 @@ impl Runner {
                     };
                     front.channel.send(&answer, &[])?;
                 }
+                Ok((ToNic::Listen(listen), _)) => {
+                    self.worker.listen(listener(&listen));
+                    front.channel.send(&ToAgent::Listening, &[])?;
+                }
+                Ok((ToNic::StopListening(id), _)) => {
+                    self.worker.stop_listening(id);
+                    front.channel.send(&ToAgent::Listening, &[])?;
+                }
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(&worker_offloads(&set), Instant(monotonic_micros()));
@@ -440,6 +448,17 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
         moderation: set.moderation,
         doorbells: set.doorbells,
         active_ack: set.active_ack,
+    }
+}
+
+/// A listener, as the worker serves it.
+fn listener(listen: &Listen) -> ListenerSettings {
+    ListenerSettings {
+        id: listen.id,
+        endpoints: listen.addresses.iter().map(|address| Endpoint::from(*address)).collect(),
+        receive_limit: listen.receive_limit,
+        mtu: listen.mtu,
+        ttl: listen.ttl,
     }
 }
 

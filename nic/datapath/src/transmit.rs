@@ -2,12 +2,13 @@
 
 use crate::counters::Counters;
 use crate::gate::{Gate, GatedWire};
+use crate::listeners::Opening;
 use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::Acknowledgement;
-use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM};
+use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM, Template};
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
@@ -88,6 +89,28 @@ impl<W: Device> Output<W> {
         }
     }
 
+    /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no program yet, and
+    /// no record.
+    pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
+        while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
+            let header = Header {
+                seq: transmit.seq,
+                ack: transmit.ack,
+                flags: transmit.flags,
+                window: transmit.window,
+                options: &transmit.options,
+                ecn: transmit.ecn,
+                ident: transmit.seq as u16,
+            };
+            let template = Template::new(&opening.flow, &opening.link, false);
+            self.frame.set_length(MAX_HEADER);
+            let length = template.emit(&header, 0, self.frame.bytes_mut());
+            self.frame.set_length(length);
+            self.frame.segmentation = None;
+            self.finish(&template, opening.link.interface, counters);
+        }
+    }
+
     /// Sends a pure acknowledgement, after publishing the recovery record.
     #[inline(always)]
     pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
@@ -97,7 +120,7 @@ impl<W: Device> Output<W> {
         let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
         self.frame.set_length(length);
         self.frame.segmentation = None;
-        self.finish(offloaded, counters);
+        self.finish(&offloaded.template, offloaded.image.link.interface, counters);
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
@@ -105,9 +128,9 @@ impl<W: Device> Output<W> {
 
     /// Completes the checksum, or leaves it to the device, and sends the frame that was built.
     #[inline(always)]
-    fn finish(&mut self, offloaded: &Offloaded, counters: &Counters) {
-        let start = offloaded.template.tcp_offset();
-        self.frame.interface = offloaded.image.link.interface;
+    fn finish(&mut self, template: &Template, interface: u32, counters: &Counters) {
+        let start = template.tcp_offset();
+        self.frame.interface = interface;
         if self.capabilities.checksum {
             self.frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
         } else {
@@ -143,7 +166,7 @@ impl<W: Device> Output<W> {
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        self.finish(offloaded, counters);
+        self.finish(&offloaded.template, offloaded.image.link.interface, counters);
     }
 }
 
