@@ -6,7 +6,7 @@ use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::nic::NicProcess;
 use baton_abi::{Cid, Control};
-use baton_backends::{BesideKernel, Kernel, VnetDevice};
+use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::netlink::Netlink;
@@ -42,6 +42,7 @@ impl Shape {
         Ok(match self {
             Shape::Inline { .. } => Kernel::Inline(VnetDevice::new(host, false)),
             Shape::Beside { injector, .. } => {
+                let host = PacketDevice::new(host, false);
                 Kernel::Beside(BesideKernel::new(host, injector.try_clone()?, baton_steering::INJECT))
             }
         })

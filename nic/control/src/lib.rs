@@ -5,6 +5,7 @@ mod copy;
 mod key;
 mod line;
 mod nic;
+mod rest;
 mod sandbox;
 
 pub use nic::run;

@@ -186,6 +186,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::Dropped, frames);
     }
 
+    /// Number of frames received from the wire and sent to it so far.
+    pub fn frames(&self) -> u64 {
+        self.counters.get(Counter::WireReceived).wrapping_add(self.counters.get(Counter::WireSent))
+    }
+
     /// The host's device.
     pub fn host(&mut self) -> &mut H {
         &mut self.to_kernel.device
