@@ -25,6 +25,10 @@ use std::time::Duration;
 const LENGTH: usize = 256;
 /// Seconds before each measurement: connections are made, and moved.
 const WARMING: f64 = 1.0;
+/// Most seconds that the connections have for their moves before it: moves are not what is measured.
+const MOVING: f64 = 15.0;
+/// Connections to redis-server, as redis-benchmark has.
+const REDIS_CONNECTIONS: usize = 50;
 /// Ports of the servers: in the kernel, and under Baton.
 const PORTS: [u16; 2] = [8092, 8093];
 
@@ -247,12 +251,20 @@ impl Bench {
 
     fn round(&mut self, traffic: Traffic, seconds: f64, under_baton: bool) -> Result<Round> {
         let progress = Progress::default();
+        let connections = match traffic {
+            Traffic::Http { connections } => connections,
+            Traffic::Redis { .. } => REDIS_CONNECTIONS,
+            Traffic::Bulk { .. } => 1,
+        };
         let (mut server, client) = self.start(traffic, under_baton)?;
         let host = &self.bed.host_b;
         let tool = &mut self.tool;
         let measured = std::thread::scope(|scope| {
             let running = scope.spawn(|| host.run(|| Ok(client.run(&progress))));
             std::thread::sleep(Duration::from_secs_f64(WARMING));
+            if under_baton {
+                await_moves(tool, connections)?;
+            }
             let measured = measure(tool, &mut server, &progress, seconds, under_baton);
             progress.stop.store(true, Ordering::Relaxed);
             // A client that waits for the server ends when that does.
@@ -324,7 +336,7 @@ impl Bench {
                 host_b
                     .run(|| Ok(closed_loop::answer_length(address, &set, |answer| answer.ends_with(b"\r\n").then_some(0))))??;
                 let answer = |answer: &[u8]| (answer.ends_with(b"abc\r\n")).then_some(answer.len());
-                Ok((server, requests(50, depth, request(&["GET", "key"]), answer)?))
+                Ok((server, requests(REDIS_CONNECTIONS, depth, request(&["GET", "key"]), answer)?))
             }
             Traffic::Bulk { into } => {
                 let way = if into { "receive" } else { "send" };
@@ -384,7 +396,20 @@ impl Client {
     }
 }
 
-/// Waits until there is traffic, and measures a stretch of it.
+fn count_on_nic(tool: &mut Tool) -> Result<usize> {
+    Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
+}
+
+/// Waits until so many connections are on the NIC, or no more time is left for that.
+fn await_moves(tool: &mut Tool, connections: usize) -> Result<()> {
+    let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
+    while count_on_nic(tool)? < connections && monotonic_micros() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+/// Measures a stretch of the traffic.
 fn measure(
     tool: &mut Tool,
     server: &mut Server,
@@ -410,7 +435,7 @@ fn measure(
     let before = snapshot(server)?;
     std::thread::sleep(Duration::from_secs_f64(seconds));
     let after = snapshot(server)?;
-    let on_nic = if under_baton { tool.connections()?.iter().filter(|info| info.place == Place::Nic).count() } else { 0 };
+    let on_nic = if under_baton { count_on_nic(tool)? } else { 0 };
     Ok((before, after, on_nic as f64))
 }
 

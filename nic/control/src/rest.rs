@@ -16,6 +16,9 @@ const INTERVAL: u64 = 25;
 /// Microseconds until the next try after a nap that brought too little.
 const PAUSE: u64 = 20_000;
 
+/// Least microseconds of polling without work.
+const LEAST_SPIN: u64 = 2;
+
 /// What to do now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Idle {
@@ -30,9 +33,12 @@ pub(crate) enum Idle {
 /// A worker's recent load. Times are in microseconds.
 #[derive(Debug)]
 pub(crate) struct Rest {
-    /// How long it polls without work.
+    /// How long it polls without work at most, and now.
+    longest_spin: u64,
     spin: u64,
     idle_since: u64,
+    /// Whether there has been a round without work since then.
+    idled: bool,
     /// Number of frames at the last nap's begin, or at the period's.
     frames: u64,
     napping: bool,
@@ -42,16 +48,23 @@ pub(crate) struct Rest {
 
 impl Rest {
     pub fn new(spin: u64, now: u64) -> Rest {
-        Rest { spin, idle_since: now, frames: 0, napping: false, period_began: now, next_try: now }
+        Rest { longest_spin: spin, spin, idle_since: now, idled: false, frames: 0, napping: false, period_began: now, next_try: now }
     }
 
-    /// Notes that there was work, or that the worker was woken for some.
+    /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it had to
+    /// wait, if that is short; if it had to wait long, it polls for half as long the next time.
     pub fn worked(&mut self, now: u64) {
+        if std::mem::take(&mut self.idled) {
+            let waited = now - self.idle_since;
+            self.spin = if waited <= self.longest_spin / 4 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
+            self.spin = self.spin.max(LEAST_SPIN).min(self.longest_spin);
+        }
         self.idle_since = now;
     }
 
     /// What to do after a round without work. `frames` is the number of frames so far, in either direction.
     pub fn idle(&mut self, now: u64, frames: u64) -> Idle {
+        self.idled = true;
         let fresh = frames.wrapping_sub(self.frames);
         if self.napping {
             self.frames = frames;
@@ -80,14 +93,30 @@ mod tests {
         let mut rest = Rest::new(100, 0);
         assert_eq!([10, 100, 101, 5000].map(|now| rest.idle(now, 0)), [Idle::Poll, Idle::Poll, Idle::Sleep, Idle::Sleep]);
         rest.worked(5000);
-        assert_eq!(rest.idle(5100, 1), Idle::Poll);
+        assert_eq!(rest.idle(5040, 1), Idle::Poll);
+    }
+
+    #[test]
+    fn polling_lasts_as_long_as_it_pays() {
+        let (mut rest, mut now) = (Rest::new(100, 0), 0);
+        // How long it polls before it sleeps, when work comes every `gap` microseconds.
+        let mut polls = |gap: u64| {
+            let mut sleeps = 0;
+            for _ in 0..50 {
+                sleeps = (1..=gap).find(|waited| rest.idle(now + waited, 0) == Idle::Sleep).unwrap_or(gap);
+                now += gap;
+                rest.worked(now);
+            }
+            sleeps
+        };
+        assert_eq!([polls(1000), polls(10), polls(25), polls(60)], [3, 10, 25, 3]);
     }
 
     /// The numbers of naps and of frames in a second of a load that has `most` frames under way at a time, each of which comes
     /// `delay` microseconds after the worker handled the one before.
     fn load(most: u64, delay: u64) -> (usize, u64) {
         let (mut rest, mut naps, mut frames, mut now) = (Rest::new(100, 0), 0, 0, 0);
-        let mut arrivals = vec![0u64; most as usize];
+        let mut arrivals: Vec<u64> = (0..most).map(|number| number * delay / most).collect();
         while now < 1_000_000 {
             let mut worked = false;
             for at in arrivals.iter_mut().filter(|at| **at <= now) {
@@ -125,7 +154,7 @@ mod tests {
             rest.worked(now);
             rest.idle(now, frames);
         }
-        assert_eq!(rest.idle(10_000, frames), Idle::Poll);
+        assert_ne!(rest.idle(10_000, frames), Idle::Nap);
         assert_eq!(rest.idle(10_101, frames), Idle::Sleep);
     }
 }
