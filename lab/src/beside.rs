@@ -32,6 +32,20 @@ const REDIS_CONNECTIONS: usize = 50;
 /// Ports of the servers: in the kernel, and under Baton.
 const PORTS: [u16; 2] = [8092, 8093];
 
+/// A program that receives in bulk, and one that sends: with the C library's calls, which Baton's library stands in front of.
+const SINK: &str = "
+import socket, sys
+connection = socket.create_server((sys.argv[1], int(sys.argv[2]))).accept()[0]
+buffer = bytearray(131072)
+while connection.recv_into(buffer): pass
+";
+const SOURCE: &str = "
+import socket, sys
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+buffer = bytes(131072)
+while True: connection.sendall(buffer)
+";
+
 /// What is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum What {
@@ -339,20 +353,14 @@ impl Bench {
                 Ok((server, requests(REDIS_CONNECTIONS, depth, request(&["GET", "key"]), answer)?))
             }
             Traffic::Bulk { into } => {
-                let way = if into { "receive" } else { "send" };
-                let program = std::env::current_exe()?.into_os_string();
-                let port = address.port().to_string();
-                let mut words: Vec<OsString> = vec![program, "ntttcp".into(), way.into()];
-                let more = ["--port", &port, "--length", "131072", "--seconds", "3600", "--warming", "3600"];
-                words.extend(more.into_iter().map(OsString::from));
-                if into {
-                    let server = Server::start(host_a, &words, self.files.root(), agent)?;
-                    return Ok((server, Client::Sends(address)));
-                }
                 let here = SocketAddr::new(address_b(false), address.port());
-                words.push(here.ip().to_string().into());
-                let listener = host_b.run(|| TcpListener::bind(here))?;
-                Ok((Server::start(host_a, &words, self.files.root(), agent)?, Client::Receives(listener)))
+                let (script, at) = if into { (SINK, address) } else { (SOURCE, here) };
+                let words = ["python3".into(), "-c".into(), script.into(), at.ip().to_string(), at.port().to_string()];
+                let words = words.map(OsString::from);
+                // The source connects at once.
+                let client =
+                    if into { Client::Sends(address) } else { Client::Receives(host_b.run(|| TcpListener::bind(here))?) };
+                Ok((Server::start(host_a, &words, self.files.root(), agent)?, client))
             }
         }
     }

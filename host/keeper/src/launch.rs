@@ -41,13 +41,13 @@ impl Devices {
         let steering = Steering::new(connections as u32)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            set_up_ring(fd);
+            set_up_rings(fd, false);
             steering.filter_outgoing(fd)
         });
         let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            set_up_ring(fd);
+            set_up_rings(fd, true);
             steering.filter_incoming(fd)
         });
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
@@ -65,10 +65,10 @@ impl Devices {
 
 const SO_MARK: i32 = 36;
 
-/// Makes the socket put frames into a ring. Without one, which needs some megabytes, each frame costs a system call.
-fn set_up_ring(socket: BorrowedFd<'_>) {
-    if let Err(error) = packet_ring::set_up(socket) {
-        eprintln!("baton: frames are received one by one: no ring ({error})");
+/// Gives the socket its rings. Without them, which need some megabytes, each frame costs a system call.
+fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
+    if let Err(error) = packet_ring::set_up(socket, sending) {
+        eprintln!("baton: frames are received and sent one by one: no rings ({error})");
     }
 }
 

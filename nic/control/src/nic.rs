@@ -84,9 +84,11 @@ struct Devices {
 fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> {
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     if settings.beside {
-        let host = PacketDevice::new(host, false).over_ring();
+        let plain = host.try_clone()?;
+        let host = PacketDevice::new(host, false).over_ring().context("the ring of the kernel's frames")?;
         let host = Kernel::Beside(BesideKernel::new(host, take(Descriptor::Injector)?, INJECT));
-        let wire = Wire::Beside(PacketDevice::new(wire, settings.segmentation).over_ring());
+        let wire = PacketDevice::new(wire, settings.segmentation).over_rings(plain).context("the wire's rings")?;
+        let wire = Wire::Beside(wire);
         return Ok((vec![Devices { host, wire }], None));
     }
     let device = |fd| VnetDevice::new(fd, settings.segmentation);

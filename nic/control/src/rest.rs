@@ -48,7 +48,16 @@ pub(crate) struct Rest {
 
 impl Rest {
     pub fn new(spin: u64, now: u64) -> Rest {
-        Rest { longest_spin: spin, spin, idle_since: now, idled: false, frames: 0, napping: false, period_began: now, next_try: now }
+        Rest {
+            longest_spin: spin,
+            spin,
+            idle_since: now,
+            idled: false,
+            frames: 0,
+            napping: false,
+            period_began: now,
+            next_try: now,
+        }
     }
 
     /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it had to
@@ -56,7 +65,8 @@ impl Rest {
     pub fn worked(&mut self, now: u64) {
         if std::mem::take(&mut self.idled) {
             let waited = now - self.idle_since;
-            self.spin = if waited <= self.longest_spin / 4 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
+            self.spin =
+                if waited <= self.longest_spin / 4 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
             self.spin = self.spin.max(LEAST_SPIN).min(self.longest_spin);
         }
         self.idle_since = now;

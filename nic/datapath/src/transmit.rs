@@ -32,6 +32,15 @@ impl<W: Device> Output<W> {
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
+    /// Sends what the wire has gathered.
+    #[inline]
+    pub fn flush(&mut self, counters: &Counters) {
+        let lost = self.wire.flush();
+        if lost > 0 {
+            counters.add(Counter::Dropped, lost);
+        }
+    }
+
     /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
     /// checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {

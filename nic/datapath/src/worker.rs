@@ -222,6 +222,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
+        self.output.flush(&self.counters);
         if !self.programs.dirty.is_empty() {
             self.send_events();
         }
@@ -258,6 +259,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Announces that the worker is going to sleep. False if it must not, since something has arrived.
     pub fn prepare_sleep(&mut self) -> bool {
+        self.output.flush(&self.counters);
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
         if !self.is_front() {

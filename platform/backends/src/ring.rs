@@ -1,11 +1,12 @@
-//! The frames that a packet socket has received, in a ring shared with the kernel (`baton_linux::packet_ring`).
+//! The frames that a packet socket has received and is to send, in rings shared with the kernel (`baton_linux::packet_ring`).
 
 use crate::vnet::{self, VNET_HEADER};
 use baton_device::Frame;
-use baton_linux::packet_ring::{BYTES, OWN_WORD, SLOT, SLOTS};
+use baton_linux::packet_ring::{BYTES, OWN_WORD, SEND_SLOTS, SENDING, SLOT, SLOTS};
 use baton_shm::Region;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// `TP_STATUS_USER`: the slot holds a frame. `TP_STATUS_COPY`: the whole frame waits in the socket's queue.
@@ -23,7 +24,7 @@ const HEADER: usize = 52;
 /// next process that reads it.
 #[derive(Debug)]
 pub(crate) struct ReceiveRing {
-    memory: Region,
+    memory: Arc<Region>,
     at: usize,
 }
 
@@ -40,16 +41,26 @@ pub(crate) enum Next {
     Lost,
 }
 
-impl ReceiveRing {
-    /// Maps a socket's ring.
-    ///
-    /// # Errors
-    /// The system's; `EINVAL` if the socket has no ring.
-    pub fn map(socket: OwnedFd) -> io::Result<ReceiveRing> {
-        Ok(ReceiveRing::over(Region::map_fixed(socket, BYTES)?))
+/// Maps a socket's rings, the second one if it is for `sending`, too. None if the socket has none.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn map(socket: OwnedFd, sending: bool) -> io::Result<Option<(ReceiveRing, Option<SendRing>)>> {
+    match Region::map_fixed(socket, if sending { BYTES } else { SENDING }) {
+        Ok(memory) => {
+            let memory = Arc::new(memory);
+            Ok(Some((ReceiveRing::over(memory.clone()), sending.then(|| SendRing::over(memory)))))
+        }
+        Err(error) if error.raw_os_error() == Some(EINVAL) => Ok(None),
+        Err(error) => Err(error),
     }
+}
 
-    fn over(memory: Region) -> ReceiveRing {
+/// Linux's error number of a mapping that the socket does not have.
+const EINVAL: i32 = 22;
+
+impl ReceiveRing {
+    fn over(memory: Arc<Region>) -> ReceiveRing {
         let at = memory.word32(OWN_WORD).load(Ordering::Relaxed) as usize % SLOTS;
         // The last reader may have ended between its move to this slot and the release of the one before.
         memory.word32((at + SLOTS - 1) % SLOTS * SLOT).store(0, Ordering::Release);
@@ -95,12 +106,97 @@ impl ReceiveRing {
     }
 }
 
+/// `TP_STATUS_AVAILABLE`: the slot is free. `TP_STATUS_SEND_REQUEST`: its frame is to be sent. Other values: it is being sent.
+const FREE: u32 = 0;
+const TO_SEND: u32 = 1;
+
+/// Offset in a slot of a frame to be sent, its virtio header first; and of the writer's place, in the first slot.
+const SENT_FROM: usize = 32;
+const WRITER_AT: usize = SLOT - 4;
+
+/// Largest frame in bytes that a slot has room for.
+pub(crate) const MAX_SENT: usize = WRITER_AT - SENT_FROM - VNET_HEADER;
+
+/// Most frames that are gathered.
+const MOST_GATHERED: usize = 64;
+
+/// A writer of frames to be sent, which the kernel sends when it is asked to. As with [`ReceiveRing`], the writer's place is kept
+/// in the ring.
+#[derive(Debug)]
+pub(crate) struct SendRing {
+    memory: Arc<Region>,
+    at: usize,
+    /// Number of frames before `at` that the kernel has not been asked to send.
+    gathered: usize,
+}
+
+impl SendRing {
+    fn over(memory: Arc<Region>) -> SendRing {
+        let at = memory.word32(SENDING + WRITER_AT).load(Ordering::Relaxed) as usize % SEND_SLOTS;
+        let mut ring = SendRing { memory, at, gathered: SEND_SLOTS - 1 };
+        // What the last writer gathered and did not send is lost.
+        ring.sent();
+        ring
+    }
+
+    fn slot(at: usize) -> usize {
+        SENDING + at % SEND_SLOTS * SLOT
+    }
+
+    /// Gathers a frame of at most [`MAX_SENT`] bytes. False if there is no room.
+    #[inline]
+    pub fn gather(&mut self, header: &[u8; VNET_HEADER], frame: &[u8]) -> bool {
+        let slot = Self::slot(self.at);
+        if self.memory.word32(slot).load(Ordering::Acquire) != FREE {
+            return false;
+        }
+        let _ = self.memory.write(slot + SENT_FROM, header);
+        let _ = self.memory.write(slot + SENT_FROM + VNET_HEADER, frame);
+        self.memory.word32(slot + LENGTH).store((VNET_HEADER + frame.len()) as u32, Ordering::Relaxed);
+        self.memory.word32(slot).store(TO_SEND, Ordering::Release);
+        self.move_to(self.at + 1);
+        self.gathered += 1;
+        true
+    }
+
+    fn move_to(&mut self, at: usize) {
+        self.at = at % SEND_SLOTS;
+        self.memory.word32(SENDING + WRITER_AT).store(self.at as u32, Ordering::Relaxed);
+    }
+
+    /// Whether frames wait for the kernel to be asked.
+    pub fn has_gathered(&self) -> bool {
+        self.gathered > 0
+    }
+
+    /// Whether as many were gathered as should be.
+    pub fn is_full(&self) -> bool {
+        self.gathered >= MOST_GATHERED
+    }
+
+    /// To be called after the kernel was asked to send: takes those that it left back, the latest ones. Returns their number.
+    pub fn sent(&mut self) -> u64 {
+        let mut left = 0;
+        while left < self.gathered {
+            let status = self.memory.word32(Self::slot(self.at + SEND_SLOTS - 1 - left));
+            if status.load(Ordering::Acquire) != TO_SEND {
+                break;
+            }
+            status.store(FREE, Ordering::Relaxed);
+            left += 1;
+        }
+        self.move_to(self.at + SEND_SLOTS - left);
+        self.gathered = 0;
+        left as u64
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn ring() -> ReceiveRing {
-        ReceiveRing::over(Region::private(BYTES).unwrap())
+        ReceiveRing::over(Arc::new(Region::private(BYTES).unwrap()))
     }
 
     /// Does what the kernel does for a frame of `captured` bytes of `length`.
@@ -152,5 +248,41 @@ mod tests {
             assert_eq!(ring.receive(&mut frame), Next::Lost, "{length} {captured} {at}");
         }
         assert_eq!(ring.receive(&mut frame), Next::Nothing);
+    }
+
+    fn send_ring() -> SendRing {
+        SendRing::over(Arc::new(Region::private(BYTES).unwrap()))
+    }
+
+    /// Does what the kernel does when it is asked to send, for `count` frames from slot `from` on.
+    fn send(ring: &SendRing, from: usize, count: usize) {
+        (from..from + count).for_each(|at| ring.memory.word32(SendRing::slot(at)).store(FREE, Ordering::Release));
+    }
+
+    #[test]
+    fn frames_that_the_kernel_left_are_taken_back() {
+        let mut ring = send_ring();
+        let mut at = 0;
+        for round in 0..2 * SEND_SLOTS {
+            let (count, sent) = (1 + round % 7, round % 5);
+            (0..count).for_each(|_| assert!(ring.gather(&[0; VNET_HEADER], &[1; MAX_SENT])));
+            send(&ring, at, sent.min(count));
+            assert_eq!(ring.sent() as usize, count.saturating_sub(sent));
+            at = (at + sent.min(count)) % SEND_SLOTS;
+            assert_eq!((ring.at, ring.has_gathered()), (at, false));
+        }
+    }
+
+    #[test]
+    fn a_ring_without_room_refuses_and_the_next_writer_begins_where_the_kernel_is() {
+        let mut ring = send_ring();
+        (0..SEND_SLOTS - 1).for_each(|_| assert!(ring.gather(&[0; VNET_HEADER], &[1; 60])));
+        send(&ring, 0, 5);
+        let ring = SendRing::over(ring.memory);
+        assert_eq!((ring.at, ring.gathered), (5, 0));
+        // The kernel still sends these.
+        (0..SEND_SLOTS).for_each(|at| ring.memory.word32(SendRing::slot(at)).store(2, Ordering::Relaxed));
+        let mut ring = SendRing::over(ring.memory);
+        assert!(!ring.gather(&[0; VNET_HEADER], &[1; 60]));
     }
 }
