@@ -119,7 +119,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
-            output: Output::new(wire, settings.frame_bytes),
+            output: Output::new(wire, settings.frame_bytes, !settings.quick_ack),
             programs: Programs::new(settings.slots),
             agent: AgentLink::new(&nic_memory),
             crossbar: None,

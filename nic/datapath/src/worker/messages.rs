@@ -122,7 +122,7 @@ impl<W: Device> crate::transmit::Output<W> {
     fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
         let local = messages.address();
         let header = Envelope::Udp(NO_LINK, Flow { local, remote: local }).header();
-        let frame = self.frame_mut();
+        let frame = self.frame_mut(counters);
         frame.set_length(header + messages.packet());
         let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
         let link = messages.hop(&remote.address).filter(|_| remote.is_v4() == local.is_v4());
