@@ -146,7 +146,9 @@ pub fn run() -> Result<()> {
             let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;
             Shape::Beside {
                 steering,
-                mirrors: Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
+                mirrors: Box::new(
+                    Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
+                ),
                 devices: Devices::inherited(inherited.devices(), index),
                 injector,
                 _injector_link: injector_link,

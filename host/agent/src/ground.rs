@@ -29,7 +29,7 @@ pub(crate) enum Shape {
     /// The kernel keeps its devices, the NIC receives and sends beside it.
     Beside {
         steering: Steering,
-        mirrors: Mirrors,
+        mirrors: Box<Mirrors>,
         devices: Devices,
         injector: OwnedFd,
         /// Keeps the injector's BPF program attached.

@@ -217,9 +217,15 @@ pub fn needs_doorbell(flag: &AtomicU32) -> bool {
 
 /// As [`needs_doorbell`] for a consumer of one thread: answers true once for each of its sleeps, so that the producers ring once
 /// however long the consumer takes to wake up. Who is answered true must ring.
-#[inline]
+#[inline(always)]
 pub fn must_ring(flag: &AtomicU32) -> bool {
-    needs_doorbell(flag) && flag.swap(0, Ordering::Relaxed) != 0
+    needs_doorbell(flag) && take_flag(flag)
+}
+
+#[cold]
+#[inline(never)]
+fn take_flag(flag: &AtomicU32) -> bool {
+    flag.swap(0, Ordering::Relaxed) != 0
 }
 
 #[cfg(all(test, not(loom)))]

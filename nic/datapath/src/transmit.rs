@@ -34,16 +34,26 @@ impl<W: Device> Output<W> {
     }
 
     /// Sends the acknowledgement that is held, if there is one.
-    #[inline]
+    #[inline(always)]
     fn send_held(&mut self, counters: &Counters) {
-        if self.held.take().is_some() {
-            self.transmit(counters);
+        if self.held.is_some() {
+            self.end_hold(counters);
         }
     }
 
+    #[inline(never)]
+    fn end_hold(&mut self, counters: &Counters) {
+        self.held = None;
+        self.send_frame(counters);
+    }
+
     /// Sends the frame that was built.
-    #[inline(always)]
     pub fn transmit(&mut self, counters: &Counters) {
+        self.send_frame(counters);
+    }
+
+    #[inline(always)]
+    fn send_frame(&mut self, counters: &Counters) {
         let sent = self.wire.transmit(&mut self.frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
@@ -140,7 +150,7 @@ impl<W: Device> Output<W> {
         if self.holds {
             self.held = Some(index);
         } else {
-            self.transmit(counters);
+            self.send_frame(counters);
         }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
@@ -188,7 +198,7 @@ impl<W: Device> Output<W> {
             ecn: false,
         });
         self.complete(offloaded);
-        self.transmit(counters);
+        self.send_frame(counters);
     }
 }
 

@@ -60,13 +60,8 @@ impl Stage {
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);
-        let settings = WorkerSettings {
-            slots: SLOTS,
-            hash_key: [1, 2, 3, 4],
-            frame_bytes: FRAME,
-            quick_ack,
-            ..WorkerSettings::default()
-        };
+        let settings =
+            WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let programs = (0..2)
