@@ -66,7 +66,7 @@ impl Rest {
         if std::mem::take(&mut self.idled) {
             let waited = now - self.idle_since;
             self.spin =
-                if waited <= self.longest_spin / 4 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
+                if waited <= self.longest_spin / 2 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
             self.spin = self.spin.max(LEAST_SPIN).min(self.longest_spin);
         }
         self.idle_since = now;
