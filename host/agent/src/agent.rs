@@ -10,7 +10,7 @@ use crate::chaos::Chaos;
 use crate::connection::{Asker, Connection};
 use crate::devices::Devices;
 use crate::flips::Schedule;
-use crate::ground::{Ground, Shape};
+use crate::ground::{Ground, Mirrors, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
@@ -148,6 +148,9 @@ pub fn run() -> Result<()> {
             let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;
             Shape::Beside {
                 steering,
+                mirrors: Box::new(
+                    Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
+                ),
                 devices: Devices::inherited(inherited.devices(), index),
                 injector,
                 _injector_link: injector_link,

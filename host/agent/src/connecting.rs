@@ -134,9 +134,11 @@ impl Agent {
         let connection = self.connection(session, number).ok_or(Refusal::Ended)?;
         let fd = connection.fd.clone().ok_or(Refusal::Elsewhere)?;
         let (local, peer) = (connection.local, connection.peer);
-        let keepalive = connection.block.load(block::FLAGS) & block::FLAG_KEEPALIVE != 0;
+        let flags = connection.block.load(block::FLAGS);
         let saved = self.make_shell(&fd, local, peer, &image)?;
-        let saved = if keepalive { saved.with_keepalive(true) } else { saved };
+        // The program may have set them while the NIC opened the connection.
+        let set = |flag, before| before || flags & flag != 0;
+        let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
         self.prepare_handoff(session, number, image, saved)
     }
 

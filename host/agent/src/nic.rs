@@ -15,7 +15,7 @@ use baton_moves::Refusal;
 use baton_offloads::Offloads;
 use baton_protocol::nic::{Hop, Listen, ToAgent, ToNic};
 use baton_protocol::program::Opening;
-use baton_ring::{Consumer, Producer, needs_doorbell};
+use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
@@ -295,7 +295,7 @@ impl NicProcess {
             return Err(Refusal::NoRoom);
         }
         self.commands.publish();
-        if needs_doorbell(self.memory.word32(nic::SLEEPING)) {
+        if must_ring(self.memory.word32(nic::SLEEPING)) {
             self.bell.ring();
         }
         let deadline = monotonic_micros() + ANSWER_LIMIT;

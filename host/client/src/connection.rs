@@ -410,6 +410,11 @@ impl Connection {
         self.load(block::FLAGS) & block::FLAG_KEEPALIVE != 0
     }
 
+    /// TCP_CORK as the program set it, while the NIC has the connection.
+    pub fn cork(&self) -> bool {
+        self.load(block::FLAGS) & block::FLAG_CORK != 0
+    }
+
     /// The processor that processes its frames, while the NIC has it; None until the NIC has reported it.
     pub fn processor(&self) -> Option<u32> {
         self.load(block::PROCESSOR).checked_sub(1)

@@ -15,27 +15,65 @@ pub(crate) struct Output<W> {
     pub wire: GatedWire<W>,
     frame: Frame,
     capabilities: Capabilities,
+    /// Slot of the connection whose acknowledgement is in the frame and has not been sent. The connection's next one takes its
+    /// place: segments that come together are acknowledged together, as the kernel does for an aggregate.
+    held: Option<u32>,
+    /// Whether acknowledgements are held until the end of a batch.
+    holds: bool,
 }
 
 impl<W: Device> Output<W> {
-    pub fn new(wire: W, gate: Gate, frame_bytes: usize) -> Self {
+    /// With `holds`, acknowledgements are held until something else is sent or [`Output::flush`] is called.
+    pub fn new(wire: W, gate: Gate, frame_bytes: usize, holds: bool) -> Self {
         let capabilities = wire.capabilities();
-        Output { wire: GatedWire::new(wire, gate, frame_bytes), frame: Frame::with_capacity(frame_bytes), capabilities }
+        let wire = GatedWire::new(wire, gate, frame_bytes);
+        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities, held: None, holds }
     }
 
     /// The buffer in which a frame is built for [`Output::transmit`].
-    pub fn frame_mut(&mut self) -> &mut Frame {
+    pub fn frame_mut(&mut self, counters: &Counters) -> &mut Frame {
+        self.send_held(counters);
         &mut self.frame
+    }
+
+    /// Sends the acknowledgement that is held, if there is one.
+    #[inline(always)]
+    fn send_held(&mut self, counters: &Counters) {
+        if self.held.is_some() {
+            self.end_hold(counters);
+        }
+    }
+
+    #[inline(never)]
+    fn end_hold(&mut self, counters: &Counters) {
+        self.held = None;
+        self.send_frame(counters);
     }
 
     /// Sends the frame that was built.
     pub fn transmit(&mut self, counters: &Counters) {
+        self.send_frame(counters);
+    }
+
+    #[inline(always)]
+    fn send_frame(&mut self, counters: &Counters) {
         self.wire.transmit(&mut self.frame, counters);
+    }
+
+    /// Sends what the wire has gathered.
+    #[inline]
+    pub fn flush(&mut self, counters: &Counters) {
+        self.send_held(counters);
+        let lost = self.wire.device.flush();
+        if lost > 0 {
+            counters.add(Counter::Dropped, lost);
+        }
     }
 
     /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
     /// checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
+        self.send_held(counters);
         if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
             return self.cut(frame, counters);
         }
@@ -92,6 +130,7 @@ impl<W: Device> Output<W> {
     /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no program yet, and
     /// no record.
     pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
+        self.send_held(counters);
         while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
             let header = Header {
                 seq: transmit.seq,
@@ -107,28 +146,44 @@ impl<W: Device> Output<W> {
             let length = template.emit(&header, 0, self.frame.bytes_mut());
             self.frame.set_length(length);
             self.frame.segmentation = None;
-            self.finish(&template, opening.link.interface, counters);
+            self.complete(&template, opening.link.interface);
+            self.send_frame(counters);
         }
     }
 
-    /// Sends a pure acknowledgement, after publishing the recovery record.
+    /// Sends a pure acknowledgement of the connection in slot `index`, after publishing the recovery record, or holds it.
     #[inline(always)]
-    pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
+    pub fn acknowledge(
+        &mut self,
+        index: u32,
+        offloaded: &mut Offloaded,
+        ack: &Acknowledgement,
+        counters: &Counters,
+        now: Instant,
+    ) {
+        if self.held != Some(index) {
+            self.send_held(counters);
+        }
         if !cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
         let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
         self.frame.set_length(length);
         self.frame.segmentation = None;
-        self.finish(&offloaded.template, offloaded.image.link.interface, counters);
+        self.complete(&offloaded.template, offloaded.image.link.interface);
+        if self.holds {
+            self.held = Some(index);
+        } else {
+            self.send_frame(counters);
+        }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
     }
 
-    /// Completes the checksum, or leaves it to the device, and sends the frame that was built.
+    /// Completes the checksum of the frame that was built, or leaves it to the device.
     #[inline(always)]
-    fn finish(&mut self, template: &Template, interface: u32, counters: &Counters) {
+    fn complete(&mut self, template: &Template, interface: u32) {
         let start = template.tcp_offset();
         self.frame.interface = interface;
         if self.capabilities.checksum {
@@ -137,11 +192,11 @@ impl<W: Device> Output<W> {
             frame::finish_checksum(self.frame.bytes_mut(), start, TCP_CHECKSUM);
             self.frame.checksum = Checksum::Unknown;
         }
-        self.wire.transmit(&mut self.frame, counters);
     }
 
     /// Builds a segment and sends it.
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
+        self.send_held(counters);
         let length = transmit.length as usize;
         let header = Header {
             seq: transmit.seq,
@@ -166,7 +221,8 @@ impl<W: Device> Output<W> {
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        self.finish(&offloaded.template, offloaded.image.link.interface, counters);
+        self.complete(&offloaded.template, offloaded.image.link.interface);
+        self.send_frame(counters);
     }
 }
 

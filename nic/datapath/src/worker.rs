@@ -129,7 +129,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
-            output: Output::new(wire, gate, settings.frame_bytes),
+            output: Output::new(wire, gate, settings.frame_bytes, !settings.quick_ack),
             programs: Programs::new(settings.slots),
             agent: AgentLink::new(&nic_memory),
             crossbar: None,
@@ -203,6 +203,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::Dropped, frames);
     }
 
+    /// Number of frames received from the wire and sent to it so far.
+    pub fn frames(&self) -> u64 {
+        self.counters.get(Counter::WireReceived).wrapping_add(self.counters.get(Counter::WireSent))
+    }
+
     /// The host's device.
     pub fn host(&mut self) -> &mut H {
         &mut self.to_kernel.device
@@ -237,6 +242,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
+        self.output.flush(&self.counters);
         if !self.programs.dirty.is_empty() {
             self.send_events();
         }
@@ -274,6 +280,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Announces that the worker is going to sleep. False if it must not, since something has arrived.
     pub fn prepare_sleep(&mut self) -> bool {
+        self.output.flush(&self.counters);
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
         let front = self.is_front();

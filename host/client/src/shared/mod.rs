@@ -9,7 +9,7 @@ use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
-use baton_ring::{Lock, Producer, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use baton_ring::{Lock, Producer, Token, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableWords, Region, RingWords};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -213,6 +213,14 @@ impl Shared {
     #[inline(always)]
     fn ring_nic(&self) {
         if needs_doorbell(&self.nic_sleeping[0]) {
+            self.wake_nic();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake_nic(&self) {
+        if must_ring(&self.nic_sleeping[0]) {
             self.bell.ring();
         }
     }

@@ -97,7 +97,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             offloaded.note_delivered(plain.seq, plain.length);
         }
         match predicted.acknowledgement {
-            Some(acknowledgement) => self.output.acknowledge(offloaded, &acknowledgement, &self.counters, now),
+            Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
             None => self.output.send_all(offloaded, &self.counters, now),
         }
         if !slot.dirty && offloaded.pending.any() {
