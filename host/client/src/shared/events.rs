@@ -127,7 +127,10 @@ impl Shared {
         let Some(mut events) = self.events.lock(token) else { return };
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(connection) = connection {
-            refresh(&mut events, connection);
+            // Another thread may have come across it already, and have counted events of it since.
+            if connection.has_moved() {
+                refresh(&mut events, connection);
+            }
             let cid = connection.cid();
             let claimed: Vec<Message> = events.unclaimed.extract_if(.., |message| message.cid == cid).collect();
             for message in claimed {

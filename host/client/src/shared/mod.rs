@@ -288,6 +288,34 @@ mod tests {
         assert!(connection.has_moved());
     }
 
+    /// Another thread reads the events of a connection while this one is accepting it: before the connection's number is known, and
+    /// after. All of them count.
+    #[test]
+    fn events_of_a_connection_that_is_being_accepted_count() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let mut receive = |cid, length| {
+            nic.push(Message::new(Operation::OsRecv, cid, 0, length).to_words()).unwrap();
+            nic.publish();
+        };
+        let shared = Shared::on(memory.clone());
+        let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
+        shared.begin_accepting(1);
+        receive(cid, 10);
+        shared.catch_up(2);
+        memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
+        memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+        memory.word32(at::MOVED).store(3, RELAXED);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        shared.represent(&connection, 3);
+        receive(cid, 100);
+        shared.catch_up(2);
+        shared.end_accepting(Some(&connection), 1);
+        receive(cid, 1000);
+        shared.catch_up(2);
+        assert_eq!(connection.received.load(RELAXED), 1110);
+    }
+
     /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.
     #[test]
     fn shutting_down_waits_for_room() {

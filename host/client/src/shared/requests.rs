@@ -90,7 +90,7 @@ impl Shared {
         }
     }
 
-    fn represent(&self, connection: &Arc<Connection>, number: u32) {
+    pub(super) fn represent(&self, connection: &Arc<Connection>, number: u32) {
         connection.set_number(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
