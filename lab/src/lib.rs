@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 pub mod bars;
+pub mod beside;
 pub mod bypass;
+mod closed_loop;
 pub mod container;
 pub mod datapath;
 pub mod demo;

@@ -115,32 +115,8 @@ impl Program {
     /// If it does not start.
     pub fn start(&self, host: &Namespace, files: &Files, address: SocketAddr, agent: Option<&Path>) -> Result<Server> {
         let words = self.command(files, address)?;
-        let mut command = match agent {
-            None => {
-                let mut command = Command::new(&words[0]);
-                command.args(&words[1..]);
-                command
-            }
-            Some(agent) => {
-                let mut command = Command::new(std::env::current_exe()?);
-                command.arg("run").arg("--socket").arg(agent).args(["--rule", "accepted", "--"]).args(&words);
-                command
-            }
-        };
-        let messages = files.root.join(format!("messages-{}", address.port()));
-        command.current_dir(&files.root).stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&messages)?);
-        process::inherit(&mut command, &[], true);
-        let child = host.spawn(&mut command).with_context(|| format!("starting {}", self.name()))?;
-        let mut server = Server { child };
-        let deadline = monotonic_micros() + 20_000_000;
-        while host.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(1))).is_err() {
-            if let Some(status) = server.child.try_wait()? {
-                let said = std::fs::read_to_string(&messages).unwrap_or_default();
-                anyhow::bail!("{} ended at once ({status}): {}", self.name(), said.trim());
-            }
-            anyhow::ensure!(monotonic_micros() < deadline, "{} does not listen at {address}", self.name());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let mut server = Server::start(host, &words, files.root(), agent).with_context(|| format!("starting {}", self.name()))?;
+        server.listens(host, address)?;
         Ok(server)
     }
 }
@@ -149,9 +125,49 @@ impl Program {
 #[derive(Debug)]
 pub struct Server {
     child: Child,
+    /// The file with what it prints to standard error.
+    messages: PathBuf,
 }
 
 impl Server {
+    /// Starts a program on a host, in a directory; under `baton run` if an agent is given.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(host: &Namespace, words: &[OsString], directory: &Path, agent: Option<&Path>) -> Result<Server> {
+        let mut command = match agent {
+            None => Command::new(&words[0]),
+            Some(agent) => {
+                let mut command = Command::new(std::env::current_exe()?);
+                command.arg("run").arg("--socket").arg(agent).args(["--rule", "established", "--"]).arg(&words[0]);
+                command
+            }
+        };
+        let messages = directory.join(format!("messages-{}", if agent.is_some() { "baton" } else { "kernel" }));
+        command.args(&words[1..]).current_dir(directory).stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(std::fs::File::create(&messages)?);
+        process::inherit(&mut command, &[], true);
+        let child = host.spawn(&mut command).with_context(|| format!("starting {}", words[0].display()))?;
+        Ok(Server { child, messages })
+    }
+
+    /// Waits until it listens.
+    ///
+    /// # Errors
+    /// If it has ended, with what it said, or does not listen for 20 seconds.
+    pub fn listens(&mut self, host: &Namespace, address: SocketAddr) -> Result<()> {
+        let deadline = monotonic_micros() + 20_000_000;
+        while host.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(1))).is_err() {
+            if let Some(status) = self.child.try_wait()? {
+                let said = std::fs::read_to_string(&self.messages).unwrap_or_default();
+                anyhow::bail!("the server ended at once ({status}): {}", said.trim());
+            }
+            anyhow::ensure!(monotonic_micros() < deadline, "the server does not listen at {address}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
     /// Nanoseconds of CPU that it has used.
     pub fn cpu(&self) -> Option<u64> {
         process::cpu_nanos(self.child.id())

@@ -6,7 +6,7 @@ use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
-use baton_linux::rights;
+use baton_linux::{packet_ring, rights};
 use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
@@ -49,6 +49,7 @@ fn examine() -> Vec<Finding> {
         finding("network namespaces", "demo, soak, hosts", made),
         finding("/dev/net/tun", "everything", inside(|| interface::open_tap("doctor0", TapOptions::default()).map(drop))),
         finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
+        rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
@@ -60,6 +61,15 @@ fn examine() -> Vec<Finding> {
         nic_rights(),
         finding("the preloaded library", "run", crate::run::find_library().map(drop).map_err(io::Error::other)),
     ]
+}
+
+/// Reports how frames come and go beside the kernel. It works without rings, too.
+fn rings(result: io::Result<()>) -> Finding {
+    let advice = match result {
+        Ok(()) => "used on every device: they keep large frames whole, which AF_XDP on a veth does not".into(),
+        Err(error) => format!("one system call for each frame instead, which is slower: this kernel gives no rings ({error})"),
+    };
+    Finding { what: "frames through memory shared with the kernel", needed_for: "run", works: true, advice: Some(advice) }
 }
 
 /// Reports which protections around the NIC are missing. The NIC works without them, too.

@@ -90,7 +90,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 14] = [
+const FIGURES: [(Counter, &str); 17] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -99,6 +99,9 @@ const FIGURES: [(Counter, &str); 14] = [
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
     (Counter::SynPrioritized, "connection set-ups that the copy engine sent first"),
+    (Counter::Made, "connections made by the NIC"),
+    (Counter::SynCookies, "SYNs answered with a cookie"),
+    (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

@@ -3,7 +3,9 @@
 use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
-use baton_client::rules::{RUN_VARIABLE, Rule, Run, When};
+use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run, When};
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::OsString;
@@ -18,6 +20,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --flip 1..50 --flip-report report.json -- python3 -m http.server
   baton run --print-config > baton.toml
   baton run --place near-nic -- redis-server
+  baton run --offload full -- nginx -g 'daemon off;'
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later.";
@@ -38,6 +41,10 @@ pub struct RunArguments {
     /// Print a configuration file with comments.
     #[arg(long)]
     print_config: bool,
+    /// Who makes the program's connections: handoff (the kernel, and they move to the NIC by the rules) or full (the NIC itself,
+    /// where it can).
+    #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT")]
+    offload: Offloading,
     /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
     /// tests.
     #[arg(long)]
@@ -52,6 +59,13 @@ pub struct RunArguments {
     /// The program and its arguments.
     #[arg(last = true)]
     command: Vec<OsString>,
+}
+
+/// Values of `--offload`.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Offloading {
+    Handoff,
+    Full,
 }
 
 #[derive(Deserialize)]
@@ -92,8 +106,12 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let library = find_library()?;
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     let group = arguments.flip.make_group(&channel)?;
+    let offload = match arguments.offload {
+        Offloading::Handoff => Offload::Handoff,
+        Offloading::Full => full_offload(&channel)?,
+    };
     drop(channel);
-    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager };
+    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
@@ -104,6 +122,15 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let error = command.exec();
     eprintln!("baton: {}: {error}", arguments.command[0].display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
+}
+
+/// Full offload; says so if the NIC cannot make connections now. The program runs nevertheless: the kernel makes them.
+fn full_offload(channel: &Channel) -> Result<Offload> {
+    channel.send(&Request { tag: 1, body: Ask::MakesConnections }, &[])?;
+    if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {
+        eprintln!("baton: --offload full: the kernel makes this program's connections, and they are handed off: {reason}");
+    }
+    Ok(Offload::Full)
 }
 
 /// Finds the library to preload: next to this program, or where it is installed.

@@ -158,16 +158,17 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
 
 fn print_connections(list: &[ConnectionInfo]) {
     println!(
-        "{:<7} {:<6} {:>6} {:>8}  {:<22} {:<22} {:<20} WHY",
-        "NUMBER", "PLACE", "MOVES", "SINCE", "LOCAL", "PEER", "PROGRAM"
+        "{:<7} {:<6} {:<6} {:>6} {:>8}  {:<22} {:<22} {:<20} WHY",
+        "NUMBER", "PLACE", "MADE", "MOVES", "SINCE", "LOCAL", "PEER", "PROGRAM"
     );
     for info in list {
-        let place = if info.place == Place::Nic { "nic" } else { "kernel" };
+        let name = |place| if place == Place::Nic { "nic" } else { "kernel" };
+        let (place, made) = (name(info.place), name(info.made_by));
         let number = format!("{}.{}", info.session, info.connection);
         let program = format!("{}/{}", program(info.process), info.process);
         let since = age(info.for_us);
         println!(
-            "{number:<7} {place:<6} {:>6} {since:>8}  {:<22} {:<22} {program:<20} {}",
+            "{number:<7} {place:<6} {made:<6} {:>6} {since:>8}  {:<22} {:<22} {program:<20} {}",
             info.moves, info.local, info.peer, info.reason
         );
         let d = &info.detail;

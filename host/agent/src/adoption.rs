@@ -2,6 +2,7 @@
 //! the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
+use crate::connecting::ABORTED;
 use crate::connection::{Block, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
@@ -75,6 +76,11 @@ impl Inherited {
         }
     }
 
+    /// Takes the listeners whose connections the NIC made.
+    fn take_listeners(&mut self) -> Vec<(Kept, Vec<OwnedFd>)> {
+        self.0.extract_if(.., |(kept, _)| matches!(kept, Kept::Listener(..))).collect()
+    }
+
     /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
     fn sessions(self) -> BTreeMap<u32, Session> {
         let mut sessions = BTreeMap::new();
@@ -144,6 +150,7 @@ impl Agent {
     /// again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
         inherited.take_groups(&mut self.groups);
+        let listeners = inherited.take_listeners();
         for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
             // An earlier agent may have had higher limits.
@@ -153,6 +160,11 @@ impl Agent {
                 self.groups.joined(session.opening.group);
             }
             self.sessions.put(number, session);
+        }
+        for (kept, descriptors) in listeners {
+            if self.inherit_listener(kept, descriptors).is_none() {
+                eprintln!("baton agent: a listener of the last agent is lost: the kernel makes its connections");
+            }
         }
         self.schedule_again();
         self.fetch_what_was_moving();
@@ -286,6 +298,12 @@ impl Session {
                 }
             }
             connection.machine = Move::ended();
+            if word(block::FLAGS) & block::FLAG_OPENING != 0 {
+                // Only the dead agent knew where to.
+                connection.block.store(block::ERROR, ABORTED);
+                connection.block.store(block::FLAGS, 0);
+                connection.block.store(block::MOVES, word(block::MOVES).wrapping_add(1));
+            }
             if let Some(fd) = &connection.fd {
                 let _ = shell::end(fd.as_fd());
             }

@@ -10,10 +10,11 @@ use crate::chaos::Chaos;
 use crate::connection::{Asker, Connection};
 use crate::devices::Devices;
 use crate::flips::Schedule;
-use crate::ground::{Ground, Shape};
+use crate::ground::{Ground, Mirrors, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
+use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
@@ -55,7 +56,7 @@ const SIGNALS: u64 = u64::MAX - 9;
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
-/// Least time between two log lines about rejected clients, in microseconds.
+/// Least time between two log lines that clients cause, in microseconds.
 const COMPLAIN: u64 = 1_000_000;
 
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
@@ -82,6 +83,7 @@ pub(crate) struct Agent {
     pub guards: Guards,
     pub looks: Looks,
     pub users: Users,
+    pub listeners: Listeners,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     pub shape: Shape,
@@ -146,6 +148,9 @@ pub fn run() -> Result<()> {
             let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;
             Shape::Beside {
                 steering,
+                mirrors: Box::new(
+                    Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
+                ),
                 devices: Devices::inherited(inherited.devices(), index),
                 injector,
                 _injector_link: injector_link,
@@ -197,6 +202,7 @@ pub fn run() -> Result<()> {
         guards,
         looks: Looks::default(),
         cut_off: Vec::new(),
+        listeners: Listeners::default(),
         users,
         shape,
         draining: inherited.draining(),
@@ -283,17 +289,22 @@ impl Agent {
         }
     }
 
-    /// Logs that a client was rejected, at most once per [`COMPLAIN`]. The client's connections stay in the kernel.
+    /// Logs that a client was rejected. The client's connections stay in the kernel.
     fn complain(&mut self, error: &anyhow::Error) {
+        self.say_now_and_then(&format!("a client is turned away: {error:#}"));
+    }
+
+    /// Logs something that clients can cause at will, at most once per [`COMPLAIN`].
+    pub(crate) fn say_now_and_then(&mut self, what: &str) {
         let now = monotonic_micros();
         if now.saturating_sub(self.complained) > COMPLAIN {
             self.complained = now;
-            eprintln!("baton agent: a client is turned away: {error:#}");
+            eprintln!("baton agent: {what}");
         }
     }
 
     /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free.
-    fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
+    pub(crate) fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
         if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
             Ok(())
         } else {
@@ -480,12 +491,21 @@ impl Agent {
                 self.cut_off.push((session, "its command ring makes no sense"));
                 continue;
             }
+            if (message.operation, Control::from_number(message.kind)) == (Operation::OsControl, Some(Control::Made)) {
+                match (message.address, self.find(message.cid)) {
+                    (0, Some((session, number))) => self.opened(session, number),
+                    (0, None) => self.drop_made(message.cid),
+                    (listener, _) => self.made(message.cid, listener, message.length != 0),
+                }
+                continue;
+            }
             let Some((session, number)) = self.find(message.cid) else { continue };
             match (message.operation, Control::from_number(message.kind)) {
                 (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
                     self.return_soon(session, number, "urgent data from its peer");
                 }
                 (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
+                (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
                 (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
                 (Operation::OsControl, Some(Control::Grow)) => {
                     if let Some(connection) = self.connection(session, number) {
@@ -509,6 +529,7 @@ impl Agent {
     /// `ending` the agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         self.end_connections(number, ending);
+        self.stop_listening(number, None);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
             return;
         }

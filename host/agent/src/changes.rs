@@ -154,6 +154,7 @@ impl Agent {
         }
         if changed.links {
             self.find_devices_without_nic();
+            self.follow_listeners();
         }
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
         self.follow_hosts(|host| changed.touches_host(host));
@@ -195,6 +196,8 @@ impl Agent {
             return;
         }
         self.guards.forget_rules();
+        self.follow_listeners();
+        self.open_all_in_kernel();
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
         }

@@ -174,6 +174,10 @@ pub(crate) struct Connection {
     pub waiting: Waiting,
     /// Number of changes to its block, written there so that the program reads it again.
     pub moves: u32,
+    /// Who made it.
+    pub made_by: Place,
+    /// The NIC is opening it: it has a slot there, and no move.
+    pub opening: bool,
     /// Number of completed moves.
     pub made: u32,
     /// Time of its last move, in microseconds of the monotonic clock.
@@ -229,6 +233,8 @@ impl Connection {
             journalled: None,
             waiting: Waiting::default(),
             moves: block.load(layout::MOVES),
+            made_by: Place::Kernel,
+            opening: false,
             made: 0,
             since: events::monotonic_micros(),
             serial: 0,

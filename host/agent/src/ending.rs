@@ -26,6 +26,8 @@ impl Agent {
             return;
         }
         self.keep(&Kept::Ending, &[]);
+        self.withdraw_all();
+        self.open_all_in_kernel();
         for (session, number) in self.all_connections() {
             let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
@@ -42,6 +44,7 @@ impl Agent {
     /// Restores all connections, ends all sessions, and ends the NIC.
     pub(crate) fn give_everything_back(&mut self) {
         self.fetch_what_was_on_the_nic();
+        self.open_all_in_kernel();
         let deadline = monotonic_micros() + PATIENCE;
         let mut left = self.all_connections();
         while !left.is_empty() {

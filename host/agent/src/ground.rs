@@ -6,17 +6,18 @@ use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::nic::NicProcess;
 use baton_abi::{Cid, Control};
-use baton_backends::{BesideKernel, Kernel, VnetDevice};
+use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::netlink::Netlink;
-use baton_linux::{process, socket};
+use baton_linux::{interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
 use baton_steering::{Path, Steer, Steering};
 use baton_wire::Flow;
+use std::collections::HashSet;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 /// How the NIC shares the host's network with the kernel.
 pub(crate) enum Shape {
@@ -28,6 +29,7 @@ pub(crate) enum Shape {
     /// The kernel keeps its devices, the NIC receives and sends beside it.
     Beside {
         steering: Steering,
+        mirrors: Box<Mirrors>,
         devices: Devices,
         injector: OwnedFd,
         /// Keeps the injector's BPF program attached.
@@ -42,32 +44,62 @@ impl Shape {
         Ok(match self {
             Shape::Inline { .. } => Kernel::Inline(VnetDevice::new(host, false)),
             Shape::Beside { injector, .. } => {
+                let host = PacketDevice::new(host, false);
                 Kernel::Beside(BesideKernel::new(host, injector.try_clone()?, baton_steering::INJECT))
             }
         })
     }
 
     /// Sets what the steering does with a connection's frames, beside the kernel.
-    pub fn steer(&self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Refusal> {
+    pub fn steer(&mut self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Refusal> {
         match self {
             Shape::Inline { .. } => Ok(()),
-            Shape::Beside { steering, .. } => steering.set(flow, path, steer).map_err(|error| system("steering", &error)),
+            Shape::Beside { steering, mirrors, .. } => {
+                mirrors.set(flow, steer == Steer::Mirror);
+                steering.set(flow, path, steer).map_err(|error| system("steering", &error))
+            }
         }
     }
 
     /// Removes a connection from the steering: the kernel receives and sends its frames again.
-    pub fn unsteer(&self, flow: &Flow) {
-        if let Shape::Beside { steering, .. } = self
-            && let Err(error) = steering.remove(flow)
-        {
-            eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
+    pub fn unsteer(&mut self, flow: &Flow) {
+        if let Shape::Beside { steering, mirrors, .. } = self {
+            mirrors.set(flow, false);
+            if let Err(error) = steering.remove(flow) {
+                eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
+            }
         }
     }
 
     /// Steals a connection's frames after a NIC's death, so that none reaches the kernel, whatever stage its move had reached.
-    pub fn steal_again(&self, flow: &Flow, path: &Path) {
+    pub fn steal_again(&mut self, flow: &Flow, path: &Path) {
         if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
             eprintln!("baton agent: {flow:?}: {refusal}");
+        }
+    }
+}
+
+/// The flows that are being mirrored. Only while there are some the NIC's second packet socket is shown what the kernel sends:
+/// that costs every frame of the host, the NIC's own too, a copy of its description.
+pub(crate) struct Mirrors {
+    outgoing: OwnedFd,
+    flows: HashSet<Flow>,
+}
+
+impl Mirrors {
+    /// None is mirrored yet. `outgoing` is the packet socket.
+    pub fn new(outgoing: OwnedFd) -> io::Result<Mirrors> {
+        interface::ignore_outgoing(outgoing.as_fd(), true)?;
+        Ok(Mirrors { outgoing, flows: HashSet::new() })
+    }
+
+    fn set(&mut self, flow: &Flow, mirrored: bool) {
+        let changed = if mirrored { self.flows.insert(*flow) } else { self.flows.remove(flow) };
+        if changed
+            && self.flows.len() == usize::from(mirrored)
+            && let Err(error) = interface::ignore_outgoing(self.outgoing.as_fd(), !mirrored)
+        {
+            eprintln!("baton agent: the packet socket for what the kernel sends: {error}");
         }
     }
 }

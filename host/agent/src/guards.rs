@@ -99,6 +99,30 @@ impl Guards {
         if filtered {
             return Err(Refusal::Filtered(device));
         }
+        self.read_rules()?;
+        match self.firewall.as_ref().and_then(|firewall| firewall.judge(flow)) {
+            Some(rule) => Err(Refusal::Rules(rule)),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that no rule of the kernel's judges or translates the first packets of connections.
+    ///
+    /// # Errors
+    /// Which rules may do so; or that they cannot be read.
+    pub fn pass_openings(&mut self) -> Result<(), Refusal> {
+        if self.legacy {
+            return Err(Refusal::LegacyRules);
+        }
+        self.read_rules()?;
+        if self.firewall.as_ref().is_some_and(Firewall::judges_openings) {
+            return Err(Refusal::Rules("the firewall has chains that may stop or translate a connection's first packet".into()));
+        }
+        Ok(())
+    }
+
+    /// Reads the firewall's rules unless they are known.
+    fn read_rules(&mut self) -> Result<(), Refusal> {
         if self.firewall.is_none()
             && let Some(netfilter) = &self.netfilter
         {
@@ -109,10 +133,7 @@ impl Guards {
                 Err(error) => return Err(system("NFT_MSG_GETRULE", &error)),
             });
         }
-        match self.firewall.as_ref().and_then(|firewall| firewall.judge(flow)) {
-            Some(rule) => Err(Refusal::Rules(rule)),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Notifications of changed IPsec policies.

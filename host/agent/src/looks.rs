@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Polling period, in microseconds.
 const PERIOD: u64 = 200_000;
 /// Connections polled at a time; the others follow in the next period.
-const MOST: usize = 1024;
+const MOST: usize = 256;
 /// Time after a handoff during which segments that the kernel had already may still reach the shell, in microseconds.
 const SETTLING: u64 = 100_000;
 /// Time that the kernel is given to make a route exception of a message that was received, in microseconds.

@@ -29,7 +29,7 @@ const SEND_LOCKED: i32 = 1;
 const RECEIVE_LOCKED: i32 = 2;
 
 /// Most bytes of receive and of send memory that a connection may have.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Limits {
     pub receive: u32,
     pub send: u32,

@@ -132,6 +132,10 @@ impl Agent {
     pub(crate) fn begin_offload(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let patience = self.settings.patience;
         let Some(connection) = self.connection(session, number) else { return };
+        if connection.opening {
+            let moved = Err(Refusal::State("SYN-SENT"));
+            return self.note_end(session, number, moved, asker.into_iter().collect());
+        }
         connection.waiting.askers.extend(asker);
         self.drive(session, number, Event::Offload { patience });
     }
@@ -246,6 +250,7 @@ impl Agent {
             // The NIC refuses a connection that has just ended; the notification of its end may be in the ring by now.
             self.handle_nic_messages();
         }
+        self.open_in_kernel_for(session, number, &then);
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}
             Some(Stage::Offloading) => self.call_off(session, number),
@@ -261,6 +266,18 @@ impl Agent {
             }
         }
         Some(self.finish(session, number, then))
+    }
+
+    /// Takes a connection that the NIC is opening from there: the kernel opens it, unless its program has closed it.
+    fn open_in_kernel_for(&mut self, session: u32, number: u32, then: &Then) {
+        let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
+        if let (Then::Forget(_), Some(cid)) = (then, connection.cid) {
+            connection.opening = false;
+            connection.cid = None;
+            self.drop_made(cid);
+        } else {
+            self.open_in_kernel(session, number);
+        }
     }
 
     /// Frees the memory of a connection that ended on the NIC: its unread bytes are not wanted any more.

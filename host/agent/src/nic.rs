@@ -13,9 +13,9 @@ use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
 use baton_moves::Refusal;
 use baton_offloads::Offloads;
-use baton_protocol::nic::{Hop, ToAgent, ToNic};
+use baton_protocol::nic::{Hop, Listen, ToAgent, ToNic};
 use baton_protocol::program::Opening;
-use baton_ring::{Consumer, Producer, needs_doorbell};
+use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
@@ -259,6 +259,30 @@ impl NicProcess {
         }
     }
 
+    /// Makes the NIC serve a listener.
+    ///
+    /// # Errors
+    /// That it has died.
+    pub fn listen(&mut self, listen: Listen) -> Result<()> {
+        self.send_and_wait(&ToNic::Listen(listen))
+    }
+
+    /// Makes the NIC serve a listener no longer.
+    ///
+    /// # Errors
+    /// That it has died.
+    pub fn stop_listening(&mut self, id: u32) -> Result<()> {
+        self.send_and_wait(&ToNic::StopListening(id))
+    }
+
+    fn send_and_wait(&mut self, message: &ToNic) -> Result<()> {
+        self.send(message, &[])?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Listening => Ok(()),
+            other => bail!("unexpected answer from the NIC: {other:?}"),
+        }
+    }
+
     /// Sends a command and waits for its answer.
     ///
     /// # Errors
@@ -271,7 +295,7 @@ impl NicProcess {
             return Err(Refusal::NoRoom);
         }
         self.commands.publish();
-        if needs_doorbell(self.memory.word32(nic::SLEEPING)) {
+        if must_ring(self.memory.word32(nic::SLEEPING)) {
             self.bell.ring();
         }
         let deadline = monotonic_micros() + ANSWER_LIMIT;
@@ -283,6 +307,9 @@ impl NicProcess {
                     (Operation::OsControl, Some(Control::Done)) if answers => return Ok(answer.address),
                     (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::NOT_YET => {
                         return Err(Refusal::Acknowledged);
+                    }
+                    (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::ALREADY_HERE => {
+                        return Err(Refusal::StillThere);
                     }
                     (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Refusal::Refused(answer.address)),
                     _ => self.inbox.push_back(answer),

@@ -30,8 +30,12 @@ impl Agent {
                 open.forget_commands();
             }
         }
+        // Connections that it has made may be in the ring still.
+        self.handle_nic_messages();
+        self.open_all_in_kernel();
         self.start_next_nic()?;
         self.drive_all(&Event::NicStarted);
+        self.listen_again();
         if let Err(error) = self.drop_stale_frames() {
             eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }

@@ -278,7 +278,11 @@ impl Connection {
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
         self.posted.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        self.fin.store(flags & 1 != 0, RELAXED);
+        self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
+        let error = self.load(block::ERROR);
+        if error != 0 {
+            self.set_ended(error);
+        }
         self.set_shut(flags & 2 != 0);
         self.moves.store(moves, Ordering::Release);
     }
@@ -396,9 +400,19 @@ impl Connection {
         if room as i32 > 0 { room } else { 0 }
     }
 
+    /// Whether the NIC is opening it.
+    pub fn is_opening(&self) -> bool {
+        self.load(block::FLAGS) & block::FLAG_OPENING != 0
+    }
+
     /// SO_KEEPALIVE as the program set it, while the NIC has the connection.
     pub fn keepalive(&self) -> bool {
         self.load(block::FLAGS) & block::FLAG_KEEPALIVE != 0
+    }
+
+    /// TCP_CORK as the program set it, while the NIC has the connection.
+    pub fn cork(&self) -> bool {
+        self.load(block::FLAGS) & block::FLAG_CORK != 0
     }
 
     /// The processor that processes its frames, while the NIC has it; None until the NIC has reported it.

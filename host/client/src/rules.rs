@@ -258,6 +258,17 @@ impl FromStr for Rule {
     }
 }
 
+/// Who makes a program's connections.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    /// The kernel; they move to the NIC by the rules.
+    #[default]
+    Handoff,
+    /// The NIC, where it can; those that the kernel has made move by the rules.
+    Full,
+}
+
 /// Settings of a program that runs under Baton, in [`RUN_VARIABLE`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Run {
@@ -273,6 +284,9 @@ pub struct Run {
     /// They are handed over as soon as their rule matches, worth it or not.
     #[serde(default)]
     pub eager: bool,
+    /// Who makes its connections.
+    #[serde(default)]
+    pub offload: Offload,
 }
 
 /// The environment variable that contains a [`Run`], as JSON.

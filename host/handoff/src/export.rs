@@ -170,6 +170,22 @@ impl<'a> Exporter<'a> {
     }
 }
 
+/// Writes the options of a socket into the image of the connection that the NIC has made for it.
+///
+/// # Errors
+/// The failed system call's.
+pub fn take_options(fd: BorrowedFd<'_>, saved: &Saved, image: &mut Image) -> io::Result<()> {
+    let options = options(fd)?;
+    image.nodelay = options.nodelay;
+    image.cork = options.cork;
+    image.keepalive = saved.keepalive();
+    image.keepalive_idle = options.idle;
+    image.keepalive_interval = options.interval;
+    image.keepalive_count = options.count;
+    image.user_timeout = options.user_timeout;
+    Ok(())
+}
+
 /// Undoes [`Exporter::begin`]: the connection receives and sends again, in the kernel.
 ///
 /// # Errors

@@ -4,5 +4,6 @@
 pub mod examine;
 pub mod export;
 pub mod import;
+pub mod listening;
 pub mod shell;
 pub mod unenforced;

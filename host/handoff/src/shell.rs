@@ -48,6 +48,8 @@ pub struct Saved {
     reuse: i32,
     /// SO_KEEPALIVE, off on a shell.
     keepalive: i32,
+    /// TCP_CORK, which the program sets for the NIC only while that has the connection.
+    cork: i32,
     /// The program's own socket filter, as raw instructions.
     filter: Vec<u8>,
     /// Options that a disconnect resets: level, option, value.
@@ -63,6 +65,7 @@ impl Saved {
         Ok(Saved {
             reuse: socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?,
             keepalive: socket::get(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE)?,
+            cork: socket::get(fd, libc::IPPROTO_TCP, libc::TCP_CORK)?,
             filter: read_filter(fd)?,
             forgotten: FORGOTTEN
                 .iter()
@@ -76,10 +79,15 @@ impl Saved {
         self.keepalive != 0
     }
 
-    /// A copy with another SO_KEEPALIVE: the program may have set it while the NIC had the connection.
+    /// Whether the socket is corked.
+    pub fn cork(&self) -> bool {
+        self.cork != 0
+    }
+
+    /// A copy with other values of SO_KEEPALIVE and TCP_CORK: the program may have set them while the NIC had the connection.
     #[must_use]
-    pub fn with_keepalive(&self, on: bool) -> Saved {
-        Saved { keepalive: i32::from(on), ..self.clone() }
+    pub fn with_programs(&self, keepalive: bool, cork: bool) -> Saved {
+        Saved { keepalive: i32::from(keepalive), cork: i32::from(cork), ..self.clone() }
     }
 
     /// A copy with the shell's SO_REUSEADDR: the program may have set it while the NIC had the connection. Two values are not
@@ -114,12 +122,15 @@ impl Saved {
     /// The failed system call's.
     pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.write_reuse(fd)?;
+        if socket::get(fd, libc::IPPROTO_TCP, libc::TCP_CORK)? != self.cork {
+            socket::set(fd, libc::IPPROTO_TCP, libc::TCP_CORK, self.cork)?;
+        }
         socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, self.keepalive)
     }
 }
 
 /// SO_GET_FILTER counts in instructions of eight bytes.
-fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+pub(crate) fn read_filter(fd: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut count: libc::socklen_t = 0;
     // SAFETY: with length 0 the call only returns the count.
     check(unsafe {
@@ -183,6 +194,29 @@ pub(crate) fn unblock_input(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()>
         })
         .collect();
     attach_filter(fd, &mut instructions)
+}
+
+/// Makes an unconnected socket the shell of a connection that the NIC has made, which has sent and received nothing yet. `snd` and
+/// `rcv` are the next sequence numbers of both directions. Returns what must be put back when the connection moves to the kernel.
+///
+/// # Errors
+/// The failed system call's; `EADDRNOTAVAIL` if the kernel has a connection with the same 4-tuple, or waits one out (TIME-WAIT).
+pub fn make(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<Saved> {
+    let saved = Saved::read(fd)?;
+    if saved.keepalive() {
+        socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0)?;
+    }
+    block_input(fd)?;
+    repair(fd, true)?;
+    set_queue_seq(fd, Queue::Send, snd)?;
+    set_queue_seq(fd, Queue::Receive, rcv)?;
+    if socket::local_address(fd)? != local {
+        socket::bind(fd, local)?;
+    }
+    socket::connect(fd, peer)?;
+    select(fd, Queue::None)?;
+    saved.write_reuse(fd)?;
+    Ok(saved)
 }
 
 /// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so nothing is sent.

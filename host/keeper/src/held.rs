@@ -30,6 +30,10 @@ impl Session {
     }
 }
 
+fn is_listener(kept: &Kept, id: u32) -> bool {
+    matches!(kept, Kept::Listener(held, ..) if *held == id)
+}
+
 impl Held {
     /// Records a message from an agent.
     pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
@@ -42,6 +46,11 @@ impl Held {
                 self.common.retain(|(held, _)| !set(held));
                 self.common.push((kept, descriptors));
             }
+            Kept::Listener(id, ..) => {
+                self.common.retain(|(held, _)| !is_listener(held, id));
+                self.common.push((kept, descriptors));
+            }
+            Kept::ListenerGone(id) => self.common.retain(|(held, _)| !is_listener(held, id)),
             Kept::DeviceGone(index) => self.common.retain(|(held, _)| *held != Kept::Device(index)),
             Kept::Session(number) => {
                 self.sessions.insert(number, Session { itself: vec![(kept, descriptors)], ..Session::default() });
@@ -120,6 +129,16 @@ mod tests {
         assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..]].concat());
         all.note(Kept::Ended(1), Vec::new());
         assert!(!all.has_sessions());
+    }
+
+    #[test]
+    fn a_listener_is_held_as_it_was_last() {
+        let mut all = Held::default();
+        let listener = |id, session| Kept::Listener(id, vec![session], Vec::new());
+        [listener(1, 1), listener(2, 1), listener(1, 2)].into_iter().for_each(|kept| all.note(kept, Vec::new()));
+        assert_eq!(held(&all), [listener(2, 1), listener(1, 2)]);
+        all.note(Kept::ListenerGone(2), Vec::new());
+        assert_eq!(held(&all), [listener(1, 2)]);
     }
 
     #[test]

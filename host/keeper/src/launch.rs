@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
-use baton_linux::{process, rtnetlink};
+use baton_linux::{packet_ring, process, rtnetlink};
 use baton_steering::Steering;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -44,11 +44,13 @@ impl Devices {
         let steering = Steering::new(connections as u32 + MESSAGE_SESSIONS)?;
         let host = interface::open_filtered_packet_socket(0, false, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            set_up_rings(fd, false);
             steering.filter_outgoing(fd)
         });
         let host = host.context("packet socket")?;
         let wire = interface::open_filtered_packet_socket(0, true, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+            set_up_rings(fd, true);
             steering.filter_incoming(fd)
         });
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
@@ -65,6 +67,13 @@ impl Devices {
 }
 
 const SO_MARK: i32 = 36;
+
+/// Gives the socket its rings. Without them, which need some megabytes, each frame costs a system call.
+fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
+    if let Err(error) = packet_ring::set_up(socket, sending) {
+        eprintln!("baton: frames are received and sent one by one: no rings ({error})");
+    }
+}
 
 /// Starts a keeper in the calling thread's network namespace, and waits until programs can connect. It ends when the returned
 /// channel is closed; or, if `process` (a pidfd) is given, when that process and the last session have ended.

@@ -161,6 +161,13 @@ impl Move {
         }
     }
 
+    /// Of a connection that the NIC has made: its shell is there, the NIC holds its frames, and image and journal are written.
+    /// [`Event::Tick`] hands it off, or, unless `to_nic`, lets the kernel have it.
+    pub fn made(to_nic: bool) -> Move {
+        let goal = if to_nic { Goal::Nic } else { Goal::Kernel };
+        Move { step: Step::Purged, goal: Some(goal), ..Move::new() }
+    }
+
     /// Of a connection that had ended on the NIC when its agent died.
     pub fn ended() -> Move {
         Move { step: Step::Ended, ..Move::new() }

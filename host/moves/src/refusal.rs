@@ -126,6 +126,12 @@ pub enum Refusal {
         "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
     )]
     NoDescriptors(u64),
+    /// The NIC has something of an earlier connection with the same 4-tuple, or a repeated segment of it.
+    #[error("the NIC still holds something with the same addresses and ports; try again")]
+    StillThere,
+    /// The NIC cannot make connections itself.
+    #[error("only a NIC between kernel and wire, with one worker, makes connections itself")]
+    CannotOpen,
     /// The NIC refused a command, with this number.
     #[error("the NIC refused it ({0})")]
     Refused(u32),
@@ -150,7 +156,7 @@ impl Refusal {
     /// Whether trying again a moment later may work without anybody changing anything.
     pub fn is_transient(&self) -> bool {
         use Refusal::*;
-        matches!(self, OutOfOrder | Acknowledged | Busy | Unsettled | NoNeighbour | NoRoom | NicGone)
+        matches!(self, OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoRoom | NicGone)
     }
 
     /// Whether the kernel could not send the connection's segments either.

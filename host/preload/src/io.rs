@@ -159,7 +159,7 @@ fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
 }
 
 /// When a blocking call times out (SO_RCVTIMEO, SO_SNDTIMEO): microseconds of the monotonic clock.
-fn deadline(fd: c_int, option: c_int) -> Option<u64> {
+pub(crate) fn deadline(fd: c_int, option: c_int) -> Option<u64> {
     let mut limit = libc::timeval { tv_sec: 0, tv_usec: 0 };
     let mut length = size_of::<libc::timeval>() as libc::socklen_t;
     // SAFETY: `limit` and `length` are live and have room for one timeval.

@@ -10,10 +10,12 @@
 //! calls that a program makes with instructions of its own.
 
 mod calls;
+mod connecting;
 mod epoll;
 mod handover;
 mod interest;
 mod io;
+mod listening;
 mod options;
 mod poll;
 mod process;

@@ -13,8 +13,9 @@ use std::os::fd::BorrowedFd;
 enum Meaning {
     /// Set on the descriptor; the NIC gets the value if it acts on the option.
     Direct,
-    /// Set for the NIC, which sends keep-alive probes in place of the shell.
-    KeepAlive,
+    /// Set for the NIC alone: SO_KEEPALIVE, since it sends keep-alive probes in place of the shell, and TCP_CORK, which servers
+    /// set twice for each answer. A restore sets it on the socket.
+    NicOnly,
     /// The connection is restored first, and may move again: the next offload reads the option.
     ReadAtHandoff,
     /// Only the kernel can do it: the connection is restored for good, for this reason.
@@ -23,7 +24,7 @@ enum Meaning {
 
 fn meaning(level: c_int, option: c_int) -> Meaning {
     match (level, option) {
-        (1, 9) => Meaning::KeepAlive,
+        (1, 9) | (6, 3) => Meaning::NicOnly,
         // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
         // SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
         (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
@@ -56,7 +57,7 @@ pub(crate) unsafe fn set(
     match meaning {
         Meaning::Never(reason) => tcp.give_back(reason, Until::Never),
         Meaning::ReadAtHandoff => tcp.give_back("option", Until::Again),
-        Meaning::Direct | Meaning::KeepAlive => {}
+        Meaning::Direct | Meaning::NicOnly => {}
     }
     let given = if length >= 4 && !value.is_null() {
         // SAFETY: `length` is at least an int's, and this function's `# Safety` promises that many bytes.
@@ -78,7 +79,7 @@ pub(crate) unsafe fn set(
         if entered.owner != Owner::Nic {
             break native();
         }
-        let done = if meaning == Meaning::KeepAlive && given.is_some() { 0 } else { native() };
+        let done = if meaning == Meaning::NicOnly && given.is_some() { 0 } else { native() };
         if done == 0
             && let Some(given) = given
         {
@@ -152,6 +153,7 @@ pub(crate) unsafe fn get(
     {
         let answer = match (level, option) {
             (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => i32::from(connection.keepalive()),
+            (libc::IPPROTO_TCP, libc::TCP_CORK) => i32::from(connection.cork()),
             (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
             (libc::IPPROTO_TCP, libc::TCP_INFO) => {

@@ -3,7 +3,7 @@
 use crate::epoll::Set;
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
-use crate::{process, readiness, real, table, thread, wait};
+use crate::{listening, process, readiness, real, table, thread, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
@@ -94,8 +94,38 @@ impl Watched {
     }
 }
 
-/// ppoll(2) with a limit in microseconds.
+/// ppoll(2) with a limit in microseconds. Listeners are ready, too, when the NIC has made a connection for them.
 pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
+    let queues = listening::queues(fds);
+    if queues.is_empty() {
+        return poll_sockets(fds, limit, mask);
+    }
+    const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
+    let deadline = limit.map(|limit| wait::now() + limit);
+    let mut all = fds.to_vec();
+    all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
+    let got = poll_sockets(&mut all, limit, mask);
+    if got < 0 {
+        return got;
+    }
+    let (own, of_queues) = all.split_at(fds.len());
+    fds.copy_from_slice(own);
+    for ((at, _), queue) in queues.iter().zip(of_queues) {
+        fds[*at].revents |= queue.revents & READABLE;
+    }
+    let ready = fds.iter().filter(|entry| entry.revents != 0).count();
+    if ready > 0 || got == 0 {
+        return ready as c_int;
+    }
+    // A queue has hung up, since the agent has ended: the kernel alone makes connections now.
+    if let Some(session) = process::session() {
+        session.leave_if_over();
+    }
+    poll_sockets(fds, deadline.map(|deadline| deadline.saturating_sub(wait::now())), mask)
+}
+
+/// ppoll(2) for sockets that may be on the NIC.
+fn poll_sockets(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
     let watched = Watched::among(fds);
     if watched.is_empty() {
         let limit =

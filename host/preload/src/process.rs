@@ -2,7 +2,7 @@
 
 use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
-use baton_client::rules::{RUN_VARIABLE, Rule, Run};
+use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{Listener, Shared};
 use baton_protocol::program::{Opening, VERSION};
 use libc::c_int;
@@ -71,6 +71,11 @@ impl Plan {
     /// Whether the agent moves connections at random.
     pub fn flips(&self) -> bool {
         self.run.flips
+    }
+
+    /// Whether the NIC makes the program's connections where it can.
+    pub fn is_full(&self) -> bool {
+        self.run.offload == Offload::Full
     }
 
     /// Whether connections are handed over as soon as their rule matches, worth it or not: for tests of moves.
@@ -195,6 +200,7 @@ pub(crate) fn is_mine() -> bool {
 pub(crate) fn is_ours(fd: c_int) -> bool {
     session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
         || crate::wait::is_ours(fd)
+        || crate::listening::is_ours(fd)
         || crate::epoll::is_ours(fd)
 }
 
@@ -236,6 +242,7 @@ impl Session {
                 return;
             }
             crate::epoll::leave(self);
+            crate::listening::leave();
             LEFT.store(this, Ordering::Release);
             SESSION.store(std::ptr::null_mut(), Ordering::Release);
         }
@@ -304,6 +311,7 @@ extern "C" fn child_after_fork() {
     }
     // Also without a session: the sets that are noted at pooled sockets are the parent's.
     tcp::forget_pool();
+    crate::listening::forget_inherited();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(_) = file {
             table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));

@@ -39,7 +39,6 @@ macro_rules! real {
 
 real! {
     socket = c"socket": fn(domain: c_int, kind: c_int, protocol: c_int) -> c_int;
-    accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
     connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
     listen = c"listen": fn(fd: c_int, most: c_int) -> c_int;

@@ -3,6 +3,7 @@
 
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
+use crate::listening::{self, Queue};
 use crate::process::{self, Session};
 use crate::wait::Waiter;
 use crate::worth::{self, Moment, Worth};
@@ -80,6 +81,10 @@ pub(crate) struct Tcp {
     nonblocking: AtomicBool,
     /// Failed attempts to register it with the agent.
     attempts: AtomicU32,
+    /// It listens.
+    listens: AtomicBool,
+    /// The queue of connections that the NIC makes for it; null if the NIC makes none.
+    queue: AtomicPtr<Queue>,
     fds: Mutex<Vec<c_int>>,
     /// Number of waiters and sets.
     watchers: AtomicU32,
@@ -135,6 +140,8 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             pinned: AtomicBool::new(false),
             nonblocking: AtomicBool::new(false),
             attempts: AtomicU32::new(0),
+            listens: AtomicBool::new(false),
+            queue: AtomicPtr::new(std::ptr::null_mut()),
             fds: Mutex::default(),
             watchers: AtomicU32::new(0),
             waiters: Mutex::default(),
@@ -156,6 +163,8 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.inherited.store(false, RELAXED);
     tcp.pinned.store(false, RELAXED);
     tcp.attempts.store(0, RELAXED);
+    tcp.listens.store(false, RELAXED);
+    tcp.queue.store(std::ptr::null_mut(), RELAXED);
     *locked(&tcp.fds) = vec![fd];
     tcp
 }
@@ -175,6 +184,7 @@ pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
     // Not from the pool, whose entries are linked to this process's own session.
     let tcp = new(fd);
     tcp.inherited.store(true, RELAXED);
+    tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
     options::note_lowat(tcp, fd);
     tcp
 }
@@ -412,6 +422,42 @@ impl Tcp {
         thread::set_errno(errno);
     }
 
+    /// Makes the NIC open its connection to `peer`. Returns false if only the kernel can.
+    pub fn open_by_nic(&'static self, fd: c_int, peer: std::net::SocketAddr) -> bool {
+        let Some(session) = process::open_session() else { return false };
+        let undisturbed = Undisturbed::begin();
+        if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
+            return false;
+        }
+        if process::is_closed() {
+            self.handover.put(State::Candidate);
+            return false;
+        }
+        // SAFETY: the program's descriptor, open during its own call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        let begun = session.shared.open_connection(&self.connection_of(session), borrowed, peer, thread::token());
+        if begun.is_err() {
+            self.put_into(State::Candidate);
+            return false;
+        }
+        self.note_origin(Origin::Connected);
+        self.made(session);
+        // Not with the list locked: the lock order is set first, then list.
+        let sets = locked(&self.sets).clone();
+        sets.iter().for_each(|(set, _)| set.prepare_for_nic());
+        drop(undisturbed);
+        true
+    }
+
+    /// Leaves the agent's care, since the NIC could not open its connection: another one can be opened.
+    pub fn forget_failed(&'static self) {
+        if let Some((connection, session)) = self.managed() {
+            session.note_socket(connection.number(), None);
+            let _ = session.shared.forget(connection, thread::token());
+            self.put_into(State::Candidate);
+        }
+    }
+
     /// Restores the connection to the kernel. Does nothing for a socket that the agent does not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
         if until == Until::Never && reason != FORK {
@@ -467,6 +513,48 @@ impl Tcp {
         let readiness = session.shared.readiness(connection, thread::token());
         if readiness.fin && readiness.shut {
             self.give_back("end of both streams", Until::Never);
+        }
+    }
+
+    /// Notes that it listens: it is no connection, and never will be.
+    pub fn begin_listening(&self) {
+        self.listens.store(true, Ordering::Release);
+        self.stay();
+    }
+
+    /// Whether it listens.
+    pub fn listens(&self) -> bool {
+        self.listens.load(Ordering::Acquire)
+    }
+
+    /// The queue of connections that the NIC makes for it.
+    pub fn queue(&self) -> Option<&'static Queue> {
+        let queue = self.queue.load(Ordering::Acquire);
+        // SAFETY: `set_queue` stores references that live for ever, or null.
+        unsafe { queue.as_ref() }
+    }
+
+    /// Sets its queue. Returns the last one.
+    pub fn set_queue(&self, queue: Option<&'static Queue>) -> Option<&'static Queue> {
+        let queue = queue.map_or(std::ptr::null_mut(), |queue| std::ptr::from_ref(queue).cast_mut());
+        let last = self.queue.swap(queue, Ordering::AcqRel);
+        // SAFETY: as in `queue`.
+        unsafe { last.as_ref() }
+    }
+
+    /// The connection by which a session is to know this socket's.
+    pub fn connection_of(&self, session: &'static Session) -> Arc<Connection> {
+        self.link_to(session).connection.clone()
+    }
+
+    /// Notes that it is the socket of a connection that the NIC has made, which a session knows already.
+    pub fn made(&'static self, session: &'static Session) {
+        session.note_socket(self.link_to(session).connection.number(), Some(self));
+        self.put_into(State::Managed);
+        self.changed();
+        if session.shared.has_ended() {
+            // The session was left before this socket was in its list.
+            self.leave_session();
         }
     }
 
@@ -637,6 +725,7 @@ impl Tcp {
             self.remove_number(fd);
             return;
         }
+        listening::close(self);
         self.settle();
         self.generation.fetch_add(1, RELAXED);
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {

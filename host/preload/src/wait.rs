@@ -189,7 +189,7 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
 
 /// Whether every installed handler wants interrupted calls to be restarted (SA_RESTART). Which handler ran cannot be found out;
 /// programs that mix both kinds handle EINTR.
-fn handlers_restart() -> bool {
+pub(crate) fn handlers_restart() -> bool {
     (1..=64).all(|signal| {
         // SAFETY: sigaction is plain data, for which zero is a value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };

@@ -34,7 +34,7 @@ pub mod nic {
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
-    pub const COUNTERS_BYTES: usize = 256;
+    pub const COUNTERS_BYTES: usize = 320;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
     /// Ring of commands from the agent to the NIC.
@@ -209,12 +209,15 @@ pub mod block {
     pub const ACKED_SEQ: usize = 40;
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`] and [`FLAG_KEEPALIVE`]. Written by the agent at a handoff, then by the
-    /// program.
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`] and [`FLAG_CORK`]. Written by the
+    /// agent at a handoff, then by the program.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
     /// by the NIC.
     pub const PROCESSOR: usize = 52;
+
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
+    pub const ERROR: usize = 56;
 
     /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
     pub const FLAG_FIN_RECEIVED: u32 = 1;
@@ -222,6 +225,10 @@ pub mod block {
     pub const FLAG_SHUT_DOWN: u32 = 1 << 1;
     /// Bit of [`FLAGS`]: SO_KEEPALIVE is on.
     pub const FLAG_KEEPALIVE: u32 = 1 << 2;
+    /// Bit of [`FLAGS`]: the NIC is opening the connection.
+    pub const FLAG_OPENING: u32 = 1 << 3;
+    /// Bit of [`FLAGS`]: TCP_CORK is on.
+    pub const FLAG_CORK: u32 = 1 << 4;
 }
 
 /// The owner of a connection, as [`block::OWNER`] holds it.
@@ -318,10 +325,16 @@ pub enum Counter {
     InterruptNanoseconds,
     /// Nanoseconds spent ringing programs' doorbells.
     DoorbellNanoseconds,
+    /// Connections that the NIC has made: handshakes that it has completed.
+    Made,
+    /// SYNs answered without remembering them, since the table of handshakes was full (SYN cookies).
+    SynCookies,
+    /// SYNs and last segments of handshakes that were dropped because the listener's accept queue was full.
+    AcceptQueueFull,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 32;
+pub const COUNTERS: usize = 35;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);
@@ -332,5 +345,5 @@ const _: () = {
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
-    assert!(block::PROCESSOR + 4 <= session::BLOCK_BYTES);
+    assert!(block::ERROR + 4 <= session::BLOCK_BYTES);
 };

@@ -108,6 +108,11 @@ pub enum Control {
     /// A connection stopped by `nic_restore` goes on, in the memory of its slot's parameters and with the [`Cid`] in the address
     /// field.
     Resume = 14,
+    /// The slot is free for a connection that the NIC makes for the listener in the address field.
+    Grant = 15,
+    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. The NIC answers with
+    /// [`Control::Made`] or [`Control::NotMade`].
+    Connect = 16,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -122,6 +127,11 @@ pub enum Control {
     /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field: bytes of
     /// send memory wanted; 0 for no change.
     Grow = 37,
+    /// To the host: the NIC has made a connection for the listener in the address field, 0 for one that it has opened; its image is in the slot, and its frames
+    /// are held. Length field: 1 if it was made from a SYN cookie, else 0.
+    Made = 38,
+    /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
+    NotMade = 39,
 }
 
 impl Control {
@@ -143,12 +153,16 @@ impl Control {
             Detach,
             Interface,
             Resume,
+            Grant,
+            Connect,
             Done,
             Refused,
             Fin,
             Closed,
             Posted,
             Grow,
+            Made,
+            NotMade,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)
@@ -169,6 +183,10 @@ pub enum RestoreCause {
 
 /// Reason of a refusal after which the same command may succeed a moment later.
 pub const NOT_YET: u32 = 8;
+
+/// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN cookie a moment
+/// ago, which the agent is about to drop.
+pub const ALREADY_HERE: u32 = 6;
 
 /// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
 /// MSG_MORE).

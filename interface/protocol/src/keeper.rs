@@ -34,6 +34,11 @@ pub enum Kept {
     DeviceGone(u32),
     /// What the NIC does for the kernel's own connections, in place of what it did before.
     Offloads(Box<Offloads>),
+    /// A listener whose connections the NIC makes: its number, its sessions, what the agent has written down of it; both ends of its
+    /// queue. It takes the place of what was held under the same number.
+    Listener(u32, Vec<u32>, Vec<u8>),
+    /// The listener is no more.
+    ListenerGone(u32),
     /// The connection is the program's alone again.
     Forgotten(u32, u32),
     /// The session has ended, with all that is its.

@@ -3,7 +3,7 @@
 use crate::program::Messages;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 fn one() -> usize {
     1
@@ -130,6 +130,21 @@ pub struct Hop {
     pub interface: u32,
 }
 
+/// A listener, as the NIC serves it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listen {
+    /// Its number.
+    pub id: u32,
+    /// The addresses and ports that it listens on.
+    pub addresses: Vec<SocketAddr>,
+    /// Bytes that the receive memory of its connections may grow to.
+    pub receive_limit: u32,
+    /// MTU of the path to its clients, in bytes.
+    pub mtu: u32,
+    /// Time to live, or hop limit, of its answers.
+    pub ttl: u8,
+}
+
 /// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
@@ -149,6 +164,10 @@ pub enum ToNic {
         /// The way there.
         hop: Option<Hop>,
     },
+    /// The NIC makes the connections of this listener from now on, in slots that it is granted.
+    Listen(Listen),
+    /// The NIC makes no more connections of the listener with this number.
+    StopListening(u32),
     /// Begin to receive frames.
     Start,
     /// Change the offloads.
@@ -164,6 +183,8 @@ pub enum ToAgent {
     Attached,
     /// The way to the host is known now.
     Reached,
+    /// The listener has been added, or removed.
+    Listening,
     /// The offloads have been changed.
     Set,
     /// The request failed, for this reason.

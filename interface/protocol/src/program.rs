@@ -77,6 +77,27 @@ pub enum Ask {
         /// The kernel would have reset it.
         abort: bool,
     },
+    /// Whether the NIC can make connections itself: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
+    MakesConnections,
+    /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the program has
+    /// changed the socket's options.
+    Listen,
+    /// Takes the next connection that the NIC has made for a listener.
+    Accept {
+        /// The listener, from [`Reply::Listening`].
+        listener: u32,
+    },
+    /// The NIC opens a connection from the socket whose descriptor comes along. The answer, [`Reply::Registered`], comes before the
+    /// connection is open.
+    Connect {
+        /// The peer.
+        peer: SocketAddr,
+    },
+    /// The program has closed the listener.
+    StopListening {
+        /// The listener.
+        listener: u32,
+    },
     /// From a session for messages: lets the NIC send to this host, by the way that the kernel would choose now.
     Reach {
         /// Its address.
@@ -306,6 +327,17 @@ pub enum Reply {
         /// Its number.
         connection: u32,
     },
+    /// The NIC makes the listener's connections. A socket comes along, from which a byte can be read for each of them that waits to
+    /// be accepted.
+    Listening {
+        /// Its number.
+        listener: u32,
+    },
+    /// A connection that the NIC has made, and its descriptor.
+    Accepted {
+        /// Its number.
+        connection: u32,
+    },
     /// The request was carried out.
     Done,
     /// The connection stays where it was.
@@ -370,6 +402,8 @@ pub struct ConnectionInfo {
     pub peer: String,
     /// Where it is.
     pub place: Place,
+    /// Who made it.
+    pub made_by: Place,
     /// Number of its moves.
     pub moves: u32,
     /// Microseconds since its last move.

@@ -6,6 +6,7 @@ mod key;
 mod line;
 mod nic;
 pub mod owner;
+mod rest;
 mod rules;
 mod sandbox;
 

@@ -76,4 +76,12 @@ impl Device for Line {
             Line::Emulated(link) => link.transmit(frame),
         }
     }
+
+    #[inline]
+    fn flush(&mut self) -> u64 {
+        match self {
+            Line::Device(wire) => wire.flush(),
+            Line::Emulated(link) => link.flush(),
+        }
+    }
 }

@@ -3,17 +3,18 @@
 use crate::copy::{CopyEngine, Host};
 use crate::key;
 use crate::line::Line;
+use crate::rest::{Idle, NAP, Rest};
 use crate::rules::{self, Rules};
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
+use baton_datapath::{ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
-use baton_protocol::nic::{Descriptor, Hop, INJECT, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::Region;
@@ -36,8 +37,8 @@ struct Runner {
     /// The worker's number, and whether there are others.
     me: usize,
     several: bool,
-    /// Microseconds without work before it sleeps.
-    spin: u64,
+    /// What it does without work.
+    rest: Rest,
     memory: Arc<Region>,
     poller: Poller,
     /// The doorbells of all workers.
@@ -94,8 +95,11 @@ struct Devices {
 fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> {
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     if settings.beside {
+        let plain = host.try_clone()?;
+        let host = PacketDevice::new(host, false).over_ring().context("the ring of the kernel's frames")?;
         let host = Kernel::Beside(BesideKernel::new(host, take(Descriptor::Injector)?, INJECT));
-        let wire = Wire::Beside(PacketDevice::new(wire, settings.segmentation));
+        let wire = PacketDevice::new(wire, settings.segmentation).over_rings(plain).context("the wire's rings")?;
+        let wire = Wire::Beside(wire);
         return Ok((vec![Devices { host, wire }], None));
     }
     let device = |fd| VnetDevice::new(fd, settings.segmentation);
@@ -141,6 +145,8 @@ pub fn run() -> Result<()> {
     } else {
         None
     };
+    // Naps are no longer than what the kernel would add to them.
+    process::wake_in_time();
     // To be read now: the sandbox denies files.
     let nodes: Vec<Option<usize>> =
         (0..devices.len()).map(|worker| settings.cores.get(worker).and_then(|core| topology::node_of_cpu(*core))).collect();
@@ -275,7 +281,7 @@ impl Runner {
             worker,
             me,
             several,
-            spin: settings.spin,
+            rest: Rest::new(settings.spin, now.0),
             memory: memory.clone(),
             poller,
             bells: bells.clone(),
@@ -288,12 +294,16 @@ impl Runner {
         })
     }
 
-    /// Polls the worker and sleeps while it has nothing to do.
+    /// Polls the worker and sleeps while it has nothing to do. The clock is read once a round.
     fn main_loop(&mut self) -> Result<()> {
-        let mut tokens = Vec::new();
-        let mut idle_since = monotonic_micros();
+        let mut worked = false;
+        let mut last = monotonic_nanos();
         loop {
             let started = monotonic_nanos();
+            if worked {
+                self.busy_nanos += started - last;
+            }
+            last = started;
             let now = Instant(started / 1000);
             if let Some(rules) = &self.rules
                 && let Some(gate) = rules.changed(self.me)
@@ -301,7 +311,7 @@ impl Runner {
                 self.worker.set_gate(gate);
             }
             self.worker.wire().tick(now.0);
-            let worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
+            worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
             self.ring_doorbells(now);
             if self.front.is_some() {
                 self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
@@ -309,27 +319,43 @@ impl Runner {
             }
             self.take_new_bells()?;
             if worked {
-                idle_since = now.0;
-                self.busy_nanos += monotonic_nanos() - started;
+                self.rest.worked(now.0);
                 self.worker.set_processor(process::current_cpu());
                 self.publish_counters();
-            } else if now.0 - idle_since > self.spin && self.worker.prepare_sleep() {
-                let next = [self.worker.next_timeout(), self.worker.wire().next_arrival()].into_iter().flatten().min();
-                let limit = next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000);
-                let waited = self.poller.wait(Some(Duration::from_micros(limit)), &mut tokens);
-                self.worker.end_sleep();
-                self.bells[self.me].clear();
-                waited?;
-                for token in std::mem::take(&mut tokens) {
-                    match token {
-                        CHANNEL => self.serve_channel()?,
-                        SESSIONS.. => self.clear_doorbell((token - SESSIONS) as u32),
-                        _ => {}
-                    }
-                }
-                idle_since = monotonic_micros();
+                continue;
+            }
+            match self.rest.idle(now.0, self.worker.frames()) {
+                Idle::Poll => {}
+                Idle::Nap => std::thread::sleep(Duration::from_micros(self.until_due(now).min(NAP))),
+                Idle::Sleep if self.worker.prepare_sleep() => self.sleep(now)?,
+                Idle::Sleep => {}
             }
         }
+    }
+
+    /// Microseconds until something is due, a second at most.
+    fn until_due(&mut self, now: Instant) -> u64 {
+        let next = [self.worker.next_timeout(), self.worker.wire().next_arrival()].into_iter().flatten().min();
+        next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000)
+    }
+
+    /// Sleeps until something is due, or the worker is woken.
+    fn sleep(&mut self, now: Instant) -> Result<()> {
+        let mut tokens = Vec::new();
+        let limit = Duration::from_micros(self.until_due(now));
+        let waited = self.poller.wait(Some(limit), &mut tokens);
+        self.worker.end_sleep();
+        self.bells[self.me].clear();
+        waited?;
+        for token in tokens {
+            match token {
+                CHANNEL => self.serve_channel()?,
+                SESSIONS.. => self.clear_doorbell((token - SESSIONS) as u32),
+                _ => {}
+            }
+        }
+        self.rest.worked(monotonic_micros());
+        Ok(())
     }
 
     /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.
@@ -420,6 +446,14 @@ impl Runner {
                     };
                     front.channel.send(&answer, &[])?;
                 }
+                Ok((ToNic::Listen(listen), _)) => {
+                    self.worker.listen(listener(&listen));
+                    front.channel.send(&ToAgent::Listening, &[])?;
+                }
+                Ok((ToNic::StopListening(id), _)) => {
+                    self.worker.stop_listening(id);
+                    front.channel.send(&ToAgent::Listening, &[])?;
+                }
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(&worker_offloads(&set), Instant(monotonic_micros()));
@@ -440,6 +474,17 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
         moderation: set.moderation,
         doorbells: set.doorbells,
         active_ack: set.active_ack,
+    }
+}
+
+/// A listener, as the worker serves it.
+fn listener(listen: &Listen) -> ListenerSettings {
+    ListenerSettings {
+        id: listen.id,
+        endpoints: listen.addresses.iter().map(|address| Endpoint::from(*address)).collect(),
+        receive_limit: listen.receive_limit,
+        mtu: listen.mtu,
+        ttl: listen.ttl,
     }
 }
 

@@ -24,6 +24,10 @@ impl Counters {
         word.store(word.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
     }
 
+    pub fn get(&self, counter: Counter) -> u64 {
+        self.0[counter as usize].load(Ordering::Relaxed)
+    }
+
     pub fn set(&self, counter: Counter, value: u64) {
         self.0[counter as usize].store(value, Ordering::Relaxed);
     }

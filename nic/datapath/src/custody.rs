@@ -1,6 +1,7 @@
 //! The slots: who gets the frames of a connection.
 
 use crate::held::HeldFrames;
+use crate::listeners::Opening;
 use crate::offloaded::{Offloaded, Pending};
 use baton_abi::Cid;
 use baton_wire::{Flow, FlowKey};
@@ -20,7 +21,7 @@ pub enum Refusal {
     /// The slot is free, or holds a connection with another cid.
     NotYours = 5,
     /// This NIC has a connection with the same 4-tuple.
-    AlreadyHere = 6,
+    AlreadyHere = baton_abi::ALREADY_HERE,
     /// The command is unknown, or one of its fields is invalid.
     BadCommand = 7,
     /// The kernel has not acknowledged all data that the NIC has acknowledged for it.
@@ -33,6 +34,8 @@ pub(crate) enum Custody {
     Mirrored,
     /// Nobody, on the way to the NIC: frames are held.
     Held,
+    /// The NIC, which opens it.
+    Opening(Box<Opening>),
     /// The NIC.
     Active(Box<Offloaded>),
     /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.

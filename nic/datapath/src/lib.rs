@@ -16,6 +16,7 @@ mod gate;
 mod growth;
 mod held;
 mod icmp;
+mod listeners;
 mod messages;
 mod offloaded;
 mod peers;
@@ -25,6 +26,7 @@ mod worker;
 
 pub use custody::Refusal;
 pub use gate::Gate;
+pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar, owner_of_messages};
 pub use worker::{Worker, WorkerOffloads, WorkerSettings};

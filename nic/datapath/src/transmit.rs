@@ -2,39 +2,78 @@
 
 use crate::counters::Counters;
 use crate::gate::{Gate, GatedWire};
+use crate::listeners::Opening;
 use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::Acknowledgement;
-use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM};
+use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM, Template};
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
     pub wire: GatedWire<W>,
     frame: Frame,
     capabilities: Capabilities,
+    /// Slot of the connection whose acknowledgement is in the frame and has not been sent. The connection's next one takes its
+    /// place: segments that come together are acknowledged together, as the kernel does for an aggregate.
+    held: Option<u32>,
+    /// Whether acknowledgements are held until the end of a batch.
+    holds: bool,
 }
 
 impl<W: Device> Output<W> {
-    pub fn new(wire: W, gate: Gate, frame_bytes: usize) -> Self {
+    /// With `holds`, acknowledgements are held until something else is sent or [`Output::flush`] is called.
+    pub fn new(wire: W, gate: Gate, frame_bytes: usize, holds: bool) -> Self {
         let capabilities = wire.capabilities();
-        Output { wire: GatedWire::new(wire, gate, frame_bytes), frame: Frame::with_capacity(frame_bytes), capabilities }
+        let wire = GatedWire::new(wire, gate, frame_bytes);
+        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities, held: None, holds }
     }
 
     /// The buffer in which a frame is built for [`Output::transmit`].
-    pub fn frame_mut(&mut self) -> &mut Frame {
+    pub fn frame_mut(&mut self, counters: &Counters) -> &mut Frame {
+        self.send_held(counters);
         &mut self.frame
+    }
+
+    /// Sends the acknowledgement that is held, if there is one.
+    #[inline(always)]
+    fn send_held(&mut self, counters: &Counters) {
+        if self.held.is_some() {
+            self.end_hold(counters);
+        }
+    }
+
+    #[inline(never)]
+    fn end_hold(&mut self, counters: &Counters) {
+        self.held = None;
+        self.send_frame(counters);
     }
 
     /// Sends the frame that was built.
     pub fn transmit(&mut self, counters: &Counters) {
+        self.send_frame(counters);
+    }
+
+    #[inline(always)]
+    fn send_frame(&mut self, counters: &Counters) {
         self.wire.transmit(&mut self.frame, counters);
+    }
+
+    /// Sends what the wire has gathered.
+    #[inline]
+    pub fn flush(&mut self, counters: &Counters) {
+        self.send_held(counters);
+        let lost = self.wire.device.flush();
+        if lost > 0 {
+            counters.add(Counter::Dropped, lost);
+        }
     }
 
     /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
     /// checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
+        self.send_held(counters);
         if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
             return self.cut(frame, counters);
         }
@@ -88,37 +127,76 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends a pure acknowledgement, after publishing the recovery record.
+    /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no program yet, and
+    /// no record.
+    pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
+        self.send_held(counters);
+        while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
+            let header = Header {
+                seq: transmit.seq,
+                ack: transmit.ack,
+                flags: transmit.flags,
+                window: transmit.window,
+                options: &transmit.options,
+                ecn: transmit.ecn,
+                ident: transmit.seq as u16,
+            };
+            let template = Template::new(&opening.flow, &opening.link, false);
+            self.frame.set_length(MAX_HEADER);
+            let length = template.emit(&header, 0, self.frame.bytes_mut());
+            self.frame.set_length(length);
+            self.frame.segmentation = None;
+            self.complete(&template, opening.link.interface);
+            self.send_frame(counters);
+        }
+    }
+
+    /// Sends a pure acknowledgement of the connection in slot `index`, after publishing the recovery record, or holds it.
     #[inline(always)]
-    pub fn acknowledge(&mut self, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters, now: Instant) {
+    pub fn acknowledge(
+        &mut self,
+        index: u32,
+        offloaded: &mut Offloaded,
+        ack: &Acknowledgement,
+        counters: &Counters,
+        now: Instant,
+    ) {
+        if self.held != Some(index) {
+            self.send_held(counters);
+        }
         if !cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
         let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
         self.frame.set_length(length);
         self.frame.segmentation = None;
-        self.finish(offloaded, counters);
+        self.complete(&offloaded.template, offloaded.image.link.interface);
+        if self.holds {
+            self.held = Some(index);
+        } else {
+            self.send_frame(counters);
+        }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
     }
 
-    /// Completes the checksum, or leaves it to the device, and sends the frame that was built.
+    /// Completes the checksum of the frame that was built, or leaves it to the device.
     #[inline(always)]
-    fn finish(&mut self, offloaded: &Offloaded, counters: &Counters) {
-        let start = offloaded.template.tcp_offset();
-        self.frame.interface = offloaded.image.link.interface;
+    fn complete(&mut self, template: &Template, interface: u32) {
+        let start = template.tcp_offset();
+        self.frame.interface = interface;
         if self.capabilities.checksum {
             self.frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
         } else {
             frame::finish_checksum(self.frame.bytes_mut(), start, TCP_CHECKSUM);
             self.frame.checksum = Checksum::Unknown;
         }
-        self.wire.transmit(&mut self.frame, counters);
     }
 
     /// Builds a segment and sends it.
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
+        self.send_held(counters);
         let length = transmit.length as usize;
         let header = Header {
             seq: transmit.seq,
@@ -143,7 +221,8 @@ impl<W: Device> Output<W> {
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        self.finish(offloaded, counters);
+        self.complete(&offloaded.template, offloaded.image.link.interface);
+        self.send_frame(counters);
     }
 }
 

@@ -7,6 +7,7 @@ mod connections;
 mod crossbar;
 mod frames;
 mod messages;
+mod opening;
 mod programs;
 mod to_kernel;
 
@@ -14,6 +15,7 @@ use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::fragments::Fragments;
 use crate::gate::Gate;
+use crate::listeners::Listeners;
 use crate::peers::Call;
 use crate::transmit::Output;
 use agent::AgentLink;
@@ -25,6 +27,7 @@ use baton_ring::{go_to_sleep, wake_up};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use connections::Connections;
+use core::sync::atomic::Ordering;
 use crossbar::Crossbar;
 use programs::Programs;
 use std::sync::Arc;
@@ -102,6 +105,7 @@ pub struct Worker<H, W> {
     /// Present if there are several workers.
     crossbar: Option<Box<Crossbar>>,
     fragments: Fragments,
+    listeners: Listeners,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -121,14 +125,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         let counters = Counters::new(&nic_memory);
         counters.set(Counter::Connections, 0);
         let gate = if settings.closed { Gate::Closed } else { Gate::Open };
+        let succeeds = nic_memory.words(nic::HEARTBEAT, 1)[0].load(Ordering::Relaxed) != 0;
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
-            output: Output::new(wire, gate, settings.frame_bytes),
+            output: Output::new(wire, gate, settings.frame_bytes, !settings.quick_ack),
             programs: Programs::new(settings.slots),
             agent: AgentLink::new(&nic_memory),
             crossbar: None,
             fragments: Fragments::default(),
+            listeners: Listeners::new(settings.hash_key, succeeds, now.0),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -197,6 +203,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::Dropped, frames);
     }
 
+    /// Number of frames received from the wire and sent to it so far.
+    pub fn frames(&self) -> u64 {
+        self.counters.get(Counter::WireReceived).wrapping_add(self.counters.get(Counter::WireSent))
+    }
+
     /// The host's device.
     pub fn host(&mut self) -> &mut H {
         &mut self.to_kernel.device
@@ -231,6 +242,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
+        self.output.flush(&self.counters);
         if !self.programs.dirty.is_empty() {
             self.send_events();
         }
@@ -257,16 +269,18 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.expire_acknowledgements(now);
         }
         self.to_kernel.expire_delivery(&self.counters, now.0);
+        self.expire_handshakes(now);
         // Before the start the kernel's answers would not be received.
         let active = self.to_kernel.active_ack.as_ref().filter(|_| self.started);
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         let to_kernel = self.to_kernel.lro.next_tick().min(self.to_kernel.delivery.due()).min(acknowledgements);
-        self.due = self.connections.wheel.next_tick().min(to_kernel);
+        self.due = self.connections.wheel.next_tick().min(to_kernel).min(self.listeners.due());
         worked
     }
 
     /// Announces that the worker is going to sleep. False if it must not, since something has arrived.
     pub fn prepare_sleep(&mut self) -> bool {
+        self.output.flush(&self.counters);
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
         let front = self.is_front();
@@ -314,6 +328,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
+        let delivery = delivery.into_iter().chain(Some(self.listeners.due()).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()

@@ -50,18 +50,18 @@ fn flow(of: u32) -> Flow {
 impl Stage {
     /// Connection and session 0 are the victim's, connection and session 1 the attacker's.
     fn new() -> Stage {
+        Stage::with(true)
+    }
+
+    /// With every segment acknowledged at once, or as segments of one batch are.
+    fn with(quick_ack: bool) -> Stage {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);
-        let settings = WorkerSettings {
-            slots: SLOTS,
-            hash_key: [1, 2, 3, 4],
-            frame_bytes: FRAME,
-            quick_ack: true,
-            ..WorkerSettings::default()
-        };
+        let settings =
+            WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let programs = (0..2)
@@ -107,20 +107,26 @@ impl Stage {
         while self.far.receive(&mut self.frame) {}
     }
 
+    /// The victim's peer sends a segment with these bytes.
+    fn send_to_victim(&mut self, seq: u32, payload: &[u8]) {
+        let length = payload.len();
+        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        let flags = Flags::ACK | Flags::PSH;
+        let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        self.frame.set_length(MAX_HEADER + length);
+        let headers = template.emit(&header, length, self.frame.bytes_mut());
+        self.frame.set_length(headers + length);
+        self.frame.bytes_mut()[headers..].copy_from_slice(payload);
+        self.frame.checksum = Checksum::Verified;
+        self.far.transmit(&mut self.frame);
+    }
+
     /// The victim's peer sends a segment. It must be acknowledged, announced to the victim's program, and lie in the victim's
     /// memory.
     fn victim_goes_on(&mut self, length: usize) {
         let payload: Vec<u8> = (0..length).map(|at| (self.seq as usize + at) as u8).collect();
-        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
-        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
-        let flags = Flags::ACK | Flags::PSH;
-        let header = Header { seq: self.seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
-        self.frame.set_length(MAX_HEADER + length);
-        let headers = template.emit(&header, length, self.frame.bytes_mut());
-        self.frame.set_length(headers + length);
-        self.frame.bytes_mut()[headers..].copy_from_slice(&payload);
-        self.frame.checksum = Checksum::Verified;
-        self.far.transmit(&mut self.frame);
+        self.send_to_victim(self.seq, &payload);
         let mut acknowledged = false;
         // Commands that an attacker has queued are run first, for a bounded number of rounds.
         for _ in 0..200 {
@@ -589,4 +595,25 @@ fn a_slow_agent_loses_no_message() {
         stage.worker.poll(stage.now);
     }
     assert_eq!((answers, returns), (4096, 1));
+}
+
+/// As Linux does for an aggregate: one acknowledgement of the last byte, not one for every second segment.
+#[test]
+fn segments_of_one_batch_are_acknowledged_together() {
+    const LENGTH: usize = 1448;
+    let mut stage = Stage::with(false);
+    let mut seq = stage.seq;
+    for batch in [4, 20] {
+        for _ in 0..batch {
+            stage.send_to_victim(seq, &[7; LENGTH]);
+            seq = seq.wrapping_add(LENGTH as u32);
+        }
+        stage.now = stage.now.after(10);
+        stage.worker.poll(stage.now);
+        let mut acknowledged = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            acknowledged.push(TcpFrame::parse(stage.frame.bytes()).unwrap().ack);
+        }
+        assert_eq!(acknowledged, [seq], "after {batch} segments");
+    }
 }

@@ -2,6 +2,7 @@
 
 pub mod memory;
 pub mod packet;
+mod ring;
 pub mod vnet;
 
 pub use memory::{MemoryDevice, memory_pair};

@@ -1,8 +1,10 @@
 //! Devices of a NIC beside the kernel: a packet socket that receives and sends on every network device, and the path to the
 //! kernel.
 
+use crate::ring::{self, MAX_SENT, Next, ReceiveRing, SendRing};
 use crate::vnet::{self, MAX_GSO, VNET_HEADER, VnetDevice};
 use baton_device::{Capabilities, Device, Frame, HEADROOM};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 /// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
@@ -11,12 +13,50 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 pub struct PacketDevice {
     fd: OwnedFd,
     segmentation: bool,
+    /// Received frames, if the socket has a ring for them (`baton_linux::packet_ring`).
+    received: Option<ReceiveRing>,
+    /// Frames to be sent, if it has a ring for those, too; and the socket by which frames are sent that the ring has no room for.
+    to_send: Option<(SendRing, OwnedFd)>,
+    /// The interface that the gathered frames go to.
+    gathered_for: u32,
+    /// Gathered frames that were lost since the last flush.
+    lost: u64,
 }
 
 impl PacketDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        PacketDevice { fd, segmentation }
+        PacketDevice { fd, segmentation, received: None, to_send: None, gathered_for: 0, lost: 0 }
+    }
+
+    /// Receives through the socket's ring, if it has one. Only one process may do that at a time.
+    ///
+    /// # Errors
+    /// If the ring cannot be mapped.
+    pub fn over_ring(self) -> io::Result<Self> {
+        let rings = ring::map(self.fd.try_clone()?, false)?;
+        Ok(PacketDevice { received: rings.map(|rings| rings.0), ..self })
+    }
+
+    /// Receives and sends through the socket's rings, if it has them. `plain` is a packet socket without a ring for frames to be
+    /// sent.
+    ///
+    /// # Errors
+    /// If the rings cannot be mapped.
+    pub fn over_rings(self, plain: OwnedFd) -> io::Result<Self> {
+        let Some((received, to_send)) = ring::map(self.fd.try_clone()?, true)? else { return Ok(self) };
+        Ok(PacketDevice { received: Some(received), to_send: to_send.map(|ring| (ring, plain)), ..self })
+    }
+
+    /// Makes the kernel send the gathered frames.
+    fn send_gathered(&mut self) {
+        if let Some((ring, _)) = &mut self.to_send
+            && ring.has_gathered()
+        {
+            // What it has not sent is still in the ring.
+            let _ = send(&self.fd, &[], self.gathered_for);
+            self.lost += ring.sent();
+        }
     }
 
     /// The descriptor, to be polled for frames.
@@ -37,51 +77,92 @@ fn link_address(interface: u32) -> libc::sockaddr_ll {
     address
 }
 
+/// Receives the next frame of a socket's queue. False if none waits.
+fn receive_queued(fd: &OwnedFd, frame: &mut Frame) -> bool {
+    let mut from = link_address(0);
+    let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+    let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+    // SAFETY: recvfrom(2) writes at most `room.len()` bytes at `room`, borrowed mutably from the frame, and at most `length`
+    // bytes of address at `from`, which is a `sockaddr_ll` of that size.
+    let got =
+        unsafe { libc::recvfrom(fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len(), 0, (&raw mut from).cast(), &mut length) };
+    if got < VNET_HEADER as isize {
+        return false;
+    }
+    let mut header = [0u8; VNET_HEADER];
+    header.copy_from_slice(&room[..VNET_HEADER]);
+    frame.set_length(got as usize - VNET_HEADER);
+    vnet::decode(&header, frame);
+    frame.interface = from.sll_ifindex as u32;
+    true
+}
+
 impl Device for PacketDevice {
     fn capabilities(&self) -> Capabilities {
         Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }
     }
 
+    #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
-        let mut from = link_address(0);
-        let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
-        // SAFETY: recvfrom(2) writes at most `room.len()` bytes at `room`, borrowed mutably from the frame, and at most `length`
-        // bytes of address at `from`, which is a `sockaddr_ll` of that size.
-        let got = unsafe {
-            libc::recvfrom(self.fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len(), 0, (&raw mut from).cast(), &mut length)
-        };
-        if got < VNET_HEADER as isize {
-            return false;
+        let Some(ring) = &mut self.received else { return receive_queued(&self.fd, frame) };
+        loop {
+            match ring.receive(frame) {
+                Next::Nothing => return false,
+                Next::Frame => return true,
+                Next::Queued(interface) => {
+                    if receive_queued(&self.fd, frame) {
+                        frame.interface = interface;
+                        return true;
+                    }
+                }
+                Next::Lost => {}
+            }
         }
-        let mut header = [0u8; VNET_HEADER];
-        header.copy_from_slice(&room[..VNET_HEADER]);
-        frame.set_length(got as usize - VNET_HEADER);
-        vnet::decode(&header, frame);
-        frame.interface = from.sll_ifindex as u32;
-        true
     }
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
-        let header = vnet::encode(frame);
-        let length = VNET_HEADER + frame.bytes().len();
-        let to = link_address(frame.interface);
-        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
-        room[..VNET_HEADER].copy_from_slice(&header);
-        // SAFETY: sendto(2) reads `length` bytes at `room`: the frame's length is at most its capacity, and the header lies in
-        // the headroom in front of it. `to` is a `sockaddr_ll` of the size given.
-        let sent = unsafe {
-            libc::sendto(
-                self.fd.as_raw_fd(),
-                room.as_ptr().cast(),
-                length,
-                0,
-                (&raw const to).cast(),
-                size_of::<libc::sockaddr_ll>() as libc::socklen_t,
-            )
-        };
-        sent == length as isize
+        let mut header = vnet::encode(frame);
+        let length = frame.bytes().len();
+        let small = frame.segmentation.is_none() && length <= MAX_SENT;
+        if small {
+            // The kernel then keeps the frame in one piece of memory, a copy.
+            vnet::set_header_length(&mut header, length as u16);
+        }
+        if self.gathered_for != frame.interface || !small {
+            // Frames are sent in order.
+            self.send_gathered();
+            self.gathered_for = frame.interface;
+        }
+        if small && let Some((ring, _)) = &mut self.to_send {
+            let gathered = ring.gather(&header, frame.bytes());
+            if ring.is_full() {
+                self.send_gathered();
+            }
+            return gathered;
+        }
+        let interface = frame.interface;
+        let bytes = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
+        bytes[..VNET_HEADER].copy_from_slice(&header);
+        let socket = self.to_send.as_ref().map_or(&self.fd, |(_, plain)| plain);
+        send(socket, bytes, interface)
     }
+
+    #[inline]
+    fn flush(&mut self) -> u64 {
+        self.send_gathered();
+        std::mem::take(&mut self.lost)
+    }
+}
+
+/// Sends a frame behind its virtio header to an interface. Without bytes: what is in the socket's ring.
+fn send(fd: &OwnedFd, bytes: &[u8], interface: u32) -> bool {
+    let to = link_address(interface);
+    let size = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+    // SAFETY: sendto(2) reads the live slice, and `to`, a `sockaddr_ll` of the size given.
+    let sent = unsafe {
+        libc::sendto(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT, (&raw const to).cast(), size)
+    };
+    sent == bytes.len() as isize
 }
 
 /// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames for it go
@@ -96,10 +177,10 @@ pub struct BesideKernel {
 }
 
 impl BesideKernel {
-    /// Makes it over both descriptors. `mark` is the beginning of the source address of an injected frame; the index of the
+    /// Makes it of both. `mark` is the beginning of the source address of an injected frame; the index of the
     /// interface follows.
-    pub fn new(outgoing: OwnedFd, injector: OwnedFd, mark: [u8; 2]) -> Self {
-        BesideKernel { outgoing: PacketDevice::new(outgoing, false), injector: VnetDevice::new(injector, true), mark }
+    pub fn new(outgoing: PacketDevice, injector: OwnedFd, mark: [u8; 2]) -> Self {
+        BesideKernel { outgoing, injector: VnetDevice::new(injector, true), mark }
     }
 }
 
@@ -116,7 +197,8 @@ impl Device for BesideKernel {
         let interface = frame.interface;
         // A frame sent on the loopback device is received there.
         if interface == LOOPBACK {
-            return self.outgoing.transmit(frame);
+            // Who replays frames counts on it that the kernel then has them.
+            return self.outgoing.transmit(frame) && self.outgoing.flush() == 0;
         }
         let Some(source) = frame.bytes_mut().get_mut(6..12) else { return false };
         source[..2].copy_from_slice(&self.mark);
@@ -185,6 +267,13 @@ macro_rules! either {
                 match self {
                     $name::Inline(device) => device.transmit(frame),
                     $name::Beside(device) => device.transmit(frame),
+                }
+            }
+
+            fn flush(&mut self) -> u64 {
+                match self {
+                    $name::Inline(device) => device.flush(),
+                    $name::Beside(device) => device.flush(),
                 }
             }
         }

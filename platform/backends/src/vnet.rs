@@ -95,6 +95,11 @@ pub(crate) fn encode(frame: &Frame) -> [u8; VNET_HEADER] {
     header
 }
 
+/// Sets how many of the frame's bytes count as its headers.
+pub(crate) fn set_header_length(header: &mut [u8; VNET_HEADER], length: u16) {
+    header[HDR_LEN..][..2].copy_from_slice(&length.to_le_bytes());
+}
+
 impl Device for VnetDevice {
     fn capabilities(&self) -> Capabilities {
         Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }

@@ -185,6 +185,13 @@ pub trait Device {
     /// Sends a frame, whose buffer may be exchanged. False if the device had no room: then the frame is lost, as on any wire.
     fn transmit(&mut self, frame: &mut Frame) -> bool;
 
+    /// Sends the frames that it has accepted and not sent yet: a device may gather some, and send them together. Returns how many
+    /// of them are lost. To be called after every batch.
+    #[inline]
+    fn flush(&mut self) -> u64 {
+        0
+    }
+
     /// Whether frames would be sent without waiting. A device that is not ready still accepts frames, but should get only those
     /// that cannot be avoided.
     #[inline]
@@ -207,6 +214,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         (**self).transmit(frame)
+    }
+
+    fn flush(&mut self) -> u64 {
+        (**self).flush()
     }
 
     fn is_ready(&mut self) -> bool {

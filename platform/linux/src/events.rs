@@ -161,6 +161,11 @@ pub fn thread_nanos() -> u64 {
     nanos(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
+/// Nanoseconds of CPU time that the process has used, its ended threads included.
+pub fn process_nanos() -> u64 {
+    nanos(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_nanos() -> u64 {
     nanos(libc::CLOCK_MONOTONIC)

@@ -218,6 +218,12 @@ impl Firewall {
         })
     }
 
+    /// Whether a connection's first packet may meet any chain on its way in, or its answer on its way out: the chain may stop or
+    /// translate it.
+    pub fn judges_openings(&self) -> bool {
+        self.chains.values().any(|chain| chain.base.is_some())
+    }
+
     fn walk(
         &self,
         table: &Table,

@@ -166,13 +166,12 @@ pub fn open_filtered_packet_socket(
     attach: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
 ) -> io::Result<OwnedFd> {
     const PACKET_VNET_HDR: i32 = 15;
-    const PACKET_IGNORE_OUTGOING: i32 = 23;
     // With protocol 0 it receives nothing until it is bound.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, None)?;
     let set = |option, value| socket::set(fd.as_fd(), libc::SOL_PACKET, option, value);
     set(PACKET_VNET_HDR, 1)?;
-    set(PACKET_IGNORE_OUTGOING, i32::from(ignore_outgoing))?;
+    self::ignore_outgoing(fd.as_fd(), ignore_outgoing)?;
     set_socket_recv_buffer_size_force(&fd, 8 << 20)?;
     set_socket_send_buffer_size_force(&fd, 8 << 20)?;
     attach(fd.as_fd())?;
@@ -184,4 +183,13 @@ pub fn open_filtered_packet_socket(
     // SAFETY: the pointer and length describe `address`.
     check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t) })?;
     Ok(fd)
+}
+
+/// Sets whether a packet socket is not shown what this host sends. It can be changed at any time.
+///
+/// # Errors
+/// The failed system call's.
+pub fn ignore_outgoing(socket: BorrowedFd<'_>, ignore: bool) -> io::Result<()> {
+    const PACKET_IGNORE_OUTGOING: i32 = 23;
+    socket::set(socket, libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, i32::from(ignore))
 }

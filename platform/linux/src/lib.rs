@@ -14,6 +14,7 @@ pub mod icmp;
 pub mod interface;
 pub mod namespace;
 pub mod netlink;
+pub mod packet_ring;
 pub mod process;
 mod raw_address;
 pub mod rights;

@@ -145,6 +145,13 @@ pub fn pin_to(cores: &[usize]) -> bool {
     rustix::thread::sched_setaffinity(None, &cpu_set(cores)).is_ok()
 }
 
+/// Makes short sleeps of the calling thread, and of threads that it starts, end when they should. By default the kernel may add
+/// 50 microseconds.
+pub fn wake_in_time() {
+    // SAFETY: PR_SET_TIMERSLACK takes its argument, in nanoseconds, by value.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+}
+
 /// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel (rseq).
 #[inline]
 pub fn current_cpu() -> usize {
@@ -223,15 +230,19 @@ pub fn machine_nanos() -> io::Result<u64> {
 /// Process numbers of the kernel's NAPI threads of an interface.
 pub fn napi_threads(interface: &str) -> Vec<u32> {
     let wanted = format!("napi/{interface}-");
+    processes(|name| wanted.starts_with(name) || name.starts_with(&wanted))
+}
+
+/// Process numbers of the kernel's threads that process frames in place of the programs: of soft interrupts, and NAPI.
+pub fn kernel_threads() -> Vec<u32> {
+    processes(|name| ["ksoftirqd/", "napi/"].iter().any(|of| name.starts_with(of)))
+}
+
+/// The processes with a fitting name.
+fn processes(fits: impl Fn(&str) -> bool) -> Vec<u32> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
-    entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
-        .filter(|pid| {
-            std::fs::read_to_string(format!("/proc/{pid}/comm"))
-                .is_ok_and(|comm| wanted.starts_with(comm.trim()) || comm.starts_with(&wanted))
-        })
-        .collect()
+    let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    numbers.filter(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| fits(comm.trim()))).collect()
 }
 
 /// Moves a descriptor to the lowest free number that is at least `lowest`.

@@ -210,6 +210,27 @@ pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
     Ok(found)
 }
 
+/// The addresses of all links, without those of the loopback network and IPv6's link-local ones, which are valid on one link only.
+///
+/// # Errors
+/// The failed system call's.
+pub fn addresses(netlink: &Netlink) -> io::Result<Vec<IpAddr>> {
+    const RTM_GETADDR: u16 = 22;
+    const IFA_ADDRESS: u16 = 1;
+    const IFA_LOCAL: u16 = 2;
+    let mut found = Vec::new();
+    netlink.ask(Request::new(RTM_GETADDR, DUMP, &[0; 8]), |body| {
+        let of = |wanted| attributes(body, 8).find(|(kind, _)| *kind == wanted).and_then(|(_, value)| parse(value));
+        // Of a point-to-point link IFA_ADDRESS is the peer's.
+        found.extend(of(IFA_LOCAL).or_else(|| of(IFA_ADDRESS)));
+    })?;
+    let link_local = |address: &IpAddr| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    found.retain(|address| !address.is_loopback() && !link_local(address));
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
+}
+
 /// The reverse path filter (`rp_filter`) of each link that has IPv4: 0 none, 1 strict, 2 loose.
 ///
 /// # Errors
@@ -295,10 +316,24 @@ pub fn delete_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8
 /// # Errors
 /// The failed system call's.
 pub fn set_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_address: [u8; 6]) -> io::Result<()> {
+    const PERMANENT: u16 = 0x80;
+    put_neighbour(netlink, index, address, link_address, PERMANENT)
+}
+
+/// Sets the link address of a neighbour from which a packet has come. The kernel uses it, and checks it when it does.
+///
+/// # Errors
+/// The failed system call's.
+pub fn learn_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_address: [u8; 6]) -> io::Result<()> {
+    const STALE: u16 = 0x04;
+    put_neighbour(netlink, index, address, link_address, STALE)
+}
+
+fn put_neighbour(netlink: &Netlink, index: u32, address: IpAddr, link_address: [u8; 6], state: u16) -> io::Result<()> {
     let mut header = [0u8; 12];
     header[0] = family(&address);
     header[4..8].copy_from_slice(&index.to_ne_bytes());
-    header[8..10].copy_from_slice(&0x80u16.to_ne_bytes());
+    header[8..10].copy_from_slice(&state.to_ne_bytes());
     let request =
         Request::new(RTM_NEWNEIGH, ACK | CREATE_REPLACE, &header).attribute(1, &bytes(&address)).attribute(2, &link_address);
     netlink.ask(request, |_| {})

@@ -289,6 +289,22 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
 }
 
+/// Begins to connect, without waiting for the end of that.
+///
+/// # Errors
+/// The failed system call's.
+pub fn begin_connecting(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+    let flags = fcntl_getfl(fd)?;
+    fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
+    let begun = connect(fd, address);
+    fcntl_setfl(fd, flags)?;
+    match begun {
+        Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok(()),
+        other => other,
+    }
+}
+
 /// Makes a stream socket of a protocol (0 for TCP, 262 for Multipath TCP), neither bound nor connected.
 ///
 /// # Errors

@@ -104,4 +104,8 @@ impl<W: Device> Device for EmulatedWire<W> {
         self.outgoing.push(InFlight(frame.clone()), self.now);
         true
     }
+
+    fn flush(&mut self) -> u64 {
+        self.wire.flush()
+    }
 }

@@ -16,6 +16,7 @@ mod congestion;
 mod connection;
 mod info;
 mod input;
+mod isn;
 mod keepalive;
 mod nic_state;
 mod open;
@@ -34,6 +35,7 @@ mod window;
 
 pub use connection::{Config, Connection, EndReason, State};
 pub use info::{CongestionPhase, Info};
+pub use isn::{Numbers, Secret};
 pub use reassembly::Reassembly;
 pub use segment::{Events, Received, Segment, Transmit};
 pub use time::Instant;

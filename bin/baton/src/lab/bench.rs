@@ -23,6 +23,22 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// A web server beside the kernel (nginx, 256 bytes, 64 and 512 connections), in the kernel and under Baton in turn: rate,
+    /// waiting times, all CPU time of a request.
+    Http {
+        #[command(flatten)]
+        how: Beside,
+    },
+    /// redis-server, the same: GET on 50 connections, one request at a time and 16.
+    Redis {
+        #[command(flatten)]
+        how: Beside,
+    },
+    /// One connection in bulk, the same: into a program, and out of one.
+    Bulk {
+        #[command(flatten)]
+        how: Beside,
+    },
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
     /// minutes.
     Lro {
@@ -122,9 +138,37 @@ pub enum Bench {
     },
 }
 
+/// How a bench of programs beside the kernel is run.
+#[derive(clap::Args)]
+pub struct Beside {
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Pairs of rounds; the medians count.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Seconds of a round that are measured.
+    #[arg(long, default_value_t = 3.0)]
+    seconds: f64,
+    /// Microseconds that the NIC polls without work before it sleeps.
+    #[arg(long, default_value_t = 100)]
+    spin: u64,
+}
+
+fn beside(what: baton_lab::beside::What, how: &Beside) -> Result<bool> {
+    baton_linux::namespace::become_root_if_needed()?;
+    let Beside { json, rounds, seconds, spin } = *how;
+    let settings = baton_lab::beside::BesideSettings { rounds, seconds, spin };
+    let report = baton_lab::beside::run(what, &settings, |row| eprintln!("{}", baton_lab::beside::line(row)))?;
+    print_bars(&report.bars, &report, json)
+}
+
 /// `baton bench`. Returns whether all bounds are met.
 pub fn run(what: &Bench) -> Result<bool> {
     match what {
+        Bench::Http { how } => beside(baton_lab::beside::What::Http, how),
+        Bench::Redis { how } => beside(baton_lab::beside::What::Redis, how),
+        Bench::Bulk { how } => beside(baton_lab::beside::What::Bulk, how),
         Bench::Recovery { json, scale } => {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::recovery::run(*scale, true)?;

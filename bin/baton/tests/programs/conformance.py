@@ -229,6 +229,18 @@ def options(s):
     ]
 
 
+def is_corked(s):
+    return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
+
+
+def cork(s):
+    seen = []
+    for on in (1, 0, 1):
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
+        seen.append(is_corked(s))
+    return seen
+
+
 def names(s):
     return [s.getsockname()[0], s.getsockname()[1] == port, s.getpeername()[0]]
 
@@ -274,6 +286,7 @@ OPERATIONS = {
     "dup": through_a_copy,
     "SO_RCVLOWAT": lowat,
     "options": options,
+    "TCP_CORK": cork,
     "names": names,
     "TCP_INFO": state,
     "SO_ERROR": the_error_twice,
@@ -351,6 +364,7 @@ def case(situation, operation, watch):
     results.append(seen())
     between(False)
     results.append(seen())
+    results.append(attempt(is_corked, s))
     # The rest of the connection must still work.
     results.append(attempt(lambda s: s.recv(1000).hex(), s))
     if situation is not full:

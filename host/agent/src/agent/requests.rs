@@ -5,7 +5,7 @@ use crate::connection::{Asker, Block, Connection, Stage};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::record::read_record;
-use crate::session::{NOT_READING, OpenSession, Sent};
+use crate::session::{NOT_READING, OpenSession, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::layout::{COUNTERS, Owner, block, nic};
@@ -130,6 +130,29 @@ impl Agent {
             Ask::Closed { .. } if !self.is_attacher(number) => failed("only an attacher says so".into()),
             Ask::Closed { connection, abort } => {
                 self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
+            }
+            Ask::Listen | Ask::Accept { .. } | Ask::Connect { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
+                failed("the NIC makes no connections for this session".into())
+            }
+            Ask::MakesConnections => Some((
+                match self.can_open() {
+                    Ok(()) => Reply::Done,
+                    Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+                },
+                Vec::new(),
+            )),
+            Ask::Listen => match descriptors.pop() {
+                Some(fd) => Some(self.listen(number, fd.as_fd())),
+                None => failed("which socket? its descriptor is missing".into()),
+            },
+            Ask::Accept { listener } => Some(self.accept_made(number, listener)),
+            Ask::Connect { peer } => match descriptors.pop() {
+                Some(fd) => Some((self.connect(number, fd, peer), Vec::new())),
+                None => failed("which socket? its descriptor is missing".into()),
+            },
+            Ask::StopListening { listener } => {
+                self.stop_listening(number, Some(listener));
+                Some((Reply::Done, Vec::new()))
             }
             Ask::Reach { host } => Some((self.reach(number, host), Vec::new())),
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
@@ -298,10 +321,11 @@ impl Agent {
         let block = Block::new(open.memory.clone(), place);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
+        block.store(block::ERROR, 0);
         block.set_owner(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;
-        let Opening { group, attacher, .. } = session.opening;
+        let Opening { attacher, .. } = session.opening;
         let process = process.filter(|_| attacher).unwrap_or(session.process);
         let connection = Connection {
             serial,
@@ -322,13 +346,23 @@ impl Agent {
         {
             self.keep(&Kept::Connection(number, place), &[fd]);
         }
+        self.note_registered(number, place, serial);
+        Reply::Registered { connection: place }
+    }
+
+    /// Counts a connection in its session's group, and schedules its first random move if the group has them.
+    pub(crate) fn note_registered(&mut self, session: u32, number: u32, serial: u64) {
+        let group = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
         if let Some(group) = self.groups.get(group) {
             group.report.connections += 1;
             if let Some(after) = group.interval() {
-                self.schedule.add(after, number, place, serial);
+                self.schedule.add(after, session, number, serial);
             }
         }
-        Reply::Registered { connection: place }
+    }
+
+    fn may_listen(&self, session: u32) -> bool {
+        self.sessions.get(session as usize).and_then(Option::as_ref).is_some_and(Session::may_listen)
     }
 
     /// Returns the TCP state of a connection: from its record on the NIC, or from the kernel.
@@ -406,6 +440,7 @@ impl Agent {
                     local: connection.local.to_string(),
                     peer: connection.peer.to_string(),
                     place: connection.place(),
+                    made_by: connection.made_by,
                     moves: connection.made,
                     for_us: monotonic_micros() - connection.since,
                     detail: self.detail_of(connection).unwrap_or_default(),

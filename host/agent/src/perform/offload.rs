@@ -247,8 +247,13 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     b.store(block::PROCESSOR, 0);
     b.store(block::READ_SEQ, image.read_seq());
     write_block(connection, image, *memory, cid);
-    let keepalive = u32::from(saved.keepalive()) << 2;
-    b.store(block::FLAGS, u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1 | keepalive);
+    let flags = [
+        (block::FLAG_FIN_RECEIVED, image.state.fin_received()),
+        (block::FLAG_SHUT_DOWN, image.state.fin_queued()),
+        (block::FLAG_KEEPALIVE, saved.keepalive()),
+        (block::FLAG_CORK, saved.cork()),
+    ];
+    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(0, |all, (flag, _)| all | flag));
     // Written before the NIC runs, since its notifications make the program look for the connection.
     b.store(block::MOVES, connection.moves);
     Ok(())

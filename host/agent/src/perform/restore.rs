@@ -67,7 +67,8 @@ impl Performer<'_> {
         self.image = Some(image);
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
-        let saved = on_nic.saved.with_keepalive(self.connection.block.load(block::FLAGS) & 4 != 0);
+        let flags = self.connection.block.load(block::FLAGS);
+        let saved = on_nic.saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
         let gone = |_| Refusal::from(ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
         let (local, peer) = (self.connection.local, self.connection.peer);
         let imported = Importer::begin(self.fd().map_err(gone)?, &image, local, peer, &unread, &unacknowledged, &saved);

@@ -4,7 +4,7 @@ use crate::shared::Shared;
 use baton_abi::layout::session;
 use baton_protocol::program::{Messages, Opening};
 use baton_records::{SLOTS, SessionMemory, begin, pop, push};
-use baton_ring::{Consumer, Producer, needs_doorbell};
+use baton_ring::{Consumer, Producer, must_ring};
 use baton_rmpp::{Command, Event};
 use baton_shm::RingWords;
 use std::collections::HashSet;
@@ -160,7 +160,7 @@ impl Link {
     pub fn publish(&mut self) {
         if std::mem::take(&mut self.published) {
             self.commands.publish();
-            if needs_doorbell(self.memory.region().word32(session::NIC_SLEEPING)) {
+            if must_ring(self.memory.region().word32(session::NIC_SLEEPING)) {
                 self.shared.bell().ring();
             }
         }

@@ -3,7 +3,7 @@
 use super::{Connections, RELAXED, Shared};
 use crate::connection::Connection;
 use baton_abi::layout::Owner;
-use baton_abi::layout::session as at;
+use baton_abi::layout::{RING_MESSAGES, session as at};
 use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
 use baton_ring::{Consumer, Token};
 use baton_shm::{Region, RingWords};
@@ -21,7 +21,14 @@ pub(crate) struct Events {
     by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
     between: Vec<u32>,
+    /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its number is
+    /// known; they are kept here until then.
+    accepting: u32,
+    unclaimed: Vec<Message>,
 }
+
+/// Most events that are kept for connections that are being accepted: more than a ring holds.
+const MOST_UNCLAIMED: usize = 2 * RING_MESSAGES;
 
 impl Shared {
     #[cold]
@@ -84,7 +91,12 @@ impl Shared {
             self.refresh_cids(events, connections);
             connection = events.search(connections, message.cid);
         }
-        let connection = connection?;
+        let Some(connection) = connection else {
+            if events.accepting > 0 && events.unclaimed.len() < MOST_UNCLAIMED {
+                events.unclaimed.push(*message);
+            }
+            return None;
+        };
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
         match message.operation {
             Operation::OsRecv => add(&connection.received),
@@ -100,6 +112,36 @@ impl Shared {
             _ => return None,
         }
         Some(connection.number())
+    }
+
+    /// Begins to accept a connection that the NIC has made; [`Shared::end_accepting`] follows.
+    pub(super) fn begin_accepting(&self, token: Token) {
+        if let Some(mut events) = self.events.lock(token) {
+            events.accepting += 1;
+        }
+    }
+
+    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it gets the
+    /// events that were kept for it.
+    pub(super) fn end_accepting(&self, connection: Option<&Connection>, token: Token) {
+        let Some(mut events) = self.events.lock(token) else { return };
+        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(connection) = connection {
+            // Another thread may have come across it already, and have counted events of it since.
+            if connection.has_moved() {
+                refresh(&mut events, connection);
+            }
+            let cid = connection.cid();
+            let claimed: Vec<Message> = events.unclaimed.extract_if(.., |message| message.cid == cid).collect();
+            for message in claimed {
+                self.on_event(&mut events, &connections, &message);
+            }
+            self.listener.0(connection.number());
+        }
+        events.accepting = events.accepting.saturating_sub(1);
+        if events.accepting == 0 {
+            events.unclaimed.clear();
+        }
     }
 
     /// Learns the cids that connections got by moving.
@@ -157,7 +199,7 @@ impl Shared {
 impl Events {
     pub(super) fn new(memory: &Arc<Region>) -> Events {
         let ring = Consumer::new(memory.ring(at::EVENTS));
-        Events { ring, by_slot: Vec::new(), by_cid: HashMap::default(), between: Vec::new() }
+        Events { ring, by_slot: Vec::new(), by_cid: HashMap::default(), between: Vec::new(), accepting: 0, unclaimed: Vec::new() }
     }
 
     #[inline]

@@ -9,7 +9,7 @@ use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
-use baton_ring::{Lock, Producer, Token, count_sleeper, needs_doorbell, uncount_sleeper};
+use baton_ring::{Lock, Producer, Token, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableWords, Region, RingWords};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -213,6 +213,14 @@ impl Shared {
     #[inline(always)]
     fn ring_nic(&self) {
         if needs_doorbell(&self.nic_sleeping[0]) {
+            self.wake_nic();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake_nic(&self) {
+        if must_ring(&self.nic_sleeping[0]) {
             self.bell.ring();
         }
     }
@@ -278,6 +286,34 @@ mod tests {
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
         connection.set_number(3);
         assert!(connection.has_moved());
+    }
+
+    /// Another thread reads the events of a connection while this one is accepting it: before the connection's number is known, and
+    /// after. All of them count.
+    #[test]
+    fn events_of_a_connection_that_is_being_accepted_count() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let mut receive = |cid, length| {
+            nic.push(Message::new(Operation::OsRecv, cid, 0, length).to_words()).unwrap();
+            nic.publish();
+        };
+        let shared = Shared::on(memory.clone());
+        let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
+        shared.begin_accepting(1);
+        receive(cid, 10);
+        shared.catch_up(2);
+        memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
+        memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+        memory.word32(at::MOVED).store(3, RELAXED);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        shared.represent(&connection, 3);
+        receive(cid, 100);
+        shared.catch_up(2);
+        shared.end_accepting(Some(&connection), 1);
+        receive(cid, 1000);
+        shared.catch_up(2);
+        assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
     /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.

@@ -9,8 +9,8 @@ use baton_linux::process::Undisturbed;
 use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until};
 use baton_ring::Token;
 use std::io;
-use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
@@ -28,6 +28,11 @@ impl Shared {
     }
 
     pub(super) fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        self.ask_for_descriptors(body, descriptor).map(|(reply, _)| reply)
+    }
+
+    /// As `ask`, for an answer that brings descriptors.
+    fn ask_for_descriptors(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<(Reply, Vec<OwnedFd>)> {
         // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
         let descriptors: Vec<_> = descriptor.into_iter().collect();
@@ -39,8 +44,8 @@ impl Shared {
             let tag = self.tag();
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
             channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
-            if let Some(reply) = await_answer(&channel, tag, known)? {
-                return Ok(reply);
+            if let Some(answered) = await_answer(&channel, tag, known)? {
+                return Ok(answered);
             }
         }
     }
@@ -79,6 +84,13 @@ impl Shared {
 
     /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.
     pub fn take_charge(&self, connection: &Arc<Connection>, number: u32) {
+        self.represent(connection, number);
+        if connection.has_moved() {
+            self.early.store(true, Ordering::Release);
+        }
+    }
+
+    pub(super) fn represent(&self, connection: &Arc<Connection>, number: u32) {
         connection.set_number(number);
         let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
         if connections.len() <= number as usize {
@@ -86,12 +98,88 @@ impl Shared {
         }
         connections[number as usize] = Some(connection.clone());
         drop(connections);
-        if connection.has_moved() {
-            self.early.store(true, Ordering::Release);
-        }
         if self.has_ended() {
             connection.fail();
         }
+    }
+
+    /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket with a byte
+    /// for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called again when the socket's
+    /// options have changed.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can make its connections now.
+    pub fn listen(&self, fd: BorrowedFd<'_>) -> io::Result<(u32, OwnedFd)> {
+        match self.ask_for_descriptors(&Ask::Listen, Some(fd))? {
+            (Reply::Listening { listener }, mut queue) => {
+                queue.pop().map(|queue| (listener, queue)).ok_or_else(|| protocol_error("the listener's queue is missing"))
+            }
+            (Reply::Stayed { reason, .. } | Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the socket does not listen")),
+        }
+    }
+
+    /// Takes the next connection that the NIC has made for a listener. None if none waits. `begin` gets its descriptor, and returns
+    /// the connection from [`Shared::unregistered`] that is to represent it.
+    ///
+    /// # Errors
+    /// If the agent has ended, or this session has no such listener.
+    pub fn accept(&self, listener: u32, token: Token, begin: impl FnOnce(OwnedFd) -> Arc<Connection>) -> io::Result<Option<()>> {
+        self.begin_accepting(token);
+        let accepted = self.take_made(listener).map(|taken| {
+            taken.map(|(number, fd)| {
+                let connection = begin(fd);
+                self.represent(&connection, number);
+                connection
+            })
+        });
+        self.end_accepting(accepted.as_ref().ok().and_then(Option::as_deref), token);
+        accepted.map(|accepted| accepted.map(|_| ()))
+    }
+
+    fn take_made(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
+        match self.ask_for_descriptors(&Ask::Accept { listener }, None)? {
+            (Reply::Accepted { connection }, mut descriptors) => {
+                descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))
+            }
+            (Reply::Stayed { .. }, _) => Ok(None),
+            (Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("no connection was accepted")),
+        }
+    }
+
+    /// Makes the NIC open a connection from an unconnected socket, known as `connection` from [`Shared::unregistered`] from then on.
+    /// Returns before it is open: until then nothing can be sent or received, and [`Connection::is_opening`] is true.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can open it; nothing has been done then, but the socket may be bound.
+    pub fn open_connection(
+        &self,
+        connection: &Arc<Connection>,
+        fd: BorrowedFd<'_>,
+        peer: SocketAddr,
+        token: Token,
+    ) -> io::Result<()> {
+        self.begin_accepting(token);
+        let begun = match self.ask(&Ask::Connect { peer }, Some(fd)) {
+            Ok(Reply::Registered { connection: number }) => {
+                self.represent(connection, number);
+                Ok(())
+            }
+            Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
+            Ok(_) => Err(protocol_error("the connection was not opened")),
+            Err(error) => Err(error),
+        };
+        self.end_accepting(begun.is_ok().then_some(&**connection), token);
+        begun
+    }
+
+    /// Ends this session's part in a listener.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn stop_listening(&self, listener: u32) -> io::Result<()> {
+        self.ask(&Ask::StopListening { listener }, None).map(drop)
     }
 
     /// Moves a connection and waits until the move is done.
@@ -199,14 +287,14 @@ impl Shared {
 }
 
 /// Receives the answer; None if the agent has died with the request.
-fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<Reply>> {
+fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
     loop {
-        let (answer, _): (Answer, _) = channel.receive()?;
+        let (answer, descriptors): (Answer, _) = channel.receive()?;
         match answer.body {
             Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
             // Reports an earlier death, or answers a request that was repeated since.
             Reply::Restarted { .. } => {}
-            body if answer.tag == tag => return Ok(Some(body)),
+            body if answer.tag == tag => return Ok(Some((body, descriptors))),
             _ => {}
         }
     }

@@ -168,7 +168,11 @@ impl Shared {
         let get = |option| baton_linux::socket::get(fd, 6, option).map(|value| value as u32);
         match (level, option) {
             (6, 1) => self.control(connection, token, Control::NoDelay, value as u32, 0),
-            (6, 3) => self.control(connection, token, Control::Cork, value as u32, 0),
+            (6, 3) => {
+                // Also on a connection that has ended, as in the kernel.
+                connection.set_flag(block::FLAG_CORK, value != 0);
+                self.control(connection, token, Control::Cork, value as u32, 0)
+            }
             (6, 18) => self.control(connection, token, Control::UserTimeout, value as u32, 0),
             (1, 9) | (6, 4..=6) => {
                 if (level, option) == (1, 9) {

@@ -1,5 +1,7 @@
 //! Functions that make, name, duplicate and close descriptors, and those for options.
 
+use crate::connecting;
+use crate::listening::{self, Accepted};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
@@ -42,18 +44,45 @@ fn forget_stale(fd: c_int) {
     }
 }
 
-fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
-    if fd >= 0 {
-        forget_stale(fd);
-        let listener = table::tcp(listener);
-        if (listener.is_some() || tcp::is_tcp(fd))
-            && let Some(tcp) = note_new(fd)
-        {
-            tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
-            // An accepted socket inherits its listener's SO_RCVLOWAT.
-            tcp.set_lowat(listener.map_or(1, Tcp::lowat));
-            tcp.worth.begin(worth::of_listener(listener));
-            tcp.established(fd, Some(Origin::Accepted));
+/// accept4(2): of what the NIC has made for the listener, then of what the kernel has.
+///
+/// # Safety
+/// As for the C library's function.
+unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    let native = || unsafe { real::accept4(listener, address, length, flags) };
+    let known = table::tcp(listener).filter(|tcp| tcp.listens());
+    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, native)) {
+        None => (native(), None),
+        Some(Accepted::Kernel(fd)) => (fd, None),
+        Some(Accepted::Nic(fd, tcp, session)) => (fd, Some((tcp, session))),
+    };
+    if fd < 0 {
+        return fd;
+    }
+    forget_stale(fd);
+    let listener = table::tcp(listener);
+    let tcp = match made {
+        Some((tcp, _)) => {
+            table::put(fd, Some(File::Tcp(tcp)));
+            Some(tcp)
+        }
+        None if listener.is_some() || tcp::is_tcp(fd) => note_new(fd),
+        None => None,
+    };
+    if let Some(tcp) = tcp {
+        tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
+        // An accepted socket inherits its listener's SO_RCVLOWAT.
+        tcp.set_lowat(listener.map_or(1, Tcp::lowat));
+        tcp.worth.begin(worth::of_listener(listener));
+        match made {
+            None => tcp.established(fd, Some(Origin::Accepted)),
+            Some((_, session)) => {
+                tcp.note_origin(Origin::Accepted);
+                tcp.made(session);
+                // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
+                unsafe { listening::finish(fd, address, length, flags) };
+            }
         }
     }
     fd
@@ -66,7 +95,7 @@ fn accepted(listener: c_int, fd: c_int, flags: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    accepted(fd, unsafe { real::accept(fd, address, length) }, 0)
+    unsafe { accept_from(fd, address, length, 0) }
 }
 
 /// Intercepts the C library's `accept4`.
@@ -76,7 +105,7 @@ pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    accepted(fd, unsafe { real::accept4(fd, address, length, flags) }, flags)
+    unsafe { accept_from(fd, address, length, flags) }
 }
 
 /// Intercepts the C library's `connect`.
@@ -89,6 +118,10 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::connect(fd, address, length) };
     };
+    // SAFETY: the program's own arguments (`# Safety`).
+    if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
+        return result;
+    }
     // A connected socket may be connected anew, or disconnected.
     tcp.give_back("connect", Until::Again);
     let inside = tcp.enter_kernel();
@@ -120,7 +153,8 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
     if done == 0
         && let Some(tcp) = table::tcp(fd)
     {
-        tcp.stay();
+        tcp.begin_listening();
+        listening::refresh(tcp, fd);
     }
     done
 }
@@ -349,6 +383,9 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
         options::note_lowat(tcp, fd);
     }
     drop(inside);
+    if done == 0 {
+        listening::refresh(tcp, fd);
+    }
     done
 }
 

@@ -1,7 +1,7 @@
 //! Functions that wait for events.
 
 use crate::thread::fail;
-use crate::{epoll, poll as polling, real, table};
+use crate::{epoll, listening, poll as polling, real, table};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 /// The program's array for poll as a slice.
@@ -168,7 +168,12 @@ pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { epoll::control(set, operation, fd, event) }
+    let done = unsafe { epoll::control(set, operation, fd, event) };
+    if done == 0 {
+        // SAFETY: as above; the kernel has just accepted the event.
+        unsafe { listening::watch(set, operation, fd, event) };
+    }
+    done
 }
 
 /// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds.

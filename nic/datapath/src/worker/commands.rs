@@ -88,6 +88,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
             (Operation::NicControl, Some(Control::Resume)) => self.resume(cid, Cid(message.address), now),
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
+            (Operation::NicControl, Some(Control::Grant)) => self.grant(cid, message.address),
+            (Operation::NicControl, Some(Control::Connect)) => self.connect(cid, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
         }
@@ -289,7 +291,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
             Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
-            Custody::Mirrored => {}
+            Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
                     slot.held.drop_mirrored();

@@ -76,6 +76,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             return;
         }
         slot.scheduled = u64::MAX;
+        if let Custody::Opening(_) = slot.custody {
+            return self.expire_opening(index, now);
+        }
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let mut events = Events::empty();
         if offloaded.tcp.next_timeout() <= now {

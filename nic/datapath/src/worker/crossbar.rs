@@ -118,7 +118,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         } else {
             self.forward_events();
         }
-        worked | self.move_buckets(now)
+        worked |= self.move_buckets(now);
+        self.output.flush(&self.counters);
+        worked
     }
 
     fn peers(&mut self) -> Option<&mut Peers> {

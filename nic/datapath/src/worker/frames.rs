@@ -97,7 +97,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             offloaded.note_delivered(plain.seq, plain.length);
         }
         match predicted.acknowledgement {
-            Some(acknowledgement) => self.output.acknowledge(offloaded, &acknowledgement, &self.counters, now),
+            Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
             None => self.output.send_all(offloaded, &self.counters, now),
         }
         if !slot.dirty && offloaded.pending.any() {
@@ -114,15 +114,18 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     #[inline(never)]
     pub(super) fn on_wire_frame_slow(&mut self, now: Instant) {
-        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
-            && let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow))
-        {
-            if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
-                self.counters.add(Counter::BadChecksum, 1);
+        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) {
+            if let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow)) {
+                if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
+                    self.counters.add(Counter::BadChecksum, 1);
+                    return;
+                }
+                self.on_segment(slot, &parsed, now);
                 return;
             }
-            self.on_segment(slot, &parsed, now);
-            return;
+            if !self.listeners.is_empty() && self.take_handshake(&parsed, now) {
+                return;
+            }
         }
         if !self.programs.message_ports.is_empty() && self.take_packet() {
             return;
@@ -183,6 +186,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.output.send_all(offloaded, &self.counters, now);
                 self.follow_up(index, received.events);
             }
+            Custody::Opening(_) => self.continue_opening(index, parsed, now),
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
                 self.send_to_host();

@@ -186,7 +186,7 @@ impl<W: Device> crate::transmit::Output<W> {
     fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
         let local = messages.address();
         let header = envelope(NO_LINK, local, local).header();
-        let frame = self.frame_mut();
+        let frame = self.frame_mut(counters);
         frame.set_length(header + messages.packet());
         let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
         let Some(link) = messages.link_to(&remote) else {

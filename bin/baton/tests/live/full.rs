@@ -1,0 +1,592 @@
+//! `baton run --offload full`: the NIC makes the connections of unmodified programs.
+
+use crate::common::hosts;
+use crate::scratch::{Scratch, text};
+use baton_abi::layout::Counter;
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A program of host A's, which ends with this.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a program on host A whose connections the NIC makes.
+fn start(bed: &Testbed, arguments: &[&str]) -> Program {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--"]).args(arguments);
+    command.env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    Program(bed.host_a.spawn(&mut command).expect("baton run"))
+}
+
+fn on_b(bed: &Testbed, command: &[&str]) -> Output {
+    let mut command_line = Command::new(command[0]);
+    command_line.args(&command[1..]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    bed.host_b.spawn(&mut command_line).expect(command[0]).wait_with_output().expect("its output")
+}
+
+fn statistics(bed: &Testbed) -> Statistics {
+    match bed.tool().expect("a tool").ask(Ask::Statistics).expect("an answer") {
+        Reply::Statistics(statistics) => *statistics,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn count(bed: &Testbed, counter: Counter) -> u64 {
+    statistics(bed).counters[counter as usize]
+}
+
+fn connections(bed: &Testbed) -> Vec<ConnectionInfo> {
+    match bed.tool().expect("a tool").ask(Ask::List { from: (0, 0) }).expect("an answer") {
+        Reply::Connections(list) => list,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn connect(bed: &Testbed, address: SocketAddr) -> std::io::Result<TcpStream> {
+    bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10)))
+}
+
+/// Waits until the NIC makes the connections of a server: a client's connection is one of them.
+fn wait_for_server(bed: &Testbed, address: SocketAddr) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let before = count(bed, Counter::Made);
+    while connect(bed, address).is_err() || count(bed, Counter::Made) == before {
+        assert!(Instant::now() < deadline, "the NIC makes no connections of {address}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn address(ipv6: bool, port: u16) -> SocketAddr {
+    SocketAddr::new(address_a(ipv6), port)
+}
+
+/// An unmodified Python server answers curl through connections that the NIC has made, by both families.
+#[test]
+fn the_nic_makes_the_connections_of_a_server() {
+    let bed = hosts(TestbedSettings::default());
+    let scratch = Scratch::new("full");
+    let content: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    std::fs::write(scratch.file("content"), &content).expect("a file");
+    for ipv6 in [false, true] {
+        let at = address(ipv6, 8000);
+        let directory = scratch.0.to_string_lossy().into_owned();
+        let bind = at.ip().to_string();
+        let _server = start(&bed, &["python3", "-m", "http.server", "8000", "--bind", &bind, "--directory", &directory]);
+        wait_for_server(&bed, at);
+        let fetch = || {
+            let answer = on_b(&bed, &["curl", "-sS", "-m", "20", &format!("http://{at}/content")]);
+            assert!(answer.status.success(), "{}", text(&answer.stderr));
+            assert!(answer.stdout == content, "{} bytes of {} arrived right", answer.stdout.len(), content.len());
+        };
+        fetch();
+        let before = count(&bed, Counter::Made);
+        (0..5).for_each(|_| fetch());
+        assert_eq!(count(&bed, Counter::Made), before + 5, "each of the five was made by the NIC");
+    }
+    let end = statistics(&bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
+}
+
+/// A connection that the NIC has made is shown as such, is on the NIC, and goes to the kernel and back like any other.
+#[test]
+fn what_the_nic_has_made_can_move() {
+    const ECHO: &str = "
+import socket
+listener = socket.create_server(('', 7000))
+while True:
+    server, _ = listener.accept()
+    while data := server.recv(65536): server.sendall(data)
+    server.close()
+";
+    let bed = hosts(TestbedSettings::default());
+    let _server = start(&bed, &["python3", "-c", ECHO]);
+    wait_for_server(&bed, address(false, 7000));
+    let mut client = connect(&bed, address(false, 7000)).expect("a connection");
+    client.set_read_timeout(Some(Duration::from_secs(10))).expect("a limit");
+    let local = client.local_addr().expect("its address").to_string();
+    let mut exchange = |byte: u8| {
+        let sent = vec![byte; 50_000];
+        client.write_all(&sent).expect("room");
+        let mut received = vec![0; sent.len()];
+        client.read_exact(&mut received).expect("the echo");
+        assert!(received == sent);
+    };
+    exchange(1);
+    let ours = || connections(&bed).into_iter().find(|one| one.peer == local).expect("the connection");
+    assert_eq!((ours().made_by, ours().place), (Place::Nic, Place::Nic));
+    for (n, to) in [(2, Place::Kernel), (3, Place::Nic), (4, Place::Kernel)] {
+        let one = ours();
+        let mut tool = bed.tool().expect("a tool");
+        wait_until("the move", || {
+            match tool.ask(Ask::MoveAny { session: one.session, connection: one.connection, to }).expect("an answer") {
+                Reply::Done => true,
+                Reply::Stayed { transient: true, .. } => false,
+                other => panic!("{other:?}"),
+            }
+        });
+        assert_eq!(ours().place, to);
+        exchange(n);
+    }
+}
+
+/// A server that accepts one connection for each line that it is sent on standard input, and then echoes.
+const ON_DEMAND: &str = "
+import socket, sys, select, threading
+listener = socket.create_server(('', 7000), backlog=20)
+select.select([listener], [], [])
+def echo(server):
+    while data := server.recv(65536): server.sendall(data)
+    server.close()
+for line in sys.stdin:
+    server, _ = listener.accept()
+    threading.Thread(target=echo, args=(server,), daemon=True).start()
+";
+
+fn exchange(client: &mut TcpStream, byte: u8) {
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    let sent = vec![byte; 20_000];
+    client.write_all(&sent).expect("room");
+    let mut received = vec![0; sent.len()];
+    client.read_exact(&mut received).expect("the echo");
+    assert!(received == sent);
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not within twenty seconds");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by the next
+/// NIC.
+#[test]
+fn listeners_are_there_again_after_a_death() {
+    for agent_dies in [false, true] {
+        let bed = hosts(TestbedSettings::default());
+        let at = address(false, 7000);
+        let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+        let mut orders = server.0.stdin.take().expect("its input");
+        wait_for_server(&bed, at);
+        // It has not accepted any yet.
+        let mut waiting = connect(&bed, at).expect("a connection");
+        waiting.write_all(&[7; 1000]).expect("room");
+        wait_until("the NIC's connection", || count(&bed, Counter::Made) >= 2);
+        let first = statistics(&bed);
+        let process = if agent_dies { first.agent_process } else { first.nic_process };
+        baton_linux::process::signal(process, 9).expect("a signal");
+        wait_until("the next NIC", || {
+            let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
+            matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
+        });
+        for _ in 0..50 {
+            writeln!(orders, "accept").expect("a server");
+        }
+        waiting.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        let mut received = [0; 1000];
+        waiting.read_exact(&mut received).expect("the echo");
+        assert_eq!(received, [7; 1000]);
+        exchange(&mut waiting, 2);
+        let made = count(&bed, Counter::Made);
+        let mut next = connect(&bed, at).expect("a connection");
+        exchange(&mut next, 3);
+        assert!(count(&bed, Counter::Made) > made);
+        let local = next.local_addr().expect("its address").to_string();
+        assert!(connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic));
+        assert_eq!(statistics(&bed).lost, 0);
+    }
+}
+
+/// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone can ask
+/// them.
+#[test]
+fn listeners_are_the_kernels_while_there_are_rules() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000);
+    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut orders = server.0.stdin.take().expect("its input");
+    wait_for_server(&bed, at);
+    for _ in 0..50 {
+        writeln!(orders, "accept").expect("a server");
+    }
+    let nft = |line: &str| {
+        let mut command = Command::new("nft");
+        command.args(line.split(' '));
+        assert!(bed.host_a.spawn(&mut command).expect("nft").wait().expect("its end").success(), "nft {line}");
+    };
+    let made_by_nic = || {
+        let mut client = connect(&bed, at).expect("a connection");
+        exchange(&mut client, 1);
+        let local = client.local_addr().expect("its address").to_string();
+        connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic)
+    };
+    assert!(made_by_nic());
+    nft("add table inet guard");
+    nft("add chain inet guard in { type filter hook input priority 0 ; }");
+    wait_until("the kernel's connections", || !made_by_nic());
+    nft("delete table inet guard");
+    wait_until("the NIC's connections", || made_by_nic());
+}
+
+/// Sends SYNs from forged addresses: how many, to which address and port.
+const FLOOD: &str = "
+import random, socket, struct, sys
+count, address, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+def checksum(data):
+    total = sum(struct.unpack('!%dH' % (len(data) // 2), data))
+    while total >> 16: total = (total & 0xffff) + (total >> 16)
+    return ~total & 0xffff
+destination = socket.inet_aton(address)
+for n in range(count):
+    source = struct.pack('!BBH', 10, 77, n & 0xffff)
+    options = bytes([2, 4, 5, 180, 4, 2, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0, 1, 3, 3, 7])
+    tcp = struct.pack('!HHIIBBHHH', random.randrange(1024, 65536), port, random.getrandbits(32), 0, 10 << 4, 2, 65535, 0, 0) + options
+    pseudo = source + destination + struct.pack('!BBH', 0, 6, len(tcp))
+    tcp = tcp[:16] + struct.pack('!H', checksum(pseudo + tcp)) + tcp[18:]
+    ip = struct.pack('!BBHHHBBH', 0x45, 0, 20 + len(tcp), n & 0xffff, 0, 64, 6, 0) + source + destination
+    raw.sendto(ip + tcp, (address, 0))
+";
+
+/// Resident memory of a process, in bytes.
+fn resident(process: u32) -> u64 {
+    let pages = std::fs::read_to_string(format!("/proc/{process}/statm")).expect("a process");
+    pages.split_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok()).expect("a number") * 4096
+}
+
+/// Ten thousand SYNs from forged addresses: most are answered and not remembered, an honest client connects nevertheless, with
+/// window scaling and SACK, and the NIC's memory does not grow with their number.
+#[test]
+fn a_flood_of_syns_leaves_room_for_honest_clients() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000);
+    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut orders = server.0.stdin.take().expect("its input");
+    wait_for_server(&bed, at);
+    for _ in 0..50 {
+        writeln!(orders, "accept").expect("a server");
+    }
+    let flood = |count: &str| {
+        let sent = on_b(&bed, &["python3", "-c", FLOOD, count, &at.ip().to_string(), "7000"]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+    };
+    let nic = statistics(&bed).nic_process;
+    flood("1000");
+    let (before, cookies) = (resident(nic), count(&bed, Counter::SynCookies));
+    assert!(cookies > 0, "the table of handshakes is not full");
+    flood("10000");
+    assert!(count(&bed, Counter::SynCookies) > cookies + 9000, "{} of 10,000", count(&bed, Counter::SynCookies) - cookies);
+    let after = resident(nic);
+    assert!(after < before + (1 << 20), "the NIC has grown from {before} to {after} bytes");
+    let mut client = connect(&bed, at).expect("an honest client");
+    exchange(&mut client, 1);
+    let local = client.local_addr().expect("its address").to_string();
+    let ours = connections(&bed).into_iter().find(|one| one.peer == local).expect("its connection");
+    assert_eq!(ours.made_by, Place::Nic);
+    let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(&client)).expect("TCP_INFO");
+    assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
+}
+
+/// Programs of host A, each with a client's script for host B, which is given the address and compares what it gets.
+const ASYNCIO: &str = "
+import asyncio
+async def serve(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+async def main():
+    async with await asyncio.start_server(serve, '', 7000) as server:
+        await server.serve_forever()
+asyncio.run(main())
+";
+
+const ECHO_CLIENTS: &str = "
+import hashlib, socket, sys, threading
+def client(n):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    for round in range(20):
+        data = hashlib.sha256(b'%d %d' % (n, round)).digest() * 1000
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        got = b''
+        while len(got) < len(data): got += one.recv(65536) or sys.exit('the end')
+        sender.join()
+        assert got == data, 'wrong bytes'
+    one.close()
+threads = [threading.Thread(target=client, args=(n,)) for n in range(int(sys.argv[3]))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print('right', end='')
+";
+
+const REDIS_CLIENT: &str = "
+import os, socket, sys
+def read_line(stream): return stream.readline().rstrip(b'\\r\\n')
+for n in range(20):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    stream = one.makefile('rb')
+    value = os.urandom(100_000)
+    one.sendall(b'SET key%d ' % n + b'' + b'x\\r\\n')
+    assert read_line(stream) == b'+OK'
+    one.sendall(b'*3\\r\\n$3\\r\\nSET\\r\\n$1\\r\\nv\\r\\n$%d\\r\\n' % len(value) + value + b'\\r\\n')
+    assert read_line(stream) == b'+OK'
+    one.sendall(b'GET v\\r\\n')
+    assert read_line(stream) == b'$%d' % len(value)
+    assert stream.read(len(value)) == value and stream.read(2) == b'\\r\\n'
+    one.close()
+print('right', end='')
+";
+
+const MEMCACHED_CLIENT: &str = "
+import os, socket, sys
+for n in range(20):
+    one = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    stream = one.makefile('rb')
+    value = os.urandom(100_000)
+    one.sendall(b'set v 0 0 %d\\r\\n' % len(value) + value + b'\\r\\n')
+    assert stream.readline() == b'STORED\\r\\n'
+    one.sendall(b'get v\\r\\n')
+    assert stream.readline() == b'VALUE v 0 %d\\r\\n' % len(value)
+    assert stream.read(len(value)) == value and stream.readline() == b'\\r\\n' and stream.readline() == b'END\\r\\n'
+    one.close()
+print('right', end='')
+";
+
+const HTTP_CLIENTS: &str = "
+import hashlib, subprocess, sys
+url = 'http://%s:%s/content' % (sys.argv[1], sys.argv[2])
+for n in range(5):
+    fetched = [subprocess.Popen(['curl', '-sS', '-m', '30', url, url], stdout=subprocess.PIPE) for _ in range(8)]
+    for one in fetched:
+        content = one.communicate()[0]
+        half = len(content) // 2
+        assert one.returncode == 0 and content[:half] == content[half:] and hashlib.sha256(content[:half]).hexdigest() == sys.argv[3]
+print('right', end='')
+";
+
+/// Unmodified servers of different kinds: an event loop, several processes that share a listener, threads.
+#[test]
+fn servers_of_all_kinds_are_served() {
+    let bed = hosts(TestbedSettings::default());
+    let scratch = Scratch::new("servers");
+    let content: Vec<u8> = (0..500_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    std::fs::write(scratch.file("content"), &content).expect("a file");
+    let digest = on_b(&bed, &["sha256sum", &scratch.file("content")]);
+    let digest = text(&digest.stdout).split_whitespace().next().expect("a digest").to_owned();
+    let nginx = format!(
+        "daemon off; worker_processes 2; user root; pid {0}/pid; error_log {0}/errors; events {{}}
+         http {{ access_log off; server {{ listen 7002; root {0}; }} }}",
+        scratch.0.display()
+    );
+    std::fs::write(scratch.file("nginx.conf"), nginx).expect("a file");
+    let address_of_a = address(false, 0).ip().to_string();
+    let configuration = scratch.file("nginx.conf");
+    let redis = ["redis-server", "--port", "7001", "--save", "", "--protected-mode", "no", "--bind", &address_of_a];
+    let servers: [(&[&str], &str, &str, &str); 4] = [
+        (&["python3", "-c", ASYNCIO], "7000", ECHO_CLIENTS, "20"),
+        (&redis, "7001", REDIS_CLIENT, ""),
+        (&["nginx", "-c", &configuration], "7002", HTTP_CLIENTS, &digest),
+        (&["memcached", "-u", "root", "-p", "7003", "-t", "2"], "7003", MEMCACHED_CLIENT, ""),
+    ];
+    for (server, port, client, more) in servers {
+        let _running = start(&bed, server);
+        wait_for_server(&bed, SocketAddr::new(address_a(false), port.parse().expect("a port")));
+        let before = count(&bed, Counter::Made);
+        let ran = on_b(&bed, &["python3", "-c", client, &address_of_a, port, more]);
+        assert!(ran.status.success() && ran.stdout == b"right", "{server:?}: {}{}", text(&ran.stdout), text(&ran.stderr));
+        assert!(count(&bed, Counter::Made) >= before + 20, "{server:?}: the NIC made {}", count(&bed, Counter::Made) - before);
+        let now = statistics(&bed);
+        assert_eq!((now.failed_moves, now.lost), (0, 0), "{server:?}");
+    }
+}
+
+/// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
+const CONNECTS: &str = "
+import asyncio, errno, os, select, socket, sys
+at = (sys.argv[1], int(sys.argv[2]))
+def exchange(one):
+    one.settimeout(20)
+    data = os.urandom(100_000)
+    sent = got = 0
+    received = b''
+    while len(received) < len(data):
+        if sent < len(data): sent += one.send(data[sent:sent + 20000])
+        received += one.recv(65536) or sys.exit('the end')
+    assert received == data
+def blocking():
+    one = socket.socket()
+    one.connect(at)
+    assert one.getpeername() == at and one.getsockname()[1] != 0
+    exchange(one)
+    one.close()
+def polling(wait):
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex(at) == errno.EINPROGRESS
+    wait(one)
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+    exchange(one)
+    one.close()
+def by_select(one): assert select.select([], [one], [], 20)[1]
+def by_poll(one):
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] == select.POLLOUT
+def by_epoll(one, edge=0):
+    epoll = select.epoll()
+    epoll.register(one, select.EPOLLOUT | edge)
+    assert epoll.poll(20)[0][1] == select.EPOLLOUT
+def by_edge(one): by_epoll(one, select.EPOLLET)
+def refused():
+    one = socket.socket()
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.ECONNREFUSED
+    one.close()
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.EINPROGRESS
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] & select.POLLERR
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+    one.close()
+async def client():
+    reader, writer = await asyncio.open_connection(*at)
+    data = os.urandom(300_000)
+    writer.write(data)
+    assert await reader.readexactly(len(data)) == data
+    writer.close()
+    await writer.wait_closed()
+async def several(): await asyncio.gather(*(client() for _ in range(10)))
+for n in range(5):
+    blocking()
+    for wait in by_select, by_poll, by_epoll, by_edge: polling(wait)
+    refused()
+    asyncio.run(several())
+bound = socket.socket()
+bound.bind(('', 0))
+bound.connect(at)
+exchange(bound)
+print('right')
+";
+
+/// The NIC opens the connections of a client, in every way to connect and to wait.
+#[test]
+fn the_nic_opens_connections() {
+    let bed = hosts(TestbedSettings::default());
+    for ipv6 in [false, true] {
+        let listener = bed
+            .host_b
+            .run(|| std::net::TcpListener::bind(SocketAddr::new(baton_lab::testbed::address_b(ipv6), 6000)))
+            .expect("a listener");
+        std::thread::spawn(move || {
+            for one in listener.incoming().flatten() {
+                std::thread::spawn(move || std::io::copy(&mut one.try_clone()?, &mut &one));
+            }
+        });
+        let address = baton_lab::testbed::address_b(ipv6).to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let program = if ipv6 {
+            CONNECTS.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("getpeername()", "getpeername()[:2]")
+        } else {
+            CONNECTS.into()
+        };
+        command.arg("run").arg("--socket").arg(bed.socket()).args([
+            "--offload",
+            "full",
+            "--",
+            "python3",
+            "-c",
+            &program,
+            &address,
+            "6000",
+        ]);
+        command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let before = count(&bed, Counter::Made);
+        let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+        assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
+        let made = count(&bed, Counter::Made) - before;
+        assert!(made >= 75, "the NIC opened {made}");
+    }
+    let end = statistics(&bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
+}
+
+/// Under a NIC that cannot make connections the program runs as with handoff, and one line says why.
+#[test]
+fn a_nic_that_makes_no_connections_is_announced() {
+    let scratch = Scratch::new("beside");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--offload", "full", "--", "python3", "-c"]).arg(
+        "import socket
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+client.sendall(b'hello')
+print(server.recv(5).decode())",
+    );
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").env_remove("BATON_RUN");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let host = baton_linux::namespace::Namespace::new().expect("a namespace");
+    let ran = host.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+    assert!(ran.status.success() && ran.stdout == b"hello\n", "{}", text(&ran.stderr));
+    let said = text(&ran.stderr);
+    assert!(said.lines().count() == 1 && said.contains("only a NIC between kernel and wire"), "{said}");
+}
+
+/// A program whose connections the NIC makes and one of the kernel's take the same ports at the same time, one to listen and one
+/// to connect from: each port is had by exactly one of them.
+#[test]
+fn a_port_is_had_by_one_of_two() {
+    const TAKE: &str = "
+import select, socket, sys
+print('ready', flush=True)
+sys.stdin.readline()
+held = []
+for port in range(20000, 20400):
+    one = socket.socket()
+    try:
+        one.bind(('', port))
+        one.listen()
+        select.select([one], [], [], 0)
+        held.append(one)
+        print(port)
+    except OSError: pass
+print('done', flush=True)
+sys.stdin.readline()
+";
+    let bed = hosts(TestbedSettings::default());
+    let baton = env!("CARGO_BIN_EXE_baton");
+    let socket = bed.socket().to_string_lossy().into_owned();
+    let under_baton = [baton, "run", "--socket", &socket, "--offload", "full", "--", "python3", "-c", TAKE];
+    let plain = ["python3", "-c", TAKE];
+    let mut both: Vec<Program> = [&under_baton[..], &plain]
+        .into_iter()
+        .map(|line| {
+            let mut command = Command::new(line[0]);
+            command.args(&line[1..]).env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::piped());
+            Program(bed.host_a.spawn(&mut command).expect("a program"))
+        })
+        .collect();
+    let mut outputs: Vec<_> = both.iter_mut().map(|one| BufReader::new(one.0.stdout.take().expect("output")).lines()).collect();
+    let mut next = |which: usize| outputs[which].next().expect("a line").expect("text");
+    assert_eq!([next(0), next(1)], ["ready", "ready"]);
+    both.iter_mut().for_each(|one| writeln!(one.0.stdin.as_mut().expect("input")).expect("room"));
+    let mut taken: Vec<u16> = Vec::new();
+    for which in 0..2 {
+        taken.extend(std::iter::from_fn(|| next(which).parse::<u16>().ok()));
+    }
+    taken.sort_unstable();
+    assert_eq!(taken, (20000..20400).collect::<Vec<u16>>(), "none is had by both, or by nobody");
+}

@@ -1,0 +1,189 @@
+//! Connections that the NIC opens for a program (connect(2)).
+//!
+//! The program's socket is bound first: the kernel chooses the port (RFC 6056) and keeps it from others. While the NIC opens the
+//! connection its block counts as the NIC's, with no room to send and nothing to read. Once it is open the socket becomes its
+//! shell, and it is handed off like one that the NIC has made for a listener. If the NIC or the agent dies before, or the program
+//! wants the connection in the kernel, the kernel opens it.
+
+use crate::agent::Agent;
+use crate::connection::Connection;
+use crate::memory::Limits;
+use crate::record::{read_image, unpublish};
+use baton_abi::Control;
+use baton_abi::layout::{Owner, block, nic, slot};
+use baton_handoff::examine::system;
+use baton_handoff::listening;
+use baton_image::{Image, MAX_ENCODED};
+use baton_linux::socket;
+use baton_moves::{Event, Refusal};
+use baton_protocol::keeper::Kept;
+use baton_protocol::program::{Place, Reply};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+/// Linux's error number of a connection that was given up (ECONNABORTED).
+pub(crate) const ABORTED: u32 = 103;
+
+/// Bytes that count as queued while the connection is opened: more than send memory ever holds.
+const NO_ROOM: u32 = 1 << 28;
+
+/// The address from which the kernel would send to a peer.
+fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
+    let any: SocketAddr = if peer.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+    let probe = UdpSocket::bind(any)?;
+    probe.connect(peer)?;
+    Ok(probe.local_addr()?.ip())
+}
+
+impl Agent {
+    /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over.
+    pub(crate) fn connect(&mut self, session: u32, fd: OwnedFd, peer: SocketAddr) -> Reply {
+        match self.begin_connecting(session, fd, peer) {
+            Ok(connection) => Reply::Registered { connection },
+            Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+        }
+    }
+
+    fn begin_connecting(&mut self, session: u32, fd: OwnedFd, peer: SocketAddr) -> Result<u32, Refusal> {
+        self.can_open()?;
+        listening::check_unconnected(fd.as_fd())?;
+        let bound = socket::local_address(fd.as_fd()).map_err(|error| system("getsockname", &error))?;
+        let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
+        let mut connection = self.new_connection(session, fd, SocketAddr::new(address, bound.port()), peer)?;
+        let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
+        // From here on the port is this connection's.
+        if bound.port() == 0 {
+            let fd = connection.fd()?;
+            socket::bind(fd, connection.local).map_err(|error| system("bind", &error))?;
+            connection.local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
+            connection.flow.local = connection.local.into();
+        } else if bound.ip().is_unspecified() {
+            // The kernel keeps such a port for all addresses, and gives the socket one when it connects.
+            return Err(Refusal::Option("a port without an address"));
+        }
+        let cid = self.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        connection.cid = Some(cid);
+        connection.opening = true;
+        let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
+        self.write_opening(session, &connection, &image);
+        if let Err(refusal) = self.nic.control(Control::Connect, cid, 0) {
+            self.nic.give_slot(cid);
+            return Err(refusal);
+        }
+        let (number, serial) = (connection.number, connection.serial);
+        let kept = connection.fd()?.try_clone_to_owned().map_err(|error| system("dup", &error))?;
+        self.sessions[session as usize].as_mut().ok_or(Refusal::NoRoom)?.connections.put(connection);
+        self.keep(&Kept::Connection(session, number), &[kept.as_fd()]);
+        self.note_registered(session, number, serial);
+        Ok(number)
+    }
+
+    /// Writes what the NIC needs to open a connection into its slot, and what the program sees meanwhile into its block.
+    fn write_opening(&self, session: u32, connection: &Connection, image: &Image) {
+        let Some(cid) = connection.cid else { return };
+        let (memory, base) = (&self.hardware.memory, nic::slot(cid.slot()));
+        unpublish(memory, cid.slot());
+        let mut bytes = [0u8; MAX_ENCODED];
+        let _ = image.encode(&mut bytes);
+        let _ = memory.write(base + slot::IMAGE, &bytes);
+        let _ = memory.write(base + slot::FLOW, &connection.flow.to_bytes());
+        for (at, value) in [(0, session), (5, connection.number)] {
+            memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+        }
+        connection.fd().map(Limits::of).unwrap_or_default().write(memory, cid);
+        let b = &connection.block;
+        for field in [block::RECEIVE_SIZE, block::SEND_SIZE, block::READ_SEQ, block::RECEIVE_SEQ] {
+            b.store(field, 0);
+        }
+        b.store(block::ACKED_SEQ, 0);
+        b.store(block::QUEUED_SEQ, NO_ROOM);
+        b.store(block::ERROR, 0);
+        b.store(block::CID, cid.0);
+        b.store(block::FLAGS, block::FLAG_OPENING);
+        b.store(block::MOVES, 1);
+        b.set_owner(Owner::Nic);
+    }
+
+    /// Handles the NIC's message that a connection which it was to open is open.
+    pub(crate) fn opened(&mut self, session: u32, number: u32) {
+        let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
+        connection.opening = false;
+        connection.moves = connection.block.load(block::MOVES);
+        let Some(cid) = connection.cid else { return };
+        let Ok(image) = read_image(&self.hardware.memory, cid) else { return self.open_in_kernel(session, number) };
+        match self.take_in_opened(session, number, image) {
+            Ok(()) => {
+                self.drive(session, number, Event::Tick);
+                if let Some(connection) = self.connection(session, number) {
+                    connection.reason = "the NIC made it".into();
+                }
+            }
+            Err(refusal) => {
+                eprintln!("baton agent: a connection that the NIC has opened is given up: {refusal}");
+                if let Some(connection) = self.connection(session, number) {
+                    connection.cid = None;
+                }
+                self.drop_made(cid);
+                self.fail_opening(session, number, ABORTED);
+            }
+        }
+    }
+
+    fn take_in_opened(&mut self, session: u32, number: u32, image: Image) -> Result<(), Refusal> {
+        let connection = self.connection(session, number).ok_or(Refusal::Ended)?;
+        let fd = connection.fd.clone().ok_or(Refusal::Elsewhere)?;
+        let (local, peer) = (connection.local, connection.peer);
+        let flags = connection.block.load(block::FLAGS);
+        let saved = self.make_shell(&fd, local, peer, &image)?;
+        // The program may have set them while the NIC opened the connection.
+        let set = |flag, before| before || flags & flag != 0;
+        let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
+        self.prepare_handoff(session, number, image, saved)
+    }
+
+    /// Handles the NIC's message that a connection could not be opened, or gives one up: the program sees the error.
+    pub(crate) fn fail_opening(&mut self, session: u32, number: u32, error: u32) {
+        let Some((_, entry)) = self.split(session) else { return };
+        let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) else { return };
+        connection.opening = false;
+        connection.moves = connection.block.load(block::MOVES).wrapping_add(1);
+        connection.reason = "it could not be opened".into();
+        connection.block.store(block::ERROR, error);
+        connection.block.store(block::FLAGS, 0);
+        connection.block.store(block::MOVES, connection.moves);
+        open.announce_move(number);
+        if let Some(cid) = connection.cid.take() {
+            self.nic.give_slot(cid);
+        }
+    }
+
+    /// Lets the kernel open a connection that the NIC has not opened yet. Does nothing for another one.
+    pub(crate) fn open_in_kernel(&mut self, session: u32, number: u32) {
+        let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
+        connection.opening = false;
+        connection.moves = connection.block.load(block::MOVES);
+        let (cid, peer) = (connection.cid.take(), connection.peer);
+        connection.block.store(block::FLAGS, 0);
+        let fd = connection.fd.clone();
+        // First, since the NIC drops what the kernel sends of a connection that it has itself.
+        if let Some(cid) = cid {
+            self.drop_made(cid);
+        }
+        if fd.is_none_or(|fd| socket::begin_connecting(fd.as_fd(), peer).is_err()) {
+            return self.fail_opening(session, number, ABORTED);
+        }
+        let Some((_, entry)) = self.split(session) else { return };
+        if let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) {
+            connection.made_by = Place::Kernel;
+            crate::perform::hand_to_kernel(open, connection);
+        }
+    }
+
+    /// Lets the kernel open all connections that a NIC which has died was opening.
+    pub(crate) fn open_all_in_kernel(&mut self) {
+        for (session, number) in self.all_connections() {
+            self.open_in_kernel(session, number);
+        }
+    }
+}

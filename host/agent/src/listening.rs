@@ -1,0 +1,453 @@
+//! Listening sockets whose connections the NIC makes, and these connections until a program accepts them.
+//!
+//! The program's listening socket stays the kernel's, so that the port is taken there, and the kernel serves clients whenever the
+//! NIC does not. The NIC makes connections in slots that it was granted: as many as the accept queue has room for. Programs learn
+//! of them by a socket, from which they read one byte for each connection before they ask for it ([`Ask::Accept`]); several
+//! processes may share a listener, and its queue.
+
+use crate::agent::Agent;
+use crate::connection::{Block, Connection, OnNic};
+use crate::ground::{Ground, Shape};
+use crate::journal::{self, Entry};
+use crate::memory::{self, Limits};
+use crate::record::{read_image, unpublish};
+use crate::session::Session;
+use crate::way::Way;
+use baton_abi::layout::{Owner, block};
+use baton_abi::{Cid, Control};
+use baton_handoff::examine::system;
+use baton_handoff::listening::Listening;
+use baton_handoff::{export, shell};
+use baton_image::Image;
+use baton_linux::events::monotonic_micros;
+use baton_linux::{diagnosis, rtnetlink};
+use baton_moves::{Event, Move, Phase, Refusal};
+use baton_protocol::keeper::Kept;
+use baton_protocol::nic::Listen;
+use baton_protocol::program::{Place, Reply};
+use baton_wire::Flow;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+#[cfg(doc)]
+use baton_protocol::program::Ask;
+
+/// Longest accept queue of a listener on the NIC.
+const MOST_WAITING: usize = 128;
+
+/// Time to live of the answers to SYNs, until the connection has a socket (Linux's default).
+const TTL: u8 = 64;
+
+/// A connection that the NIC has made, and that no program has accepted.
+struct Waiting {
+    cid: Cid,
+    image: Image,
+}
+
+/// A listener.
+struct Listener {
+    listening: Listening,
+    limits: Limits,
+    /// The agent's end of the queue's socket, and the programs'.
+    ours: UnixStream,
+    theirs: OwnedFd,
+    /// The sessions that may accept.
+    sessions: BTreeSet<u32>,
+    /// Slots in which the NIC may make connections.
+    granted: Vec<Cid>,
+    waiting: VecDeque<Waiting>,
+    /// The NIC serves it.
+    served: bool,
+}
+
+/// The listeners by number.
+#[derive(Default)]
+pub(crate) struct Listeners {
+    by_id: BTreeMap<u32, Listener>,
+    next: u32,
+}
+
+impl Agent {
+    /// Makes the NIC serve a listening socket for a session's program.
+    pub(crate) fn listen(&mut self, session: u32, fd: BorrowedFd<'_>) -> (Reply, Vec<OwnedFd>) {
+        let listened = self.begin_listening(session, fd);
+        if let Err(refusal) = &listened {
+            let program = self.sessions.get(session as usize).and_then(Option::as_ref).map_or("", |entry| &entry.opening.program);
+            let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
+            self.say_now_and_then(&what);
+        }
+        listened.unwrap_or_else(|refusal| {
+            (Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }, Vec::new())
+        })
+    }
+
+    fn begin_listening(&mut self, session: u32, fd: BorrowedFd<'_>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+        let listening = Listening::read(fd)?;
+        self.can_open()?;
+        let known = self.listeners.by_id.iter().find(|(_, listener)| listener.listening.cookie == listening.cookie);
+        let id = match known.map(|(id, _)| *id) {
+            Some(id) => id,
+            None => {
+                let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
+                ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
+                self.listeners.next += 1;
+                let listener = Listener {
+                    listening: listening.clone(),
+                    limits: Limits::of(fd),
+                    ours,
+                    theirs: theirs.into(),
+                    sessions: BTreeSet::new(),
+                    granted: Vec::new(),
+                    waiting: VecDeque::new(),
+                    served: false,
+                };
+                self.listeners.by_id.insert(self.listeners.next, listener);
+                self.listeners.next
+            }
+        };
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
+        (listener.listening, listener.limits) = (listening, Limits::of(fd));
+        listener.sessions.insert(session);
+        let theirs = listener.theirs.try_clone().map_err(|error| system("dup", &error))?;
+        self.keep_listener(id);
+        self.serve_listener(id)?;
+        Ok((Reply::Listening { listener: id }, vec![theirs]))
+    }
+
+    /// Has the keeper hold a listener for the next agent, as it is now.
+    fn keep_listener(&self, id: u32) {
+        let Some(listener) = self.listeners.by_id.get(&id) else { return };
+        let Ok(written) = postcard::to_stdvec(&(&listener.listening, listener.limits)) else { return };
+        let sessions = listener.sessions.iter().copied().collect();
+        self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
+    }
+
+    /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC makes them
+    /// anew from their clients' next segments, as from SYN cookies.
+    pub(crate) fn inherit_listener(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) -> Option<()> {
+        let Kept::Listener(id, sessions, written) = kept else { return None };
+        let (listening, limits) = postcard::from_bytes(&written).ok()?;
+        let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+        let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
+        let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
+        self.listeners.next = self.listeners.next.max(id);
+        let (granted, waiting) = (Vec::new(), VecDeque::new());
+        let listener = Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };
+        self.listeners.by_id.insert(id, listener);
+        Some(())
+    }
+
+    /// Whether this NIC can make connections at all now.
+    pub(crate) fn can_open(&mut self) -> Result<(), Refusal> {
+        if self.draining {
+            return Err(Refusal::CalledOff);
+        }
+        if !matches!(self.shape, Shape::Inline { .. }) || self.settings.nic.workers != 1 {
+            return Err(Refusal::CannotOpen);
+        }
+        self.guards.pass_openings()
+    }
+
+    /// Describes a listener to the NIC, and grants it slots.
+    fn serve_listener(&mut self, id: u32) -> Result<(), Refusal> {
+        let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
+        let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
+        let own = rtnetlink::addresses(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
+        let (listening, port) = (&listener.listening, listener.listening.local.port());
+        let addresses: Vec<SocketAddr> =
+            own.into_iter().filter(|address| listening.accepts(*address)).map(|address| SocketAddr::new(address, port)).collect();
+        if addresses.is_empty() {
+            return Err(Refusal::OtherInterface(0));
+        }
+        let listen = Listen { id, addresses, receive_limit: listener.limits.receive, mtu: link.mtu, ttl: TTL };
+        self.nic.listen(listen).map_err(|_| Refusal::NicGone)?;
+        listener.served = true;
+        self.grant(id);
+        Ok(())
+    }
+
+    /// Grants the NIC as many slots as a listener's accept queue has room for.
+    fn grant(&mut self, id: u32) {
+        let Some(listener) = self.listeners.by_id.get_mut(&id).filter(|listener| listener.served) else { return };
+        // Linux accepts one more than the backlog says.
+        let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
+        while listener.granted.len() + listener.waiting.len() < room {
+            let Some(cid) = self.nic.take_slot() else { return };
+            // A record that is there is of an earlier occupant.
+            unpublish(&self.hardware.memory, cid.slot());
+            if self.nic.control(Control::Grant, cid, id).is_err() {
+                return self.nic.give_slot(cid);
+            }
+            listener.granted.push(cid);
+        }
+    }
+
+    /// Handles the NIC's message that it has made a connection.
+    pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
+        let image = read_image(&self.hardware.memory, cid);
+        let listener = self.listeners.by_id.get_mut(&id);
+        let Some((listener, image)) = listener.zip(image.ok()) else { return self.drop_made(cid) };
+        listener.granted.retain(|granted| *granted != cid);
+        // An agent that has died may have granted it.
+        self.nic.withhold(cid);
+        // A cookie is accepted once more when the client repeats its first segment after the connection has left the NIC.
+        if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
+            self.drop_made(cid);
+            return self.grant(id);
+        }
+        listener.waiting.push_back(Waiting { cid, image });
+        // It has room for more bytes than connections may wait.
+        let _ = (&listener.ours).write(&[0]);
+    }
+
+    /// Drops a connection that the NIC has made: its frames are the kernel's.
+    pub(crate) fn drop_made(&mut self, cid: Cid) {
+        // A NIC that has died has no slot of it any more.
+        if matches!(self.nic.control(Control::Cancel, cid, 0), Ok(_) | Err(Refusal::NicGone)) {
+            self.nic.give_slot(cid);
+        }
+    }
+
+    /// Gives a session's program the next connection of a listener.
+    pub(crate) fn accept_made(&mut self, session: u32, id: u32) -> (Reply, Vec<OwnedFd>) {
+        // It may be in the ring still.
+        self.handle_nic_messages();
+        let listener = self.listeners.by_id.get_mut(&id).filter(|listener| listener.sessions.contains(&session));
+        let Some(listener) = listener else {
+            return (Reply::Failed { reason: format!("there is no listener {id}") }, Vec::new());
+        };
+        let listening = listener.listening.clone();
+        let Some(waiting) = listener.waiting.pop_front() else {
+            return (Reply::Stayed { reason: "no connection waits".into(), transient: true }, Vec::new());
+        };
+        let accepted = self.take_in(session, &listening, &waiting);
+        if accepted.is_err() {
+            self.drop_made(waiting.cid);
+        }
+        self.grant(id);
+        match accepted {
+            Ok((connection, fd)) => {
+                self.drive(session, connection, Event::Tick);
+                if let Some(connection) = self.connection(session, connection) {
+                    connection.reason = "the NIC made it".into();
+                }
+                (Reply::Accepted { connection }, vec![fd])
+            }
+            Err(refusal) => (Reply::Stayed { reason: refusal.to_string(), transient: true }, Vec::new()),
+        }
+    }
+
+    /// Makes the shell of a connection that the NIC has made, and registers the connection. Its machine hands it off.
+    fn take_in(&mut self, session: u32, listening: &Listening, waiting: &Waiting) -> Result<(u32, OwnedFd), Refusal> {
+        let image = waiting.image;
+        let shown = |endpoint: baton_wire::Endpoint| listening.shown(endpoint.into());
+        let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
+        let fd = listening.socket().map_err(|error| system("socket", &error))?;
+        let saved = self.make_shell(&fd, local, peer, &image)?;
+        let theirs = fd.try_clone().map_err(|error| system("dup", &error))?;
+        let connection = self.new_connection(session, fd, local, peer)?;
+        let (number, serial) = (connection.number, connection.serial);
+        let (_, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        entry.connections.put(Connection { cid: Some(waiting.cid), ..connection });
+        if let Err(refusal) = self.prepare_handoff(session, number, image, saved) {
+            let Some((_, entry)) = self.split(session) else { return Err(refusal) };
+            entry.connections.remove(number);
+            return Err(refusal);
+        }
+        self.keep(&Kept::Connection(session, number), &[theirs.as_fd()]);
+        self.note_registered(session, number, serial);
+        Ok((number, theirs))
+    }
+
+    /// A connection that the NIC makes, with a block that its program cannot use yet.
+    pub(crate) fn new_connection(
+        &mut self,
+        session: u32,
+        fd: OwnedFd,
+        local: SocketAddr,
+        peer: SocketAddr,
+    ) -> Result<Connection, Refusal> {
+        self.has_room_for(fd.as_fd(), 0)?;
+        self.serials += 1;
+        let (serial, draining) = (self.serials, self.draining);
+        let entry = self.sessions.get_mut(session as usize).and_then(Option::as_mut).ok_or(Refusal::NoRoom)?;
+        let (number, process) = (entry.connections.vacant(), entry.process);
+        let open = entry.open.as_ref().ok_or(Refusal::NoRoom)?;
+        if number as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
+            return Err(Refusal::NoRoom);
+        }
+        let block = Block::new(open.memory.clone(), number);
+        block.store(block::BUSY, 0);
+        block.store(block::MOVES, 0);
+        block.store(block::ERROR, 0);
+        block.set_owner(Owner::Moving);
+        let flow = Flow { local: local.into(), remote: peer.into() };
+        let cgroup = self.cgroups.of(process);
+        let made_by = Place::Nic;
+        Ok(Connection {
+            serial,
+            process,
+            cgroup,
+            made_by,
+            stays: draining,
+            ..Connection::new(number, Some(fd), flow, local, peer, block)
+        })
+    }
+
+    /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the journal.
+    /// The kernel gets it instead if the NIC may not have it.
+    pub(crate) fn prepare_handoff(
+        &mut self,
+        session: u32,
+        number: u32,
+        image: Image,
+        saved: shell::Saved,
+    ) -> Result<(), Refusal> {
+        let draining = self.draining;
+        let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
+        let connection = entry.connections.get_mut(number as usize).and_then(Option::as_mut).ok_or(Refusal::Ended)?;
+        let cid = connection.cid.ok_or(Refusal::NoRoom)?;
+        let way = ground.way_of_made(connection, &image);
+        let image = adapt(connection, image, &saved, way.as_ref().ok())?;
+        let limits = Limits::of(connection.fd()?);
+        let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
+        let handed_off_at = monotonic_micros();
+        let journalled = Entry::new(session, number, cid, saved.clone()).copied(&image, memory, handed_off_at);
+        if !journal::write(ground.nic_memory, Phase::Copied, &journalled) {
+            memory::give(open, memory);
+            return Err(Refusal::Filter);
+        }
+        connection.block.set_owner(Owner::Moving);
+        connection.machine = Move::made(way.is_ok() && !draining);
+        let (way, muted, dropped) = (way.ok(), false, None);
+        connection.on_nic = Some(Box::new(OnNic { image, saved, memory, limits, handed_off_at, muted, way, dropped }));
+        Ok(())
+    }
+
+    /// Turns a socket into the shell. A connection with the same 4-tuple that the kernel waits out (TIME-WAIT) gives way: the new
+    /// one's sequence numbers and timestamps lie behind its (RFC 6191).
+    pub(crate) fn make_shell(
+        &self,
+        fd: &OwnedFd,
+        local: SocketAddr,
+        peer: SocketAddr,
+        image: &Image,
+    ) -> Result<shell::Saved, Refusal> {
+        const TIME_WAIT: u8 = 6;
+        let make = || shell::make(fd.as_fd(), local, peer, image.snd_nxt, image.rcv_nxt);
+        match make() {
+            Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
+                let waits = diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok_and(|(state, _)| state == TIME_WAIT);
+                if waits && diagnosis::destroy(&self.diagnosis, &image.flow).is_ok() { make() } else { Err(error) }
+            }
+            made => made,
+        }
+        .map_err(|error| system("connect", &error))
+    }
+
+    /// Ends a session's part in a listener, or in all of them.
+    pub(crate) fn stop_listening(&mut self, session: u32, only: Option<u32>) {
+        let ids: Vec<u32> = self.listeners.by_id.keys().copied().filter(|id| only.is_none_or(|only| only == *id)).collect();
+        for id in ids {
+            let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
+            let left = listener.sessions.remove(&session);
+            if left && !listener.sessions.is_empty() {
+                self.keep_listener(id);
+            } else if left {
+                self.keep(&Kept::ListenerGone(id), &[]);
+                self.withdraw(id);
+                let removed = self.listeners.by_id.remove(&id);
+                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| self.drop_made(waiting.cid));
+            }
+        }
+    }
+
+    /// Takes a listener from the NIC: the kernel gets its clients. Connections that have been made can still be accepted.
+    fn withdraw(&mut self, id: u32) {
+        let _ = self.nic.stop_listening(id);
+        self.handle_nic_messages();
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        listener.served = false;
+        std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
+    }
+
+    /// Takes all listeners from the NIC.
+    pub(crate) fn withdraw_all(&mut self) {
+        for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
+            self.withdraw(id);
+        }
+    }
+
+    /// Examines all listeners anew, since the host's addresses or rules have changed: those that the NIC cannot serve any more are
+    /// the kernel's until it can.
+    pub(crate) fn follow_listeners(&mut self) {
+        let can = self.can_open().is_ok();
+        for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
+            if !can || self.serve_listener(id).is_err() {
+                self.withdraw(id);
+            }
+        }
+    }
+
+    /// Gives the listeners to the next NIC, before frames flow. Connections that wait to be accepted are held there again.
+    pub(crate) fn listen_again(&mut self) {
+        for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
+            let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
+            let waiting = std::mem::take(&mut listener.waiting);
+            std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
+            let mut held = VecDeque::new();
+            for one in waiting {
+                let done =
+                    self.nic.control(Control::Mirror, one.cid, 0).and_then(|_| self.nic.control(Control::Steal, one.cid, 0));
+                if done.is_ok() {
+                    held.push_back(one);
+                }
+            }
+            if let Some(listener) = self.listeners.by_id.get_mut(&id) {
+                listener.waiting = held;
+            }
+            if let Err(refusal) = self.serve_listener(id) {
+                eprintln!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
+            }
+        }
+    }
+}
+
+impl Ground<'_> {
+    /// The way of a connection that the NIC has made. The kernel may not know the next hop's link address, since it has exchanged
+    /// nothing with it: then that from which the NIC was sent the first frames counts.
+    fn way_of_made(&mut self, connection: &Connection, image: &Image) -> Result<Way, Refusal> {
+        match self.way_of(connection) {
+            Err(Refusal::NoNeighbour) => {
+                let (_, route) = self.route_of(connection)?;
+                let hop = route.gateway.unwrap_or(connection.peer.ip().to_canonical());
+                let learnt = rtnetlink::learn_neighbour(self.routes, route.interface, hop, image.link.destination);
+                learnt.map_err(|error| system("RTM_NEWNEIGH", &error))?;
+                self.way_of(connection)
+            }
+            found => found,
+        }
+    }
+}
+
+/// The image of a connection that the NIC has made, with what its socket and its way decide.
+fn adapt(connection: &Connection, mut image: Image, saved: &shell::Saved, way: Option<&Way>) -> Result<Image, Refusal> {
+    export::take_options(connection.fd()?, saved, &mut image).map_err(|error| system("getsockopt", &error))?;
+    if let Some(way) = way {
+        image.link = way.link;
+        image.mtu = way.mtu;
+    }
+    Ok(image)
+}
+
+impl Session {
+    /// Whether its program may have listeners on the NIC.
+    pub(crate) fn may_listen(&self) -> bool {
+        self.open.is_some() && !self.opening.attacher && self.opening.messages.is_none()
+    }
+}

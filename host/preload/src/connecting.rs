@@ -1,0 +1,111 @@
+//! connect(2) by the NIC (`--offload full`).
+//!
+//! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to send, so that
+//! every way of waiting for it works: it becomes writable when it is open, and reports an error when it could not be opened.
+
+use crate::process;
+use crate::tcp::Tcp;
+use crate::wait::{self, Want};
+use crate::{real, thread};
+use baton_abi::layout::Owner;
+use libc::{c_int, sockaddr, socklen_t};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+
+/// Reads the program's address. None if it is no unicast address by which the NIC could reach anybody.
+///
+/// # Safety
+/// `address` must point to `length` bytes.
+unsafe fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
+    let length = length as usize;
+    if address.is_null() || length < size_of::<libc::sockaddr_in>() {
+        return None;
+    }
+    // SAFETY: this function's `# Safety`; the family comes first, and the length is checked before more is read.
+    let parsed: SocketAddr = unsafe {
+        match c_int::from((*address).sa_family) {
+            libc::AF_INET => {
+                let v4 = address.cast::<libc::sockaddr_in>().read_unaligned();
+                (Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)), u16::from_be(v4.sin_port)).into()
+            }
+            libc::AF_INET6 if length >= size_of::<libc::sockaddr_in6>() => {
+                let v6 = address.cast::<libc::sockaddr_in6>().read_unaligned();
+                let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+                SocketAddrV6::new(ip, u16::from_be(v6.sin6_port), 0, v6.sin6_scope_id).into()
+            }
+            _ => return None,
+        }
+    };
+    let ip = parsed.ip().to_canonical();
+    let link_local = matches!(ip, std::net::IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let reachable = !ip.is_loopback() && !ip.is_unspecified() && !ip.is_multicast() && !link_local && parsed.port() != 0;
+    reachable.then_some(parsed)
+}
+
+/// connect(2) by the NIC. None if the kernel has to do it.
+///
+/// # Safety
+/// As connect(2).
+pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const sockaddr, length: socklen_t) -> Option<c_int> {
+    if !process::plan().is_some_and(process::Plan::is_full) || tcp.listens() {
+        return None;
+    }
+    // SAFETY: this function's `# Safety` is connect(2)'s.
+    let peer = unsafe { parse(address, length) };
+    if let Some((connection, session)) = tcp.managed() {
+        if connection.owner() == Owner::Nic && connection.is_opening() {
+            return peer.map(|_| thread::fail(libc::EALREADY) as c_int);
+        }
+        session.shared.catch_up(thread::token());
+        if connection.owner() != Owner::Nic || connection.ended().is_none_or(|error| error == 0) {
+            return None;
+        }
+        tcp.forget_failed();
+    }
+    let errno = thread::errno();
+    if !tcp.open_by_nic(fd, peer?) {
+        thread::set_errno(errno);
+        return None;
+    }
+    // SAFETY: F_GETFL takes no pointer.
+    if unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0 {
+        return Some(thread::fail(libc::EINPROGRESS) as c_int);
+    }
+    Some(match finish(tcp, fd) {
+        Ok(()) => {
+            thread::set_errno(errno);
+            0
+        }
+        Err(number) => thread::fail(number) as c_int,
+    })
+}
+
+/// Waits until a connection is open. Err with errno.
+fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
+    let deadline = crate::io::deadline(fd, libc::SO_SNDTIMEO);
+    loop {
+        let Some(owner) = tcp.settled_owner() else { return Err(libc::ECONNABORTED) };
+        let Some((connection, session)) = tcp.managed() else { continue };
+        session.shared.catch_up(thread::token());
+        if owner == Owner::Nic {
+            let readiness = session.shared.readiness(connection, thread::token());
+            if readiness.ended.is_some_and(|error| error != 0) {
+                return Err(connection.take_error() as c_int);
+            }
+            if readiness.room > 0 || readiness.fin {
+                return Ok(());
+            }
+        } else if wait::reports_now(fd, libc::POLLOUT) {
+            // The kernel has opened it in the NIC's place.
+            return match crate::options::kernels(fd, libc::SOL_SOCKET, libc::SO_ERROR) {
+                None | Some(0) => Ok(()),
+                Some(error) => Err(error),
+            };
+        }
+        match wait::block(tcp, fd, Want::Send, deadline) {
+            Ok(()) => {}
+            // Linux reports an operation that goes on.
+            Err(libc::EAGAIN) => return Err(libc::EINPROGRESS),
+            Err(number) => return Err(number),
+        }
+    }
+}

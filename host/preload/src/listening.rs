@@ -1,0 +1,242 @@
+//! Listening sockets whose connections the NIC makes (`--offload full`).
+//!
+//! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is counted by a
+//! second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it beside the listener, with the
+//! program's own data, and accept(2) looks there first. The agent is asked for the queue when the process first waits for the
+//! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it.
+
+use crate::process::{self, Session};
+use crate::tcp::{self, Tcp};
+use crate::{real, table, thread, wait};
+use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
+use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::sync::{Mutex, PoisonError};
+
+/// The queue of a listener. Never freed.
+pub(crate) struct Queue {
+    fd: c_int,
+    listener: u32,
+    session: &'static Session,
+}
+
+/// A connection that was accepted.
+pub(crate) enum Accepted {
+    /// The kernel's: a descriptor, or -1 with errno.
+    Kernel(c_int),
+    /// One that the NIC has made: its descriptor and its socket, which is in this session.
+    Nic(c_int, &'static Tcp, &'static Session),
+}
+
+/// Descriptors of queues.
+static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+/// Whether a descriptor is a queue's.
+pub(crate) fn is_ours(fd: c_int) -> bool {
+    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+}
+
+fn ours() -> std::sync::MutexGuard<'static, Vec<c_int>> {
+    OURS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The queue of a listener that the process is about to wait for; asks the agent for it the first time.
+fn queue_of(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
+    if !process::plan().is_some_and(process::Plan::is_full) {
+        return None;
+    }
+    match tcp.queue() {
+        Some(queue) => Some(queue),
+        None => ask(tcp, fd),
+    }
+}
+
+#[cold]
+fn ask(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
+    let errno = thread::errno();
+    let session = process::open_session();
+    // SAFETY: the program's descriptor, open during its own call.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    let listened = session.and_then(|session| Some((session, session.shared.listen(borrowed).ok()?)));
+    let queue = listened.map(|(session, (listener, queue))| {
+        let queue = process::lift(queue.into_raw_fd());
+        ours().push(queue);
+        &*Box::leak(Box::new(Queue { fd: queue, listener, session }))
+    });
+    if let Some(last) = queue.and_then(|queue| tcp.set_queue(Some(queue))) {
+        // Another thread has asked at the same time.
+        drop_queue(last);
+    }
+    thread::set_errno(errno);
+    queue
+}
+
+/// Reports changed options of a listener, which its connections inherit, to the agent.
+pub(crate) fn refresh(tcp: &Tcp, fd: c_int) {
+    if let Some(queue) = tcp.queue() {
+        let errno = thread::errno();
+        // SAFETY: the program's descriptor, open during its own call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        // A listener that the NIC cannot serve any more is the kernel's; its queue stays empty.
+        let _ = queue.session.shared.listen(borrowed);
+        thread::set_errno(errno);
+    }
+}
+
+fn drop_queue(queue: &'static Queue) {
+    ours().retain(|fd| *fd != queue.fd);
+    // SAFETY: the queue's descriptor is this library's own, and nobody uses it any more.
+    unsafe { real::close(queue.fd) };
+}
+
+/// Handles the closing of a listener's last descriptor.
+pub(crate) fn close(tcp: &Tcp) {
+    if let Some(queue) = tcp.set_queue(None) {
+        drop_queue(queue);
+        let errno = thread::errno();
+        let _ = queue.session.shared.stop_listening(queue.listener);
+        thread::set_errno(errno);
+    }
+}
+
+fn listeners() -> impl Iterator<Item = &'static Tcp> {
+    table::known(0, u32::MAX).filter_map(|(_, file)| match file {
+        table::File::Tcp(tcp) if tcp.queue().is_some() => Some(tcp),
+        _ => None,
+    })
+}
+
+/// Drops all queues, since their session has ended.
+pub(crate) fn leave() {
+    listeners().filter_map(|tcp| tcp.set_queue(None)).for_each(drop_queue);
+}
+
+/// Drops the parent's queues in a child of fork: the child has a session of its own.
+pub(crate) fn forget_inherited() {
+    // If a thread of the parent held this lock during the fork, it is never released here.
+    let Ok(mut ours) = OURS.try_lock() else { return };
+    for fd in std::mem::take(&mut *ours) {
+        // SAFETY: this copy of the descriptor is the child's own.
+        unsafe { real::close(fd) };
+    }
+}
+
+/// Whether a byte was read from a queue, so that a connection waits.
+fn take_byte(queue: &Queue) -> bool {
+    let mut byte = 0u8;
+    let errno = thread::errno();
+    // SAFETY: the buffer is one live byte.
+    let got = unsafe { real::recv(queue.fd, (&raw mut byte).cast(), 1, libc::MSG_DONTWAIT) };
+    thread::set_errno(errno);
+    got == 1
+}
+
+fn take(queue: &'static Queue) -> Option<Accepted> {
+    if process::is_closed() || !take_byte(queue) {
+        return None;
+    }
+    let errno = thread::errno();
+    let mut made = None;
+    let accepted = queue.session.shared.accept(queue.listener, thread::token(), |fd| {
+        let fd = fd.into_raw_fd();
+        let tcp = tcp::new(fd);
+        made = Some(Accepted::Nic(fd, tcp, queue.session));
+        tcp.connection_of(queue.session)
+    });
+    thread::set_errno(errno);
+    accepted.ok().flatten().and(made)
+}
+
+/// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the NIC makes none
+/// for it.
+pub(crate) fn accept(tcp: &Tcp, fd: c_int, native: impl Fn() -> c_int) -> Option<Accepted> {
+    // SAFETY: F_GETFL takes no pointer.
+    let blocks = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK == 0;
+    // One that does not block is waited for elsewhere: the queue is asked for there.
+    let queue = if blocks { queue_of(tcp, fd) } else { tcp.queue() }?;
+    let deadline = crate::io::deadline(fd, libc::SO_RCVTIMEO);
+    loop {
+        if let Some(accepted) = take(queue) {
+            return Some(accepted);
+        }
+        if !blocks || wait::reports_now(fd, libc::POLLIN) {
+            return Some(Accepted::Kernel(native()));
+        }
+        if let Err(errno) = sleep(queue, fd, deadline) {
+            return Some(Accepted::Kernel(thread::fail(errno) as c_int));
+        }
+    }
+}
+
+/// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does
+/// not restart calls.
+fn sleep(queue: &Queue, fd: c_int, deadline: Option<u64>) -> Result<(), c_int> {
+    let mut fds = [fd, queue.fd].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
+    let left =
+        deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
+    // SAFETY: two live entries.
+    let got = unsafe { real::poll(fds.as_mut_ptr(), 2, left) };
+    match got {
+        0 => Err(libc::EAGAIN),
+        -1 if thread::errno() == libc::EINTR && deadline.is_none() && wait::handlers_restart() => Ok(()),
+        -1 => Err(thread::errno()),
+        _ => {
+            if fds[1].revents & libc::POLLHUP != 0 {
+                queue.session.leave_if_over();
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address.
+///
+/// # Safety
+/// As accept4(2).
+pub(crate) unsafe fn finish(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) {
+    let errno = thread::errno();
+    // SAFETY: neither command takes a pointer; the last call has the program's own arguments (`# Safety`).
+    unsafe {
+        if flags & libc::SOCK_CLOEXEC == 0 {
+            real::fcntl(fd, libc::F_SETFD, 0);
+        }
+        if flags & libc::SOCK_NONBLOCK != 0 {
+            let now = real::fcntl(fd, libc::F_GETFL, 0);
+            real::fcntl(fd, libc::F_SETFL, (now | libc::O_NONBLOCK) as libc::c_ulong);
+        }
+        if !address.is_null() {
+            real::getpeername(fd, address, length);
+        }
+    }
+    thread::set_errno(errno);
+}
+
+/// The queues of those of the program's descriptors that are listeners, each with the listener's index.
+pub(crate) fn queues(fds: &[pollfd]) -> Vec<(usize, c_int)> {
+    let wanted = |entry: &&pollfd| entry.events & (libc::POLLIN | libc::POLLRDNORM) != 0;
+    let listeners = fds.iter().enumerate().filter(|(_, entry)| wanted(entry));
+    let queue = |(at, entry): (usize, &pollfd)| {
+        let tcp = table::tcp(entry.fd).filter(|tcp| tcp.listens())?;
+        Some((at, queue_of(tcp, entry.fd)?.fd))
+    };
+    listeners.filter_map(queue).collect()
+}
+
+/// Makes an epoll set watch a listener's queue as it watches the listener.
+///
+/// # Safety
+/// As epoll_ctl(2).
+pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) {
+    let Some(tcp) = table::tcp(fd).filter(|tcp| tcp.listens()) else { return };
+    let queue = if operation == libc::EPOLL_CTL_DEL { tcp.queue() } else { queue_of(tcp, fd) };
+    let Some(queue) = queue else { return };
+    let errno = thread::errno();
+    // SAFETY: this function's `# Safety` is epoll_ctl(2)'s.
+    unsafe {
+        let done = real::epoll_ctl(set, operation, queue.fd, event);
+        if done < 0 && operation == libc::EPOLL_CTL_MOD {
+            // The listener was added before it had a queue.
+            real::epoll_ctl(set, libc::EPOLL_CTL_ADD, queue.fd, event);
+        }
+    }
+    thread::set_errno(errno);
+}

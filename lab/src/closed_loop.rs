@@ -1,0 +1,154 @@
+//! Loads from ordinary sockets: requests that each wait for the answers before, or one direction as fast as it goes. They count
+//! while they run, so that any stretch of them can be measured.
+
+use anyhow::{Context, Result, ensure};
+use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use baton_linux::socket;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// What a load shares with whoever measures it.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Requests answered, or bytes transferred.
+    pub done: AtomicU64,
+    /// Whether waiting times are recorded.
+    pub timing: AtomicBool,
+    /// Waiting times in microseconds.
+    pub times: Mutex<Vec<u32>>,
+    /// Whether the load is to end.
+    pub stop: AtomicBool,
+}
+
+/// Requests of one kind, whose answers all have one length.
+#[derive(Clone, Debug)]
+pub struct Requests {
+    /// Connections.
+    pub connections: usize,
+    /// Requests that are sent at once on a connection.
+    pub depth: usize,
+    /// One request.
+    pub request: Vec<u8>,
+    /// Bytes of an answer.
+    pub answer: usize,
+}
+
+/// Sends one request and returns the number of bytes of its answer, as `complete` finds it.
+///
+/// # Errors
+/// If the server does not answer.
+pub fn answer_length(server: SocketAddr, request: &[u8], complete: impl Fn(&[u8]) -> Option<usize>) -> Result<usize> {
+    let mut stream = TcpStream::connect_timeout(&server, Duration::from_secs(10)).context("connecting to the server")?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    stream.write_all(request)?;
+    let (mut received, mut buffer) = (Vec::new(), [0u8; 4096]);
+    loop {
+        let got = stream.read(&mut buffer).context("waiting for the server's first answer")?;
+        ensure!(got > 0, "the server closed the connection: {:?}", String::from_utf8_lossy(&received));
+        received.extend_from_slice(&buffer[..got]);
+        if let Some(length) = complete(&received) {
+            return Ok(length);
+        }
+    }
+}
+
+fn connect(server: SocketAddr) -> Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(&server, Duration::from_secs(10)).context("connecting to the server")?;
+    socket::use_cubic(stream.as_fd())?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+struct Client {
+    socket: TcpStream,
+    since: u64,
+    /// Bytes of answers that are still to come.
+    missing: usize,
+}
+
+impl Requests {
+    /// Runs until it is told to stop.
+    ///
+    /// # Errors
+    /// If a connection breaks or an answer is too long.
+    pub fn run(&self, server: SocketAddr, progress: &Progress) -> Result<()> {
+        let batch = self.request.repeat(self.depth);
+        let poller = Poller::new()?;
+        let mut clients = Vec::new();
+        for at in 0..self.connections {
+            let socket = connect(server)?;
+            socket.set_nonblocking(true)?;
+            poller.add(socket.as_fd(), at as u64, Trigger::Edge)?;
+            clients.push(Client { socket, since: 0, missing: 0 });
+        }
+        for client in &mut clients {
+            self.ask(client, &batch)?;
+        }
+        let (mut tokens, mut buffer) = (Vec::new(), vec![0u8; 1 << 16]);
+        let mut times = Vec::new();
+        while !progress.stop.load(Ordering::Relaxed) {
+            poller.wait(Some(Duration::from_millis(20)), &mut tokens)?;
+            for token in tokens.drain(..) {
+                let client = &mut clients[token as usize];
+                if self.answered(client, &mut buffer)? {
+                    progress.done.fetch_add(self.depth as u64, Ordering::Relaxed);
+                    times.push((monotonic_micros() - client.since) as u32);
+                    self.ask(client, &batch)?;
+                }
+            }
+            if !progress.timing.load(Ordering::Relaxed) {
+                times.clear();
+            } else if times.len() > 1024
+                && let Ok(mut all) = progress.times.lock()
+            {
+                all.append(&mut times);
+            }
+        }
+        Ok(())
+    }
+
+    fn ask(&self, client: &mut Client, batch: &[u8]) -> Result<()> {
+        (client.since, client.missing) = (monotonic_micros(), self.answer * self.depth);
+        let sent = socket::send(client.socket.as_fd(), batch).context("sending a request")?;
+        ensure!(sent == batch.len(), "requests do not fit the send queue");
+        Ok(())
+    }
+
+    /// Reads what has come. Whether nothing is missing any more.
+    fn answered(&self, client: &mut Client, buffer: &mut [u8]) -> Result<bool> {
+        while client.missing > 0 {
+            match socket::receive(client.socket.as_fd(), buffer) {
+                Ok(0) => anyhow::bail!("the server closed a connection"),
+                Ok(got) => {
+                    ensure!(got <= client.missing, "an answer is longer than the first one was");
+                    client.missing -= got;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error).context("a connection broke"),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Sends or receives on one connection until it is told to stop, or the other side ends.
+///
+/// # Errors
+/// If it cannot connect, or the connection breaks before it is told to stop.
+pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<()> {
+    socket::use_cubic(stream.as_fd())?;
+    let mut buffer = vec![0x5a; 1 << 17];
+    while !progress.stop.load(Ordering::Relaxed) {
+        let moved = if sends { stream.write(&buffer) } else { stream.read(&mut buffer) };
+        match moved {
+            Ok(0) => break,
+            Ok(count) => progress.done.fetch_add(count as u64, Ordering::Relaxed),
+            Err(error) => return Err(error).context("the connection broke"),
+        };
+    }
+    Ok(())
+}

@@ -1,0 +1,170 @@
+//! What a worker without work does: it polls on, naps, or sleeps until it is woken.
+//!
+//! A worker that sleeps is woken by the next frame or message, which costs it and whoever wakes it some microseconds each. Under
+//! load the next ones come anyway. So the worker naps for a short time instead, in which nobody has to wake it, and then takes
+//! all that has come at once; so do the programs and peers behind it. A nap would only delay a load that waits for the worker's
+//! answer before it goes on, so naps go on only while each of them brings several frames.
+
+/// Microseconds of a nap.
+pub(crate) const NAP: u64 = 50;
+/// Least number of frames that a nap must bring for the next one.
+const ENOUGH: u64 = 3;
+/// The period over which frames are counted while the worker polls or sleeps, and the longest average interval of frames with
+/// which it tries a nap, microseconds.
+const PERIOD: u64 = 250;
+const INTERVAL: u64 = 25;
+/// Microseconds until the next try after a nap that brought too little.
+const PAUSE: u64 = 20_000;
+
+/// Least microseconds of polling without work.
+const LEAST_SPIN: u64 = 2;
+
+/// What to do now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Idle {
+    /// Look for work again at once.
+    Poll,
+    /// Sleep for [`NAP`] at most, without being woken.
+    Nap,
+    /// Sleep until woken.
+    Sleep,
+}
+
+/// A worker's recent load. Times are in microseconds.
+#[derive(Debug)]
+pub(crate) struct Rest {
+    /// How long it polls without work at most, and now.
+    longest_spin: u64,
+    spin: u64,
+    idle_since: u64,
+    /// Whether there has been a round without work since then.
+    idled: bool,
+    /// Number of frames at the last nap's begin, or at the period's.
+    frames: u64,
+    napping: bool,
+    period_began: u64,
+    next_try: u64,
+}
+
+impl Rest {
+    pub fn new(spin: u64, now: u64) -> Rest {
+        Rest {
+            longest_spin: spin,
+            spin,
+            idle_since: now,
+            idled: false,
+            frames: 0,
+            napping: false,
+            period_began: now,
+            next_try: now,
+        }
+    }
+
+    /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it had to
+    /// wait, if that is short; if it had to wait long, it polls for half as long the next time.
+    pub fn worked(&mut self, now: u64) {
+        if std::mem::take(&mut self.idled) {
+            let waited = now - self.idle_since;
+            self.spin =
+                if waited <= self.longest_spin / 2 { (self.spin - self.spin / 16).max(2 * waited) } else { self.spin / 2 };
+            self.spin = self.spin.max(LEAST_SPIN).min(self.longest_spin);
+        }
+        self.idle_since = now;
+    }
+
+    /// What to do after a round without work. `frames` is the number of frames so far, in either direction.
+    pub fn idle(&mut self, now: u64, frames: u64) -> Idle {
+        self.idled = true;
+        let fresh = frames.wrapping_sub(self.frames);
+        if self.napping {
+            self.frames = frames;
+            if fresh >= ENOUGH {
+                return Idle::Nap;
+            }
+            (self.napping, self.period_began, self.next_try) = (false, now, now + PAUSE);
+        } else if now - self.period_began >= PERIOD {
+            let busy = fresh * INTERVAL >= now - self.period_began;
+            (self.frames, self.period_began) = (frames, now);
+            if busy && now >= self.next_try {
+                self.napping = true;
+                return Idle::Nap;
+            }
+        }
+        if now - self.idle_since > self.spin { Idle::Sleep } else { Idle::Poll }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_load_the_worker_polls_and_then_sleeps() {
+        let mut rest = Rest::new(100, 0);
+        assert_eq!([10, 100, 101, 5000].map(|now| rest.idle(now, 0)), [Idle::Poll, Idle::Poll, Idle::Sleep, Idle::Sleep]);
+        rest.worked(5000);
+        assert_eq!(rest.idle(5040, 1), Idle::Poll);
+    }
+
+    #[test]
+    fn polling_lasts_as_long_as_it_pays() {
+        let (mut rest, mut now) = (Rest::new(100, 0), 0);
+        // How long it polls before it sleeps, when work comes every `gap` microseconds.
+        let mut polls = |gap: u64| {
+            let mut sleeps = 0;
+            for _ in 0..50 {
+                sleeps = (1..=gap).find(|waited| rest.idle(now + waited, 0) == Idle::Sleep).unwrap_or(gap);
+                now += gap;
+                rest.worked(now);
+            }
+            sleeps
+        };
+        assert_eq!([polls(1000), polls(10), polls(25), polls(60)], [3, 10, 25, 3]);
+    }
+
+    /// The numbers of naps and of frames in a second of a load that has `most` frames under way at a time, each of which comes
+    /// `delay` microseconds after the worker handled the one before.
+    fn load(most: u64, delay: u64) -> (usize, u64) {
+        let (mut rest, mut naps, mut frames, mut now) = (Rest::new(100, 0), 0, 0, 0);
+        let mut arrivals: Vec<u64> = (0..most).map(|number| number * delay / most).collect();
+        while now < 1_000_000 {
+            let mut worked = false;
+            for at in arrivals.iter_mut().filter(|at| **at <= now) {
+                (*at, worked) = (now + delay, true);
+                frames += 1;
+            }
+            if worked {
+                rest.worked(now);
+            } else if rest.idle(now, frames) == Idle::Nap {
+                naps += 1;
+                now += NAP;
+            }
+            now += 1;
+        }
+        (naps, frames)
+    }
+
+    #[test]
+    fn a_load_of_many_gets_naps() {
+        assert!(load(64, 300).0 > 10_000);
+    }
+
+    #[test]
+    fn a_load_that_waits_for_each_answer_is_hardly_delayed() {
+        let (naps, frames) = load(1, 9);
+        assert!(naps < 60 && frames > 95_000, "{naps} {frames}");
+    }
+
+    #[test]
+    fn naps_end_with_the_load() {
+        let mut rest = Rest::new(100, 0);
+        let mut frames = 0;
+        for now in (0..10_000).step_by(60) {
+            frames += 10;
+            rest.worked(now);
+            rest.idle(now, frames);
+        }
+        assert_ne!(rest.idle(10_000, frames), Idle::Nap);
+        assert_eq!(rest.idle(10_101, frames), Idle::Sleep);
+    }
+}

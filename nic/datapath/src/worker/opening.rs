@@ -1,0 +1,292 @@
+//! Connections that the NIC makes itself: the handshakes of listeners' clients.
+//!
+//! A connection that has been made is an image in a slot, and its frames are held there, as for a connection that has just left
+//! the kernel. The agent hands it off from there. What does not belong to a handshake goes to the kernel, which has the listening
+//! socket, too.
+
+use super::Worker;
+use super::connections::Wheel;
+use crate::custody::{Custody, Refusal, Slot};
+use crate::held::HeldFrames;
+use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
+use baton_abi::layout::{Counter, nic, slot as at};
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_device::{Checksum, Device};
+use baton_image::{Image, MAX_ENCODED};
+use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
+use baton_wire::frame::Link;
+use baton_wire::{Flags, FlowKey, TcpFrame};
+
+/// Offsets of the addresses in an Ethernet header.
+const DESTINATION: core::ops::Range<usize> = 0..6;
+const SOURCE: core::ops::Range<usize> = 6..12;
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots.
+    pub fn listen(&mut self, settings: ListenerSettings) {
+        self.listeners.add(settings);
+    }
+
+    /// Removes a listener: its clients are the kernel's.
+    pub fn stop_listening(&mut self, id: u32) {
+        self.listeners.remove(id);
+    }
+
+    /// Accepts a slot for a connection with a client of listener `id`.
+    pub(super) fn grant(&mut self, cid: Cid, id: u32) -> Result<u32, Refusal> {
+        if self.connections.slots[cid.slot() as usize].is_some() {
+            return Err(Refusal::WrongState);
+        }
+        self.listeners.get_mut(id).ok_or(Refusal::NotYours)?.granted.push(cid);
+        Ok(0)
+    }
+
+    /// Takes a segment from the wire that belongs to no connection on the NIC, if it is part of a handshake with a listener.
+    #[cold]
+    pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
+        let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
+        let (id, full) = (listener.settings.id, listener.granted.is_empty());
+        if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
+            self.counters.add(Counter::BadChecksum, 1);
+            return true;
+        }
+        let segment = Segment::from(parsed);
+        let known = self.listeners.find(&FlowKey::from(&parsed.flow));
+        let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
+        let is_ack = segment.flags.contains(Flags::ACK) && !segment.flags.intersects(Flags::SYN | Flags::RST);
+        if full && (is_syn || is_ack && known.is_some()) {
+            // The client sends it again.
+            self.counters.add(Counter::AcceptQueueFull, 1);
+            return true;
+        }
+        match known {
+            Some(index) => self.continue_handshake(index, &segment, parsed, now),
+            None if is_syn => {
+                self.begin_handshake(id, &segment, parsed, now);
+                true
+            }
+            None => is_ack && !full && self.take_cookie(id, &segment, parsed, now),
+        }
+    }
+
+    /// Answers a SYN.
+    fn begin_handshake(&mut self, id: u32, syn: &Segment, parsed: &TcpFrame, now: Instant) {
+        let Some(listener) = self.listeners.at(&parsed.flow.local) else { return };
+        let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
+        let numbers = self.listeners.secret.answer(&parsed.flow, syn, now);
+        let Some(tcp) = Connection::accept(config, syn, numbers.isn, numbers.ts_offset, now) else { return };
+        let mut opening = Opening { tcp, flow: parsed.flow, link: self.way_back(ttl) };
+        self.output.send_handshake(&mut opening, &self.counters, now);
+        if self.listeners.remember(id, opening, now).is_none() {
+            self.counters.add(Counter::SynCookies, 1);
+        }
+        self.wake_at(self.listeners.due());
+    }
+
+    /// The link header of an answer to the frame that is being processed.
+    fn way_back(&self, ttl: u8) -> Link {
+        let bytes = self.frame.bytes();
+        let address = |range| <[u8; 6]>::try_from(&bytes[range]).unwrap_or_default();
+        let interface = if self.settings.beside { self.frame.interface } else { 0 };
+        Link { source: address(DESTINATION), destination: address(SOURCE), ttl, tos: 0, flow_label: 0, interface }
+    }
+
+    /// Processes a segment of a handshake that is remembered. False, and the handshake is forgotten, if it acknowledges what the
+    /// NIC has not sent: the kernel may have a connection of this 4-tuple.
+    fn continue_handshake(&mut self, index: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
+        let Some(handshake) = self.listeners.handshake(index) else { return false };
+        let tcp = &mut handshake.opening.tcp;
+        if segment.flags.contains(Flags::ACK) && segment.ack != tcp.snd_nxt() {
+            self.listeners.forget(index);
+            return false;
+        }
+        tcp.input(&without_data(segment), now);
+        match tcp.state() {
+            State::SynReceived => {
+                self.output.send_handshake(&mut handshake.opening, &self.counters, now);
+                return true;
+            }
+            State::Closed => {
+                self.listeners.forget(index);
+                return true;
+            }
+            _ => {}
+        }
+        if let Some(handshake) = self.listeners.forget(index) {
+            self.finish_handshake(handshake.listener, &handshake.opening, parsed, false, now);
+        }
+        true
+    }
+
+    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered. False if it is none.
+    fn take_cookie(&mut self, id: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
+        if !self.listeners.accepts_cookies(now) {
+            return false;
+        }
+        let Some((syn, numbers)) = self.listeners.secret.syn_of(&parsed.flow, segment, now) else { return false };
+        let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
+        let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
+        let Some(mut tcp) = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now) else { return false };
+        // The answer that was sent already.
+        let _ = tcp.poll_transmit(now, 0);
+        tcp.input(&without_data(segment), now);
+        let opening = Opening { tcp, flow: parsed.flow, link: self.way_back(ttl) };
+        self.finish_handshake(id, &opening, parsed, true, now);
+        true
+    }
+
+    /// Puts a connection that has been made into one of the listener's slots, and notifies the agent. Data that came with the
+    /// last segment of the handshake is held with it.
+    fn finish_handshake(&mut self, id: u32, opening: &Opening, parsed: &TcpFrame, by_cookie: bool, now: Instant) {
+        let Some(cid) = self.listeners.get_mut(id).and_then(|listener| listener.granted.pop()) else { return };
+        if !self.write_image(cid, opening, by_cookie, now) {
+            return;
+        }
+        let key = FlowKey::from(&opening.flow);
+        let mut held = HeldFrames::default();
+        if parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN) {
+            held.push(parsed, &self.frame);
+        }
+        let slot = Slot { key, cid, flow: opening.flow, custody: Custody::Held, held, scheduled: u64::MAX, dirty: false };
+        self.connections.slots[cid.slot() as usize] = Some(slot);
+        self.connections.lookup.insert(&key, cid.slot());
+        self.connections.count += 1;
+        self.count_connections();
+        self.counters.add(Counter::Made, 1);
+        self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, id, u32::from(by_cookie)));
+    }
+
+    /// Writes the image and the 4-tuple of a connection that has been made into its slot. Returns whether it could.
+    fn write_image(&self, cid: Cid, opening: &Opening, by_cookie: bool, now: Instant) -> bool {
+        let template = Image { link: opening.link, ..Image::open(opening.flow) };
+        let Some(mut image) = opening.tcp.to_image(&template, now) else { return false };
+        if by_cookie {
+            // When the SYN-ACK was sent is not known.
+            (image.srtt, image.rttvar, image.min_rtt) = (0, 0, 0);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        let encoded = image.encode(&mut bytes).is_ok();
+        let base = nic::slot(cid.slot());
+        let _ = self.nic_memory.write(base + at::FLOW, &opening.flow.to_bytes());
+        let _ = self.nic_memory.write(base + at::IMAGE, &bytes);
+        encoded
+    }
+
+    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5).
+    pub(super) fn connect(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        let index = cid.slot();
+        if self.connections.slots[index as usize].is_some() {
+            return Err(Refusal::WrongState);
+        }
+        let mut bytes = [0u8; MAX_ENCODED];
+        let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
+        let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
+        let (flow, key) = (image.flow, FlowKey::from(&image.flow));
+        if self.connections.find(&key).is_some() {
+            return Err(Refusal::AlreadyHere);
+        }
+        let config = Config {
+            receive_buffer: FIRST_WINDOW,
+            receive_limit: self.limits(index)[0],
+            mtu: image.mtu,
+            ip_header: if flow.is_v4() { 20 } else { 40 },
+            ..Config::default()
+        };
+        let numbers = self.listeners.secret.numbers(&flow, now);
+        let tcp = Connection::connect(config, numbers.isn, numbers.ts_offset, now);
+        let mut opening = Box::new(Opening { tcp, flow, link: image.link });
+        self.output.send_handshake(&mut opening, &self.counters, now);
+        let (custody, held) = (Custody::Opening(opening), HeldFrames::default());
+        self.connections.slots[index as usize] = Some(Slot { key, cid, flow, custody, held, scheduled: u64::MAX, dirty: false });
+        self.connections.lookup.insert(&key, index);
+        self.connections.count += 1;
+        self.follow_opening(index);
+        Ok(0)
+    }
+
+    /// Enters the time-out of a connection that is being opened into the wheel.
+    fn follow_opening(&mut self, index: u32) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &slot.custody else { return };
+        let wanted = opening.tcp.next_timeout();
+        if wanted != Instant::NEVER && Wheel::tick_of(wanted.0) < slot.scheduled {
+            slot.scheduled = self.connections.wheel.enter(index, wanted.0);
+            self.due = self.due.min(self.connections.wheel.next_tick());
+        }
+    }
+
+    /// Sends the SYN of a connection that is being opened once more, or gives it up.
+    pub(super) fn expire_opening(&mut self, index: u32, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &mut slot.custody else { return };
+        if opening.tcp.next_timeout() <= now {
+            opening.tcp.on_timeout(now);
+            self.output.send_handshake(opening, &self.counters, now);
+        }
+        self.settle_opening(index, now);
+    }
+
+    /// Processes a segment of a connection that is being opened. Data that comes with the last one is held.
+    pub(super) fn continue_opening(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Opening(opening) = &mut slot.custody else { return };
+        opening.tcp.input(&without_data(&Segment::from(parsed)), now);
+        self.output.send_handshake(opening, &self.counters, now);
+        let is_open = opening.tcp.state() == State::Established;
+        if is_open && (parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN)) {
+            slot.held.push(parsed, &self.frame);
+        }
+        self.settle_opening(index, now);
+    }
+
+    /// Notifies the agent if a connection that is being opened is open, or has failed.
+    fn settle_opening(&mut self, index: u32, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let (Custody::Opening(opening), cid) = (&mut slot.custody, slot.cid) else { return };
+        match opening.tcp.state() {
+            State::Established => {
+                let Custody::Opening(opening) = std::mem::replace(&mut slot.custody, Custody::Held) else { return };
+                if self.write_image(cid, &opening, false, now) {
+                    self.counters.add(Counter::Made, 1);
+                    self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, 0, 0));
+                }
+            }
+            State::Closed => {
+                let error = error_of(&opening.tcp);
+                self.remove_slot(cid);
+                self.count_connections();
+                self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
+            }
+            _ => self.follow_opening(index),
+        }
+    }
+
+    /// Sends SYN-ACKs again that were not acknowledged in time.
+    pub(super) fn expire_handshakes(&mut self, now: Instant) {
+        if self.listeners.due() > now.0 {
+            return;
+        }
+        for index in self.listeners.expired(now) {
+            let Some(handshake) = self.listeners.handshake(index) else { continue };
+            handshake.opening.tcp.on_timeout(now);
+            if handshake.opening.tcp.state() == State::Closed {
+                self.listeners.forget(index);
+            } else {
+                self.output.send_handshake(&mut handshake.opening, &self.counters, now);
+            }
+        }
+        self.listeners.set_due();
+    }
+}
+
+/// Linux's error number for a connection that could not be opened.
+fn error_of(tcp: &Connection) -> u32 {
+    const ETIMEDOUT: u32 = 110;
+    const ECONNREFUSED: u32 = 111;
+    if tcp.end_reason() == Some(EndReason::Refused) { ECONNREFUSED } else { ETIMEDOUT }
+}
+
+/// A segment without its data and FIN, which are processed when the connection has memory.
+fn without_data(segment: &Segment) -> Segment {
+    Segment { length: 0, flags: Flags(segment.flags.0 & !(Flags::FIN | Flags::PSH).0), ..*segment }
+}

@@ -1,0 +1,201 @@
+//! Initial sequence numbers that are hard to guess (RFC 6528), and such numbers that stand for a SYN which nobody has stored (SYN
+//! cookies, RFC 4987 section 3.6).
+
+use crate::segment::Segment;
+use crate::time::Instant;
+use baton_wire::{Flags, Flow, TcpOptions};
+use core::hash::Hasher;
+use siphasher::sip::SipHasher24;
+
+/// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option counts as the next lower one.
+const SEGMENT_SIZES: [u16; 8] = [216, 536, 1220, 1360, 1400, 1440, 1460, 8960];
+
+/// Microseconds for which the count in a cookie stays the same, as a power of two: 67 s.
+const COUNT_BITS: u32 = 26;
+/// Number of counts for which a cookie is accepted: it is at most 134 s old.
+const COUNTS: u32 = 2;
+/// Bits of a cookie below its count.
+const VALUE_BITS: u32 = 24;
+const VALUE: u32 = (1 << VALUE_BITS) - 1;
+
+/// Low bits of the timestamp in a SYN-ACK that stand for the peer's options: window scale (15 for none), SACK, ECN.
+const OPTION_BITS: u32 = 6;
+const NO_SCALE: u32 = 15;
+const SACK: u32 = 16;
+const ECN: u32 = 32;
+
+/// What a hash is for, so that no number gives another one away.
+#[repr(u8)]
+enum Purpose {
+    Sequence = 1,
+    Cookie = 2,
+    Clock = 3,
+}
+
+/// The key from which numbers are made. It must be random and secret; as long as it stays the same, what an earlier process has
+/// sent can be checked.
+#[derive(Clone, Copy, Debug)]
+pub struct Secret([u64; 2]);
+
+/// Numbers with which a SYN is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Numbers {
+    /// Initial sequence number.
+    pub isn: u32,
+    /// Added to the time in milliseconds gives the timestamp clock.
+    pub ts_offset: u32,
+}
+
+impl Secret {
+    /// Makes the key from random words.
+    pub fn new(key: [u64; 2]) -> Secret {
+        Secret(key)
+    }
+
+    fn hash(&self, purpose: Purpose, flow: &Flow, count: u32) -> u32 {
+        let mut hasher = SipHasher24::new_with_keys(self.0[0], self.0[1]);
+        hasher.write(&flow.to_bytes());
+        hasher.write(&count.to_le_bytes());
+        hasher.write(&[purpose as u8]);
+        hasher.finish() as u32
+    }
+
+    /// Numbers for a connection that is opened actively: a clock that counts 4 µs, plus a keyed hash of the 4-tuple (RFC 6528
+    /// section 3). The timestamp clock of a 4-tuple never goes back either.
+    pub fn numbers(&self, flow: &Flow, now: Instant) -> Numbers {
+        let isn = self.hash(Purpose::Sequence, flow, 0).wrapping_add((now.0 / 4) as u32);
+        Numbers { isn, ts_offset: self.hash(Purpose::Clock, flow, 0) }
+    }
+
+    /// Numbers with which a SYN is answered. They suffice to make the connection from the peer's acknowledgement
+    /// ([`Secret::syn_of`]), so that the answer need not be remembered. Sequence numbers of a 4-tuple grow with the peer's and with
+    /// the time.
+    pub fn answer(&self, flow: &Flow, syn: &Segment, now: Instant) -> Numbers {
+        let count = (now.0 >> COUNT_BITS) as u32;
+        let size = SEGMENT_SIZES.iter().rposition(|size| *size <= syn.options.mss.unwrap_or(536)).unwrap_or(0) as u32;
+        let value = self.hash(Purpose::Cookie, flow, count).wrapping_add(size) & VALUE;
+        let isn =
+            self.hash(Purpose::Sequence, flow, 0).wrapping_add(syn.seq).wrapping_add(count << VALUE_BITS).wrapping_add(value);
+        let scale = syn.options.window_scale.map_or(NO_SCALE, |scale| u32::from(scale.min(14)));
+        let ecn = syn.flags.contains(Flags::ECE | Flags::CWR);
+        let options = scale | if syn.options.sack_permitted { SACK } else { 0 } | if ecn { ECN } else { 0 };
+        let offset = self.hash(Purpose::Clock, flow, 0);
+        let clock = now.millis().wrapping_add(offset);
+        let marked = clock & !((1 << OPTION_BITS) - 1) | options;
+        // Never ahead of the clock, which a connection made from the acknowledgement continues.
+        let marked = if marked > clock { marked.wrapping_sub(1 << OPTION_BITS) } else { marked };
+        Numbers { isn, ts_offset: marked.wrapping_sub(now.millis()) }
+    }
+
+    /// The SYN whose answer a segment acknowledges, and the numbers of that answer. None if no answer of the last two minutes had
+    /// that number. Without timestamps the peer's window scale and SACK are lost.
+    pub fn syn_of(&self, flow: &Flow, acknowledgement: &Segment, now: Instant) -> Option<(Segment, Numbers)> {
+        let (isn, peer_isn) = (acknowledgement.ack.wrapping_sub(1), acknowledgement.seq.wrapping_sub(1));
+        let rest = isn.wrapping_sub(self.hash(Purpose::Sequence, flow, 0)).wrapping_sub(peer_isn);
+        let present = (now.0 >> COUNT_BITS) as u32;
+        let size = (0..COUNTS).find_map(|age| {
+            let count = present.wrapping_sub(age);
+            let value = rest.wrapping_sub(count << VALUE_BITS);
+            let size = value.wrapping_sub(self.hash(Purpose::Cookie, flow, count) & VALUE) & VALUE;
+            let known = value <= VALUE && (size as usize) < SEGMENT_SIZES.len();
+            known.then(|| SEGMENT_SIZES[size as usize])
+        })?;
+        let echoed = acknowledgement.options.timestamps.map(|(_, echo)| echo);
+        let scale = echoed.map_or(NO_SCALE, |echo| echo & 15);
+        let options = TcpOptions {
+            mss: Some(size),
+            window_scale: (scale != NO_SCALE).then_some(scale as u8),
+            sack_permitted: echoed.is_some_and(|echo| echo & SACK != 0),
+            timestamps: acknowledgement.options.timestamps.map(|(value, _)| (value, 0)),
+            ..TcpOptions::default()
+        };
+        let flags = if echoed.is_some_and(|echo| echo & ECN != 0) { Flags::SYN | Flags::ECE | Flags::CWR } else { Flags::SYN };
+        let syn = Segment { seq: peer_isn, flags, window: acknowledgement.window, options, ..Segment::default() };
+        Some((syn, Numbers { isn, ts_offset: self.hash(Purpose::Clock, flow, 0) }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::Endpoint;
+
+    const SECRET: Secret = Secret([1, 2]);
+    const MINUTE: u64 = 60_000_000;
+
+    fn flow(port: u16) -> Flow {
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port) }
+    }
+
+    fn syn(seq: u32, mss: u16, scale: Option<u8>, sack: bool) -> Segment {
+        let options = TcpOptions {
+            mss: Some(mss),
+            window_scale: scale,
+            sack_permitted: sack,
+            timestamps: Some((77, 0)),
+            ..TcpOptions::default()
+        };
+        Segment { seq, flags: Flags::SYN, options, ..Segment::default() }
+    }
+
+    /// The acknowledgement of an answer that was sent at `then`.
+    fn acknowledge(syn: &Segment, numbers: Numbers, then: Instant) -> Segment {
+        let echo = then.millis().wrapping_add(numbers.ts_offset);
+        let options = TcpOptions { timestamps: Some((78, echo)), ..TcpOptions::default() };
+        Segment {
+            seq: syn.seq.wrapping_add(1),
+            ack: numbers.isn.wrapping_add(1),
+            flags: Flags::ACK,
+            options,
+            ..Segment::default()
+        }
+    }
+
+    #[test]
+    fn an_acknowledgement_brings_its_syn_back() {
+        for (at, seq) in [(0u64, 0u32), (5 * MINUTE, u32::MAX), (u64::from(u32::MAX) * 1000 - 1, 1 << 31), (1 << 40, 12345)] {
+            for (mss, scale, sack) in [(1460, Some(7), true), (8960, None, false), (536, Some(0), true), (1448, Some(14), false)]
+            {
+                let (then, syn) = (Instant(at), syn(seq, mss, scale, sack));
+                let numbers = SECRET.answer(&flow(1), &syn, then);
+                assert!(
+                    numbers.ts_offset.wrapping_add(then.millis())
+                        <= SECRET.numbers(&flow(1), then).ts_offset.wrapping_add(then.millis())
+                );
+                let ack = acknowledge(&syn, numbers, then);
+                let (again, same) = SECRET.syn_of(&flow(1), &ack, Instant(at + MINUTE)).expect("the SYN");
+                assert_eq!((again.seq, same.isn), (seq, numbers.isn));
+                assert_eq!((again.options.window_scale, again.options.sack_permitted), (scale, sack));
+                assert!(again.options.mss.is_some_and(|found| found <= mss && found + 60 > mss), "{:?}", again.options.mss);
+                assert!(SECRET.syn_of(&flow(1), &ack, Instant(at + 3 * MINUTE)).is_none(), "too old");
+                assert!(SECRET.syn_of(&flow(2), &ack, then).is_none(), "of another connection");
+                assert!(Secret::new([1, 3]).syn_of(&flow(1), &ack, then).is_none(), "with another key");
+                let later = Segment { seq: ack.seq.wrapping_add(100), ..ack };
+                assert!(SECRET.syn_of(&flow(1), &later, then).is_none(), "not the first segment");
+            }
+        }
+    }
+
+    /// Of the 2³² numbers that somebody who does not know the key may try, sixteen are accepted.
+    #[test]
+    fn hardly_any_number_is_accepted_by_chance() {
+        let (then, syn) = (Instant(7 * MINUTE), syn(1000, 1460, None, false));
+        let ack = acknowledge(&syn, SECRET.answer(&flow(1), &syn, then), then);
+        let accepted = (0..1_000_000u32)
+            .filter(|n| {
+                let guess = Segment { ack: ack.ack.wrapping_add(n.wrapping_mul(4_294_967)), ..ack };
+                SECRET.syn_of(&flow(1), &guess, then).is_some()
+            })
+            .count();
+        assert!((1..4).contains(&accepted), "{accepted}");
+    }
+
+    /// RFC 6528: a new connection of the same 4-tuple begins behind an old one, and those of others tell nothing.
+    #[test]
+    fn numbers_grow_with_time() {
+        let first = SECRET.numbers(&flow(1), Instant(0));
+        let later = SECRET.numbers(&flow(1), Instant(MINUTE));
+        assert_eq!(later.isn.wrapping_sub(first.isn), 15_000_000);
+        assert_ne!(SECRET.numbers(&flow(2), Instant(0)).isn, first.isn);
+    }
+}
