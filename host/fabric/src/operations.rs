@@ -4,6 +4,7 @@ use crate::abi::{CqEntry, caps, errno, flags};
 use crate::buffer::ProgramBuffer;
 use crate::completion_queue::{Event, NOBODY, QueueShared, failed};
 use crate::counter::CounterShared;
+use crate::libfabric::{Level, log};
 use crate::vector::Addresses;
 use baton_messages::{Claim, Completion, Delivered, Driven, Endpoint, Error, Kind, PeerId, Token};
 use std::collections::HashMap;
@@ -26,16 +27,16 @@ pub struct Operation {
     /// Flags of its completion: what it is.
     pub flags: u64,
     /// Whether success is reported by a completion entry; an error always is.
-    pub told: bool,
+    pub reported: bool,
     /// The endpoint's number of a posted receive, for fi_cancel().
     pub number: u32,
 }
 
-/// Where operations of one kind are told and counted.
+/// Where the ends of operations of one kind are reported.
 #[derive(Default)]
 pub struct Sink {
     pub queue: Option<Arc<QueueShared>>,
-    /// FI_SELECTIVE_COMPLETION: only operations that ask for it are told.
+    /// FI_SELECTIVE_COMPLETION: only operations that ask for it are reported.
     pub selective: bool,
 }
 
@@ -95,31 +96,32 @@ impl State {
         self.next
     }
 
-    /// Whether an operation with these flags is to be told.
-    pub fn is_told(sink: &Sink, flags: u64) -> bool {
+    /// Whether the success of an operation with these flags is reported.
+    pub fn is_reported(sink: &Sink, flags: u64) -> bool {
         !sink.selective || flags & flags::COMPLETION != 0
     }
 
-    /// Tells that an operation has ended well at once.
+    /// Reports an operation that has ended well at once.
     pub fn end_at_once(&mut self, operation: &Operation) {
         let entry =
             CqEntry { op_context: operation.context, flags: operation.flags, len: 0, buf: std::ptr::null_mut(), data: 0, tag: 0 };
-        self.tell(operation, Event::Done(entry, NOBODY));
+        self.report(operation, Event::Done(entry, NOBODY));
     }
 
-    /// Tells of an operation that could not be carried out: an error in the completion queue.
+    /// Reports an operation that could not be carried out, by an error in the completion queue.
     pub fn fail(&mut self, operation: &Operation, error: c_int) {
         let entry =
             CqEntry { op_context: operation.context, flags: operation.flags, len: 0, buf: operation.buffer, data: 0, tag: 0 };
-        self.tell(operation, failed(entry, 0, error, 0));
+        self.report(operation, failed(entry, 0, error, 0));
     }
 
-    pub fn tell(&mut self, operation: &Operation, event: Event) {
+    /// Counts the end of an operation, and puts it into its completion queue if it is to be reported.
+    pub fn report(&mut self, operation: &Operation, event: Event) {
         let well = matches!(event, Event::Done(..));
         self.counters.count(operation.flags & (caps::SEND | caps::RECV | caps::READ | caps::WRITE | caps::REMOTE_WRITE), well);
         let sending = operation.flags & (caps::SEND | caps::READ | caps::WRITE) != 0;
         let sink = if sending { &self.transmit } else { &self.receive };
-        if let Some(queue) = sink.queue.as_ref().filter(|_| operation.told || !well) {
+        if let Some(queue) = sink.queue.as_ref().filter(|_| operation.reported || !well) {
             queue.push(event);
         }
     }
@@ -138,6 +140,8 @@ impl State {
         let event = match completion.result {
             Ok(delivered) => self.done(&operation, &delivered),
             Err(error) => {
+                let text = error_text(number_of(error)).to_string_lossy();
+                log(Level::Info, &format!("endpoint at {}: an operation has failed: {text}", self.endpoint.address()));
                 let entry = CqEntry {
                     op_context: operation.context,
                     flags: operation.flags,
@@ -149,17 +153,17 @@ impl State {
                 failed(entry, 0, error_number(error), number_of(error))
             }
         };
-        self.tell(&operation, event);
+        self.report(&operation, event);
     }
 
     /// A peer's write to our memory is reported if it brings data, and counted if the program wants that.
     fn written(&self, completion: &Completion) -> Option<Operation> {
-        let told = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
-        (told || self.rma_events).then_some(Operation {
+        let reported = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
+        (reported || self.rma_events).then_some(Operation {
             context: std::ptr::null_mut(),
             buffer: std::ptr::null_mut(),
             flags: caps::RMA | caps::REMOTE_WRITE,
-            told,
+            reported,
             number: 0,
         })
     }
@@ -214,6 +218,7 @@ fn number_of(error: Error) -> c_int {
         Error::Aborted => 4,
         Error::NoProgress => 5,
         Error::Cancelled => 6,
+        Error::OtherVersion => 8,
     }
 }
 
@@ -225,6 +230,7 @@ fn error_number(error: Error) -> c_int {
         Error::Aborted => errno::EKEYREJECTED,
         Error::NoProgress => errno::EIO,
         Error::Cancelled => errno::ECANCELED,
+        Error::OtherVersion => errno::EPROTONOSUPPORT,
     }
 }
 
@@ -237,6 +243,7 @@ pub fn error_text(number: c_int) -> &'static CStr {
         4 => c"the peer does not allow this: no such key, or not that address, length or access",
         5 => c"the peer lives, but the message does not get on: packets are lost, or the peers' packets differ (FI_RMPP_PACKET)",
         6 => c"the program has cancelled it",
+        8 => c"the peer uses another version of RMPP: install the same Baton on both hosts",
         TRUNCATED => c"the message was longer than the buffer",
         _ => c"no further information",
     }

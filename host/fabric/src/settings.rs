@@ -1,7 +1,7 @@
 //! Settings of the provider, from the environment: FI_RMPP_NAME, as libfabric's other providers have theirs.
 
 use crate::libfabric::{Level, log};
-use baton_messages::Settings;
+use baton_messages::{Settings, Use};
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
@@ -31,11 +31,20 @@ pub fn address() -> Option<IpAddr> {
     variable("FI_RMPP_ADDRESS", |_| true)
 }
 
+/// Whether a NIC has the data half (FI_RMPP_NIC).
+fn nic() -> Use {
+    match variable("FI_RMPP_NIC", |value: &String| matches!(value.as_str(), "auto" | "always" | "never")).as_deref() {
+        Some("always") => Use::Always,
+        Some("never") => Use::Never,
+        _ => Use::Auto,
+    }
+}
+
 /// Settings of an endpoint at `address`, on a link with frames of `mtu` bytes.
 pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     let headers = if address.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
     let usual = mtu.saturating_sub(headers).clamp(SMALLEST_PACKET.into(), USUAL_PACKET.into()) as u16;
-    let mut settings = Settings { address, packet: usual, ..Settings::default() };
+    let mut settings = Settings { address, packet: usual, nic: nic(), ..Settings::default() };
     let packet = |packet: &u16| (SMALLEST_PACKET..=LARGEST_PACKET).contains(packet);
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
     settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=64).contains(grant)).unwrap_or(settings.grant);

@@ -3,9 +3,8 @@
 //! What libfabric's caller promises for each of them: the endpoint is not closed, a buffer has the length given and is left alone
 //! until the operation has ended, and there are as many parts as the count says.
 
-use crate::abi::{FidEp, MsgTagged, TaggedOps};
-use crate::buffer::ProgramBuffer;
-use crate::transfers::{Receive, Send, buffer, on};
+use crate::abi::{FidEp, MsgTagged, TaggedOps, errno, flags};
+use crate::transfers::{Call, Parts, receive, send as send_call};
 use std::ffi::c_void;
 
 /// struct fi_ops_tagged of every endpoint.
@@ -23,12 +22,7 @@ unsafe extern "C" fn recv(
     context: *mut c_void,
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (ProgramBuffer::new(start, length), endpoint.default_flags(false));
-            endpoint.receive(Receive { buffer, source, tag: Some((tag, ignore)), context, flags })
-        })
-    }
+    unsafe { receive(ep, Call { tag: Some((tag, ignore)), ..Call::new(Parts::One(start, length), source, Some(context)) }) }
 }
 
 unsafe extern "C" fn recvv(
@@ -42,24 +36,7 @@ unsafe extern "C" fn recvv(
     context: *mut c_void,
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (buffer(iov, count)?, endpoint.default_flags(false));
-            endpoint.receive(Receive { buffer, source, tag: Some((tag, ignore)), context, flags })
-        })
-    }
-}
-
-unsafe extern "C" fn recvmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let message = message.as_ref().ok_or(libc::EINVAL)?;
-            let buffer = buffer(message.iov, message.iov_count)?;
-            let tag = Some((message.tag, message.ignore));
-            endpoint.receive(Receive { buffer, source: message.addr, tag, context: message.context, flags })
-        })
-    }
+    unsafe { receive(ep, Call { tag: Some((tag, ignore)), ..Call::new(Parts::Several(iov, count), source, Some(context)) }) }
 }
 
 unsafe extern "C" fn send(
@@ -73,10 +50,7 @@ unsafe extern "C" fn send(
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
     unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (ProgramBuffer::new(start.cast_mut(), length), endpoint.default_flags(true));
-            endpoint.send(Send { buffer, destination, tag: Some(tag), data: None, context: Some(context), flags })
-        })
+        send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::One(start.cast_mut(), length), destination, Some(context)) })
     }
 }
 
@@ -90,35 +64,12 @@ unsafe extern "C" fn sendv(
     context: *mut c_void,
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (buffer(iov, count)?, endpoint.default_flags(true));
-            endpoint.send(Send { buffer, destination, tag: Some(tag), data: None, context: Some(context), flags })
-        })
-    }
-}
-
-unsafe extern "C" fn sendmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let message = message.as_ref().ok_or(libc::EINVAL)?;
-            let buffer = buffer(message.iov, message.iov_count)?;
-            let data = (flags & crate::abi::flags::REMOTE_CQ_DATA != 0).then_some(message.data);
-            let (destination, context) = (message.addr, Some(message.context));
-            endpoint.send(Send { buffer, destination, tag: Some(message.tag), data, context, flags })
-        })
-    }
+    unsafe { send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::Several(iov, count), destination, Some(context)) }) }
 }
 
 unsafe extern "C" fn inject(ep: *mut FidEp, start: *const c_void, length: usize, destination: u64, tag: u64) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
-    unsafe {
-        on(ep, |endpoint| {
-            let buffer = ProgramBuffer::new(start.cast_mut(), length);
-            endpoint.send(Send { buffer, destination, tag: Some(tag), data: None, context: None, flags: 0 })
-        })
-    }
+    unsafe { send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::One(start.cast_mut(), length), destination, None) }) }
 }
 
 unsafe extern "C" fn senddata(
@@ -133,10 +84,14 @@ unsafe extern "C" fn senddata(
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
     unsafe {
-        on(ep, |endpoint| {
-            let (buffer, flags) = (ProgramBuffer::new(start.cast_mut(), length), endpoint.default_flags(true));
-            endpoint.send(Send { buffer, destination, tag: Some(tag), data: Some(data), context: Some(context), flags })
-        })
+        send_call(
+            ep,
+            Call {
+                tag: Some((tag, 0)),
+                data: Some(data),
+                ..Call::new(Parts::One(start.cast_mut(), length), destination, Some(context))
+            },
+        )
     }
 }
 
@@ -150,9 +105,36 @@ unsafe extern "C" fn injectdata(
 ) -> isize {
     // SAFETY: the promises of libfabric's caller (see above).
     unsafe {
-        on(ep, |endpoint| {
-            let buffer = ProgramBuffer::new(start.cast_mut(), length);
-            endpoint.send(Send { buffer, destination, tag: Some(tag), data: Some(data), context: None, flags: 0 })
-        })
+        send_call(
+            ep,
+            Call { tag: Some((tag, 0)), data: Some(data), ..Call::new(Parts::One(start.cast_mut(), length), destination, None) },
+        )
     }
+}
+
+/// The call that a structure describes; None for null.
+///
+/// # Safety
+/// Null, or a structure that lives for the call.
+unsafe fn described(message: *const MsgTagged, flags: u64) -> Option<Call> {
+    // SAFETY: this function's `# Safety`.
+    let message = unsafe { message.as_ref() }?;
+    let MsgTagged { iov, iov_count, addr, context, data, tag, ignore, .. } = *message;
+    let data = (flags & flags::REMOTE_CQ_DATA != 0).then_some(data);
+    Some(Call {
+        tag: Some((tag, ignore)),
+        data,
+        flags: Some(flags),
+        ..Call::new(Parts::Several(iov, iov_count), addr, Some(context))
+    })
+}
+
+unsafe extern "C" fn recvmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
+    // SAFETY: the promises of libfabric's caller (see above).
+    unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| receive(ep, call)) }
+}
+
+unsafe extern "C" fn sendmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
+    // SAFETY: the promises of libfabric's caller (see above).
+    unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| send_call(ep, call)) }
 }

@@ -85,6 +85,77 @@ pub unsafe fn buffer(iov: *const libc::iovec, count: usize) -> Result<ProgramBuf
     unsafe { ProgramBuffer::from_parts(parts) }.ok_or(errno::EINVAL)
 }
 
+/// Memory as C gives it.
+#[derive(Clone, Copy)]
+pub enum Parts {
+    One(*mut c_void, usize),
+    Several(*const libc::iovec, usize),
+}
+
+/// What the forms of send and receive have in common.
+pub struct Call {
+    pub parts: Parts,
+    /// Source or destination.
+    pub peer: u64,
+    /// The tag and the bits of it to ignore, for tagged messages.
+    pub tag: Option<(u64, u64)>,
+    pub data: Option<u64>,
+    /// None for the inject calls, which have no completion.
+    pub context: Option<*mut c_void>,
+    /// None: the endpoint's own.
+    pub flags: Option<u64>,
+}
+
+impl Call {
+    /// A call without tag and data.
+    pub fn new(parts: Parts, peer: u64, context: Option<*mut c_void>) -> Call {
+        Call { parts, peer, tag: None, data: None, context, flags: None }
+    }
+
+    /// # Safety
+    /// The parts are as [`ProgramBuffer::new`] and [`buffer`] demand.
+    unsafe fn buffer(&self) -> Result<ProgramBuffer, c_int> {
+        // SAFETY: this function's `# Safety`.
+        unsafe {
+            match self.parts {
+                Parts::One(start, length) => Ok(ProgramBuffer::new(start, length)),
+                Parts::Several(iov, count) => buffer(iov, count),
+            }
+        }
+    }
+}
+
+/// Any form of send.
+///
+/// # Safety
+/// C's pointer to an endpoint that is not closed; the parts are as [`ProgramBuffer::new`] and [`buffer`] demand.
+pub unsafe fn send(ep: *mut FidEp, call: Call) -> isize {
+    // SAFETY: this function's `# Safety`.
+    unsafe {
+        on(ep, |endpoint| {
+            let own = if call.context.is_some() { endpoint.default_flags(true) } else { 0 };
+            let (buffer, flags) = (call.buffer()?, call.flags.unwrap_or(own));
+            let (destination, tag, data, context) = (call.peer, call.tag.map(|(tag, _)| tag), call.data, call.context);
+            endpoint.send(Send { buffer, destination, tag, data, context, flags })
+        })
+    }
+}
+
+/// Any form of receive.
+///
+/// # Safety
+/// As [`send`].
+pub unsafe fn receive(ep: *mut FidEp, call: Call) -> isize {
+    // SAFETY: this function's `# Safety`.
+    unsafe {
+        on(ep, |endpoint| {
+            let (buffer, flags) = (call.buffer()?, call.flags.unwrap_or_else(|| endpoint.default_flags(false)));
+            let context = call.context.unwrap_or(std::ptr::null_mut());
+            endpoint.receive(Receive { buffer, source: call.peer, tag: call.tag, context, flags })
+        })
+    }
+}
+
 /// Runs a call of C on an endpoint.
 ///
 /// # Safety
@@ -114,9 +185,9 @@ impl EndpointShared {
         let kind = if tag.is_some() { caps::TAGGED } else { caps::MSG };
         self.call(|state, now| {
             let peer = state.peer(destination)?;
-            let told = context.is_some() && State::is_told(&state.transmit, flags);
+            let reported = context.is_some() && State::is_reported(&state.transmit, flags);
             let context = context.unwrap_or(std::ptr::null_mut());
-            let operation = Operation { context, buffer: std::ptr::null_mut(), flags: caps::SEND | kind, told, number: 0 };
+            let operation = Operation { context, buffer: std::ptr::null_mut(), flags: caps::SEND | kind, reported, number: 0 };
             let token = (!copied || strict).then(|| state.enter(operation));
             let outgoing = Outgoing {
                 peer,
@@ -147,8 +218,8 @@ impl EndpointShared {
         self.call(|state, now| {
             let peer = directed.then(|| state.peer(source)).transpose()?;
             let selector = Selector { peer, channel, tag, ignore };
-            let told = State::is_told(&state.receive, flags);
-            let operation = Operation { context, buffer: buffer.start(), flags: caps::RECV | kind, told, number: 0 };
+            let reported = State::is_reported(&state.receive, flags);
+            let operation = Operation { context, buffer: buffer.start(), flags: caps::RECV | kind, reported, number: 0 };
             if flags & flags::PEEK != 0 {
                 return peek(state, &selector, &operation, flags, now);
             }
@@ -188,10 +259,10 @@ impl EndpointShared {
         }
         self.call(|state, now| {
             let remote = Remote { peer: state.peer(peer)?, key, address };
-            let told = context.is_some() && State::is_told(&state.transmit, flags);
+            let reported = context.is_some() && State::is_reported(&state.transmit, flags);
             let context = context.unwrap_or(std::ptr::null_mut());
             let kind = caps::RMA | direction;
-            let token = state.enter(Operation { context, buffer: std::ptr::null_mut(), flags: kind, told, number: 0 });
+            let token = state.enter(Operation { context, buffer: std::ptr::null_mut(), flags: kind, reported, number: 0 });
             let payload = if injected { Payload::Copied(buffer.to_vec()) } else { Payload::Borrowed(buffer) };
             let data = data.map_or(0, |data| HAS_DATA | data & 0xffff_ffff);
             let transfer = Transfer { remote, payload, data, token: Some(token) };
@@ -207,7 +278,7 @@ impl EndpointShared {
     }
 }
 
-/// FI_PEEK: tells whether a message has come, with FI_CLAIM takes it for its context, with FI_DISCARD drops it.
+/// FI_PEEK: reports whether a message has come, with FI_CLAIM takes it for its context, with FI_DISCARD drops it.
 fn peek(state: &mut State, selector: &Selector, operation: &Operation, flags: u64, now: u64) -> Result<(), c_int> {
     state.endpoint.progress(now);
     let takes = flags & (flags::CLAIM | flags::DISCARD) != 0;
@@ -231,7 +302,7 @@ fn peek(state: &mut State, selector: &Selector, operation: &Operation, flags: u6
         tag: if operation.flags & caps::TAGGED != 0 { tag } else { 0 },
     };
     let source = state.place_of(peer);
-    state.tell(operation, Event::Done(entry, source));
+    state.report(operation, Event::Done(entry, source));
     Ok(())
 }
 

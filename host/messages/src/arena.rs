@@ -3,7 +3,12 @@
 //! RMPP names memory by offsets. Here an offset is the number of an operation in the upper bits and the place in that operation's
 //! buffer in the lower ones, so a packet can only reach the buffer of an operation that runs, and every access is checked against
 //! its length.
+//!
+//! With a NIC, the first slot is session memory, whose offsets are the NIC's own. The NIC reaches no other slot: messages that it
+//! sends or receives lie in the first one meanwhile ([`crate::staging`]).
 
+use crate::staging::{Staged, Staging};
+use baton_records::SessionMemory;
 use baton_rmpp::{Memory, Region};
 
 /// Bits of an offset that say where in a buffer it is.
@@ -12,6 +17,8 @@ const PLACE_BITS: u32 = 44;
 pub const MAX_LENGTH: u64 = 1 << PLACE_BITS;
 /// Bytes of address space that all buffers together have.
 pub const SPACE: u64 = 1 << 63;
+/// Bytes that are copied at a time between two slots: they stay in the processor's nearest cache.
+const PIECE: usize = 16 << 10;
 
 /// A buffer of the program, which may consist of several parts.
 pub trait Buffer {
@@ -32,6 +39,8 @@ pub enum Slot<B> {
     Program(B),
     /// A copy of the endpoint.
     Own(Vec<u8>),
+    /// Memory that a NIC reaches too.
+    Shared(SessionMemory),
 }
 
 impl<B: Buffer> Slot<B> {
@@ -40,8 +49,16 @@ impl<B: Buffer> Slot<B> {
             Slot::Free => 0,
             Slot::Program(buffer) => buffer.length(),
             Slot::Own(bytes) => bytes.len() as u64,
+            Slot::Shared(memory) => memory.region().len() as u64,
         }
     }
+}
+
+/// A message of an operation that lies in session memory, and where it comes from or goes to.
+#[derive(Clone, Copy, Debug)]
+struct OnNic {
+    staged: Staged,
+    program: Region,
 }
 
 /// The buffers of all operations that run, by the operation's number.
@@ -51,12 +68,15 @@ pub struct Arena<B> {
     free: Vec<u32>,
     /// Copies go through this.
     scratch: Vec<u8>,
+    /// With a NIC: the blocks of session memory, and what lies there, by slot.
+    staging: Option<Staging>,
+    on_nic: Vec<Option<OnNic>>,
 }
 
 impl<B: Buffer> Arena<B> {
-    /// An arena whose first slot, number 0, is `first`.
-    pub fn new(first: Vec<u8>) -> Arena<B> {
-        Arena { slots: vec![Slot::Own(first)], free: Vec::new(), scratch: Vec::new() }
+    /// An arena whose first slot, number 0, is `first`. With `staging`, messages lie there while the NIC has them.
+    pub fn new(first: Slot<B>, staging: Option<Staging>) -> Arena<B> {
+        Arena { slots: vec![first], free: Vec::new(), scratch: vec![0; PIECE], staging, on_nic: Vec::new() }
     }
 
     /// Enters a buffer. Returns its number.
@@ -77,11 +97,71 @@ impl<B: Buffer> Arena<B> {
     pub fn remove(&mut self, number: u32) -> Slot<B> {
         match self.slots.get_mut(number as usize) {
             Some(slot) if !matches!(slot, Slot::Free) => {
+                let slot = std::mem::replace(slot, Slot::Free);
                 self.free.push(number);
-                std::mem::replace(slot, Slot::Free)
+                self.unstage(number);
+                slot
             }
             _ => Slot::Free,
         }
+    }
+
+    /// The region from which the message in a slot is sent. Err if it has no place in session memory: for ever, or now.
+    pub fn outgoing(&mut self, number: u32) -> Result<Region, NoPlace> {
+        let program = self.whole(number);
+        let region = self.stage(number, program)?;
+        if region.offset != program.offset {
+            self.copy(program.offset, region.offset, region.length);
+        }
+        Ok(region)
+    }
+
+    /// The region into which a message for `program`, a region of a slot, is received: [`Arena::arrived`] follows. What fits
+    /// into an RTS is placed by the policy itself, which is in this process.
+    pub fn incoming(&mut self, number: u32, program: Region, eager: u64) -> Result<Region, NoPlace> {
+        if program.length <= eager { Ok(program) } else { self.stage(number, program) }
+    }
+
+    /// Takes `placed` bytes that were received to where they belong.
+    pub fn arrived(&mut self, number: u32, placed: u64) {
+        if let Some(OnNic { staged, program }) = self.unstage(number) {
+            self.copy(staged.region(placed).offset, program.offset, placed.min(program.length));
+        }
+    }
+
+    /// Whether messages of these lengths have a place in session memory now; without a NIC they need none.
+    pub fn has_place<const N: usize>(&mut self, lengths: [u64; N]) -> bool {
+        let Some(staging) = &mut self.staging else { return true };
+        let places = lengths.map(|length| staging.take(length));
+        places.iter().flatten().for_each(|staged| staging.give(*staged));
+        places.iter().all(Option::is_some)
+    }
+
+    /// Whether a message of so many bytes can ever have a place in session memory.
+    pub fn can_hold(&self, length: u64) -> bool {
+        self.staging.as_ref().is_none_or(|staging| staging.can_hold(length))
+    }
+
+    fn stage(&mut self, number: u32, program: Region) -> Result<Region, NoPlace> {
+        let Some(staging) = &mut self.staging else { return Ok(program) };
+        if !staging.can_hold(program.length) {
+            return Err(NoPlace::Ever);
+        }
+        let staged = staging.take(program.length).ok_or(NoPlace::Now)?;
+        let at = number as usize;
+        if self.on_nic.len() <= at {
+            self.on_nic.resize(at + 1, None);
+        }
+        self.on_nic[at] = Some(OnNic { staged, program });
+        Ok(staged.region(program.length))
+    }
+
+    fn unstage(&mut self, number: u32) -> Option<OnNic> {
+        let on_nic = self.on_nic.get_mut(number as usize)?.take()?;
+        if let Some(staging) = &mut self.staging {
+            staging.give(on_nic.staged);
+        }
+        Some(on_nic)
     }
 
     /// The region of `length` bytes from `at` on in slot `number`.
@@ -102,6 +182,15 @@ impl<B: Buffer> Arena<B> {
     }
 }
 
+/// A message has no place in session memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NoPlace {
+    /// Until others have ended.
+    Now,
+    /// It is too long.
+    Ever,
+}
+
 impl<B: Buffer> Memory for Arena<B> {
     fn read(&self, offset: u64, out: &mut [u8]) -> bool {
         let Some((number, at)) = self.locate(offset, out.len() as u64) else { return false };
@@ -109,6 +198,7 @@ impl<B: Buffer> Memory for Arena<B> {
             Slot::Free => {}
             Slot::Program(buffer) => buffer.read(at, out),
             Slot::Own(bytes) => out.copy_from_slice(&bytes[at as usize..at as usize + out.len()]),
+            Slot::Shared(memory) => return memory.read(at, out),
         }
         true
     }
@@ -119,6 +209,7 @@ impl<B: Buffer> Memory for Arena<B> {
             Slot::Free => {}
             Slot::Program(buffer) => buffer.write(at, data),
             Slot::Own(bytes) => bytes[at as usize..at as usize + data.len()].copy_from_slice(data),
+            Slot::Shared(memory) => return memory.write(at, data),
         }
         true
     }
@@ -128,8 +219,10 @@ impl<B: Buffer> Memory for Arena<B> {
             return false;
         }
         let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.resize(length as usize, 0);
-        let copied = self.read(from, &mut scratch) && self.write(to, &scratch);
+        let copied = (0..length).step_by(PIECE).all(|at| {
+            let piece = &mut scratch[..(length - at).min(PIECE as u64) as usize];
+            self.read(from + at, piece) && self.write(to + at, piece)
+        });
         self.scratch = scratch;
         copied
     }
@@ -155,7 +248,7 @@ mod tests {
 
     #[test]
     fn an_access_reaches_only_its_own_slot() {
-        let mut arena: Arena<Vec<u8>> = Arena::new(vec![1; 8]);
+        let mut arena: Arena<Vec<u8>> = Arena::new(Slot::Own(vec![1; 8]), None);
         let (a, b) = (arena.insert(Slot::Program(vec![2; 4])), arena.insert(Slot::Own(vec![3; 4])));
         let at = |number, place| Arena::<Vec<u8>>::region(number, place, 0).offset;
         let mut out = [0; 4];
@@ -170,8 +263,38 @@ mod tests {
     }
 
     #[test]
+    fn a_message_lies_in_session_memory_while_the_nic_has_it() {
+        let start = baton_abi::layout::session::HEAP as u64;
+        let end = start + (1 << 20);
+        let memory = SessionMemory::new(std::sync::Arc::new(baton_shm::Region::private(end as usize).unwrap()));
+        let mut arena: Arena<Vec<u8>> = Arena::new(Slot::Shared(memory), Some(Staging::new(start, end)));
+        let out = arena.insert(Slot::Program((0..100_000u32).map(|at| at as u8).collect()));
+        let sent = arena.outgoing(out).unwrap();
+        assert!(sent.offset + sent.length <= end && sent.length == 100_000);
+        let back = arena.insert(Slot::Program(vec![0; 100_000]));
+        let program = arena.whole(back);
+        let received = arena.incoming(back, program, 1000).unwrap();
+        // The NIC moves the bytes, in session memory alone.
+        assert!(arena.copy(sent.offset, received.offset, 90_000));
+        arena.arrived(back, 90_000);
+        let Slot::Program(bytes) = arena.remove(back) else { panic!("the program's buffer") };
+        assert!(
+            bytes[..90_000].iter().enumerate().all(|(at, byte)| *byte == at as u8)
+                && bytes[90_000..].iter().all(|byte| *byte == 0)
+        );
+        let large = arena.insert(Slot::Program(vec![0; 1 << 19]));
+        assert_eq!(arena.outgoing(large).map(|region| region.length), Ok(1 << 19));
+        assert!(!arena.has_place([1 << 19]) && arena.can_hold(1 << 19) && !arena.can_hold(1 << 20));
+        let another = arena.insert(Slot::Program(vec![0; 1 << 19]));
+        assert_eq!(arena.outgoing(another), Err(NoPlace::Now));
+        arena.remove(large);
+        arena.remove(out);
+        assert!(arena.outgoing(another).is_ok(), "what has ended gives its place back");
+    }
+
+    #[test]
     fn a_slot_is_used_again() {
-        let mut arena: Arena<Vec<u8>> = Arena::new(Vec::new());
+        let mut arena: Arena<Vec<u8>> = Arena::new(Slot::Own(Vec::new()), None);
         let a = arena.insert(Slot::Own(vec![0; 3]));
         assert!(matches!(arena.remove(a), Slot::Own(bytes) if bytes.len() == 3));
         assert!(matches!(arena.remove(a), Slot::Free), "taken out once");

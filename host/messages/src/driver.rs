@@ -9,7 +9,7 @@ use crate::endpoint::Endpoint;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -18,6 +18,15 @@ use std::time::Duration;
 const QUIET: u64 = 300;
 /// How often the thread looks whether the program still polls.
 const LOOK: Duration = Duration::from_micros(1000);
+/// Microseconds in which polls find nothing, after which each offers the processor to others: the peer may need it to go on. A
+/// reply that comes sooner finds the program polling.
+const YIELD: u64 = 1000;
+/// The same with a NIC, which is a process on one of the host's processors.
+const YIELD_TO_NIC: u64 = 20;
+/// A program that has polled more often than this, with fewer microseconds between than that, does nothing else: only then is its
+/// processor offered.
+const SPINS: u32 = 8;
+const DENSE: u64 = 10;
 /// Longest wait while something may time out.
 const LONGEST: u64 = 10_000;
 /// The thread does no more than this at once without letting the program in.
@@ -27,6 +36,10 @@ struct Shared<T> {
     state: Mutex<T>,
     /// When the program last called, in microseconds.
     polled: AtomicU64,
+    /// When a poll last found something, in microseconds.
+    moved: AtomicU64,
+    /// Polls in a row with less than [`DENSE`] between them.
+    spins: AtomicU32,
     /// The thread waits for packets, however long that takes.
     parked: AtomicBool,
     stop: AtomicBool,
@@ -57,13 +70,15 @@ impl<T: Driven> Driver<T> {
     pub fn start(mut state: T) -> io::Result<Driver<T>> {
         let bell = Doorbell::new()?;
         let poller = Poller::new()?;
-        poller.add(state.endpoint().as_fd(), 1, Trigger::Readable)?;
+        state.endpoint().watch(&poller)?;
         poller.add(bell.as_fd(), WAKE, Trigger::Readable)?;
         let idle = Poller::new()?;
         idle.add(bell.as_fd(), WAKE, Trigger::Readable)?;
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             polled: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
+            spins: AtomicU32::new(0),
             parked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             bell,
@@ -91,14 +106,24 @@ impl<T: Driven> Driver<T> {
     /// Drives the endpoint, unless another thread is doing so.
     pub fn poll(&self) {
         let now = monotonic_micros();
-        self.shared.polled.store(now, Ordering::Relaxed);
+        let last = self.shared.polled.swap(now, Ordering::Relaxed);
+        let spins =
+            if now.saturating_sub(last) < DENSE { self.shared.spins.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
+        self.shared.spins.store(spins, Ordering::Relaxed);
         let mut state = match self.shared.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        state.endpoint().progress(now);
+        let moved = state.endpoint().progress(now);
+        let patience = if state.endpoint().is_on_nic() { YIELD_TO_NIC } else { YIELD };
         state.deliver();
+        drop(state);
+        if moved {
+            self.shared.moved.store(now, Ordering::Relaxed);
+        } else if spins > SPINS && now.saturating_sub(self.shared.moved.load(Ordering::Relaxed)) > patience {
+            std::thread::yield_now();
+        }
     }
 
     /// The program is about to wait: the thread takes over at once.
@@ -135,10 +160,12 @@ impl<T: Driven> Shared<T> {
             let _ = if now.saturating_sub(polled) < QUIET {
                 idle.wait(Some(LOOK), &mut tokens)
             } else {
-                let next = self.drive(now);
+                let (next, sleep) = self.drive(now);
                 let limit = next.map(|at| Duration::from_micros(at.saturating_sub(now).clamp(1, LONGEST)));
                 self.parked.store(limit.is_none(), Ordering::Release);
-                poller.wait(limit, &mut tokens)
+                let waited = poller.wait(if sleep { limit } else { Some(Duration::ZERO) }, &mut tokens);
+                self.lock().endpoint().end_sleep(&tokens);
+                waited
             };
             if tokens.contains(&WAKE) {
                 self.bell.clear();
@@ -146,11 +173,12 @@ impl<T: Driven> Shared<T> {
         }
     }
 
-    /// Drives the endpoint. Returns when it is to be driven again.
-    fn drive(&self, now: u64) -> Option<u64> {
+    /// Drives the endpoint. Returns when it is to be driven again, and whether the thread may sleep until then.
+    fn drive(&self, now: u64) -> (Option<u64>, bool) {
         let mut state = self.lock();
         state.endpoint().progress(now);
+        let sleep = state.endpoint().prepare_sleep(now);
         state.deliver();
-        state.endpoint().next_timeout()
+        (state.endpoint().next_timeout(), sleep)
     }
 }

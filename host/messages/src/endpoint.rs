@@ -1,25 +1,22 @@
 //! An endpoint: the program's sends and receives, and how they end.
 
-use crate::arena::{Arena, Buffer, SPACE, Slot};
-use crate::local::Local;
+use crate::arena::{Arena, Buffer, NoPlace, Slot};
+use crate::half::DataHalf;
 use crate::multiple::Multiple;
+use crate::opening::{self, Opened};
 use crate::rma::{self, Regions};
 use crate::settings::Settings;
 use crate::spill::{Spill, Taker};
+use baton_linux::events::Poller;
 use baton_rmpp::data::first_bytes;
-use baton_rmpp::{Config, Delivered, Error, Limit, PeerId, Policy, ReceiveId, Request, Side};
+use baton_rmpp::{Delivered, Error, Halves, Limit, PeerId, Policy, ReceiveId, Request, Side};
 use baton_wire::Endpoint as Address;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd};
 
-/// Buffers for RTS packets.
-const RTS_BUFFERS: u16 = 512;
-/// Incoming messages that the policy keeps, unexpected ones included.
-pub(crate) const INCOMING: u16 = 8192;
-/// Bytes of an RTS buffer at least, so that peers on links with longer frames get through.
-const RTS_BYTES: u16 = 16_384;
+/// Polls in a row that find nothing, after which replies leave that nobody waits for.
+const PATIENCE: u8 = 32;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
 
@@ -169,15 +166,22 @@ pub(crate) enum Purpose {
 /// An endpoint.
 pub struct Endpoint<B: Buffer> {
     pub(crate) policy: Policy,
-    local: Local,
+    half: DataHalf,
+    /// Why there is no NIC, if one was to be used.
+    without_nic: Option<String>,
     pub(crate) arena: Arena<B>,
     /// What operations are for, by their slot of the arena, which is RMPP's token.
     purposes: Vec<Option<Purpose>>,
-    settings: Settings,
+    /// Messages that may be sent, and receives that may be posted; peers; bytes of a packet.
+    limits: [u16; 2],
+    peers: u16,
+    packet: u16,
     pub(crate) multiple: Multiple,
     pub(crate) spill: Spill,
     pub(crate) rma: rma::Rma<B>,
     pub(crate) completions: VecDeque<Completion>,
+    /// Polls in a row that have found nothing.
+    waited: u8,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -192,50 +196,41 @@ impl<B: Buffer> Endpoint<B> {
     /// # Errors
     /// The failed system call's, or `InvalidInput` for settings that contradict each other.
     pub fn new(settings: &Settings, regions: Box<dyn Regions<B>>, random: [u8; 32], now: u64) -> io::Result<Endpoint<B>> {
-        let size = settings.packet.max(RTS_BYTES);
-        let local = Local::new(settings, INCOMING, [RTS_BUFFERS, size])?;
-        // The kernel counts a datagram with an overhead of its own: up to its length again, and 768 bytes.
-        let room = local.receive_buffer() / (2 * usize::from(settings.packet) + 768);
-        let word = |at: usize| u64::from_le_bytes(random[8 * at..8 * at + 8].try_into().unwrap_or_default());
-        let hash_key = [word(0), word(1), word(2), word(3)];
-        let config = Config {
-            incarnation: (now / 1000) as u32,
-            hash_key,
-            memory: SPACE,
-            peers: settings.peers,
-            sends: settings.sends,
-            receives: settings.receives,
-            incoming: INCOMING,
-            buffer_count: RTS_BUFFERS,
-            buffer_size: size,
-            buffers_per_peer: 64,
-            packet: settings.packet,
-            grant: settings.grant,
-            nic_buffers: (room as u32).max(u32::from(settings.grant)),
-            early: settings.early,
-            dead: settings.dead,
-            ..Config::default()
-        };
+        let Opened { config, half, arena, without_nic } = opening::open(settings, random, now)?;
         let policy = Policy::new(config).map_err(|error| {
             io::Error::new(io::ErrorKind::InvalidInput, format!("the settings contradict each other: {error:?}"))
         })?;
         Ok(Endpoint {
             policy,
-            local,
-            arena: Arena::new(vec![0; usize::from(RTS_BUFFERS) * usize::from(size)]),
+            half,
+            without_nic,
+            arena,
             purposes: Vec::new(),
-            settings: *settings,
+            limits: [config.sends, config.receives],
+            peers: config.peers,
+            packet: config.packet,
             multiple: Multiple::default(),
-            spill: Spill::new(hash_key),
+            spill: Spill::new(config.hash_key),
             rma: rma::Rma::new(regions),
             completions: VecDeque::new(),
+            waited: 0,
             lost: 0,
         })
     }
 
+    /// Whether the data half is on the NIC.
+    pub fn is_on_nic(&self) -> bool {
+        self.half.is_on_nic()
+    }
+
+    /// Why the data half is not on the NIC, if it was to be.
+    pub fn without_nic(&self) -> Option<&str> {
+        self.without_nic.as_deref()
+    }
+
     /// Address at which it receives.
     pub fn address(&self) -> SocketAddr {
-        self.local.address()
+        self.half.address()
     }
 
     /// The number of the peer at an address.
@@ -258,7 +253,7 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Ends the association with every peer: what was sent to it is finished first.
     pub fn close_all(&mut self, now: u64) {
-        for peer in 0..self.settings.peers {
+        for peer in 0..self.peers {
             if self.policy.peer_address(PeerId(peer)).is_some() {
                 self.policy.close(PeerId(peer), now);
                 self.exchange(now);
@@ -273,14 +268,16 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Bytes of message that fit into one packet. A message of that length needs nothing of its receiver but to take it.
     pub fn eager(&self) -> usize {
-        usize::from(first_bytes(self.settings.packet))
+        usize::from(first_bytes(self.packet))
     }
 
     /// What the endpoint has counted: packets of both halves, those that were refused and dropped by reason, and datagrams that
     /// the socket did not take. For a log.
     pub fn report(&self) -> String {
-        let (policy, data) = (self.policy.counters(), self.local.data.counters());
-        format!("policy {policy:?}, data {data:?}, not sent {}, lost copies {}", self.local.unsent(), self.lost)
+        let policy = self.policy.counters();
+        let (data, unsent, on_nic, deaths) = self.half.report();
+        let nic = format!("packets on NICs {on_nic}, NICs that died {deaths}");
+        format!("policy {policy:?}, data {data:?}, not sent {unsent}, lost copies {}, {nic}", self.lost)
     }
 
     /// Whether messages are still to be sent.
@@ -303,12 +300,16 @@ impl<B: Buffer> Endpoint<B> {
             Payload::Copied(bytes) => Slot::Own(bytes),
         });
         self.make_room(now);
+        let region = self.arena.outgoing(slot).map_err(|missing| {
+            self.arena.remove(slot);
+            limit_of(missing, Limit::Sends)
+        })?;
         let message = baton_rmpp::Outgoing {
             peer: outgoing.peer,
             context: outgoing.channel as u32,
             tag: outgoing.tag,
             data: outgoing.data,
-            region: self.arena.whole(slot),
+            region,
             token: slot.into(),
         };
         if let Err(limit) = self.policy.send(message, now) {
@@ -323,7 +324,8 @@ impl<B: Buffer> Endpoint<B> {
     /// Whether so many messages more may be sent, and as many received.
     pub(crate) fn has_room_for(&self, messages: usize) -> bool {
         let (sends, _, receives) = self.policy.usage();
-        sends + messages <= self.settings.sends.into() && receives + messages <= self.settings.receives.into()
+        let [most_sends, most_receives] = self.limits;
+        sends + messages <= most_sends.into() && receives + messages <= most_receives.into()
     }
 
     /// Posts a receive. The number returned is for [`Endpoint::cancel`].
@@ -336,7 +338,7 @@ impl<B: Buffer> Endpoint<B> {
         if self.take_spilled(&incoming.selector, Taker::Receive { token, slot }) {
             return Ok(slot);
         }
-        match self.post(incoming.selector, region, slot.into(), now) {
+        match self.post(incoming.selector, region, slot, now) {
             Ok(id) => {
                 self.set_purpose(slot, Purpose::Receive(token, id));
                 self.transmit(now);
@@ -349,23 +351,31 @@ impl<B: Buffer> Endpoint<B> {
         }
     }
 
+    /// Posts a receive into a region of a slot. The slot's number is RMPP's token.
     pub(crate) fn post(
         &mut self,
         selector: Selector,
         region: baton_rmpp::Region,
-        token: u64,
+        slot: u32,
         now: u64,
     ) -> Result<ReceiveId, Limit> {
         self.make_room(now);
+        let region = self.place_for(slot, region)?;
         let request = Request {
             source: selector.peer,
             context: selector.channel as u32,
             tag: selector.tag,
             ignore: selector.ignore,
             region,
-            token,
+            token: slot.into(),
         };
         self.policy.post(request, now, &mut self.arena)
+    }
+
+    /// Where a message for a region of a slot is received.
+    pub(crate) fn place_for(&mut self, slot: u32, region: baton_rmpp::Region) -> Result<baton_rmpp::Region, Limit> {
+        let eager = self.eager() as u64;
+        self.arena.incoming(slot, region, eager).map_err(|missing| limit_of(missing, Limit::Receives))
     }
 
     /// Notes what an operation is for that RMPP has accepted. Its completion is not looked at before.
@@ -375,6 +385,16 @@ impl<B: Buffer> Endpoint<B> {
             self.purposes.resize(slot + 1, None);
         }
         self.purposes[slot] = Some(purpose);
+    }
+
+    /// Takes a send back that has not begun, by the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
+    /// comes, if it is on its way or has ended.
+    pub fn cancel_send(&mut self, token: Token, now: u64) -> bool {
+        let send = |purpose: &Option<Purpose>| matches!(purpose, Some(Purpose::Send(owner)) if *owner == token);
+        let slot = self.purposes.iter().position(send);
+        let cancelled = slot.is_some_and(|slot| self.policy.cancel_send(slot as u64, now));
+        self.collect(now);
+        cancelled
     }
 
     /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
@@ -411,7 +431,6 @@ impl<B: Buffer> Endpoint<B> {
     pub fn receive_claimed(&mut self, claim: Claim, buffer: Option<B>, token: Option<Token>, now: u64) -> Result<(), Limit> {
         let slot = self.arena.insert(buffer.map_or(Slot::Own(Vec::new()), Slot::Program));
         self.make_room(now);
-        let region = self.arena.whole(slot);
         let begun = match claim.0 {
             Keeper::Spill(handle) => {
                 let taker = token.map_or(Taker::Nobody, |token| Taker::Receive { token, slot });
@@ -422,7 +441,9 @@ impl<B: Buffer> Endpoint<B> {
                 self.arena.remove(slot);
                 return if given { Ok(()) } else { Err(Limit::NoMessage) };
             }
-            Keeper::Protocol(message) => self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena),
+            Keeper::Protocol(message) => self
+                .place_for(slot, self.arena.whole(slot))
+                .and_then(|region| self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena)),
         };
         if let Err(limit) = begun {
             self.arena.remove(slot);
@@ -436,20 +457,47 @@ impl<B: Buffer> Endpoint<B> {
     /// Receives, answers and sends what there is. Returns whether there was anything.
     pub fn progress(&mut self, now: u64) -> bool {
         let mut any = false;
+        self.waited = self.waited.saturating_add(1);
         for _ in 0..ROUNDS {
-            let received = self.local.receive(&mut self.arena);
+            if self.half.renew() {
+                self.policy.restart(Halves::BOTH, now);
+            }
+            let received = self.half.receive(&mut self.arena);
             let moved = self.exchange(now);
-            if received == 0 && !moved {
+            if !received && !moved {
                 break;
             }
             any = true;
+        }
+        if any {
+            self.waited = 0;
         }
         any
     }
 
     /// When [`Endpoint::progress`] has something to do even if nothing is received, in microseconds.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.policy.next_timeout()
+        [self.policy.next_timeout(), self.half.next_retry()].into_iter().flatten().min()
+    }
+
+    /// Makes a poller watch what there may be to do for [`Endpoint::progress`].
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn watch(&self, poller: &Poller) -> io::Result<()> {
+        self.half.watch(poller)
+    }
+
+    /// Announces that the caller is going to sleep. False if there is something to do. [`Endpoint::end_sleep`] follows.
+    pub fn prepare_sleep(&mut self, now: u64) -> bool {
+        self.waited = PATIENCE;
+        self.transmit(now);
+        self.half.prepare_sleep()
+    }
+
+    /// The caller is awake; `tokens` are those of the poller.
+    pub fn end_sleep(&mut self, tokens: &[u64]) {
+        self.half.end_sleep(tokens);
     }
 
     /// The next completion.
@@ -463,13 +511,14 @@ impl<B: Buffer> Endpoint<B> {
         loop {
             let mut moved = false;
             while self.policy.is_ready()
-                && let Some(event) = self.local.data.poll_event()
+                && let Some(event) = self.half.poll_event()
             {
                 self.spill.observe(&event);
                 self.policy.handle_event(&event, now, &mut self.arena);
                 moved = true;
             }
             self.policy.on_timeout(now);
+            self.half.retry(now);
             moved |= self.transmit(now);
             moved |= self.answer_requests(now);
             moved |= self.spill(now);
@@ -484,19 +533,27 @@ impl<B: Buffer> Endpoint<B> {
     /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
     pub(crate) fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
-        while self.local.data.has_room()
+        // Replies that nobody waits for leave several at a time, and not between a message and the program's answer.
+        while self.half.has_room()
+            && !(self.waited < PATIENCE && self.policy.is_patient())
             && let Some(command) = self.policy.poll_command()
         {
-            self.local.data.handle_command(&command);
+            self.half.handle_command(&command, now);
+            // An RTS leaves before the shorter packets behind it: so one system call takes them all.
+            self.half.emit(&self.arena);
             any = true;
         }
-        any |= self.local.transmit(&self.arena) > 0;
+        if !self.policy.is_patient() {
+            self.waited = 0;
+        }
+        any |= self.half.transmit(&self.arena);
         any | self.collect(now)
     }
 
     /// Makes room for the commands of another call.
     fn make_room(&mut self, now: u64) {
         if !self.policy.is_ready() {
+            self.waited = PATIENCE;
             self.exchange(now);
         }
     }
@@ -516,6 +573,11 @@ impl<B: Buffer> Endpoint<B> {
 
     fn finish(&mut self, purpose: Purpose, slot: u32, completion: &baton_rmpp::Completion, now: u64) {
         let result = completion.result;
+        if completion.side == Side::Receive
+            && let Ok(delivered) = &result
+        {
+            self.arena.arrived(slot, delivered.placed);
+        }
         // These two keep their buffer.
         match purpose {
             Purpose::Part => return self.finish_part(slot, result),
@@ -535,8 +597,10 @@ impl<B: Buffer> Endpoint<B> {
     }
 }
 
-impl<B: Buffer> AsFd for Endpoint<B> {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.local.as_fd()
+/// The limit that a message without a place in session memory runs into.
+fn limit_of(missing: NoPlace, now: Limit) -> Limit {
+    match missing {
+        NoPlace::Now => now,
+        NoPlace::Ever => Limit::Memory,
     }
 }

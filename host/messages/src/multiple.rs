@@ -74,7 +74,7 @@ impl<B: Buffer> Endpoint<B> {
                 continue;
             }
             let region = Arena::<B>::region(slot, filled, length - filled);
-            let posted = self.post(selector, region, slot.into(), now);
+            let posted = self.post(selector, region, slot, now);
             let Some(buffer) = self.multiple.buffers.iter_mut().find(|buffer| buffer.slot == slot) else { continue };
             match posted {
                 Ok(id) => {

@@ -156,7 +156,7 @@ impl<B: Buffer> Endpoint<B> {
         let Remote { peer, key, address } = transfer.remote;
         let slot = self.arena.insert(Slot::Program(buffer));
         let selector = Selector { peer: Some(peer), channel: Channel::Contents, tag: operation | READ_TAG, ignore: 0 };
-        let receive = self.post(selector, self.arena.whole(slot), slot.into(), now).inspect_err(|_| {
+        let receive = self.post(selector, self.arena.whole(slot), slot, now).inspect_err(|_| {
             self.arena.remove(slot);
         })?;
         self.set_purpose(slot, Purpose::Rma(Step::Read(operation)));
@@ -184,7 +184,10 @@ impl<B: Buffer> Endpoint<B> {
             Payload::Copied(bytes) => bytes.len() as u64,
         };
         // Both messages go, or neither: without its contents a request would keep a receive at the peer for ever.
-        if !self.has_room_for(2) {
+        if !self.arena.can_hold(length) {
+            return Err(Limit::Memory);
+        }
+        if !self.has_room_for(2) || !self.arena.has_place([length, REQUEST as u64]) {
             return Err(Limit::Sends);
         }
         self.rma.next += 1;
@@ -203,7 +206,7 @@ impl<B: Buffer> Endpoint<B> {
     fn post_request(&mut self, now: u64) -> Result<(), Limit> {
         let slot = self.arena.insert(Slot::Own(vec![0; REQUEST]));
         let selector = Selector { peer: None, channel: Channel::Requests, tag: 0, ignore: u64::MAX };
-        match self.post(selector, self.arena.whole(slot), slot.into(), now) {
+        match self.post(selector, self.arena.whole(slot), slot, now) {
             Ok(_) => {
                 self.set_purpose(slot, Purpose::Rma(Step::Request));
                 Ok(())
@@ -247,10 +250,16 @@ impl<B: Buffer> Endpoint<B> {
     pub(crate) fn answer_requests(&mut self, now: u64) -> bool {
         let mut any = false;
         while self.has_room_for(2)
-            && let Some((peer, bytes)) = self.rma.waiting.pop_front()
+            && let Some((peer, bytes)) = self.rma.waiting.front().copied()
         {
+            let request = Request::parse(&bytes);
+            let length = request.map(|request| request.length).filter(|length| self.arena.can_hold(*length));
+            if !self.arena.has_place([length.unwrap_or(0), REQUEST as u64]) {
+                break;
+            }
+            self.rma.waiting.pop_front();
             any = true;
-            let Some(request) = Request::parse(&bytes) else { continue };
+            let Some(request) = request else { continue };
             // There is room: what fails now fails since the peer is gone, and its requests with it.
             let _ = match request.verb {
                 Verb::Write => self.answer_write(peer, &request, now),
@@ -264,8 +273,14 @@ impl<B: Buffer> Endpoint<B> {
         any
     }
 
+    /// The memory that a request is for, if its sender may have it.
+    fn find_region(&self, request: &Request, access: Access) -> Option<B> {
+        let found = self.rma.regions.find(request.key, request.address, request.length, access);
+        found.filter(|_| self.arena.can_hold(request.length))
+    }
+
     fn answer_write(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
-        let region = self.rma.regions.find(request.key, request.address, request.length, Access::Write);
+        let region = self.find_region(request, Access::Write);
         let step = match region {
             Some(_) => Step::Written(request.data),
             None => {
@@ -275,7 +290,7 @@ impl<B: Buffer> Endpoint<B> {
         };
         let slot = self.arena.insert(region.map_or(Slot::Own(Vec::new()), Slot::Program));
         let selector = Selector { peer: Some(peer), channel: Channel::Contents, tag: request.operation, ignore: 0 };
-        match self.post(selector, self.arena.whole(slot), slot.into(), now) {
+        match self.post(selector, self.arena.whole(slot), slot, now) {
             Ok(_) => {
                 self.set_purpose(slot, Purpose::Rma(step));
                 Ok(())
@@ -288,7 +303,7 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     fn answer_read(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
-        let Some(region) = self.rma.regions.find(request.key, request.address, request.length, Access::Read) else {
+        let Some(region) = self.find_region(request, Access::Read) else {
             return self.ask(peer, Request { verb: Verb::RefuseRead, ..*request }, now);
         };
         let (channel, tag) = (Channel::Contents, request.operation | READ_TAG);

@@ -1,15 +1,27 @@
 //! Settings of an endpoint.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// Whether a NIC has the data half.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Use {
+    /// This host has it.
+    Never,
+    /// The NIC has it, if there is one that takes it.
+    Auto,
+    /// The NIC has it; without one there is no endpoint.
+    Always,
+}
 
 /// Settings of an endpoint. Sizes are bytes, times microseconds.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Where it receives. Port 0: the kernel chooses one.
     pub address: SocketAddr,
     /// Bytes of RMPP packet in a datagram. All endpoints that talk to each other should have the same.
     pub packet: u16,
-    /// Most packets that one CTS clears: the paper's 16.
+    /// Most packets that one CTS clears: 64 at most. The paper's cards had room for 16.
     pub grant: u16,
     /// Packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15.
     pub early: u8,
@@ -23,6 +35,10 @@ pub struct Settings {
     pub socket_buffer: usize,
     /// Silence of a peer with unfinished messages after which it is dead.
     pub dead: u64,
+    /// Whether a NIC has the data half.
+    pub nic: Use,
+    /// The socket of the NIC's agent: where BATON_SOCKET says, or the usual place.
+    pub agent: PathBuf,
 }
 
 impl Default for Settings {
@@ -30,13 +46,15 @@ impl Default for Settings {
         Settings {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             packet: 1472,
-            grant: 16,
-            early: 0,
+            grant: 64,
+            early: 15,
             peers: 1024,
             sends: 16_384,
             receives: 16_384,
             socket_buffer: 4 << 20,
             dead: 5_000_000,
+            nic: Use::Never,
+            agent: baton_client::agent_socket(),
         }
     }
 }

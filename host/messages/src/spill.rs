@@ -7,13 +7,14 @@
 
 use crate::arena::{Arena, Buffer, Slot};
 use crate::endpoint::{Completion, Endpoint, Kind, Purpose, Selector, Token};
+use crate::opening::{INCOMING, RTS_BUFFERS};
 use baton_matching::{Arrival, Criteria, Matching, Message};
 use baton_rmpp::{Delivered, Error, Event, Memory, PeerId, Probed};
 
 /// Messages of one sender behind the oldest that is not acknowledged, from which on unexpected ones are taken out.
 const CROWD: u32 = baton_rmpp::WINDOW / 2;
 /// Incoming messages of all senders from which on they are taken out: half of what the protocol keeps.
-const BACKLOG: usize = crate::endpoint::INCOMING as usize / 2;
+const BACKLOG: usize = INCOMING as usize / 2;
 /// Messages that are kept.
 const MESSAGES: usize = 32_768;
 /// Bytes that they may have together.
@@ -112,7 +113,8 @@ impl Spill {
 impl<B: Buffer> Endpoint<B> {
     /// Takes the unexpected messages out, if a sender or all of them together are far ahead. Returns whether there were any.
     pub(crate) fn spill(&mut self, now: u64) -> bool {
-        if !std::mem::take(&mut self.spill.crowded) && self.policy.usage().1 < BACKLOG {
+        let crowded = std::mem::take(&mut self.spill.crowded);
+        if !crowded && self.policy.usage().1 < BACKLOG && !self.is_short_of_buffers() {
             return false;
         }
         let mut any = false;
@@ -121,6 +123,7 @@ impl<B: Buffer> Endpoint<B> {
                 && self.spill.unexpected() < MESSAGES
                 && let Some(found) = self.policy.peek(None, context, 0, u64::MAX)
                 && self.spill.bytes.saturating_add(found.length) <= BYTES
+                && self.arena.has_place([found.length])
                 && self.spill_oldest(context, now)
             {
                 any = true;
@@ -128,6 +131,11 @@ impl<B: Buffer> Endpoint<B> {
             }
         }
         any
+    }
+
+    /// Whether unexpected messages hold so many buffers for RTS packets that one of two data halves might be left without.
+    fn is_short_of_buffers(&self) -> bool {
+        self.is_on_nic() && self.policy.buffers_held() > usize::from(RTS_BUFFERS) / 4
     }
 
     /// Takes the oldest unexpected message of a channel out. False if it cannot be.
@@ -139,8 +147,10 @@ impl<B: Buffer> Endpoint<B> {
             let _ = self.policy.open(address, endpoint);
         }
         let slot = self.arena.insert(Slot::Own(vec![0; length as usize]));
-        let region = self.arena.whole(slot);
-        if self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena).is_err() {
+        let begun = self
+            .place_for(slot, self.arena.whole(slot))
+            .and_then(|region| self.policy.receive_claimed(message, region, slot.into(), now, &mut self.arena));
+        if begun.is_err() {
             self.arena.remove(slot);
             return false;
         }

@@ -3,6 +3,7 @@
 
 use super::availability::{Availability, availability};
 use super::bed::{Conditions, Offload};
+use super::mpi::{Carrier, Load, MpiCell, MpiHosts};
 use super::pingpong::{PingPong, ping_pong};
 use crate::bars::Bar;
 use crate::statistics::quantile;
@@ -16,6 +17,10 @@ const SIZE: u64 = 1_000_000;
 const AVAILABILITY: (u64, u64) = (100_000, 100);
 /// Round trips of a measurement.
 const ROUND_TRIPS: u32 = 30;
+/// MPI programs: messages whose latency, bandwidth and cost are measured. The cost is that beside 100 us of work between polls.
+const LATENCY: Load = Load { size: 8, rounds: 5000, work: 0 };
+const BANDWIDTH: Load = Load { size: 1_000_000, rounds: 200, work: 0 };
+const COST: Load = Load { size: 1_000_000, rounds: 100, work: 100 };
 /// Leads that are tried against lead 0.
 const LEADS: [u8; 5] = [0, 4, 8, 12, 15];
 /// The link for these: bits per second, and microseconds one way.
@@ -30,6 +35,8 @@ pub struct BenchReport {
     pub leads: Vec<PingPong>,
     /// Availability.
     pub availability: Vec<Availability>,
+    /// An MPI program over the provider and over TCP.
+    pub mpi: Vec<MpiCell>,
     /// The lead with the best median, and the median bandwidth of each in Mb/s.
     pub best_lead: (u8, f64),
     /// Bandwidth with lead 0.
@@ -55,6 +62,7 @@ fn of<T>(cells: &[T], wanted: impl Fn(&T) -> bool, figure: impl Fn(&T) -> f64) -
 /// If a test bed cannot be made, or a message is lost.
 pub fn bench(rounds: u32, progress: &dyn Fn(&str)) -> Result<BenchReport> {
     let (mut pings, mut leads, mut available) = (Vec::new(), Vec::new(), Vec::new());
+    let mpi = mpi(rounds, progress)?;
     let link = LinkSettings { rate: LINK.0, delay: LINK.1, buffer: 8 << 20, ..LinkSettings::default() };
     for round in 0..rounds {
         for offload in [Offload::None, Offload::Receive, Offload::Both] {
@@ -80,7 +88,35 @@ pub fn bench(rounds: u32, progress: &dyn Fn(&str)) -> Result<BenchReport> {
         Bar::most("rmpp.events_per_packet_both", 0.1, events),
         Bar::least("rmpp.availability_both", 0.9, both),
         Bar::least("rmpp.lead_gain", 1.2, best.1 / bandwidth(0)),
+        Bar::most("rmpp.host_cpu_over_tcp", 0.35, ratio(&mpi, true, COST, Carrier::RmppNic, |cell| cell.host_cpu_ms_per_mb)),
+        Bar::least("rmpp.bandwidth_over_tcp", 1.0, ratio(&mpi, false, BANDWIDTH, Carrier::RmppHost, |cell| cell.mb_per_s)),
+        Bar::most("rmpp.latency_over_tcp", 1.0, ratio(&mpi, false, LATENCY, Carrier::RmppHost, |cell| cell.median_us)),
     ];
     let lead_0 = bandwidth(0);
-    Ok(BenchReport { ping_pong: pings, leads, availability: available, best_lead: best, lead_0, bars })
+    Ok(BenchReport { ping_pong: pings, leads, availability: available, mpi, best_lead: best, lead_0, bars })
+}
+
+/// The MPI program over each carrier in turn: on a link between two kernels, and with a NIC on host A.
+fn mpi(rounds: u32, progress: &dyn Fn(&str)) -> Result<Vec<MpiCell>> {
+    let mut cells = Vec::new();
+    let jobs = [
+        (false, &[LATENCY, BANDWIDTH][..], [Carrier::RmppHost, Carrier::Tcp]),
+        (true, &[COST][..], [Carrier::RmppNic, Carrier::Tcp]),
+    ];
+    for (nic, loads, carriers) in jobs {
+        let hosts = MpiHosts::new(nic)?;
+        for (round, load, carrier) in
+            (0..rounds).flat_map(|round| loads.iter().flat_map(move |load| carriers.map(|carrier| (round, load, carrier))))
+        {
+            progress(&format!("round {round}: MPI, {} bytes, {carrier:?}", load.size));
+            cells.push(hosts.run(carrier, load)?);
+        }
+    }
+    Ok(cells)
+}
+
+/// A carrier's median over TCP's, of the same messages on the same link.
+fn ratio(cells: &[MpiCell], nic: bool, load: Load, ours: Carrier, figure: impl Fn(&MpiCell) -> f64 + Copy) -> f64 {
+    let median = |carrier| of(cells, |cell| (cell.nic, cell.size, cell.carrier) == (nic, load.size, carrier), figure);
+    median(ours) / median(Carrier::Tcp)
 }

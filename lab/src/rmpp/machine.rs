@@ -305,7 +305,7 @@ impl Machine {
                     Event::Rts { length, .. } => (hardware.clear, usize::from(*length)),
                     Event::More { .. } => (hardware.clear, 0),
                     Event::Control { .. } => (hardware.host_packet, 0),
-                    Event::Gap { .. } | Event::Placed { .. } | Event::Released { .. } => (0.0, 0),
+                    Event::Gap { .. } | Event::Placed { .. } | Event::Released { .. } | Event::OtherVersion { .. } => (0.0, 0),
                     // The paper's NIC does not match.
                     Event::Arrived(_) | Event::Cancelled { .. } | Event::Matcher(_) => (0.0, 0),
                 });

@@ -30,11 +30,14 @@ fn plot(figure: &Figure) -> Result<String> {
         let mut chart = ChartBuilder::on(&root)
             .caption(figure.title, ("sans-serif", 14))
             .margin(8)
+            // Half of the last label of the x axis lies behind the plot.
+            .margin_right(32)
             .x_label_area_size(34)
             .y_label_area_size(52)
             .build_cartesian_2d((left..right * 1.05).log_scale(), 0.0..top)
             .map_err(fail)?;
-        chart.configure_mesh().x_labels(6).x_desc(figure.x).y_desc(figure.y).draw().map_err(fail)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_labels(6).x_label_formatter(&f64::to_string).x_desc(figure.x).y_desc(figure.y).draw().map_err(fail)?;
         for (curve, colour) in figure.curves.iter().zip(COLOURS.iter().cycle()) {
             chart.draw_series(LineSeries::new(curve.points.iter().copied(), colour)).map_err(fail)?;
             let marks = curve.papers.iter().filter(|point| point.1.is_finite());

@@ -266,6 +266,17 @@ pub enum Event {
         /// Its header.
         header: Header,
     },
+    /// A packet of another version of RMPP came.
+    OtherVersion {
+        /// Address that it came from.
+        from: Endpoint,
+        /// Its sender's endpoint.
+        source: u16,
+        /// Its sender's incarnation.
+        incarnation: u32,
+        /// It begins an association.
+        hello: bool,
+    },
     /// The sender asks for the next CTS (RSM).
     More {
         /// The message.
@@ -584,6 +595,10 @@ impl Event {
                 writer = Writer::new(9);
                 writer.put(matcher.number());
             }
+            Event::OtherVersion { from, source, incarnation, hello } => {
+                writer = Writer::new(10);
+                writer.endpoint(from).quad([*source, (*hello).into(), 0, 0]).pair(*incarnation, 0);
+            }
         }
         writer.words
     }
@@ -636,6 +651,12 @@ impl Event {
             }
             8 => Event::Cancelled { receive: reader.word() as u32 },
             9 => Event::Matcher(Matcher::from_number(reader.word())?),
+            10 => {
+                let from = reader.endpoint();
+                let [source, hello, ..] = reader.quad();
+                let (incarnation, _) = reader.pair();
+                Event::OtherVersion { from, source, incarnation, hello: hello == 1 }
+            }
             _ => return None,
         })
     }

@@ -27,7 +27,7 @@ extern crate alloc;
 
 mod counters;
 pub mod data;
-mod handle;
+pub mod handle;
 pub mod interface;
 mod memory;
 pub mod policy;

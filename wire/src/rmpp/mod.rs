@@ -9,10 +9,11 @@ pub mod envelope;
 mod packet;
 
 pub use envelope::{Envelope, EnvelopeError, Received};
-pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, packet_length, seal};
+pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, of_other_version, packet_length, seal};
 
 use crate::flow::Endpoint;
 use bitflags::bitflags;
+#[cfg(any(not(feature = "hardware"), test))]
 use crc::{CRC_32_ISCSI, Crc, Table};
 
 /// Version of the layout, the first byte of every packet.
@@ -44,21 +45,37 @@ pub(crate) mod at {
     pub const CRC: usize = 36;
 }
 
-/// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP.
+/// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP, by tables: for where there is no std to ask the processor what it can.
+#[cfg(any(not(feature = "hardware"), test))]
 static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
+
+/// CRC32C of two parts, one behind the other.
+fn checksum(first: &[u8], second: &[u8]) -> u32 {
+    #[cfg(feature = "hardware")]
+    return ::crc32c::crc32c_append(::crc32c::crc32c(first), second);
+    #[cfg(not(feature = "hardware"))]
+    {
+        let mut digest = CRC32C.digest();
+        digest.update(first);
+        digest.update(second);
+        digest.finalize()
+    }
+}
 
 /// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet
 /// and UDP without a checksum leave the sender's address unprotected, and an address with a wrong bit is another peer.
 pub(crate) fn crc32c(source: &Endpoint, destination: &Endpoint, packet: &[u8]) -> u32 {
-    let mut digest = CRC32C.digest();
-    for endpoint in [source, destination] {
-        digest.update(&endpoint.address);
-        digest.update(&endpoint.port.to_be_bytes());
+    let mut head = [0; 2 * PSEUDO + at::CRC];
+    for (to, endpoint) in head.chunks_exact_mut(PSEUDO).zip([source, destination]) {
+        to[..16].copy_from_slice(&endpoint.address);
+        to[16..].copy_from_slice(&endpoint.port.to_be_bytes());
     }
-    digest.update(&packet[..at::CRC]);
-    digest.update(&packet[HEADER..]);
-    digest.finalize()
+    head[2 * PSEUDO..].copy_from_slice(&packet[..at::CRC]);
+    checksum(&head, &packet[HEADER..])
 }
+
+/// Bytes of an address and a port in the pseudo-header.
+const PSEUDO: usize = 18;
 
 /// What a packet is for. The first six are the paper's (section 3, Figure 2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

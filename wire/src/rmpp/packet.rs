@@ -133,12 +133,14 @@ impl<'a> Packet<'a> {
         if bytes.len() < HEADER {
             return Err(Refusal::Truncated);
         }
-        if bytes[0] != VERSION {
-            return Err(Refusal::Version);
-        }
         let bytes = packet_length(bytes).and_then(|end| bytes.get(..end)).ok_or(Refusal::Truncated)?;
         if crc32c(source, destination, bytes) != be32(bytes, at::CRC) {
             return Err(Refusal::Checksum);
+        }
+        // Version, kind, source, sender's incarnation, length and CRC are where they are in every version, so a damaged packet is
+        // none of another version, and its sender can be answered.
+        if bytes[0] != VERSION {
+            return Err(Refusal::Version);
         }
         let kind = Kind::from_number(bytes[at::KIND]).ok_or(Refusal::Kind)?;
         let flags = PacketFlags::from_bits(be16(bytes, at::FLAGS)).ok_or(Refusal::Flags)?;
@@ -162,6 +164,11 @@ impl<'a> Packet<'a> {
         let body = Body::parse(&header, &bytes[HEADER..])?;
         Ok(Packet { header, body })
     }
+}
+
+/// Of a packet that was refused for its version: its sender's endpoint and incarnation, and whether it is a Hello.
+pub fn of_other_version(bytes: &[u8]) -> Option<(u16, u32, bool)> {
+    (bytes.len() >= HEADER).then(|| (be16(bytes, at::SOURCE), be32(bytes, at::FROM), bytes[at::KIND] == Kind::Hello as u8))
 }
 
 impl Header {

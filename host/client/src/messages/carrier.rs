@@ -13,11 +13,17 @@ const BUFFER: usize = 4 << 20;
 
 /// The socket of an endpoint.
 pub enum Carrier {
+    /// UDP datagrams.
     Udp(Datagrams),
+    /// Raw Ethernet frames.
     Ethernet(Frames),
 }
 
 impl Carrier {
+    /// Opens the socket that the settings ask for.
+    ///
+    /// # Errors
+    /// The failed system call's.
     pub fn bind(settings: &Settings) -> io::Result<Carrier> {
         let longest = settings.packet.into();
         Ok(match &settings.ethernet {
@@ -26,6 +32,7 @@ impl Carrier {
         })
     }
 
+    /// Address at which it receives.
     pub fn address(&self) -> SocketAddr {
         match self {
             Carrier::Udp(socket) => socket.address(),
@@ -33,6 +40,7 @@ impl Carrier {
         }
     }
 
+    /// Takes packets that have come, and returns how many there were.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         match self {
             Carrier::Udp(socket) => socket.receive(each),
@@ -40,6 +48,7 @@ impl Carrier {
         }
     }
 
+    /// Where the next packet is written.
     pub fn room(&mut self) -> &mut [u8] {
         match self {
             Carrier::Udp(socket) => socket.room(),
@@ -47,6 +56,7 @@ impl Carrier {
         }
     }
 
+    /// Sends the packet of this many bytes that is in the room, at the latest with [`Carrier::flush`].
     pub fn push(&mut self, to: SocketAddr, length: usize) {
         match self {
             Carrier::Udp(socket) => socket.push(to, length),
@@ -54,9 +64,18 @@ impl Carrier {
         }
     }
 
+    /// Sends what was pushed.
     pub fn flush(&mut self) {
         if let Carrier::Udp(socket) = self {
             socket.flush();
+        }
+    }
+
+    /// Packets that the socket did not take.
+    pub fn dropped(&self) -> u64 {
+        match self {
+            Carrier::Udp(socket) => socket.dropped(),
+            Carrier::Ethernet(socket) => socket.dropped(),
         }
     }
 

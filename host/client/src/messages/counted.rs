@@ -26,8 +26,7 @@ impl Counted {
         self.copied.get()
     }
 
-    /// Counts bytes that the kernel copies between this process and its socket.
-    pub fn add(&self, bytes: u64) {
+    fn add(&self, bytes: u64) {
         self.copied.set(self.copied.get() + bytes);
     }
 }

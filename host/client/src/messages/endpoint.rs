@@ -157,13 +157,13 @@ impl Endpoint {
 
     /// What it has used so far.
     pub fn usage(&self) -> Usage {
-        let local = self.local.as_ref().map_or(0, |local| local.packets.iter().sum());
+        let (local, copied) = self.local.as_ref().map_or((0, 0), |local| (local.packets.iter().sum(), local.copied));
         let [received, sent, ..] = self.link.as_ref().map_or([0; session::PACKETS_WORDS], Link::packets);
         Usage {
             packets: local + received + sent,
             packets_on_nic: received + sent,
             events: self.events,
-            copied: self.memory.copied(),
+            copied: self.memory.copied() + copied,
             nic_deaths: self.link.as_ref().map_or(0, |link| link.starts().saturating_sub(1)),
         }
     }
@@ -186,7 +186,7 @@ impl Endpoint {
         self.policy.open(Address::from(address), 0)
     }
 
-    /// Tells a peer that no more messages come.
+    /// Ends the association with a peer: what was sent to it is finished first, then a Bye is sent.
     pub fn close(&mut self, peer: PeerId, now: u64) {
         self.policy.close(peer, now);
         self.transmit(now);

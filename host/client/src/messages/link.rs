@@ -1,4 +1,4 @@
-//! A session for messages: commands to the NIC's data half, its events, and what a new NIC has to be told.
+//! A session for messages: commands to the NIC's data half, its events, and the change to another NIC after one has died.
 
 use crate::shared::Shared;
 use baton_abi::layout::session;
@@ -34,6 +34,8 @@ pub struct Link {
     /// Hosts that this NIC may send to, and those whose way was not known, with the time to ask again.
     reached: HashSet<IpAddr>,
     unreached: Vec<(IpAddr, u64)>,
+    /// Hosts to which the NIC has no way: this one itself, and those behind other devices.
+    refused: HashSet<IpAddr>,
     /// Packets that earlier NICs have received and sent.
     packets: [u64; session::PACKETS_WORDS],
 }
@@ -57,6 +59,7 @@ impl Link {
             published: false,
             reached: HashSet::new(),
             unreached: Vec::new(),
+            refused: HashSet::new(),
             packets: [0; session::PACKETS_WORDS],
         })
     }
@@ -106,6 +109,7 @@ impl Link {
             self.renewing = true;
             self.reached.clear();
             self.unreached.clear();
+            self.refused.clear();
         }
         if !self.renewing || push(&mut self.commands, &begin(starts)).is_err() {
             return false;
@@ -147,7 +151,7 @@ impl Link {
         if let Command::SetPeer { address, .. } | Command::Control { to: address, .. } = command
             && address.port != 0
         {
-            self.reach(SocketAddr::from(*address).ip(), now);
+            self.leads_to(SocketAddr::from(*address).ip(), now);
         }
         self.published |= push(&mut self.commands, &command.to_words()).is_ok();
     }
@@ -162,16 +166,28 @@ impl Link {
         }
     }
 
-    /// Lets the NIC send to a host, unless it may already. Without a way its packets are lost, and it is asked for again later.
-    fn reach(&mut self, host: IpAddr, now: u64) {
-        let known = self.reached.contains(&host) || self.unreached.iter().any(|(other, _)| *other == host);
-        if known || self.reached.len() + self.unreached.len() >= MAX_HOSTS {
-            return;
+    /// Lets the NIC send to a host, unless it may already. False if the NIC has no way to it. While the way is not known yet,
+    /// packets are lost, and the host is asked for again later.
+    pub fn leads_to(&mut self, host: IpAddr, now: u64) -> bool {
+        if self.reached.contains(&host) || self.unreached.iter().any(|(other, _)| *other == host) {
+            return true;
         }
+        if self.refused.contains(&host) || self.reached.len() + self.unreached.len() + self.refused.len() >= MAX_HOSTS {
+            return false;
+        }
+        self.reach(host, now)
+    }
+
+    fn reach(&mut self, host: IpAddr, now: u64) -> bool {
         match self.shared.reach(host) {
             Ok(()) => _ = self.reached.insert(host),
+            Err(error) if error.kind() == io::ErrorKind::HostUnreachable => {
+                self.refused.insert(host);
+                return false;
+            }
             Err(_) => self.unreached.push((host, now + RETRY)),
         }
+        true
     }
 
     /// Asks again for hosts whose way was not known. Returns those for which it still is not: a packet of the kernel's own may
@@ -179,7 +195,7 @@ impl Link {
     pub fn retry(&mut self, now: u64) -> Vec<IpAddr> {
         let (due, later) = std::mem::take(&mut self.unreached).into_iter().partition::<Vec<_>, _>(|(_, at)| *at <= now);
         self.unreached = later;
-        due.iter().for_each(|(host, _)| self.reach(*host, now));
+        due.iter().for_each(|(host, _)| _ = self.reach(*host, now));
         self.unreached.iter().filter(|(_, at)| *at == now + RETRY).map(|(host, _)| *host).collect()
     }
 

@@ -1,9 +1,8 @@
 //! The data half, or a part of it, in this process: its packets come and go by the endpoint's socket.
 
 use super::carrier::Carrier;
-use super::counted::Counted;
 use baton_linux::datagrams::Received;
-use baton_rmpp::{Data, DataConfig, Disposition};
+use baton_rmpp::{Data, DataConfig, Disposition, Memory};
 use baton_wire::Endpoint;
 use std::net::SocketAddr;
 
@@ -12,23 +11,27 @@ const BURST: usize = 64;
 
 /// The data half.
 pub struct Local {
+    /// The protocol's part.
     pub data: Data,
     /// Packets that were received and used, and that were sent.
     pub packets: [u64; 2],
+    /// Bytes that the kernel has copied between this process and the socket.
+    pub copied: u64,
 }
 
 impl Local {
+    /// A data half of its own or a part of one, with nothing in it.
     pub fn new(config: DataConfig) -> Local {
-        Local { data: Data::new(config), packets: [0; 2] }
+        Local { data: Data::new(config), packets: [0; 2], copied: 0 }
     }
 
     /// Takes packets from the socket, as long as there is room for what they bring. Returns how many there were.
-    pub fn receive(&mut self, socket: &mut Carrier, memory: &mut Counted) -> usize {
+    pub fn receive(&mut self, socket: &mut Carrier, memory: &mut impl Memory) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
-            let Local { data, packets } = self;
+            let Local { data, packets, copied } = self;
             let taken = socket.receive(&mut |Received { from, bytes }| {
-                memory.add(bytes.len() as u64);
+                *copied += bytes.len() as u64;
                 packets[0] += u64::from(data.input(&Endpoint::from(from), bytes, memory) == Disposition::Done);
             });
             if taken == 0 {
@@ -41,14 +44,21 @@ impl Local {
 
     /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how many
     /// packets there were.
-    pub fn transmit(&mut self, socket: &mut Carrier, memory: &Counted) -> usize {
+    pub fn transmit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
+        let count = self.emit(socket, memory);
+        socket.flush();
+        count
+    }
+
+    /// Gives the socket what the data half has to send; it leaves at the latest with [`Carrier::flush`]. Returns how many
+    /// packets there were.
+    pub fn emit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let mut count = 0;
         while let Some(outbound) = self.data.poll_transmit(memory, socket.room()) {
             socket.push(SocketAddr::from(outbound.to), outbound.length);
-            memory.add(outbound.length as u64);
+            self.copied += outbound.length as u64;
             count += 1;
         }
-        socket.flush();
         self.packets[1] += count as u64;
         count
     }

@@ -15,4 +15,7 @@ mod endpoint;
 mod link;
 mod local;
 
+pub use carrier::Carrier;
 pub use endpoint::{Endpoint, Settings, Usage};
+pub use link::Link;
+pub use local::Local;

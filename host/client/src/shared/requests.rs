@@ -254,12 +254,13 @@ impl Shared {
     /// In a session for messages: lets the NIC send to a host.
     ///
     /// # Errors
-    /// `WouldBlock` if trying again may help, else the reason.
+    /// `HostUnreachable` if the NIC has no way to it; otherwise trying again may help.
     pub(crate) fn reach(&self, host: IpAddr) -> io::Result<()> {
         match self.ask(&Ask::Reach { host }, None)? {
             Reply::Done => Ok(()),
             Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
-            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            Reply::Stayed { reason, .. } => Err(io::Error::new(io::ErrorKind::HostUnreachable, reason)),
+            Reply::Failed { reason } => Err(io::Error::other(reason)),
             _ => Err(protocol_error("the way to a host is missing")),
         }
     }

@@ -14,7 +14,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{self, Body, HEADER, Header, Kind, Packet, RTS_BODY};
+use baton_wire::rmpp::{self, Body, HEADER, Header, Kind, Packet, RTS_BODY, Refusal};
 use matching::DataMatching;
 use receive::Receiving;
 use send::Sending;
@@ -240,6 +240,12 @@ impl Data {
             Ok(packet) => packet,
             Err(refusal) => {
                 self.counters.refused[refusal as usize] += 1;
+                if refusal == Refusal::Version
+                    && let Some((source, incarnation, hello)) = rmpp::of_other_version(bytes)
+                    && let Err(reason) = self.report(Event::OtherVersion { from: *from, source, incarnation, hello })
+                {
+                    self.counters.drop(reason);
+                }
                 return Disposition::Done;
             }
         };

@@ -17,7 +17,9 @@ impl Policy {
     pub fn post(&mut self, request: Request, now: u64, memory: &mut (impl Memory + ?Sized)) -> Result<ReceiveId, Limit> {
         self.check_room()?;
         self.check_region(&request.region)?;
-        let entry = Receive { token: request.token, region: request.region, ..Receive::default() };
+        let source =
+            request.source.map(|peer| peer.0).filter(|_| request.source.and_then(|peer| self.peer_address(peer)).is_some());
+        let entry = Receive { token: request.token, region: request.region, source, ..Receive::default() };
         let receive = self.receives.insert(entry).ok_or(Limit::Receives)?;
         let criteria = Self::criteria(request.source, request.context, request.tag, request.ignore);
         match self.matching.post(criteria, receive) {
@@ -25,6 +27,7 @@ impl Policy {
                 if let Some(entry) = self.receives.get_mut(receive) {
                     entry.posted = Some(id);
                 }
+                self.await_peer(source, now);
                 self.note_post(receive, criteria);
             }
             Ok(Post::Matched(incoming)) => {
@@ -43,14 +46,56 @@ impl Policy {
     /// the data half matches, a message may still be faster: then the receive completes with that.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         let Some(posted) = self.receives.get(id.0).and_then(|receive| receive.posted) else { return false };
-        if self.cancel_in_data(id.0) {
+        if self.cancel_in_data(id.0, Error::Cancelled) {
             return true;
         }
         let cancelled = self.matching.cancel(posted).is_some();
         if cancelled {
-            self.complete_receive(id.0, Err(Error::Cancelled));
+            self.end_posted(id.0, Error::Cancelled);
         }
         cancelled
+    }
+
+    /// Ends a receive that has been taken out of the matching.
+    pub(super) fn end_posted(&mut self, receive: u32, error: Error) {
+        let source = self.receives.get(receive).and_then(|receive| receive.source);
+        self.await_no_longer(source);
+        self.complete_receive(receive, Err(error));
+    }
+
+    /// Notes that a posted receive waits for a certain peer, whose keep-alive runs as long as any does.
+    fn await_peer(&mut self, source: Option<u16>, now: u64) {
+        let Some(at) = source.map(usize::from) else { return };
+        let idle = !self.peers[at].is_busy();
+        self.peers[at].awaited += 1;
+        if idle && self.peers[at].is_open() {
+            self.watch(at, now);
+        }
+    }
+
+    /// Notes that a receive which waited for a certain peer does so no longer.
+    pub(super) fn await_no_longer(&mut self, source: Option<u16>) {
+        if let Some(peer) = source.and_then(|at| self.peers.get_mut(usize::from(at))) {
+            peer.awaited = peer.awaited.saturating_sub(1);
+        }
+    }
+
+    /// Fails the posted receives that only a message of this peer could match. Those that the data half has end once it has given
+    /// them up, so that nothing is placed in their memory afterwards.
+    pub(super) fn fail_posted(&mut self, at: usize, error: Error) {
+        for slot in 0..self.receives.slots() {
+            if self.peers[at].awaited == 0 {
+                return;
+            }
+            let Some(receive) = self.receives.at(slot) else { continue };
+            let entry = self.receives.get_mut(receive).filter(|entry| entry.source == Some(at as u16));
+            let Some((entry, posted)) = entry.and_then(|entry| entry.posted.map(|posted| (entry, posted))) else { continue };
+            let source = entry.source.take();
+            self.await_no_longer(source);
+            if !self.cancel_in_data(receive, error) && self.matching.cancel(posted).is_some() {
+                self.complete_receive(receive, Err(error));
+            }
+        }
     }
 
     /// Finds the oldest unexpected message that a receive would get, and leaves it where it is (MPI_Probe).

@@ -31,6 +31,9 @@ use timers::Timers;
 /// posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
 
+/// Replies that nobody waits for may be so many before they leave.
+const MOST_PATIENT: usize = 8;
+
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
@@ -167,8 +170,10 @@ pub enum Error {
     Aborted,
     /// The peer lives, but the message made no progress in [`Config::attempts`] tries.
     NoProgress,
-    /// The receive was cancelled.
+    /// The send or receive was cancelled.
     Cancelled,
+    /// The peer uses another version of RMPP.
+    OtherVersion,
 }
 
 /// Identifies a peer.
@@ -270,8 +275,10 @@ struct Receive {
     region: Region,
     /// Its place in the matching, while it waits there.
     posted: Option<baton_matching::PostedId>,
-    /// The data half was asked to take it back.
-    cancelling: bool,
+    /// The peer that it waits for, if that is a certain one.
+    source: Option<u16>,
+    /// The data half was asked to take it back: what it then ends with.
+    cancelling: Option<Error>,
 }
 
 /// The policy half of an endpoint.
@@ -280,7 +287,7 @@ pub struct Policy {
     peers: Box<[Peer]>,
     /// Peers by address and endpoint.
     addresses: BTreeMap<(Endpoint, u16), u16>,
-    /// The last incarnation given out, and the one that unknown peers are told.
+    /// The last incarnation given out, and the one that unknown peers get in answer to a Hello.
     incarnation: u32,
     base: u32,
     outgoing: Slab<Outgoings>,
@@ -291,6 +298,8 @@ pub struct Policy {
     matching: Matching,
     timers: Timers,
     commands: VecDeque<Command>,
+    /// Among the commands is the ACK of a message whose sender waits for it.
+    awaited: bool,
     completions: VecDeque<Completion>,
     /// Incoming messages that are not cleared for want of NIC buffers or pinned memory, in turn.
     waiting: VecDeque<u32>,
@@ -300,7 +309,7 @@ pub struct Policy {
     /// Buffers for RTS packets that neither the data half nor a message has, and those that the data half has.
     free_buffers: Vec<u16>,
     posted_buffers: Box<[bool]>,
-    /// Peers and messages that a new data half has not been told of yet.
+    /// Peers and messages that a new data half does not have yet.
     replay: restart::Replay,
     /// Present if the data half can match.
     offloaded: Option<offloaded::Offloaded>,
@@ -329,6 +338,7 @@ impl Policy {
             matching: Matching::new(config.receives.into(), incoming, config.hash_key),
             timers: Timers::new(sends + incoming + usize::from(config.peers)),
             commands: VecDeque::with_capacity(2 * MOST_COMMANDS),
+            awaited: false,
             completions: VecDeque::with_capacity(sends + receives),
             waiting: VecDeque::with_capacity(incoming),
             cleared_packets: 0,
@@ -368,7 +378,7 @@ impl Policy {
         self.commands.len() <= MOST_COMMANDS
     }
 
-    /// The next command for the data half. After [`Policy::restart`] those that tell a new data half what there is come first.
+    /// The next command for the data half. After [`Policy::restart`] those come first that enter what there is in a new data half.
     pub fn poll_command(&mut self) -> Option<Command> {
         if let Some(command) = self.poll_replay() {
             return Some(command);
@@ -377,6 +387,7 @@ impl Policy {
             return Some(command);
         }
         if let Some(command) = self.commands.pop_front() {
+            self.awaited &= !self.commands.is_empty();
             return Some(self.brought_up_to_date(command));
         }
         if let Some(buffer) = self.free_buffers.pop() {
@@ -384,6 +395,17 @@ impl Policy {
             return Some(Command::PostBuffer { buffer });
         }
         self.poll_loan()
+    }
+
+    /// Whether there are commands, few, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their
+    /// RTS carried. Meanwhile others may join them, and an RTS to the same peer may say the same.
+    pub fn is_patient(&self) -> bool {
+        let patient = |command: &Command| match command {
+            Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
+            Command::Release { confirm, .. } => !confirm,
+            _ => false,
+        };
+        !self.awaited && (1..=MOST_PATIENT).contains(&self.commands.len()) && self.commands.iter().all(patient)
     }
 
     /// The next completion.
@@ -424,6 +446,9 @@ impl Policy {
                 self.on_rts(from, header, rts, (*buffer, *length), now, memory);
             }
             Event::Control { from, header } => self.on_control(from, header, now),
+            Event::OtherVersion { from, source, incarnation, hello } => {
+                self.on_other_version(from, (*source, *incarnation), *hello, now);
+            }
             Event::More { handle, placed } => self.on_more(*handle, *placed, now),
             Event::Gap { handle, placed } => self.on_gap(*handle, *placed, now),
             Event::Placed { handle } => self.on_placed(*handle, now),
@@ -462,7 +487,7 @@ impl Policy {
             }
             Kind::Bye => self.on_bye(peer, header, now),
             Kind::ByeAck => self.on_bye_ack(peer, now),
-            // A Pong has told that the peer lives; the others come as events of their own.
+            // `admit` has noted that the peer lives, which is all that a Pong says; the others come as events of their own.
             _ => {}
         }
     }

@@ -74,7 +74,7 @@ impl Policy {
     }
 
     /// Passes a command on to a data half that matches, or will.
-    fn tell(&mut self, command: Command) {
+    fn pass_on(&mut self, command: Command) {
         match self.offloaded.as_mut() {
             Some(offloaded) if offloaded.stage == Stage::Telling => offloaded.told.push_back(command),
             Some(offloaded) if offloaded.stage == Stage::Data => self.commands.push_back(command),
@@ -90,7 +90,7 @@ impl Policy {
         }
         let Some(Receive { region, .. }) = self.receives.get(receive).copied() else { return };
         let command = Self::post_command(receive, &criteria, region);
-        self.tell(command);
+        self.pass_on(command);
     }
 
     fn post_command(receive: u32, criteria: &Criteria, region: crate::memory::Region) -> Command {
@@ -100,35 +100,42 @@ impl Policy {
 
     /// An unexpected message has a receive, was claimed, or has been given up.
     pub(super) fn note_discard(&mut self, handle: u32) {
-        self.tell(Command::Discard { handle });
+        self.pass_on(Command::Discard { handle });
     }
 
-    /// Asks the data half to take a posted receive back. False if the policy decides alone.
-    pub(super) fn cancel_in_data(&mut self, receive: u32) -> bool {
+    /// Asks the data half to take a posted receive back, which then ends with `error`. False if the policy decides alone.
+    pub(super) fn cancel_in_data(&mut self, receive: u32, error: Error) -> bool {
         let Some(offloaded) = &self.offloaded else { return false };
         if matches!(offloaded.stage, Stage::Policy | Stage::Asked | Stage::Ready) {
             return false;
         }
         let Some(entry) = self.receives.get_mut(receive) else { return false };
-        if !core::mem::replace(&mut entry.cancelling, true) {
-            self.tell(Command::Cancel { receive });
+        if entry.cancelling.replace(error).is_none() {
+            self.pass_on(Command::Cancel { receive });
         }
         true
     }
 
-    /// The data half has taken a receive back, if no message that it reported before has got it.
+    /// The data half has taken a receive back, if no message that it reported before has got it. While the policy is about to
+    /// match, the receive ends with the confirmation: a message that was refused may still be placed until then.
     pub(super) fn on_cancelled(&mut self, receive: u32) {
-        let posted = self.receives.get(receive).filter(|entry| entry.cancelling).and_then(|entry| entry.posted);
-        if let Some(posted) = posted {
+        if self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage != Stage::Leaving) {
+            self.end_cancelled(receive);
+        }
+    }
+
+    fn end_cancelled(&mut self, receive: u32) {
+        let ending = self.receives.get(receive).and_then(|entry| entry.posted.zip(entry.cancelling));
+        if let Some((posted, error)) = ending {
             self.matching.cancel(posted);
-            self.complete_receive(receive, Err(Error::Cancelled));
+            self.end_posted(receive, error);
         }
     }
 
     /// Completes the cancellations that the data half will not answer any more.
     fn finish_cancelling(&mut self) {
         let posted = self.matching.posted_in_order();
-        posted.into_iter().for_each(|(_, receive)| self.on_cancelled(receive));
+        posted.into_iter().for_each(|(_, receive)| self.end_cancelled(receive));
     }
 
     /// Whether a data half has room for what is posted and unexpected, and finds it without a search.
@@ -346,15 +353,12 @@ impl Policy {
     /// The data half has given a message to a receive, and cleared its first packets.
     fn on_matched(&mut self, arrived: &Arrived, receive: u32, now: u64) {
         let handle = arrived.handle;
-        let region = match self.receives.get_mut(receive) {
-            Some(entry) => {
-                if let Some(posted) = entry.posted.take() {
-                    self.matching.cancel(posted);
-                }
-                entry.region
-            }
-            None => return,
-        };
+        let Some(entry) = self.receives.get_mut(receive) else { return };
+        let (region, source) = (entry.region, entry.source);
+        if let Some(posted) = entry.posted.take() {
+            self.matching.cancel(posted);
+        }
+        self.await_no_longer(source);
         let Some(message) = self.incoming.get_mut(handle) else { return };
         message.receive = receive;
         message.take_region(region);
@@ -393,6 +397,8 @@ impl Policy {
             Ok(Arrival::Matched(receive)) => {
                 if let Some(entry) = self.receives.get_mut(receive) {
                     entry.posted = None;
+                    let source = entry.source;
+                    self.await_no_longer(source);
                 }
                 self.begin(handle, receive, now, memory);
             }

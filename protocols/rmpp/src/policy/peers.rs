@@ -75,6 +75,8 @@ pub(super) struct Peer {
     pub buffers: u16,
     /// Messages that the data half is asked to release.
     pub releasing: u32,
+    /// Posted receives that only a message from it can match.
+    pub awaited: u32,
 }
 
 impl Default for Peer {
@@ -107,6 +109,7 @@ impl Default for Peer {
             incoming: 0,
             buffers: 0,
             releasing: 0,
+            awaited: 0,
         }
     }
 }
@@ -117,9 +120,9 @@ impl Peer {
         matches!(self.state, PeerState::Open | PeerState::Closing)
     }
 
-    /// Whether a message of either direction is unfinished.
-    fn is_busy(&self) -> bool {
-        self.sends > 0 || self.incoming > 0
+    /// Whether a message of either direction is unfinished, or one is waited for.
+    pub fn is_busy(&self) -> bool {
+        self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
     /// The command that tells the data half of this peer, which has number `peer`.
@@ -150,7 +153,7 @@ impl Policy {
         Ok(PeerId(peer as u16))
     }
 
-    /// Ends the association with a peer in order: messages to it are finished first, then it is told. Messages from it that are
+    /// Ends the association with a peer in order: messages to it are finished first, then it gets a Bye. Messages from it that are
     /// unfinished fail. Its number becomes free.
     pub fn close(&mut self, peer: PeerId, now: u64) {
         let at = usize::from(peer.0);
@@ -194,7 +197,7 @@ impl Policy {
         Some(place)
     }
 
-    /// Frees a place. What unknown peers are told changes, so that packets for the old association are recognised.
+    /// Frees a place. The incarnation that unknown peers get changes, so that packets for the old association are recognised.
     fn forget_peer(&mut self, at: usize) {
         let Peer { address, endpoint, .. } = self.peers[at];
         self.addresses.remove(&(address, endpoint));
@@ -272,6 +275,19 @@ impl Policy {
         };
         let answer = Header::new(Kind::Welcome, [self.config.endpoint, header.source], [local, header.from]);
         self.commands.push_back(Command::Control { to: *from, header: answer });
+    }
+
+    /// A peer of another version cannot be talked to. Its Hello is answered, so that it learns that, too, from our version.
+    pub(super) fn on_other_version(&mut self, from: &Endpoint, (source, incarnation): (u16, u32), hello: bool, now: u64) {
+        if hello && incarnation != 0 {
+            let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.base, incarnation]);
+            self.commands.push_back(Command::Control { to: *from, header });
+        }
+        if let Some(at) = self.addresses.get(&(*from, source)).map(|at| usize::from(*at))
+            && self.peers[at].state == PeerState::Greeting
+        {
+            self.fail(at, Error::OtherVersion, false, now);
+        }
     }
 
     pub(super) fn on_welcome(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<(), Drop> {
@@ -397,6 +413,9 @@ impl Policy {
         // What was never sent can go to the peer's next incarnation.
         if error != Error::PeerRestarted || self.peers[at].closed {
             self.fail_waiting(at, error);
+        }
+        if error != Error::PeerRestarted || self.peers[at].closed {
+            self.fail_posted(at, error);
         }
         for handle in sent {
             self.give_up_send(handle, error);

@@ -152,11 +152,12 @@ impl Policy {
 
     /// Sends the ACK of a message that has ended, and again until the CLEANUP comes.
     pub(super) fn acknowledge(&mut self, handle: u32, now: u64) {
-        let Some(Incoming { peer, number, rts, state: ReceiveState::Ended(status), attempts, .. }) =
+        let Some(Incoming { peer, number, rts, first, state: ReceiveState::Ended(status), attempts, .. }) =
             self.incoming.get(handle).copied()
         else {
             return;
         };
+        self.awaited |= rts.length > u64::from(first) || attempts > 0;
         self.control(peer.into(), Kind::Ack, |header| {
             (header.message, header.handle, header.count) = (number, rts.handle, status as u16);
         });

@@ -5,7 +5,7 @@ use super::messages::{ReceiveState, SendState};
 use crate::data::Halves;
 use crate::interface::{Command, Half};
 
-/// What a new data half is still to be told, by the next slot of each table; None when all was.
+/// What a new data half has not received yet, by the next slot of each table; None when it has all.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Replay {
     pub(super) peers: Option<usize>,
@@ -15,7 +15,7 @@ pub(super) struct Replay {
 
 impl Policy {
     /// Notes that the halves given have died, and new ones without state have taken their place. The caller has dropped what
-    /// they had reported, and their memory accesses have ended. The next commands tell the new ones what they must know:
+    /// they had reported, and their memory accesses have ended. The next commands enter peers and messages again:
     /// messages go on from what is known to have been placed.
     pub fn restart(&mut self, dead: Halves, now: u64) {
         let died = |half: Half| if half == Half::Receiving { dead.receiving } else { dead.sending };
@@ -59,7 +59,7 @@ impl Policy {
         }
     }
 
-    /// The next command that tells a new data half what there is.
+    /// The next command that enters a peer or message in a new data half.
     pub(super) fn poll_replay(&mut self) -> Option<Command> {
         while let Some(at) = self.replay.peers {
             self.replay.peers = (at + 1 < self.peers.len()).then_some(at + 1);

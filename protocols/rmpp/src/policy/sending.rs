@@ -64,13 +64,23 @@ impl Policy {
         }
     }
 
-    /// Tells the data half of a message.
+    /// Has the data half send a message.
     pub(super) fn push_send(&mut self, handle: u32) {
-        let command = self.send_command(handle);
-        self.commands.extend(command);
+        let Some(command) = self.send_command(handle) else { return };
+        if !self.is_patient() {
+            return self.commands.push_back(command);
+        }
+        // The RTS carries the floor, which says the same as the CLEANUPs to its receiver that have not left.
+        let to = self.outgoing.get(handle).map(|message| self.peers[usize::from(message.outgoing.peer.0)].address);
+        let said = |command: &Command| matches!(command, Command::Control { to: other, header } if header.kind == Kind::Cleanup && Some(*other) == to);
+        self.commands.retain(|command| !said(command));
+        // It leaves before the packets that wait, and after what frees the place that it may take.
+        self.commands.make_contiguous().sort_by_key(|command| matches!(command, Command::Control { .. }));
+        let packets = self.commands.iter().filter(|command| matches!(command, Command::Control { .. })).count();
+        self.commands.insert(self.commands.len() - packets, command);
     }
 
-    /// The command that tells the data half of a message.
+    /// The command by which the data half sends a message.
     pub(super) fn send_command(&self, handle: u32) -> Option<Command> {
         let Outgoings { outgoing, number, first, .. } = self.outgoing.get(handle)?;
         let rts = Rts {
@@ -142,7 +152,7 @@ impl Policy {
         let floor = self.peers[at].floor;
         let Some(message) = self.outgoing.get_mut(handle) else { return };
         match HoldReason::from_number(header.count) {
-            // The receiver will clear it or ask for the RTS again; keep-alive tells whether it still can.
+            // The receiver will clear it or ask for the RTS again; keep-alive shows whether it still can.
             Some(HoldReason::Unexpected) => {
                 message.state = SendState::Held;
                 self.timers.stop(handle::slot(handle));
@@ -184,6 +194,32 @@ impl Policy {
         let at = usize::from(peer.0);
         self.peers[at].sends -= 1;
         self.farewell(at, now);
+    }
+
+    /// Takes back a message that waits for its peer's welcome, or for a number in the window: it completes with
+    /// [`Error::Cancelled`]. False if there is none by this token: others are on their way.
+    pub fn cancel_send(&mut self, token: u64, now: u64) -> bool {
+        let waiting = |message: &&Outgoings| message.outgoing.token == token && message.state == SendState::Waiting;
+        let found = (0..self.outgoing.slots())
+            .filter_map(|slot| self.outgoing.at(slot))
+            .find(|handle| self.outgoing.get(*handle).as_ref().is_some_and(waiting));
+        let Some((handle, message)) = found.and_then(|handle| Some((handle, *self.outgoing.get(handle)?))) else { return false };
+        let at = usize::from(message.outgoing.peer.0);
+        let mut before = 0;
+        let mut next = self.peers[at].first_waiting;
+        while next != handle {
+            let Some(other) = self.outgoing.get(next) else { return false };
+            (before, next) = (next, other.next);
+        }
+        match self.outgoing.get_mut(before) {
+            Some(before) => before.next = message.next,
+            None => self.peers[at].first_waiting = message.next,
+        }
+        if self.peers[at].last_waiting == handle {
+            self.peers[at].last_waiting = before;
+        }
+        self.complete_send(handle, Some(Error::Cancelled), now);
+        true
     }
 
     /// Fails the messages that have no number yet.

@@ -1,0 +1,123 @@
+//! What an endpoint is made of: a socket, and if there is one a session with a NIC.
+
+use crate::arena::{Arena, Buffer, SPACE, Slot};
+use crate::half::DataHalf;
+use crate::settings::{Settings, Use};
+use crate::staging::Staging;
+use baton_abi::layout::session;
+use baton_client::messages::{Carrier, Link};
+use baton_linux::datagrams::Datagrams;
+use baton_protocol::program::Messages;
+use baton_rmpp::Config;
+use std::io;
+use std::os::fd::AsFd;
+
+/// Buffers for RTS packets.
+pub(crate) const RTS_BUFFERS: u16 = 512;
+/// Incoming messages that the policy keeps, unexpected ones included.
+pub(crate) const INCOMING: u16 = 8192;
+/// Bytes of an RTS buffer at least, so that peers on links with longer frames get through.
+const RTS_BYTES: u16 = 16_384;
+/// Packets that the NIC may have room for: it places them as they come.
+const NIC_PACKETS: u32 = 1024;
+
+/// The parts of an endpoint.
+pub struct Opened<B> {
+    pub config: Config,
+    pub half: DataHalf,
+    pub arena: Arena<B>,
+    /// Why there is no NIC, if one was to be used.
+    pub without_nic: Option<String>,
+}
+
+/// Opens the socket, and a session with the NIC if there is one.
+///
+/// # Errors
+/// The failed system call's; if a NIC must be used, why it cannot be.
+pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::Result<Opened<B>> {
+    let socket = Datagrams::bind(settings.address, settings.socket_buffer, settings.packet.into())?;
+    let config = config(settings, random, now);
+    let (link, without_nic) = match settings.nic {
+        Use::Never => (None, None),
+        Use::Auto | Use::Always => match connect(settings, &config, &socket) {
+            Ok(link) => (Some(link), None),
+            Err(error) if settings.nic == Use::Auto => (None, Some(error.to_string())),
+            Err(error) => return Err(error),
+        },
+    };
+    let Some(link) = link else {
+        // The kernel counts a datagram with an overhead of its own: up to its length again, and 768 bytes.
+        let room = socket.receive_buffer() / (2 * usize::from(settings.packet) + 768);
+        let config = Config { nic_buffers: (room as u32).max(settings.grant.into()), ..config };
+        let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
+        return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None), config, arena, without_nic });
+    };
+    let config = on_nic(&config);
+    let memory = link.memory().clone();
+    let staging = Staging::new(config.buffers + buffers(&config), memory.region().len() as u64);
+    let arena = Arena::new(Slot::Shared(memory), Some(staging));
+    Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link)), config, arena, without_nic })
+}
+
+fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
+    let word = |at: usize| u64::from_le_bytes(random[8 * at..8 * at + 8].try_into().unwrap_or_default());
+    Config {
+        incarnation: (now / 1000) as u32,
+        hash_key: [word(0), word(1), word(2), word(3)],
+        memory: SPACE,
+        peers: settings.peers,
+        sends: settings.sends,
+        receives: settings.receives,
+        incoming: INCOMING,
+        buffer_count: RTS_BUFFERS,
+        buffer_size: settings.packet.max(RTS_BYTES),
+        buffers_per_peer: 64,
+        packet: settings.packet,
+        grant: settings.grant,
+        early: settings.early,
+        dead: settings.dead,
+        ..Config::default()
+    }
+}
+
+/// The settings within a NIC's limits.
+fn on_nic(config: &Config) -> Config {
+    Config {
+        sends: config.sends.min(Messages::MOST),
+        buffers: (session::HEAP as u64).next_multiple_of(4096),
+        nic_buffers: NIC_PACKETS,
+        ..*config
+    }
+}
+
+/// Bytes of the buffers for RTS packets, in whole pages.
+fn buffers(config: &Config) -> u64 {
+    (u64::from(config.buffer_count) * u64::from(config.buffer_size)).next_multiple_of(4096)
+}
+
+fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Result<Link> {
+    if !Messages::PACKET.contains(&settings.packet) {
+        let reason = format!("packets of {} bytes do not fit into the frames of a NIC", settings.packet);
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    }
+    let config = on_nic(config);
+    let messages = Messages {
+        address: socket.address(),
+        endpoint: config.endpoint,
+        receiving: true,
+        sending: true,
+        peers: config.peers,
+        incoming: config.incoming,
+        outgoing: config.sends,
+        buffers: config.buffers,
+        buffer_count: config.buffer_count,
+        buffer_size: config.buffer_size,
+        packet: config.packet,
+        ethernet: false,
+        // This process matches.
+        posted: 0,
+        unexpected: 0,
+        receives: 0,
+    };
+    Link::connect(&settings.agent, messages, socket.as_fd())
+}

@@ -1,0 +1,278 @@
+//! An MPI program over RMPP's libfabric provider, and over Open MPI's own TCP on the same link.
+
+use super::bed::{Conditions, Offload};
+use crate::testbed::{Testbed, TestbedSettings};
+use anyhow::{Context, Result, bail};
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// The program of the ranks.
+const SOURCE: &str = include_str!("mpi.c");
+/// Hosts' addresses: those of a test bed.
+const ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
+/// Seconds after which a job is ended.
+const LIMIT: &str = "120";
+
+/// What an MPI program's messages go by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Carrier {
+    /// Open MPI's own TCP (btl tcp).
+    Tcp,
+    /// The provider, with the data half in the program.
+    RmppHost,
+    /// The provider, with the data half on host A's NIC.
+    RmppNic,
+}
+
+/// One job of two ranks.
+#[derive(Clone, Debug, Serialize)]
+pub struct MpiCell {
+    /// What the messages went by.
+    pub carrier: Carrier,
+    /// Whether a NIC stands between host A's kernel and the link; else the link is between two kernels.
+    pub nic: bool,
+    /// Bytes of a message.
+    pub size: u32,
+    /// Half a round trip in microseconds: the median and the least.
+    pub median_us: f64,
+    /// See there.
+    pub least_us: f64,
+    /// Megabytes per second, from the median.
+    pub mb_per_s: f64,
+    /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's receiving.
+    pub host_cpu_ms_per_mb: f64,
+    /// Milliseconds of the NIC's CPU per megabyte.
+    pub nic_cpu_ms_per_mb: f64,
+}
+
+/// What rank 0 prints.
+#[derive(Deserialize)]
+struct Printed {
+    median_us: f64,
+    least_us: f64,
+    mb_per_s: f64,
+    cpu_ms_per_mb: f64,
+    wrong: u32,
+}
+
+/// Messages of a job: their size, how many round trips, and microseconds of work between polls (0: rank 0 only waits).
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    pub size: u32,
+    pub rounds: u32,
+    pub work: u32,
+}
+
+/// A process that holds a namespace open, so that others can be started in it.
+struct Anchor(Child);
+
+impl Anchor {
+    fn new(host: &Namespace) -> Result<Anchor> {
+        Ok(Anchor(host.spawn(Command::new("sleep").arg("infinity"))?))
+    }
+}
+
+impl Drop for Anchor {
+    fn drop(&mut self) {
+        // It has nothing to say at its end.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two hosts with the program, and what MPI's launcher needs to start it there.
+pub struct MpiHosts {
+    folder: PathBuf,
+    _anchors: [Anchor; 2],
+    hosts: Hosts,
+    provider: PathBuf,
+    napi: Vec<u32>,
+}
+
+enum Hosts {
+    /// A link between two kernels.
+    Plain(Namespace),
+    /// A NIC on host A.
+    WithNic(Box<Testbed>),
+}
+
+impl Drop for MpiHosts {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("starting {}", command.get_program().display()))?;
+    if !status.success() {
+        bail!("{command:?} failed");
+    }
+    Ok(())
+}
+
+/// The folder of the provider: where `make provider` puts it.
+fn provider() -> Result<PathBuf> {
+    let folder = std::env::current_exe()?.parent().unwrap_or(Path::new("/")).join("../provider");
+    if !folder.join("librmpp-fi.so").exists() {
+        bail!("librmpp-fi.so is not in {}: `make provider` builds it", folder.display());
+    }
+    Ok(folder.canonicalize()?)
+}
+
+impl MpiHosts {
+    /// Two hosts, the first with a NIC or not.
+    ///
+    /// # Errors
+    /// If something is missing; the message says what to do.
+    pub fn new(nic: bool) -> Result<MpiHosts> {
+        let provider = provider()?;
+        let folder = std::env::temp_dir().join(format!("baton-mpi-{}-{nic}", std::process::id()));
+        std::fs::create_dir_all(&folder)?;
+        let (hosts, anchors) = if nic { with_nic()? } else { plain()? };
+        let napi = if nic { process::napi_threads("baton0") } else { Vec::new() };
+        let made = MpiHosts { folder, _anchors: anchors, hosts, provider, napi };
+        made.install()?;
+        Ok(made)
+    }
+
+    /// Compiles the program, and writes the script by which the launcher starts its part on a host, in place of ssh.
+    fn install(&self) -> Result<()> {
+        let source = self.folder.join("mpi.c");
+        std::fs::write(&source, SOURCE)?;
+        let mut compiler = Command::new("mpicc");
+        succeed(compiler.arg("-O2").arg("-o").arg(self.folder.join("program")).arg(&source))
+            .context("Debian's Open MPI is needed: scripts/dependencies mpi installs it")?;
+        let [a, b] = [0, 1].map(|host| self._anchors[host].0.id());
+        let script = format!(
+            "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac; do shift; done\nhost=$1; shift\n\
+             case $host in {}) pid={a} name=baton-a ;; *) pid={b} name=baton-b BATON_SOCKET=/nonexistent ;; esac\n\
+             exec nsenter -n -t $pid unshare -u sh -c \"hostname $name; $*\"\n",
+            ADDRESSES[0]
+        );
+        let path = self.folder.join("agent");
+        std::fs::write(&path, script)?;
+        succeed(Command::new("chmod").arg("755").arg(&path))
+    }
+
+    /// Runs a job.
+    ///
+    /// # Errors
+    /// If it fails, or a byte is wrong.
+    pub fn run(&self, carrier: Carrier, load: &Load) -> Result<MpiCell> {
+        let before = self.used()?;
+        let mut command = self.command(carrier, load);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let host_a = match &self.hosts {
+            Hosts::Plain(host) => host,
+            Hosts::WithNic(bed) => &bed.host_a,
+        };
+        let output = host_a.spawn(&mut command)?.wait_with_output()?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let text = String::from_utf8_lossy(&output.stdout);
+        let line = text.lines().find(|line| line.starts_with('{'));
+        let printed: Printed = line
+            .and_then(|line| serde_json::from_str(line).ok())
+            .with_context(|| format!("{carrier:?}, {load:?}: mpirun printed no result: {errors}"))?;
+        if printed.wrong != 0 {
+            bail!("{carrier:?}, {load:?}: bytes are wrong");
+        }
+        let used = self.used()?;
+        // The launcher's own frames, and the round trips that warm up, are among the kernel's and the NIC's: for both carriers.
+        let megabytes = 2.2e-6 * f64::from(load.size) * f64::from(load.rounds);
+        let [kernel, nic] = [0, 1].map(|at| (used[at] - before[at]) as f64 / 1e6 / megabytes.max(1e-9));
+        Ok(MpiCell {
+            carrier,
+            nic: matches!(self.hosts, Hosts::WithNic(_)),
+            size: load.size,
+            median_us: printed.median_us,
+            least_us: printed.least_us,
+            mb_per_s: printed.mb_per_s,
+            host_cpu_ms_per_mb: printed.cpu_ms_per_mb + kernel,
+            nic_cpu_ms_per_mb: nic,
+        })
+    }
+
+    /// Nanoseconds in which host A's kernel received and its agent ran, and of the NIC.
+    fn used(&self) -> Result<[u64; 2]> {
+        let Hosts::WithNic(bed) = &self.hosts else { return Ok([0; 2]) };
+        let statistics = bed.tool()?.statistics()?;
+        let agent = process::cpu_nanos(statistics.agent_process).context("the agent has ended")?;
+        let kernel = self.napi.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum::<u64>();
+        Ok([kernel + agent, process::cpu_nanos(statistics.nic_process).context("the NIC has ended")?])
+    }
+
+    fn command(&self, carrier: Carrier, load: &Load) -> Command {
+        let mut words: Vec<OsString> =
+            ["unshare", "-u", "sh", "-c", "hostname baton-a; exec \"$@\"", "sh"].map(Into::into).into();
+        words.extend(
+            ["timeout", LIMIT, "mpirun", "-n", "2", "--bind-to", "none", "--map-by", "node:OVERSUBSCRIBE"].map(Into::into),
+        );
+        words.extend(["--mca", "plm_rsh_agent"].map(OsString::from));
+        words.push(self.folder.join("agent").into());
+        words.extend(["--host".into(), format!("{}:1,{}:1", ADDRESSES[0], ADDRESSES[1]).into()]);
+        let transport: &[&str] = match carrier {
+            Carrier::Tcp => &["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "10.77.0.0/24"],
+            _ => &[
+                "--mca",
+                "pml",
+                "cm",
+                "--mca",
+                "mtl",
+                "ofi",
+                "--mca",
+                "mtl_ofi_provider_include",
+                "rmpp",
+                "-x",
+                "FI_PROVIDER_PATH",
+                "-x",
+                "FI_PROVIDER",
+                "-x",
+                "FI_RMPP_NIC",
+            ],
+        };
+        words.extend(transport.iter().map(Into::into));
+        words.push(self.folder.join("program").into());
+        words.extend([load.size, load.rounds, load.work].map(|number| number.to_string().into()));
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).env("FI_PROVIDER_PATH", &self.provider).env("FI_PROVIDER", "rmpp");
+        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        command.env("FI_RMPP_NIC", if carrier == Carrier::RmppNic { "auto" } else { "never" });
+        if let Hosts::WithNic(bed) = &self.hosts {
+            command.env("BATON_SOCKET", bed.socket());
+        }
+        command
+    }
+}
+
+fn with_nic() -> Result<(Hosts, [Anchor; 2])> {
+    let conditions = Conditions { offload: Offload::Both, ..Conditions::plain() };
+    let bed = Testbed::new(&TestbedSettings {
+        mtu: conditions.mtu.into(),
+        link: conditions.link,
+        threaded_napi: true,
+        peer_queue: Some(4096),
+        ..TestbedSettings::default()
+    })?;
+    let anchors = [Anchor::new(&bed.host_a)?, Anchor::new(&bed.host_b)?];
+    Ok((Hosts::WithNic(Box::new(bed)), anchors))
+}
+
+fn plain() -> Result<(Hosts, [Anchor; 2])> {
+    let hosts = [Namespace::new()?, Namespace::new()?];
+    let anchors = [Anchor::new(&hosts[0])?, Anchor::new(&hosts[1])?];
+    let [a, b] = [0, 1].map(|at| anchors[at].0.id().to_string());
+    let link = ["link", "add", "mpi0", "netns", &a, "type", "veth", "peer", "name", "mpi0", "netns", &b];
+    succeed(Command::new("ip").args(link))?;
+    for (process, address) in [&a, &b].into_iter().zip(ADDRESSES) {
+        for arguments in [&["address", "add", &format!("{address}/24"), "dev", "mpi0"][..], &["link", "set", "mpi0", "up"]] {
+            succeed(Command::new("nsenter").args(["-n", "-t", process, "ip"]).args(arguments))?;
+        }
+    }
+    let [host, _] = hosts;
+    Ok((Hosts::Plain(host), anchors))
+}
