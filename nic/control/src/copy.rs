@@ -273,7 +273,7 @@ impl CopyEngine {
             while self.engine.has_room(worker)
                 && let Ok(frame) = lane.from.pop()
             {
-                let (bytes, kind) = (frame.bytes().len(), Kind::of(frame.bytes()));
+                let (bytes, kind) = (frame.length(), Kind::of(frame.bytes()));
                 let _ = self.engine.push(worker, frame, bytes, kind);
             }
         }

@@ -41,7 +41,7 @@ impl Delivery {
             counters.add(Counter::Interrupts, 1);
             return transmit(frame, host, counters);
         }
-        let full = self.moderator.queued(frame.bytes().len(), now);
+        let full = self.moderator.queued(frame.length(), now);
         match self.spares.pop() {
             Some(mut spare) if frame.capacity() >= MAX_FRAME => {
                 core::mem::swap(&mut spare, frame);

@@ -72,7 +72,7 @@ pub(crate) struct GatedWire<W> {
 
 /// How many frames a frame stands for on the wire, and their bytes.
 fn extent(frame: &Frame) -> (u64, u64) {
-    let length = frame.bytes().len();
+    let length = frame.length();
     let Some(segmentation) = frame.segmentation else { return (1, length as u64) };
     let headers = usize::from(segmentation.headers).min(length);
     let segments = (length - headers).div_ceil(usize::from(segmentation.size.max(1))).max(1);

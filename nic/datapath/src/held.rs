@@ -44,14 +44,14 @@ impl HeldFrames {
     pub fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
         let fin = u32::from(parsed.flags.contains(Flags::FIN));
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
-        if self.frames.len() >= HELD_FRAMES || self.bytes + frame.bytes().len() > HELD_BYTES {
+        if self.frames.len() >= HELD_FRAMES || self.bytes + frame.length() > HELD_BYTES {
             self.overflowed = true;
             return false;
         }
         self.base.get_or_insert(parsed.seq);
         let (first, end) = (self.offset(parsed.seq), self.offset(end));
         self.cover(first, end);
-        self.bytes += frame.bytes().len();
+        self.bytes += frame.length();
         self.frames.insert(self.arrivals, (end, frame.clone()));
         self.ends.insert((end, self.arrivals));
         self.arrivals += 1;
@@ -84,7 +84,7 @@ impl HeldFrames {
         while let Some((_, arrival)) = self.ends.first().filter(|(end, _)| *end <= ack).copied() {
             self.ends.pop_first();
             if let Some((_, frame)) = self.frames.remove(&arrival) {
-                self.bytes -= frame.bytes().len();
+                self.bytes -= frame.length();
             }
         }
         while let Some((start, end)) = self.covered.first_key_value().map(|(start, end)| (*start, *end)) {
@@ -176,7 +176,7 @@ mod tests {
         held.mark_stolen();
         push(&mut held, 20, 7);
         held.drop_mirrored();
-        assert_eq!(held.take().map(|frame| frame.bytes().len()).collect::<Vec<_>>(), [frame(20, 7).bytes().len()]);
+        assert_eq!(held.take().map(|frame| frame.length()).collect::<Vec<_>>(), [frame(20, 7).bytes().len()]);
         assert!(!held.covers(10, 11), "nothing is covered any more");
     }
 

@@ -271,20 +271,21 @@ impl Offloaded {
     /// Publishes the recovery record. No segment may leave that the published record does not cover.
     #[inline(always)]
     pub fn publish(&mut self, now: Instant) {
-        if self.tcp.has_out_of_order() || self.ranges > 0 {
+        if self.ranges > 0 || self.tcp.has_out_of_order() {
             self.store_ranges();
         }
         let mut record = self.tcp.record(now);
         record.ranges_table = self.ranges_table;
         record.ranges = self.ranges;
-        self.published += 1;
+        let published = self.published + 1;
+        self.published = published;
         let words = &*self.record;
-        let copy = if self.published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
+        let copy = if published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
         let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
         for (word, value) in copy.iter().zip(record.to_words()).take(torn) {
             word.store(value, Ordering::Relaxed);
         }
-        words[at::PUBLISHED / 8].store(self.published, Ordering::Release);
+        words[at::PUBLISHED / 8].store(published, Ordering::Release);
     }
 
     /// Marks the slot as having no connection to recover.

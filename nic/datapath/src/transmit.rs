@@ -5,7 +5,7 @@ use crate::gate::{Gate, GatedWire};
 use crate::listeners::Opening;
 use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
-use baton_device::{Capabilities, Checksum, Device, Frame, Segmentation};
+use baton_device::{Capabilities, Checksum, Device, Frame, Parts, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::Acknowledgement;
 use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM, Template};
@@ -146,7 +146,7 @@ impl<W: Device> Output<W> {
             let length = template.emit(&header, 0, self.frame.bytes_mut());
             self.frame.set_length(length);
             self.frame.segmentation = None;
-            self.complete(&template, opening.link.interface);
+            complete(&mut self.frame, &template, opening.link.interface, self.capabilities.checksum);
             self.send_frame(counters);
         }
     }
@@ -161,16 +161,17 @@ impl<W: Device> Output<W> {
         counters: &Counters,
         now: Instant,
     ) {
-        if self.held != Some(index) {
-            self.send_held(counters);
+        if self.held.is_some_and(|held| held != index) {
+            self.end_hold(counters);
         }
         if !cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
         }
-        let length = offloaded.template.acknowledge(ack, self.frame.front_mut());
-        self.frame.set_length(length);
-        self.frame.segmentation = None;
-        self.complete(&offloaded.template, offloaded.image.link.interface);
+        let frame = &mut *self.frame;
+        let length = offloaded.template.acknowledge(ack, frame.front_mut());
+        frame.set_length(length);
+        frame.segmentation = None;
+        complete(frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
         if self.holds {
             self.held = Some(index);
         } else {
@@ -178,19 +179,6 @@ impl<W: Device> Output<W> {
         }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
-        }
-    }
-
-    /// Completes the checksum of the frame that was built, or leaves it to the device.
-    #[inline(always)]
-    fn complete(&mut self, template: &Template, interface: u32) {
-        let start = template.tcp_offset();
-        self.frame.interface = interface;
-        if self.capabilities.checksum {
-            self.frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
-        } else {
-            frame::finish_checksum(self.frame.bytes_mut(), start, TCP_CHECKSUM);
-            self.frame.checksum = Checksum::Unknown;
         }
     }
 
@@ -221,8 +209,21 @@ impl<W: Device> Output<W> {
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
         });
-        self.complete(&offloaded.template, offloaded.image.link.interface);
+        complete(&mut self.frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
         self.send_frame(counters);
+    }
+}
+
+/// Sets the interface of a frame that was built, and completes its checksum, or leaves it to a device that does so (`by_device`).
+#[inline(always)]
+fn complete(frame: &mut Parts, template: &Template, interface: u32, by_device: bool) {
+    let start = template.tcp_offset();
+    frame.interface = interface;
+    if by_device {
+        frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
+    } else {
+        frame::finish_checksum(frame.bytes_mut(), start, TCP_CHECKSUM);
+        frame.checksum = Checksum::Unknown;
     }
 }
 

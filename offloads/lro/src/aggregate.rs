@@ -128,7 +128,7 @@ impl Aggregate {
 
     /// Appends a payload, and updates the own headers from `headers`, which were in front of it.
     fn extend(&mut self, headers: &[u8], payload: &[u8]) {
-        let (length, at) = (self.frame.bytes().len(), self.first.tcp_offset);
+        let (length, at) = (self.frame.length(), self.first.tcp_offset);
         self.frame.set_length(length + payload.len());
         let own = self.frame.bytes_mut();
         own[length..].copy_from_slice(payload);
@@ -168,7 +168,7 @@ impl Aggregate {
 
     /// Whether `more` bytes of payload fit.
     fn fits(&self, more: usize, settings: &LroSettings) -> bool {
-        let length = self.frame.bytes().len() + more;
+        let length = self.frame.length() + more;
         length - ETHERNET <= settings.most.min(65_535) && length <= self.frame.capacity()
     }
 

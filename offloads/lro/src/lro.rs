@@ -318,7 +318,7 @@ impl Lro {
                 return mem::replace(frame, island_buffers);
             }
         }
-        let length = frame.bytes().len();
+        let length = frame.length();
         let reused = self.small_buffers.pop().filter(|small| small.capacity() >= length);
         let mut copy = reused.unwrap_or_else(|| Frame::with_capacity(length.max(SMALL_BUFFER)));
         copy.copy_from(frame);
@@ -338,7 +338,7 @@ impl Lro {
     fn hold(&mut self, at: u32, seq: u64, parsed: &TcpFrame, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         let LroSettings { held_segments, held_bytes, .. } = self.settings;
         let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
-        let length = frame.bytes().len();
+        let length = frame.length();
         let full = flow.held.segments() >= held_segments || self.held_bytes + length > held_bytes;
         if full {
             // The peer sends more out of order than the caps allow: its segments are passed on as they come.
@@ -399,7 +399,7 @@ impl Lro {
         if count > 1 {
             self.counters.merged += count;
             self.counters.aggregates += 1;
-            self.counters.bytes += (frame.bytes().len() - baton_wire::frame::ETHERNET) as u64;
+            self.counters.bytes += (frame.length() - baton_wire::frame::ETHERNET) as u64;
         } else {
             self.counters.alone += 1;
         }

@@ -21,7 +21,7 @@ impl Island {
 
     /// Bytes of its frame.
     pub fn bytes(&self) -> usize {
-        self.aggregate.frame.bytes().len()
+        self.aggregate.frame.length()
     }
 }
 

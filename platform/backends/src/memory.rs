@@ -60,7 +60,7 @@ impl Device for MemoryDevice {
         let queue = &*self.outgoing;
         let frames = &queue.frames;
         let head = queue.head.get();
-        if head.wrapping_sub(queue.tail.get()) >= frames.len() || frame.bytes().len() > self.frame_bytes {
+        if head.wrapping_sub(queue.tail.get()) >= frames.len() || frame.length() > self.frame_bytes {
             return false;
         }
         exchange(frames, head, frame);

@@ -122,7 +122,7 @@ impl Device for PacketDevice {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let mut header = vnet::encode(frame);
-        let length = frame.bytes().len();
+        let length = frame.length();
         let small = frame.segmentation.is_none() && length <= MAX_SENT;
         if small {
             // The kernel then keeps the frame in one piece of memory, a copy.

@@ -219,7 +219,7 @@ mod tests {
             assert_eq!(ring.receive(&mut frame), Next::Nothing);
             fill(&ring, number, FILLED, 60 + number as u32 % 900, 60 + number as u32 % 900, 96);
             assert_eq!(ring.receive(&mut frame), Next::Frame);
-            assert_eq!((frame.bytes().len(), frame.interface), (60 + number % 900, 7));
+            assert_eq!((frame.length(), frame.interface), (60 + number % 900, 7));
         }
         fill(&ring, 2 * SLOTS + 3, FILLED, 60, 60, 96);
         let mut next = ReceiveRing::over(ring.memory);

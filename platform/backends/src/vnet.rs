@@ -123,7 +123,7 @@ impl Device for VnetDevice {
             return false;
         }
         let header = encode(frame);
-        let length = VNET_HEADER + frame.bytes().len();
+        let length = VNET_HEADER + frame.length();
         let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
         room[..VNET_HEADER].copy_from_slice(&header);
         rustix::io::write(&self.fd, &room[..length]) == Ok(length)

@@ -102,6 +102,12 @@ impl Parts {
         &mut self.buffer[HEADROOM..HEADROOM + self.length]
     }
 
+    /// The frame's length in bytes.
+    #[inline]
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
     /// The first `N` bytes of the frame's room, whatever its length: for headers that are written as a whole.
     ///
     /// # Panics

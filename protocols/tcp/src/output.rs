@@ -40,7 +40,9 @@ impl Connection {
     pub(crate) fn acknowledge_now(&mut self, now: Instant) -> Acknowledgement {
         let window = self.select_window();
         self.acknowledged();
-        let timestamps = self.agreed.timestamps.then(|| (self.ts_now(now), self.receive.ts_recent));
+        // Computed in any case: the recovery record of this moment needs it, too.
+        let clock = self.ts_now(now);
+        let timestamps = self.agreed.timestamps.then_some((clock, self.receive.ts_recent));
         Acknowledgement { seq: self.send.nxt, ack: self.receive.nxt, window, timestamps }
     }
 

@@ -88,6 +88,14 @@ pub struct Predicted {
     pub acknowledgement: Option<Acknowledgement>,
 }
 
+impl Predicted {
+    /// Whether the program has to be notified of anything but its payload.
+    #[inline(always)]
+    pub fn concerns_program(&self) -> bool {
+        self.acked | u32::from(self.events.bits()) != 0
+    }
+}
+
 bitflags! {
     /// What happened to a connection.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -90,7 +90,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let predicted = offloaded.tcp.predict(&plain, now, |seq| memory.write(seq, payload));
         let Some(predicted) = predicted else { return false };
         self.counters.add(Counter::Segments, 1);
-        if predicted.acked > 0 || predicted.events != Events::empty() {
+        if predicted.concerns_program() {
             offloaded.note_acknowledged(predicted.acked, predicted.events);
         }
         if !payload.is_empty() {
