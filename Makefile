@@ -14,13 +14,14 @@ dependencies:
 	@scripts/dependencies
 
 # Everything that must hold: lints, crates without std, unit and property tests, simulated pairs, the ring's model, the real kernel.
-# A test that hangs is killed after twenty minutes, so that the output shows its name.
+# A test that hangs is killed after twenty minutes, so that the output shows its name. There are no examples in documentation comments
+# that could be run.
 test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: lint
 	@scripts/dependencies tests
 	$(CARGO) build --profile checked --locked
-	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace
+	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) sim --seeds 0..30 --json
 	$(CHECKED) sim --exhaustive --stride 31 --json
