@@ -133,12 +133,17 @@ fn scenario(traffic: Traffic, crashes: &[Planned]) -> Scenario {
     };
     let port = 1000;
     let programs = vec![
-        Placed { host: 1, session: 0, plan: plan(Opening::Connect(Endpoint::v4(address(0), port)), receives, sends, 1, 2) },
+        Placed {
+            host: 1,
+            session: 0,
+            plan: plan(Opening::Connect(Endpoint::v6(address(0, false), port)), receives, sends, 1, 2),
+        },
         Placed { host: 0, session: 0, plan: plan(Opening::Accept(port), sends, receives, 2, 1) },
     ];
     Scenario {
         seed: 1,
         hosts: vec![true, false],
+        ipv6: false,
         impairments: Impairments {
             delay: 100,
             loss: if disorder { 30_000 } else { 0 },

@@ -35,7 +35,7 @@ pub enum Fault {
 pub(crate) type Planned = (u64, usize, Fault);
 
 /// Faults at random times before `end`, on the average one in `interval` microseconds, on hosts with a NIC.
-pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64) -> Vec<Planned> {
+pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64, ipv6: bool) -> Vec<Planned> {
     let mut faults = Vec::new();
     let mut at = 0;
     loop {
@@ -44,11 +44,11 @@ pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64) -> V
             return faults;
         }
         let host = hosts[rng.below(hosts.len() as u64) as usize];
-        faults.push((at, host, draw(rng)));
+        faults.push((at, host, draw(rng, ipv6)));
     }
 }
 
-fn draw(rng: &mut Rng) -> Fault {
+fn draw(rng: &mut Rng, ipv6: bool) -> Fault {
     match rng.below(20) {
         0..2 => Fault::KillNic,
         2..6 => Fault::LightFuse(rng.below(40) as u32),
@@ -61,6 +61,7 @@ fn draw(rng: &mut Rng) -> Fault {
         17 if rng.chance(500_000) => Fault::Scribble(1 + rng.below(64) as u32),
         17 => Fault::Repeat,
         18 => Fault::Cut(rng.below(300_000)),
-        _ => Fault::Mtu([1500, 1280, 1000, 576][rng.below(4) as usize]),
+        // No IPv6 link has a smaller one (RFC 8200 section 5).
+        _ => Fault::Mtu([1500, 1280, 1000, 576][rng.below(4) as usize].max(if ipv6 { 1280 } else { 0 })),
     }
 }

@@ -49,7 +49,7 @@ pub(crate) struct Card {
 
 impl Machine {
     /// A host; `sessions` is the number of programs' sessions of its Baton, None for a host without one.
-    pub fn new(number: usize, address: [u8; 4], sessions: Option<usize>, config: Config, seed: u64) -> Machine {
+    pub fn new(number: usize, address: [u8; 16], sessions: Option<usize>, config: Config, seed: u64) -> Machine {
         let lanes: [Lane; 4] = std::array::from_fn(|_| Lane::new(QUEUE));
         let [from_kernel, to_kernel, from_wire, to_wire] = lanes;
         let card = sessions.map(Card::new);

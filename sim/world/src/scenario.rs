@@ -6,6 +6,7 @@ use crate::program::{Opening, Plan};
 use baton_sim::{Impairments, Rng};
 use baton_tcp::Config;
 use baton_wire::Endpoint;
+use baton_wire::frame::{IPV4, IPV6};
 
 /// Port of the first connection; each has its own, so that both ends know each other.
 const PORT: u16 = 1000;
@@ -25,6 +26,8 @@ pub(crate) struct Scenario {
     pub seed: u64,
     /// For each host: whether it has a Baton.
     pub hosts: Vec<bool>,
+    /// The hosts have IPv6 addresses instead of IPv4 addresses.
+    pub ipv6: bool,
     pub impairments: Impairments,
     pub config: Config,
     /// Two programs for each connection: the one that connects, then the one that accepts.
@@ -38,9 +41,15 @@ pub(crate) struct Scenario {
     pub crashes: Vec<exhaustive::Planned>,
 }
 
-/// The address of a host.
-pub(crate) fn address(host: usize) -> [u8; 4] {
-    [10, 0, 0, 1 + host as u8]
+/// The address of a host, as [`Endpoint`] has it.
+pub(crate) fn address(host: usize, ipv6: bool) -> [u8; 16] {
+    let last = 1 + host as u8;
+    if ipv6 { [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last] } else { Endpoint::v4([10, 0, 0, last], 0).address }
+}
+
+/// The host that has an address.
+pub(crate) fn host_of(address: &[u8; 16]) -> usize {
+    usize::from(address[15]).wrapping_sub(1)
 }
 
 impl Scenario {
@@ -49,23 +58,26 @@ impl Scenario {
         let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5eed);
         let hosts: Vec<bool> = (0..2 + rng.below(3)).map(|at| at == 0 || rng.chance(400_000)).collect();
         let with_nic: Vec<usize> = (0..hosts.len()).filter(|at| hosts[*at]).collect();
+        let ipv6 = rng.chance(300_000);
         let impairments = impairments(&mut rng);
         let connections = 1 + rng.below(6) as u16;
-        let programs = (0..connections).flat_map(|at| pair(&mut rng, at, hosts.len())).collect();
+        let programs = (0..connections).flat_map(|at| pair(&mut rng, at, hosts.len(), ipv6)).collect();
         let end_of_faults = 200_000 + rng.below(2_000_000);
         let interval = [50_000, 20_000, 5_000][rng.below(3) as usize];
-        let faults = if rng.chance(900_000) { fault::plan(&mut rng, &with_nic, end_of_faults, interval) } else { Vec::new() };
+        let faults =
+            if rng.chance(900_000) { fault::plan(&mut rng, &with_nic, end_of_faults, interval, ipv6) } else { Vec::new() };
         let moves_every = [2_000, 10_000, 50_000][rng.below(3) as usize];
         let config = Config {
             receive_buffer: [1 << 14, 1 << 16, 1 << 17][rng.below(3) as usize],
             nodelay: rng.chance(500_000),
+            ip_header: if ipv6 { IPV6 } else { IPV4 } as u32,
             // A RST may be lost: only keep-alive ends a connection whose peer is gone and that has nothing to send.
             keepalive: true,
             keepalive_idle: 15,
             keepalive_interval: 5,
             ..Config::default()
         };
-        Scenario { seed, hosts, impairments, config, programs, moves_every, end_of_faults, faults, crashes: Vec::new() }
+        Scenario { seed, hosts, ipv6, impairments, config, programs, moves_every, end_of_faults, faults, crashes: Vec::new() }
     }
 }
 
@@ -85,7 +97,7 @@ fn impairments(rng: &mut Rng) -> Impairments {
 }
 
 /// The programs of a connection between two hosts.
-fn pair(rng: &mut Rng, at: u16, hosts: usize) -> [Placed; 2] {
+fn pair(rng: &mut Rng, at: u16, hosts: usize, ipv6: bool) -> [Placed; 2] {
     // Most connections have an end on the first host, which has a NIC.
     let near = if rng.chance(700_000) { 0 } else { rng.below(hosts as u64) as usize };
     let far = (near + 1 + rng.below(hosts as u64 - 1) as usize) % hosts;
@@ -94,7 +106,7 @@ fn pair(rng: &mut Rng, at: u16, hosts: usize) -> [Placed; 2] {
     let amounts = [amount(), amount()];
     let key = u64::from(at) * 2 + 1;
     let port = PORT + at;
-    let openings = [Opening::Connect(Endpoint::v4(address(server), port)), Opening::Accept(port)];
+    let openings = [Opening::Connect(Endpoint::v6(address(server, ipv6), port)), Opening::Accept(port)];
     let aborts = rng.chance(80_000).then(|| rng.below(amounts[0] + amounts[1] + 1));
     let aborting = rng.below(2) as usize;
     std::array::from_fn(|side| Placed {

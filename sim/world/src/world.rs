@@ -8,7 +8,7 @@ use crate::keeper::Keeper;
 use crate::machine::Machine;
 use crate::network::Network;
 use crate::program::{Hosted, Program};
-use crate::scenario::{Placed, SESSIONS, Scenario, address};
+use crate::scenario::{Placed, SESSIONS, Scenario, address, host_of};
 use crate::trace::{Happening, Trace};
 use crate::watch::{About, Watch};
 use baton_abi::Cid;
@@ -380,7 +380,7 @@ impl World {
         while let Some(frame) = self.hosts[at].machine.to_wire.pop() {
             let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
             self.check_segment(at, &parsed);
-            let to = usize::from(parsed.flow.local.v4_bytes()[3]).wrapping_sub(1);
+            let to = host_of(&parsed.flow.local.address);
             if let Some(answer) = self.network.send(at, frame, to, self.now) {
                 self.hosts[at].machine.from_wire.push(answer);
             }
@@ -469,7 +469,7 @@ impl World {
 impl Host {
     fn new(at: usize, nic: bool, scenario: &Scenario, rng: &mut Rng, trace: &mut Trace) -> Host {
         let sessions = nic.then_some(SESSIONS);
-        let mut machine = Machine::new(at, address(at), sessions, scenario.config, rng.next_u64());
+        let mut machine = Machine::new(at, address(at, scenario.ipv6), sessions, scenario.config, rng.next_u64());
         let clients = match &machine.card {
             Some(card) => card.sessions.iter().map(|memory| Client::new(memory.clone())).collect(),
             None => Vec::new(),

@@ -13,9 +13,6 @@ use baton_tcp::{Events, Instant, Segment};
 use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
 use core::sync::atomic::Ordering;
 
-/// Smallest path MTU in bytes that an ICMP message can set, Linux's net.ipv4.route.min_pmtu.
-const MIN_PATH_MTU: u32 = 552;
-
 /// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
 const MAX_SACK_BLOCKS: usize = 3;
 
@@ -230,7 +227,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
             let tcp = &mut offloaded.tcp;
             let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
-            if plausible && mtu >= MIN_PATH_MTU && mtu < offloaded.image.mtu {
+            if plausible && mtu < offloaded.image.mtu {
                 offloaded.image.mtu = mtu;
                 tcp.on_mtu_change(mtu, now);
                 self.output.send_all(offloaded, &self.counters, now);

@@ -22,7 +22,7 @@ pub(crate) type Descriptor = usize;
 
 /// A host's kernel.
 pub(crate) struct Kernel {
-    address: [u8; 4],
+    address: [u8; 16],
     sockets: Vec<Option<Socket>>,
     by_flow: BTreeMap<Flow, Descriptor>,
     /// Connections that wait for accept, by port.
@@ -36,7 +36,7 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    pub fn new(address: [u8; 4], outgoing: Lane, seed: u64) -> Kernel {
+    pub fn new(address: [u8; 16], outgoing: Lane, seed: u64) -> Kernel {
         Kernel {
             address,
             sockets: Vec::new(),
@@ -61,7 +61,7 @@ impl Kernel {
     }
 
     pub fn connect(&mut self, remote: Endpoint, config: Config, now: Instant) -> Descriptor {
-        let flow = Flow { local: Endpoint::v4(self.address, self.next_port), remote };
+        let flow = Flow { local: Endpoint::v6(self.address, self.next_port), remote };
         self.next_port += 1;
         let isn = self.rng.next_u64() as u32;
         let tcp = Connection::connect(config, isn, self.rng.next_u64() as u32, now);
@@ -94,7 +94,7 @@ impl Kernel {
         if frame.checksum == Checksum::Unknown && !parsed.checksum_holds(frame.bytes()) {
             return;
         }
-        if parsed.flow.local.v4_bytes() != self.address {
+        if parsed.flow.local.address != self.address {
             return;
         }
         if let Some(at) = self.by_flow.get(&parsed.flow).copied() {
