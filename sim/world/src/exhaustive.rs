@@ -2,7 +2,7 @@
 //! before and after every frame that it sends meanwhile.
 
 use crate::program::{Opening, Plan};
-use crate::scenario::{Placed, Scenario, address};
+use crate::scenario::{Offloads, Placed, Scenario, address};
 use crate::world::World;
 use crate::{Outcome, finish};
 use baton_sim::Impairments;
@@ -152,6 +152,7 @@ fn scenario(traffic: Traffic, crashes: &[Planned]) -> Scenario {
             ..Impairments::default()
         },
         config: Config { receive_buffer: 1 << 16, nodelay: true, ..Config::default() },
+        offloads: Offloads::default(),
         programs,
         moves_every: INTERVAL,
         end_of_faults: END,

@@ -4,6 +4,7 @@ use crate::journal::{Entry, Journal};
 use crate::kernel::Kernel;
 use crate::nic::{End, Nic, SLOTS};
 use crate::port::{Fuse, Lane, Port};
+use crate::scenario::Offloads;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{nic, session};
 use baton_shm::Region;
@@ -24,6 +25,8 @@ pub(crate) struct Machine {
     pub kernel: Kernel,
     /// Settings of the kernel's sockets.
     pub config: Config,
+    /// Settings of the NICs.
+    offloads: Offloads,
     pub card: Option<Card>,
     pub from_kernel: Lane,
     pub to_kernel: Lane,
@@ -49,7 +52,14 @@ pub(crate) struct Card {
 
 impl Machine {
     /// A host; `sessions` is the number of programs' sessions of its Baton, None for a host without one.
-    pub fn new(number: usize, address: [u8; 16], sessions: Option<usize>, config: Config, seed: u64) -> Machine {
+    pub fn new(
+        number: usize,
+        address: [u8; 16],
+        sessions: Option<usize>,
+        config: Config,
+        offloads: Offloads,
+        seed: u64,
+    ) -> Machine {
         let lanes: [Lane; 4] = std::array::from_fn(|_| Lane::new(QUEUE));
         let [from_kernel, to_kernel, from_wire, to_wire] = lanes;
         let card = sessions.map(Card::new);
@@ -59,6 +69,7 @@ impl Machine {
             now: Instant(0),
             kernel: Kernel::new(address, outgoing, seed),
             config,
+            offloads,
             card,
             from_kernel,
             to_kernel,
@@ -80,14 +91,14 @@ impl Machine {
     pub fn start_nic(&mut self, trace: &mut Trace) {
         let (host_in, host_out) = (self.from_kernel.clone(), self.to_kernel.clone());
         let (wire_in, wire_out) = (self.from_wire.clone(), self.to_wire.clone());
-        let now = self.now;
+        let (now, offloads) = (self.now, self.offloads);
         let card = self.card();
         card.fuse.put_out();
         let host = Port { incoming: host_in, outgoing: host_out, fuse: card.fuse.clone() };
         let wire = Port { incoming: wire_in, outgoing: wire_out, fuse: card.fuse.clone() };
         // Commands that the last NIC left unread were meant for that NIC only.
         baton_ring::Consumer::new(card.memory.ring(nic::COMMANDS)).skip_all();
-        card.nic = Some(Nic::start(host, wire, &card.memory, &card.sessions, now));
+        card.nic = Some(Nic::start(host, wire, &card.memory, &card.sessions, offloads, now));
         trace.note(self.now.0, self.number, &Happening::Life("a NIC starts"));
     }
 

@@ -1,7 +1,10 @@
 //! The NIC process: a real worker of the datapath, which can die between two rounds or in the middle of one.
 
 use crate::port::{Killed, Port};
+use crate::scenario::Offloads;
 use baton_datapath::{Worker, WorkerSettings};
+use baton_device::MAX_FRAME;
+use baton_lro::LroSettings;
 use baton_shm::Region;
 use baton_tcp::Instant;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,9 +33,24 @@ pub(crate) struct Nic {
 
 impl Nic {
     /// Starts a NIC on the devices and the memory, with the programs' sessions attached. No frame flows yet.
-    pub fn start(host: Port, wire: Port, memory: &Arc<Region>, sessions: &[Arc<Region>], now: Instant) -> Nic {
-        let settings =
-            WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME_BYTES, ..WorkerSettings::default() };
+    pub fn start(
+        host: Port,
+        wire: Port,
+        memory: &Arc<Region>,
+        sessions: &[Arc<Region>],
+        Offloads { lro: mode, moderation }: Offloads,
+        now: Instant,
+    ) -> Nic {
+        let hash_key = [1, 2, 3, 4];
+        let settings = WorkerSettings {
+            slots: SLOTS,
+            hash_key,
+            lro: LroSettings { mode, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
+            moderation,
+            // What waits for the kernel may be an aggregate.
+            frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
+            ..WorkerSettings::default()
+        };
         let mut worker = Worker::new(host, wire, memory.clone(), settings, now);
         for (number, session) in sessions.iter().enumerate() {
             worker.attach(number as u32, session.clone());

@@ -3,6 +3,7 @@
 use crate::exhaustive;
 use crate::fault::{self, Planned};
 use crate::program::{Opening, Plan};
+use baton_lro::Mode;
 use baton_sim::{Impairments, Rng};
 use baton_tcp::Config;
 use baton_wire::Endpoint;
@@ -21,6 +22,13 @@ pub(crate) struct Placed {
     pub plan: Plan,
 }
 
+/// The offloads of all NICs, for the connections that the kernels have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Offloads {
+    pub lro: Mode,
+    pub moderation: baton_moderation::Mode,
+}
+
 /// A run's plan.
 pub(crate) struct Scenario {
     pub seed: u64,
@@ -30,6 +38,7 @@ pub(crate) struct Scenario {
     pub ipv6: bool,
     pub impairments: Impairments,
     pub config: Config,
+    pub offloads: Offloads,
     /// Two programs for each connection: the one that connects, then the one that accepts.
     pub programs: Vec<Placed>,
     /// Mean time between two requests that a connection moves, microseconds; 0 for none.
@@ -77,7 +86,31 @@ impl Scenario {
             keepalive_interval: 5,
             ..Config::default()
         };
-        Scenario { seed, hosts, ipv6, impairments, config, programs, moves_every, end_of_faults, faults, crashes: Vec::new() }
+        let offloads = offloads(&mut rng);
+        Scenario {
+            seed,
+            hosts,
+            ipv6,
+            impairments,
+            config,
+            offloads,
+            programs,
+            moves_every,
+            end_of_faults,
+            faults,
+            crashes: Vec::new(),
+        }
+    }
+}
+
+fn offloads(rng: &mut Rng) -> Offloads {
+    Offloads {
+        lro: [Mode::Off, Mode::Off, Mode::InOrder, Mode::Reorder][rng.below(4) as usize],
+        moderation: match rng.below(4) {
+            0 => baton_moderation::Mode::Static { time: 1 + rng.below(500) as u32, frames: 1 + rng.below(20) as u32 },
+            1 => baton_moderation::Mode::Adaptive,
+            _ => baton_moderation::Mode::Off,
+        },
     }
 }
 

@@ -469,7 +469,8 @@ impl World {
 impl Host {
     fn new(at: usize, nic: bool, scenario: &Scenario, rng: &mut Rng, trace: &mut Trace) -> Host {
         let sessions = nic.then_some(SESSIONS);
-        let mut machine = Machine::new(at, address(at, scenario.ipv6), sessions, scenario.config, rng.next_u64());
+        let mut machine =
+            Machine::new(at, address(at, scenario.ipv6), sessions, scenario.config, scenario.offloads, rng.next_u64());
         let clients = match &machine.card {
             Some(card) => card.sessions.iter().map(|memory| Client::new(memory.clone())).collect(),
             None => Vec::new(),
