@@ -8,6 +8,7 @@ lived longer than the longest interval must have moved, except those that had to
 It needs root, and a Python that has its tests (Debian's package libpython3-testsuite).
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -41,8 +42,10 @@ def results(prefix, suite, directory):
 
 
 def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("suites", nargs="*", default=SUITES, metavar="SUITE", help="suites by their names, test_ssl for example")
     failed = False
-    for suite in sys.argv[1:] or SUITES:
+    for suite in arguments.parse_args().suites:
         with tempfile.TemporaryDirectory(prefix="baton-suites-") as directory:
             directory = Path(directory)
             native = results([], suite, directory)
