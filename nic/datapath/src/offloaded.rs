@@ -57,6 +57,15 @@ impl Pending {
         self.answers += answers as u8;
     }
 
+    /// Notes that `length` bytes of receive memory from sequence number `seq` on have become readable.
+    #[inline(always)]
+    pub fn note_delivered(&mut self, receive: &Receive, seq: u32, length: u32) {
+        if self.received == 0 {
+            self.received_at = receive.offset_of(seq);
+        }
+        self.received += length;
+    }
+
     /// Whether there are events other than received and acknowledged bytes.
     #[inline(always)]
     pub fn has_rare(&self) -> bool {

@@ -232,18 +232,9 @@ impl Offloaded {
     pub fn note(&mut self, received: &Received) {
         if received.delivered > 0 {
             let end = self.tcp.rcv_nxt().wrapping_sub(u32::from(self.tcp.fin_received()));
-            self.note_delivered(end.wrapping_sub(received.delivered), received.delivered);
+            self.pending.note_delivered(&self.receive, end.wrapping_sub(received.delivered), received.delivered);
         }
         self.note_acknowledged(received.acked, received.events);
-    }
-
-    /// Notes that `length` bytes from sequence number `seq` on have become readable.
-    #[inline(always)]
-    pub fn note_delivered(&mut self, seq: u32, length: u32) {
-        if self.pending.received == 0 {
-            self.pending.received_at = self.receive.offset_of(seq);
-        }
-        self.pending.received += length;
     }
 
     /// Notes that the peer has acknowledged `acked` bytes.

@@ -22,7 +22,7 @@ impl Connection {
             let Segment { seq, ack, window, length, .. } = *segment;
             let plain = Plain { seq, ack, window, timestamps: segment.options.timestamps, length };
             if self.expects(&plain) {
-                let (acked, events) = self.take_expected(&plain, now);
+                let (acked, events) = self.take_expected(&plain, now, |_| {});
                 return Received { skip: 0, place: length, place_seq: seq, delivered: length, acked, events };
             }
         }
@@ -37,10 +37,7 @@ impl Connection {
         if !self.expects(segment) {
             return None;
         }
-        if segment.length > 0 {
-            place(segment.seq);
-        }
-        let (acked, events) = self.take_expected(segment, now);
+        let (acked, events) = self.take_expected(segment, now, place);
         // Still ESTABLISHED and nothing out of order: no need to look at these again.
         let quiet = self.nothing_but_acknowledgement();
         Some(Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(now)) })
@@ -66,7 +63,7 @@ impl Connection {
     }
 
     #[inline(always)]
-    fn take_expected(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
+    fn take_expected(&mut self, segment: &Plain, now: Instant, place: impl FnOnce(u32)) -> (u32, Events) {
         self.receive.last_at = now;
         if let Some((value, _)) = segment.timestamps {
             // RFC 7323 section 4.3, of which all but this has been looked at.
@@ -78,6 +75,7 @@ impl Connection {
         }
         let (acked, events) = self.process_plain_ack(segment, now);
         if segment.length > 0 {
+            place(segment.seq);
             self.receive.nxt = segment.seq.wrapping_add(segment.length);
             self.schedule_ack(segment.length, now);
         }

@@ -4,6 +4,7 @@ use super::Worker;
 use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
 use crate::icmp;
+use crate::offloaded::Offloaded;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Checksum, Device};
@@ -83,15 +84,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
-        let memory = &offloaded.receive;
-        let predicted = offloaded.tcp.predict(&plain, now, |seq| memory.write(seq, payload));
-        let Some(predicted) = predicted else { return false };
+        let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        let place = |seq| {
+            receive.write(seq, payload);
+            pending.note_delivered(receive, seq, plain.length);
+        };
+        let Some(predicted) = tcp.predict(&plain, now, place) else { return false };
         self.counters.add(Counter::Segments, 1);
         if predicted.concerns_program() {
             offloaded.note_acknowledged(predicted.acked, predicted.events);
-        }
-        if !payload.is_empty() {
-            offloaded.note_delivered(plain.seq, plain.length);
         }
         match predicted.acknowledgement {
             Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
