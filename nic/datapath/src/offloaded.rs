@@ -1,6 +1,7 @@
 //! An offloaded connection: its TCP, its memory, its recovery record.
 
 use crate::growth::Growth;
+use crate::partial::Path;
 use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
@@ -87,6 +88,11 @@ pub(crate) struct Offloaded {
     /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
+    /// Where its TCP runs.
+    pub path: Path,
+    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give it back.
+    pub in_order: u32,
+    pub memory: Memory,
     /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
@@ -150,6 +156,9 @@ impl Offloaded {
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
+            path: Path::default(),
+            in_order: 0,
+            memory,
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
@@ -185,6 +194,7 @@ impl Offloaded {
 
     /// Replaces the send queue by one in other memory.
     pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
+        self.memory = memory;
         (self.pair_first, self.pair_next) = (0, 0);
         self.adopt_send_queue(image, memory);
     }
@@ -285,6 +295,23 @@ impl Offloaded {
             word.store(value, Ordering::Relaxed);
         }
         words[at::PUBLISHED / 8].store(self.published, Ordering::Release);
+    }
+
+    /// The valid table of out-of-order ranges, for [`Offloaded::continue_record`].
+    pub fn ranges_table(&self) -> u32 {
+        self.ranges_table.into()
+    }
+
+    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
+    /// written.
+    pub fn continue_record(&mut self, ranges_table: u32) {
+        self.published = self.record[at::PUBLISHED / 8].load(Ordering::Acquire);
+        self.ranges_table = ranges_table as u8 & 1;
+    }
+
+    /// Number of the connection's slot.
+    pub fn slot(&self) -> u32 {
+        ((self.slot_offset - layout::nic::SLOTS) / layout::nic::SLOT_BYTES) as u32
     }
 
     /// Marks the slot as having no connection to recover.
