@@ -100,6 +100,8 @@ enum Command {
     #[command(hide = true)]
     NicProcess,
     #[command(hide = true)]
+    HostTcpProcess,
+    #[command(hide = true)]
     NicOwnerProcess,
 }
 
@@ -149,6 +151,7 @@ fn run(command: Command) -> Result<bool> {
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
         Command::NicProcess => baton_control::run().map(|()| true),
+        Command::HostTcpProcess => baton_control::host_tcp::run().map(|()| true),
         Command::NicOwnerProcess => baton_control::owner::run().map(|()| true),
     }
 }

@@ -15,6 +15,7 @@ mod devices;
 mod ending;
 mod flips;
 mod ground;
+mod host_tcp;
 mod group;
 mod guards;
 mod journal;

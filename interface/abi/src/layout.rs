@@ -129,9 +129,9 @@ pub mod slot {
     pub const LIMITS: usize = PARAMETERS + 32;
     /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
     pub const READ: usize = PARAMETERS + 40;
-    /// 4-byte word, written by the agent before a handoff: 1 if the NIC keeps only the connection's fast path, and the host's TCP has
-    /// the rest (see [`super::host_tcp`]), else 0.
-    pub const FAST_PATH: usize = PARAMETERS + 60;
+    /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times that it was
+    /// lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
+    pub const LENT: usize = PARAMETERS + 60;
     /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
     /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
     pub const GROWN: usize = 448;
@@ -387,7 +387,7 @@ const _: () = {
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
     assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
-    assert!(slot::FAST_PATH + 4 <= slot::FLOW && slot::READ + 4 <= slot::FAST_PATH);
+    assert!(slot::LENT + 4 <= slot::FLOW && slot::READ + 4 <= slot::LENT);
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);

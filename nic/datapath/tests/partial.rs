@@ -254,7 +254,7 @@ impl World {
         for word in 0..2 {
             self.nic_memory.word32(base + slot::LIMITS + 4 * word).store(BUFFER, Ordering::Relaxed);
         }
-        self.nic_memory.word32(base + slot::FAST_PATH).store(u32::from(fast_path), Ordering::Relaxed);
+        assert!(!fast_path || self.nic.keep_fast_path(0));
         let mut bytes = [0u8; MAX_ENCODED];
         Image::open(flow()).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow().to_bytes()).unwrap();

@@ -166,10 +166,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
         let (image, nic) = Image::decode_with(&bytes).map_err(|_| Refusal::BadImage)?;
         let most = self.limits(index);
-        let fast_path = self.host_tcp.is_some()
-            && self.nic_memory.word32(nic::slot(index) + at::FAST_PATH).load(Ordering::Acquire) == 1;
         let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
-        let session_memory = attached.memory.clone();
+        let (session_memory, fast_path) = (attached.memory.clone(), attached.fast_path && self.host_tcp.is_some());
+        self.nic_memory.word32(nic::slot(index) + at::LENT).store(0, Ordering::Relaxed);
         let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
         let slot = self.occupant(cid)?;
         if !matches!(slot.custody, Custody::Held) {

@@ -84,6 +84,11 @@ impl Worker<NoKernel, HostWire> {
         worker
     }
 
+    /// Forgets a session, whose connections have all been given back.
+    pub fn detach_lent(&mut self, session: u32) {
+        self.forget_session(session);
+    }
+
     /// One round. Returns whether there was anything to do.
     pub fn poll_lent(&mut self, now: Instant) -> bool {
         let Some(lender) = &self.lender else { return false };

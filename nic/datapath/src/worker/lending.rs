@@ -8,7 +8,7 @@ use super::Worker;
 use crate::custody::Custody;
 use crate::frame_ring::{FrameReceiver, FrameSender};
 use crate::partial::{Arriving, Lent, Path, State};
-use baton_abi::layout::{Counter, host_tcp};
+use baton_abi::layout::{Counter, host_tcp, nic, slot};
 use baton_abi::{Cid, Control, FOR_AGENT, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_ring::{Consumer, Producer, needs_doorbell};
@@ -84,6 +84,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.host_tcp = Some(Box::new(HostTcp::new(memory)));
     }
 
+    /// Keeps only the fast path of a session's connections from now on. False if there is no such session, or no host's TCP.
+    pub fn keep_fast_path(&mut self, session: u32) -> bool {
+        let Some(Some(session)) = self.programs.sessions.get_mut(session as usize) else { return false };
+        session.fast_path = self.host_tcp.is_some();
+        session.fast_path
+    }
+
     /// Whether the host's TCP sleeps and was sent something: then its doorbell must be rung.
     pub fn must_wake_host_tcp(&mut self) -> bool {
         let Some(host) = self.host_tcp.as_deref_mut() else { return false };
@@ -108,7 +115,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             slot.custody = Custody::Lent(Box::new(lent));
         }
         self.counters.add(Counter::Lent, 1);
+        self.note_transition(index);
         true
+    }
+
+    /// Counts, for lists, that a connection was lent or has come back.
+    fn note_transition(&self, index: u32) {
+        let word = self.nic_memory.word32(nic::slot(index) + slot::LENT);
+        word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
     /// Lends a connection whose state is not that of the fast path, unless a frame is held that only the kernel can process.
@@ -326,6 +340,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let (session, frames) = (offloaded.session as usize, slot.held.take());
         slot.custody = Custody::Active(offloaded);
         self.counters.add(Counter::TakenBack, 1);
+        self.note_transition(index);
         for message in messages {
             self.on_program_message(session, &message, now);
         }

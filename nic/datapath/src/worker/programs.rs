@@ -39,6 +39,8 @@ pub(super) struct Session {
     pub moderated: u64,
     /// Decides when the doorbell of a sleeping program is rung.
     pub moderator: Moderator,
+    /// The NIC keeps only the fast path of its connections.
+    pub fast_path: bool,
     /// Present in a session for messages, which has no connections.
     pub messages: Option<Box<Messages>>,
 }
@@ -108,7 +110,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
         self.programs.sessions[at] =
-            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, messages: None });
+            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, fast_path: false, messages: None });
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
