@@ -66,10 +66,22 @@ impl Session {
     /// # Errors
     /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path) -> io::Result<Session> {
+        Session::open(path, Opening::alone())
+    }
+
+    /// The same with partial offload: the NIC keeps only the fast path of the session's connections, where it can.
+    ///
+    /// # Errors
+    /// As [`Session::connect`].
+    pub fn connect_for_fast_path(path: &Path) -> io::Result<Session> {
+        Session::open(path, Opening { fast_path: true, ..Opening::alone() })
+    }
+
+    fn open(path: &Path, opening: Opening) -> io::Result<Session> {
         let changed = Arc::new(Mutex::new(Vec::new()));
         let sink = changed.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
-        let shared = Shared::connect(path, Opening::alone(), listener)?;
+        let shared = Shared::connect(path, opening, listener)?;
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
