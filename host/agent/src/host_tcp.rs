@@ -99,7 +99,6 @@ impl HostTcp {
         self.channel.as_fd()
     }
 
-
     /// Whether the process has ended.
     pub fn is_dead(&mut self) -> bool {
         !matches!(self.child.try_wait(), Ok(None))

@@ -118,8 +118,12 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
-    let opening =
-        Opening { group: plan.run.group, program: plan.program.clone(), fast_path: plan.run.offload == Offload::FastPath, ..Opening::alone() };
+    let opening = Opening {
+        group: plan.run.group,
+        program: plan.program.clone(),
+        fast_path: plan.run.offload == Offload::FastPath,
+        ..Opening::alone()
+    };
     let listener = Listener(Box::new(|number| {
         if let Some(tcp) = session().and_then(|session| session.socket(number)) {
             tcp.changed();

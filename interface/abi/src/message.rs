@@ -141,7 +141,7 @@ pub enum Control {
     /// address field.
     FinBehindHole = 42,
     /// From the host's TCP to the NIC: a connection comes back. Address field: 1 if its state lies in [`crate::layout::host_tcp`]'s
-    /// memory, 0 if it has ended, 2 if the host's TCP could not take it and the state is as it was.
+    /// memory, 0 if it has ended.
     Returned = 43,
 }
 

@@ -164,7 +164,6 @@ pub struct Opening {
     /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only during a move.
     pub attacher: bool,
     /// The NIC keeps only the fast path of its connections, where it can: the host's TCP has the rest (partial offload).
-    #[serde(default)]
     pub fast_path: bool,
     /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle comes along.
     pub messages: Option<Messages>,

@@ -40,8 +40,7 @@ struct HostTcp {
 /// If a descriptor is missing or a system call fails.
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(HostTcpDescriptor::Channel)?);
-    let settings =
-        baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
+    let settings = baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
     let memory = Arc::new(Region::map(take(HostTcpDescriptor::Memory)?)?);
     let shared = Arc::new(Region::map(take(HostTcpDescriptor::Shared)?)?);
     let nic_bell = Doorbell::from_fd(take(HostTcpDescriptor::NicBell)?);
@@ -67,6 +66,7 @@ impl HostTcp {
         loop {
             let now = Instant(monotonic_micros());
             if self.worker.poll_lent(now) {
+                anyhow::ensure!(!self.worker.is_broken(), "the NIC has lent a connection that cannot be taken");
                 if self.worker.must_wake_nic() {
                     self.nic_bell.ring();
                 }

@@ -159,7 +159,15 @@ pub fn run() -> Result<()> {
     let random_key = key::random(settings);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
     let (bells_to, new_bells): (Vec<_>, Vec<_>) = (0..devices.len()).map(|_| mpsc::channel()).unzip();
-    let mut front = Some(Front { channel, agent_bell, host_tcp_bell: None, bells_to, channel_seen, random_key, match_key: settings.hash_key });
+    let mut front = Some(Front {
+        channel,
+        agent_bell,
+        host_tcp_bell: None,
+        bells_to,
+        channel_seen,
+        random_key,
+        match_key: settings.hash_key,
+    });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
         1 => vec![None],
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),

@@ -38,9 +38,8 @@ impl Header {
             Checksum::Verified => [1, 0, 0],
             Checksum::Partial { start, offset } => [2, start, offset],
         };
-        let segmentation = frame
-            .segmentation
-            .map_or([0; 3], |cut| [cut.size, cut.headers, u16::from(cut.ipv6) | u16::from(cut.ecn) << 1]);
+        let segmentation =
+            frame.segmentation.map_or([0; 3], |cut| [cut.size, cut.headers, u16::from(cut.ipv6) | u16::from(cut.ecn) << 1]);
         Header { length: frame.bytes().len() as u32, tag, interface: frame.interface, checksum, segmentation }
     }
 
@@ -76,8 +75,7 @@ impl Header {
             _ => Checksum::Unknown,
         };
         let [size, headers, bits] = self.segmentation;
-        frame.segmentation =
-            (size > 0).then_some(Segmentation { size, headers, ipv6: bits & 1 != 0, ecn: bits & 2 != 0 });
+        frame.segmentation = (size > 0).then_some(Segmentation { size, headers, ipv6: bits & 1 != 0, ecn: bits & 2 != 0 });
         frame.interface = self.interface;
     }
 }

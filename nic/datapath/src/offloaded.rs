@@ -79,6 +79,8 @@ pub(crate) struct Offloaded {
     record: WordArray<{ at::PARAMETERS / 8 }>,
     /// Number of times that the record was published.
     published: u64,
+    /// Where its TCP runs.
+    pub path: Path,
     pub template: Template,
     pub image: Image,
     pub session: u32,
@@ -88,9 +90,8 @@ pub(crate) struct Offloaded {
     /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
-    /// Where its TCP runs.
-    pub path: Path,
-    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give it back.
+    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give the connection
+    /// back.
     pub in_order: u32,
     pub memory: Memory,
     /// The send queue, a ring; the indices count without wrapping at its size.
@@ -149,6 +150,7 @@ impl Offloaded {
             tcp,
             record: nic_memory.shared_array(layout::nic::slot(slot)),
             published: 0,
+            path: Path::default(),
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
@@ -156,7 +158,6 @@ impl Offloaded {
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
-            path: Path::default(),
             in_order: 0,
             memory,
             pairs: [Pair::default(); layout::PAIRS],

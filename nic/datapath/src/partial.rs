@@ -116,8 +116,17 @@ impl Offloaded {
         let _ = shared.write(base, &bytes);
         let Memory { receive_base, receive_size, send_base, send_size, block } = self.memory;
         let [receive_limit, send_limit] = self.growth.limits();
-        let words =
-            [self.session, receive_base, receive_size, send_base, send_size, block, receive_limit, send_limit, self.ranges_table()];
+        let words = [
+            self.session,
+            receive_base,
+            receive_size,
+            send_base,
+            send_size,
+            block,
+            receive_limit,
+            send_limit,
+            self.ranges_table(),
+        ];
         for (at, word) in words.into_iter().enumerate() {
             shared.word32(base + MAX_ENCODED + 4 * at).store(word, Ordering::Release);
         }

@@ -31,10 +31,10 @@ use baton_tcp::Instant;
 use connections::Connections;
 use core::sync::atomic::Ordering;
 use crossbar::Crossbar;
+pub use host_tcp::{HostWire, NoKernel};
+use lending::HostTcp;
 use programs::Programs;
 use std::sync::Arc;
-use lending::HostTcp;
-pub use host_tcp::{HostWire, NoKernel};
 use to_kernel::ToKernel;
 
 /// The settings of a worker.

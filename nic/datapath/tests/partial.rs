@@ -466,10 +466,36 @@ fn a_loss_lends_the_connection_and_quiet_brings_it_back() {
     }
 }
 
+/// A program whose connection is lent sends every kind of message that it has no right to send: it changes nothing.
+#[test]
+fn a_program_cannot_give_orders_to_the_host_tcp() {
+    let mut world = World::new([2_000_000, 2_000_000], clean(), 1, true).close_late();
+    world.links.iter_mut().for_each(|link| link.set_impairments(Impairments { loss: 20_000, ..clean() }));
+    while world.transitions().0 == world.transitions().1 {
+        world.settle();
+        world.advance();
+    }
+    let before = world.transitions();
+    // Operations of the agent's and of events, then controls that are none of a program's.
+    for operation in [1, 2, 6, 7, 17, 18, 19, 20, 21] {
+        let [first, second] = Message::new(Operation::NicSend, world.cid, 1, 1).to_words();
+        world.program.commands.push([first & !0xff | operation, second]).unwrap();
+    }
+    for kind in (1..50).filter(|kind| !(5..=10).contains(kind)) {
+        world.program.send(Message { kind, ..Message::new(Operation::NicControl, world.cid, 1, 1) });
+    }
+    world.nic.poll(world.now);
+    world.host.poll_lent(world.now);
+    assert!(!world.host.is_broken());
+    assert_eq!(world.transitions(), before);
+    assert!(world.counter(Counter::BadMessages) > 40);
+    world.run(|| None);
+}
+
 fn impairments() -> impl Strategy<Value = Impairments> {
     let share = |most: u32| prop_oneof![Just(0), 0..most];
-    (share(50_000), share(50_000), share(20_000), share(10_000), 0usize..3).prop_map(|(loss, reorder, duplicate, corrupt, speed)| {
-        Impairments {
+    (share(50_000), share(50_000), share(20_000), share(10_000), 0usize..3).prop_map(
+        |(loss, reorder, duplicate, corrupt, speed)| Impairments {
             rate: [0, 10_000_000, 300_000_000][speed],
             delay: [20, 300, 5_000][speed],
             buffer: 300_000,
@@ -478,8 +504,8 @@ fn impairments() -> impl Strategy<Value = Impairments> {
             hold: 700,
             duplicate,
             corrupt,
-        }
-    })
+        },
+    )
 }
 
 proptest! {

@@ -249,7 +249,9 @@ pub fn run(what: &Bench) -> Result<bool> {
                 println!("{}", serde_json::to_string(&cells)?);
                 return Ok(true);
             }
-            println!("offload     loss %   Mb/s out    Mb/s in   host ns/KB   of that host's TCP   on the fast path   lent   back");
+            println!(
+                "offload     loss %   Mb/s out    Mb/s in   host ns/KB   of that host's TCP   on the fast path   lent   back"
+            );
             for cell in &cells {
                 println!(
                     "{:<10} {:>7.1} {:>10.0} {:>10.0} {:>12.0} {:>20.0} {:>17.4} {:>6} {:>6}",

@@ -24,7 +24,14 @@ impl Drop for Program {
 fn serve(bed: &Testbed, scratch: &Scratch) -> Program {
     let directory = scratch.0.to_string_lossy().into_owned();
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-    command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "fast-path", "--rule", "established", "--eager", "--"]);
+    command.arg("run").arg("--socket").arg(bed.socket()).args([
+        "--offload",
+        "fast-path",
+        "--rule",
+        "established",
+        "--eager",
+        "--",
+    ]);
     command.args(["python3", "-m", "http.server", "8000", "--directory", &directory]);
     command.env_remove("BATON_RUN").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let program = Program(bed.host_a.spawn(&mut command).expect("baton run"));

@@ -69,6 +69,8 @@ pub(super) struct Lender {
     frames: FrameReceiver,
     /// What has come ahead of a connection's state.
     arriving: Arriving,
+    /// See [`Worker::is_broken`].
+    broken: bool,
 }
 
 impl Worker<NoKernel, HostWire> {
@@ -80,7 +82,7 @@ impl Worker<NoKernel, HostWire> {
         let counters = Arc::new(Region::private(nic::COMMANDS).expect("memory for counters"));
         let mut worker = Worker::assemble(NoKernel, wire, nic_memory, &counters, AgentLink::of_host_tcp(&shared), settings, now);
         let frames = FrameReceiver::new(shared.clone(), host_tcp::FRAMES_IN);
-        worker.lender = Some(Box::new(Lender { memory: shared, frames, arriving: Arriving::default() }));
+        worker.lender = Some(Box::new(Lender { memory: shared, frames, arriving: Arriving::default(), broken: false }));
         worker
     }
 
@@ -167,11 +169,19 @@ impl Worker<NoKernel, HostWire> {
         }
     }
 
-    /// Takes a connection that the NIC lends, and gives it back at once if its session is not known here.
+    /// Takes a connection that the NIC lends.
     fn adopt(&mut self, cid: Cid, now: Instant) {
-        if self.try_to_adopt(cid, now).is_none() {
-            self.agent.send(Message::control(Operation::OsControl, Control::Returned, cid, 2, 0));
+        if self.try_to_adopt(cid, now).is_none()
+            && let Some(lender) = &mut self.lender
+        {
+            lender.broken = true;
         }
+    }
+
+    /// Whether the NIC has lent a connection that could not be taken, which breaks the interface's rules. The process must end then: what
+    /// it has is restored from the recovery records.
+    pub fn is_broken(&self) -> bool {
+        self.lender.as_ref().is_some_and(|lender| lender.broken)
     }
 
     fn try_to_adopt(&mut self, cid: Cid, now: Instant) -> Option<()> {

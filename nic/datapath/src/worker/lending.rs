@@ -11,7 +11,7 @@ use crate::partial::{Arriving, Lent, Path, State};
 use baton_abi::layout::{Counter, host_tcp, nic, slot};
 use baton_abi::{Cid, Control, FOR_AGENT, Message, Operation};
 use baton_device::{Checksum, Device};
-use baton_ring::{Consumer, Producer, needs_doorbell};
+use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Region, RingWords};
 use baton_tcp::{Events, Instant};
 use baton_wire::TcpFrame;
@@ -94,7 +94,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Whether the host's TCP sleeps and was sent something: then its doorbell must be rung.
     pub fn must_wake_host_tcp(&mut self) -> bool {
         let Some(host) = self.host_tcp.as_deref_mut() else { return false };
-        std::mem::take(&mut host.unsignalled) && needs_doorbell(host.memory.word32(host_tcp::SLEEPING))
+        std::mem::take(&mut host.unsignalled) && must_ring(host.memory.word32(host_tcp::SLEEPING))
     }
 
     /// Lends a connection to the host's TCP. False, and nothing is done, if it cannot be.
@@ -180,8 +180,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends a program's message to the host's TCP, which checks it. False if too many wait.
+    /// Sends a program's message to the host's TCP, which checks its numbers. False if it is none that a program may send there, or if
+    /// too many wait.
     pub(super) fn relay(&mut self, index: u32, message: &Message) -> bool {
+        is_of_program(message) && self.pass_on(index, message)
+    }
+
+    /// Sends a message about a connection that is lent, or keeps it until the connection is back.
+    fn pass_on(&mut self, index: u32, message: &Message) -> bool {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
         let (Custody::Lent(lent), Some(host)) = (&mut slot.custody, self.host_tcp.as_deref_mut()) else { return false };
         if !lent.recalled {
@@ -206,7 +212,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         };
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return false };
         let cid = slot.cid;
-        lent && self.relay(index, &Message::control(Operation::NicControl, Control::Mtu, cid, mtu, seq))
+        lent && self.pass_on(index, &Message::control(Operation::NicControl, Control::Mtu, cid, mtu, seq))
     }
 
     /// Whether an agent's command has to wait until the connection is back, for which it is recalled.
@@ -292,7 +298,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::OsControl, Some(Control::Fin)) => pending.fin = true,
             (Operation::OsControl, Some(Control::Closed)) => (pending.closed, pending.error) = (true, message.address),
             (Operation::OsControl, Some(Control::Quiet)) => return self.recall(index),
-            (Operation::OsControl, Some(Control::Returned)) => return self.take_back(index, message.address, now),
+            (Operation::OsControl, Some(Control::Returned)) => return self.take_back(index, message.address != 0, now),
             (Operation::OsControl, Some(Control::Range | Control::FinBehindHole)) => {
                 if let Some(host) = self.host_tcp.as_deref_mut() {
                     host.arriving.take(message);
@@ -307,11 +313,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Takes a connection back, and then does what has waited for it. `how` is the address field of [`Control::Returned`].
-    fn take_back(&mut self, index: u32, how: u32, now: Instant) {
-        /// The host's TCP has the state of the connection left in its place; and it could not take the connection.
-        const WITH_STATE: u32 = 1;
-        const NOT_TAKEN: u32 = 2;
+    /// Takes a connection back, and then does what has waited for it. `goes_on`: it has not ended.
+    fn take_back(&mut self, index: u32, goes_on: bool, now: Instant) {
         // What it has sent leaves before what is sent from here.
         self.send_for_host_tcp();
         let Some(host) = self.host_tcp.as_deref_mut() else { return };
@@ -319,24 +322,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Lent(lent) = std::mem::replace(&mut slot.custody, Custody::Held) else { return };
         let Lent { mut offloaded, commands, messages, .. } = *lent;
-        match state.filter(|state| how != 0 && state.image().flow == slot.flow) {
-            Some(state) => {
-                if how == WITH_STATE {
-                    offloaded.go_on(&state, arrived, now);
-                }
-            }
+        match state.filter(|state| goes_on && state.image().flow == slot.flow) {
+            Some(state) => offloaded.go_on(&state, arrived, now),
             // It has ended, and its program knows.
             None => {
                 offloaded.tcp.abort();
                 offloaded.tcp.forget_reset();
             }
         }
-        let pinned = !commands.is_empty();
-        offloaded.path = match how {
-            NOT_TAKEN => Path::Whole,
-            _ if pinned => Path::Pinned,
-            _ => Path::Fast,
-        };
+        offloaded.path = if commands.is_empty() { Path::Fast } else { Path::Pinned };
         let (session, frames) = (offloaded.session as usize, slot.held.take());
         slot.custody = Custody::Active(offloaded);
         self.counters.add(Counter::TakenBack, 1);
@@ -354,5 +348,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.set_path(index, Path::Pinned, Path::Fast);
         self.lend_unless_quiet(index, now);
         self.follow_up(index, Events::empty());
+    }
+}
+
+/// Whether a message is one of those that a program may send of a connection. All others are the NIC's own on this ring.
+fn is_of_program(message: &Message) -> bool {
+    use Control::{Abort, Cork, KeepAlive, NoDelay, Shutdown, UserTimeout};
+    match message.operation {
+        Operation::NicSend | Operation::NicRecvd => true,
+        Operation::NicControl => {
+            matches!(Control::from_number(message.kind), Some(Shutdown | Abort | NoDelay | Cork | KeepAlive | UserTimeout))
+        }
+        _ => false,
     }
 }

@@ -248,7 +248,10 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let (address, length) = (message.address as usize, message.length as usize);
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_POST && address + length <= memory;
                 // Posted buffers do not change hands between NIC and host's TCP.
-                inside && offloaded.path == Path::Whole && self.lender.is_none() && offloaded.post(message.address, message.length)
+                inside
+                    && offloaded.path == Path::Whole
+                    && self.lender.is_none()
+                    && offloaded.post(message.address, message.length)
             }
             Operation::NicControl => match control(offloaded, message, now) {
                 Some(new_events) => {
