@@ -96,8 +96,8 @@ impl Worker<NoKernel, HostWire> {
         let Some(lender) = &self.lender else { return false };
         // Whatever precedes these frames is among the messages that are read after this.
         let frames = lender.frames.waiting_to();
-        let mut worked = false;
-        if !self.agent.backlog.is_empty() {
+        let mut worked = !self.agent.backlog.is_empty();
+        if worked {
             self.flush_backlog();
         }
         while let Some(words) = self.agent.commands.pop() {
