@@ -104,7 +104,7 @@ fn measure(offload: &'static str, loss: u32, bytes: u64, seed: u64) -> Result<Ce
     let link = LinkSettings { delay: DELAY, loss, seed, ..LinkSettings::default() };
     let bed = Testbed::new(&TestbedSettings { link, seed, ..TestbedSettings::default() })?;
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", offload, "--rule", "established", "--"]);
+    command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", offload, "--rule", "established", "--eager", "--"]);
     command.args(["python3", "-c", PROGRAM]).stdin(Stdio::null()).stdout(Stdio::null());
     let program = Running(bed.host_a.spawn(&mut command).context("starting the program")?);
     // The first transfer starts what has to be started, and brings the program's connections to the NIC.
