@@ -9,6 +9,7 @@ pub mod container;
 pub mod datapath;
 pub mod demo;
 pub mod equations;
+pub mod fast_path;
 pub mod filter;
 pub mod http;
 pub mod lro;

@@ -4,6 +4,7 @@ use crate::probe;
 use crate::statistics::Percentiles;
 use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::{Context, Result, bail};
+use baton_abi::layout::Counter;
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
@@ -31,6 +32,10 @@ pub struct SoakSettings {
     pub seed: u64,
     /// Use IPv6.
     pub ipv6: bool,
+    /// Partial offload: the NIC keeps only the connections' fast path.
+    pub fast_path: bool,
+    /// With partial offload: go on until so many times a connection has left its fast path or come back to it.
+    pub transitions: u64,
     /// Number of times to kill the NIC.
     pub kill_nic: u32,
     /// Number of times to kill the agent, and with it the NIC.
@@ -48,6 +53,10 @@ pub struct SoakReport {
     pub connections: usize,
     /// Moves done.
     pub moves: u64,
+    /// Times that a connection has left its fast path, and has come back to it (partial offload).
+    pub transitions: u64,
+    /// Share of the segments that the NIC processed itself, of those of all connections on it.
+    pub fast_path_share: f64,
     /// Share of the moves at whose request bytes were in flight in both directions: written by one program, not read by the
     /// other.
     pub in_flight_share: f64,
@@ -91,6 +100,8 @@ impl SoakReport {
 const TURN: u64 = 2;
 /// Bytes that each side of each connection writes and reads per turn.
 const CHUNK: usize = 2048;
+/// Microseconds that a soak goes on for transitions alone.
+const LONGEST_WAIT: u64 = 600_000_000;
 /// Bytes that a reader leaves unread, so that both directions carry something at any time.
 const BACKLOG: u64 = 6 * CHUNK as u64;
 
@@ -294,7 +305,8 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     let started = monotonic_micros();
     let bed = Testbed::new(&settings.bed)?;
     let (servers, clients) = connect_pairs(&bed, settings.connections, settings.ipv6)?;
-    let mut session = Session::connect(&bed.socket())?;
+    let open = if settings.fast_path { Session::connect_for_fast_path } else { Session::connect };
+    let mut session = open(&bed.socket())?;
     let number = session.number();
     let ids = servers.into_iter().map(|server| session.adopt(OwnedFd::from(server))).collect::<io::Result<Vec<_>>>()?;
     let shared = Arc::new(Shared::new(settings.connections));
@@ -318,11 +330,14 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         };
         let mut tool = bed.tool()?;
         let moved = Mover::new(settings, &shared, number, &ids).run(&mut tool, &mut report);
+        let moved = moved.and_then(|()| await_transitions(settings, &mut tool, report.transitions));
         shared.stop.store(true, Ordering::Relaxed);
         let pipe = server.join().map_err(|_| anyhow::anyhow!("the server's thread panicked"))?;
         client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
         moved?;
-        report.count(&tool.statistics()?);
+        let statistics = tool.statistics()?;
+        report.count(&statistics);
+        report.count_transitions(&statistics);
         for peer in &peers {
             report.spurious_retransmits_by_peer += TcpInfo::read(peer.as_fd()).map_or(0, |info| u64::from(info.dsack_dups));
         }
@@ -348,6 +363,24 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     measure_blackout(settings, &bed, &mut report)?;
     report.seconds = (monotonic_micros() - started) as f64 / 1e6;
     Ok(report)
+}
+
+/// Lets the streams go on until the connections have left their fast path and come back to it often enough. `before` were counted by
+/// agents that have died.
+fn await_transitions(settings: &SoakSettings, tool: &mut Tool, before: u64) -> Result<()> {
+    let deadline = monotonic_micros() + LONGEST_WAIT;
+    loop {
+        let mut report = SoakReport::default();
+        report.count_transitions(&tool.statistics()?);
+        let transitions = before + report.transitions;
+        if transitions >= settings.transitions {
+            return Ok(());
+        }
+        if monotonic_micros() > deadline {
+            bail!("{transitions} of {} transitions: a link with --loss or --reorder makes more", settings.transitions);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Measures the blackout apart from the streams, which would be measured with it.
@@ -471,6 +504,7 @@ impl<'a> Mover<'a> {
         } else {
             // Its counters die with it.
             report.count(&before);
+            report.count_transitions(&before);
             baton_linux::process::signal(before.agent_process, 9)?;
             while tool.statistics()?.agent_process == before.agent_process {
                 std::thread::sleep(Duration::from_millis(1));
@@ -482,6 +516,14 @@ impl<'a> Mover<'a> {
 }
 
 impl SoakReport {
+    /// Adds the NIC's counters of partial offload.
+    fn count_transitions(&mut self, statistics: &Statistics) {
+        let [lent, back, fast, slow] = [Counter::Lent, Counter::TakenBack, Counter::Segments, Counter::LentSegments]
+            .map(|counter| statistics.counters.get(counter as usize).copied().unwrap_or(0));
+        self.transitions += lent + back;
+        self.fast_path_share = fast as f64 / (fast + slow).max(1) as f64;
+    }
+
     fn count(&mut self, statistics: &Statistics) {
         self.failed_moves += statistics.failed_moves;
         self.connections_lost += statistics.lost;

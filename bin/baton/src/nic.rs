@@ -90,7 +90,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 17] = [
+const FIGURES: [(Counter, &str); 21] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -102,6 +102,10 @@ const FIGURES: [(Counter, &str); 17] = [
     (Counter::Made, "connections made by the NIC"),
     (Counter::SynCookies, "SYNs answered with a cookie"),
     (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
+    (Counter::Segments, "segments processed by the NIC's TCP"),
+    (Counter::Lent, "connections lent to the host's TCP (left their fast path)"),
+    (Counter::TakenBack, "connections taken back from it"),
+    (Counter::LentSegments, "segments given to the host's TCP"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

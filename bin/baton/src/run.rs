@@ -21,6 +21,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --print-config > baton.toml
   baton run --place near-nic -- redis-server
   baton run --offload full -- nginx -g 'daemon off;'
+  baton run --offload fast-path -- redis-server
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later.";
@@ -41,8 +42,9 @@ pub struct RunArguments {
     /// Print a configuration file with comments.
     #[arg(long)]
     print_config: bool,
-    /// Who makes the program's connections: handoff (the kernel, and they move to the NIC by the rules) or full (the NIC itself,
-    /// where it can).
+    /// Who makes the program's connections, and what of them the NIC has: handoff (the kernel, and they move to the NIC by the
+    /// rules), fast-path (the same, but the NIC keeps only data in order and acknowledgements, and the host's own TCP has the rest)
+    /// or full (the NIC itself, where it can).
     #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT")]
     offload: Offloading,
     /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
@@ -65,6 +67,7 @@ pub struct RunArguments {
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Offloading {
     Handoff,
+    FastPath,
     Full,
 }
 
@@ -108,6 +111,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let group = arguments.flip.make_group(&channel)?;
     let offload = match arguments.offload {
         Offloading::Handoff => Offload::Handoff,
+        Offloading::FastPath => partial_offload(&channel)?,
         Offloading::Full => full_offload(&channel)?,
     };
     drop(channel);
@@ -131,6 +135,15 @@ fn full_offload(channel: &Channel) -> Result<Offload> {
         eprintln!("baton: --offload full: the kernel makes this program's connections, and they are handed off: {reason}");
     }
     Ok(Offload::Full)
+}
+
+/// Partial offload; says so if the NIC cannot do that now. The program runs nevertheless: the NIC has all of its connections.
+fn partial_offload(channel: &Channel) -> Result<Offload> {
+    channel.send(&Request { tag: 1, body: Ask::KeepsFastPath }, &[])?;
+    if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {
+        eprintln!("baton: --offload fast-path: the NIC has all of this program's connections: {reason}");
+    }
+    Ok(Offload::FastPath)
 }
 
 /// Finds the library to preload: next to this program, or where it is installed.

@@ -172,6 +172,10 @@ fn print_connections(list: &[ConnectionInfo]) {
             info.moves, info.local, info.peer, info.reason
         );
         let d = &info.detail;
+        if let Some((times, now)) = info.lent {
+            let has = if now { "the host's TCP has it now" } else { "on its fast path" };
+            println!("        partial offload: {has}, lent {times} times");
+        }
         println!(
             "        {} rtt {:.3} ms, cwnd {}, mss {}, retransmitted {}; queues: unread {}, in flight {}, unsent {}",
             baton_handoff::examine::state_name(d.state),

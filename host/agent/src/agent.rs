@@ -601,8 +601,17 @@ impl Agent {
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
         self.nic = next;
+        self.watch_host_tcp();
         self.statistics.nic_starts += 1;
         Ok(())
+    }
+
+    /// Adds the host's TCP to the poller, if there is one: its death is the NIC's.
+    pub(crate) fn watch_host_tcp(&self) {
+        if let Some(host_tcp) = self.nic.host_tcp() {
+            // It may be there already.
+            let _ = self.poller.add(host_tcp.channel_fd(), NIC_CHANNEL, Trigger::Readable);
+        }
     }
 
     /// Starts a NIC, retrying with doubling pauses: a lack of memory or processes may be temporary.

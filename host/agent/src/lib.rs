@@ -17,6 +17,7 @@ mod flips;
 mod ground;
 mod group;
 mod guards;
+mod host_tcp;
 mod journal;
 mod listening;
 mod looks;

@@ -1,6 +1,7 @@
 //! The NIC process as the agent sees it: its start, its commands, its notifications and its end.
 
 use crate::ground::Shape;
+use crate::host_tcp::{HostTcp, Shared};
 use crate::journal;
 use crate::owned::OwnedNic;
 use crate::session::OpenSession;
@@ -13,7 +14,7 @@ use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
 use baton_moves::Refusal;
 use baton_offloads::Offloads;
-use baton_protocol::nic::{Hop, Listen, ToAgent, ToNic};
+use baton_protocol::nic::{Hop, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Region, RingWords};
@@ -58,6 +59,9 @@ pub(crate) struct NicProcess {
     events: Consumer<RingWords>,
     memory: Arc<Region>,
     bell: Doorbell,
+    settings: NicSettings,
+    /// Present once a session has asked for partial offload.
+    host_tcp: Option<HostTcp>,
     /// Notifications that the NIC sent without a command.
     pub inbox: VecDeque<Message>,
     /// Number of connections that it has room for, as advertised.
@@ -145,6 +149,8 @@ impl NicProcess {
             events: Consumer::new(hardware.memory.ring(nic::EVENTS)),
             memory: hardware.memory.clone(),
             bell: hardware.nic_bell.try_clone()?,
+            settings: settings.nic.clone(),
+            host_tcp: None,
             inbox: VecDeque::new(),
             room: slots,
             free: FreeSlots::read(&hardware.memory, slots),
@@ -164,17 +170,21 @@ impl NicProcess {
         self.channel.as_fd()
     }
 
-    /// Whether the process has ended.
+    /// Whether the process has ended, or the host's TCP, without which a NIC is of no use that has lent it connections.
     pub fn is_dead(&mut self) -> bool {
-        match &mut self.process {
+        let nic_is_dead = match &mut self.process {
             Process::Child(child) => !matches!(child.try_wait(), Ok(None)),
             Process::Owned(_) => self.channel.is_hung_up(),
-        }
+        };
+        nic_is_dead || self.host_tcp.as_mut().is_some_and(HostTcp::is_dead)
     }
 
-    /// Ends the process, and waits until it is gone.
+    /// Ends the process and the host's TCP, and waits until they are gone.
     pub fn end(&mut self) {
         self.ended = true;
+        if let Some(host_tcp) = &mut self.host_tcp {
+            host_tcp.end();
+        }
         match &mut self.process {
             Process::Child(child) => {
                 let _ = child.kill();
@@ -236,7 +246,14 @@ impl NicProcess {
         let messages = opening.messages.clone().map(|messages| (messages, next));
         self.send(&ToNic::Attach { session, messages }, &[memory, open.bell.as_fd()])?;
         match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Attached if opening.messages.is_none() => Ok(()),
+            ToAgent::Attached if opening.messages.is_none() => {
+                if opening.fast_path
+                    && let Err(error) = self.keep_fast_path(session, open)
+                {
+                    eprintln!("baton agent: the NIC has all of session {session}'s connections: {error:#}");
+                }
+                Ok(())
+            }
             ToAgent::Attached => {
                 starts.store(next, Ordering::Release);
                 open.bell.ring();
@@ -244,6 +261,42 @@ impl NicProcess {
             }
             other => bail!("the NIC did not attach the session: {other:?}"),
         }
+    }
+
+    /// Makes the NIC keep only the fast path of a session's connections. Starts the host's TCP if there is none.
+    fn keep_fast_path(&mut self, session: u32, open: &OpenSession) -> Result<()> {
+        if let Some(why) = self.lacks_fast_path() {
+            bail!("{why}");
+        }
+        if self.host_tcp.is_none() {
+            let shared = Shared::new(self.settings.slots)?;
+            self.send(&ToNic::HostTcp, &shared.descriptors()?)?;
+            self.await_attached()?;
+            self.host_tcp = Some(HostTcp::start(&shared, &self.memory, &self.bell, &self.settings)?);
+        }
+        if let Some(host_tcp) = &self.host_tcp {
+            host_tcp.attach(session, open)?;
+        }
+        self.send(&ToNic::FastPath(session), &[])?;
+        self.await_attached()
+    }
+
+    fn await_attached(&mut self) -> Result<()> {
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Attached => Ok(()),
+            ToAgent::Failed(reason) => bail!("{reason}"),
+            other => bail!("unexpected answer from the NIC: {other:?}"),
+        }
+    }
+
+    /// Why the NIC cannot keep only the fast path of connections, if it cannot.
+    pub fn lacks_fast_path(&self) -> Option<&'static str> {
+        (self.settings.workers > 1).then_some("partial offload needs a NIC with one worker")
+    }
+
+    /// The host's TCP, if there is one.
+    pub fn host_tcp(&self) -> Option<&HostTcp> {
+        self.host_tcp.as_ref()
     }
 
     /// Sets the way of a session for messages to a host; None while there is none.
@@ -357,5 +410,8 @@ impl NicProcess {
     /// Drops notifications about a session, so that they do not apply to the next one of this number.
     pub fn forget_session(&mut self, session: u32) {
         self.inbox.retain(|message| cut_off(message) != Some(session));
+        if let Some(host_tcp) = &self.host_tcp {
+            host_tcp.detach(session);
+        }
     }
 }

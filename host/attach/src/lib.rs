@@ -129,6 +129,7 @@ impl Attacher {
             group: settings.group,
             program: settings.target.to_string(),
             attacher: true,
+            fast_path: false,
             messages: None,
         };
         let shared = Arc::new(Shared::connect(agent, opening, listener)?);

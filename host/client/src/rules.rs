@@ -267,6 +267,9 @@ pub enum Offload {
     Handoff,
     /// The NIC, where it can; those that the kernel has made move by the rules.
     Full,
+    /// The kernel; they move to the NIC by the rules, which keeps only their fast path.
+    #[serde(rename = "fast-path")]
+    FastPath,
 }
 
 /// Settings of a program that runs under Baton, in [`RUN_VARIABLE`].

@@ -40,6 +40,8 @@ struct Adopted {
 #[derive(Debug)]
 pub struct Session {
     shared: Shared,
+    /// Partial offload: buffers cannot be posted, since NIC and host's TCP would both write to them.
+    fast_path: bool,
     changed: Arc<Mutex<Vec<ConnectionId>>>,
     poller: Poller,
     connections: Vec<Option<Adopted>>,
@@ -66,15 +68,28 @@ impl Session {
     /// # Errors
     /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path) -> io::Result<Session> {
+        Session::open(path, Opening::alone())
+    }
+
+    /// The same with partial offload: the NIC keeps only the fast path of the session's connections, where it can.
+    ///
+    /// # Errors
+    /// As [`Session::connect`].
+    pub fn connect_for_fast_path(path: &Path) -> io::Result<Session> {
+        Session::open(path, Opening { fast_path: true, ..Opening::alone() })
+    }
+
+    fn open(path: &Path, opening: Opening) -> io::Result<Session> {
         let changed = Arc::new(Mutex::new(Vec::new()));
         let sink = changed.clone();
         let listener = Listener(Box::new(move |number| sink.lock().unwrap_or_else(PoisonError::into_inner).push(number)));
-        let shared = Shared::connect(path, Opening::alone(), listener)?;
+        let fast_path = opening.fast_path;
+        let shared = Shared::connect(path, opening, listener)?;
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
         let store = Store::new(shared.memory().clone());
-        Ok(Session { shared, changed, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
+        Ok(Session { shared, fast_path, changed, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
     }
 
     /// The session's number, as tools show it.
@@ -192,8 +207,12 @@ impl Session {
     /// copied. [`Session::take_posted`] returns the buffer; until then [`Session::receive`] must not be used on the connection.
     ///
     /// # Errors
-    /// If there is no such connection, or the NIC's ring is full. In the second case the buffer is kept nevertheless.
+    /// If there is no such connection, or the session is one of partial offload, or the NIC's ring is full. In the last case the buffer
+    /// is kept nevertheless.
     pub fn post(&mut self, id: ConnectionId, buffer: Buffer) -> io::Result<()> {
+        if self.fast_path {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "no buffers can be posted in a session of partial offload"));
+        }
         let Adopted { connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
         posts.add(buffer);
         match self.shared.enter(connection, ME) {

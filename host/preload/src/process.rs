@@ -4,7 +4,7 @@ use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{Listener, Shared};
-use baton_protocol::program::{Opening, VERSION};
+use baton_protocol::program::Opening;
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -118,8 +118,12 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
-    let opening =
-        Opening { version: VERSION, group: plan.run.group, program: plan.program.clone(), attacher: false, messages: None };
+    let opening = Opening {
+        group: plan.run.group,
+        program: plan.program.clone(),
+        fast_path: plan.run.offload == Offload::FastPath,
+        ..Opening::alone()
+    };
     let listener = Listener(Box::new(|number| {
         if let Some(tcp) = session().and_then(|session| session.socket(number)) {
             tcp.changed();

@@ -73,6 +73,43 @@ pub mod nic {
     }
 }
 
+/// Memory shared by the NIC and the host's TCP, to which the NIC lends connections that leave their fast path.
+pub mod host_tcp {
+    use super::RING_BYTES;
+
+    /// 4-byte word: nonzero while the host's TCP sleeps, so that the NIC must ring its doorbell.
+    pub const SLEEPING: usize = 0;
+    /// 4-byte word, written by the NIC: the largest number of payload bytes in a frame that its wire accepts for segmentation.
+    pub const SEGMENTATION: usize = 64;
+    /// Ring of messages from the NIC: connections lent and recalled, and what their programs have sent.
+    pub const COMMANDS: usize = 4096;
+    /// Ring of messages to the NIC.
+    pub const EVENTS: usize = COMMANDS + RING_BYTES;
+    /// Ring of frames from the NIC: those of the connections lent.
+    pub const FRAMES_IN: usize = EVENTS + RING_BYTES;
+    /// Ring of frames to the NIC: those to be sent.
+    pub const FRAMES_OUT: usize = FRAMES_IN + FRAMES_BYTES;
+    /// For each slot of the NIC the state of its connection, while that changes hands.
+    pub const STATES: usize = FRAMES_OUT + FRAMES_BYTES;
+    /// Bytes of a state.
+    pub const STATE_BYTES: usize = 1024;
+
+    /// Bytes of a ring of frames: two indices on a cache line each, in a page of their own, then the frames.
+    pub const FRAMES_BYTES: usize = 4096 + FRAMES_DATA;
+    /// Bytes of the frames, a power of two.
+    pub const FRAMES_DATA: usize = 1 << 21;
+
+    /// Bytes of this memory, for a NIC with `slots` slots.
+    pub const fn bytes(slots: usize) -> usize {
+        STATES + slots * STATE_BYTES
+    }
+
+    /// Offset of the state of a slot's connection.
+    pub const fn state(slot: u32) -> usize {
+        STATES + slot as usize * STATE_BYTES
+    }
+}
+
 /// A slot of NIC memory. Offsets are in bytes from the slot's beginning.
 pub mod slot {
     /// 8-byte word: number of times that the record was published; its parity selects the valid copy, and 0 means that there is
@@ -92,6 +129,9 @@ pub mod slot {
     pub const LIMITS: usize = PARAMETERS + 32;
     /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
     pub const READ: usize = PARAMETERS + 40;
+    /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times that it was
+    /// lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
+    pub const LENT: usize = PARAMETERS + 60;
     /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
     /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
     pub const GROWN: usize = 448;
@@ -331,16 +371,24 @@ pub enum Counter {
     SynCookies,
     /// SYNs and last segments of handshakes that were dropped because the listener's accept queue was full.
     AcceptQueueFull,
+    /// Times that a connection left its fast path and was lent to the host's TCP.
+    Lent,
+    /// Times that one came back.
+    TakenBack,
+    /// Segments given to the host's TCP, for connections that it had.
+    LentSegments,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 35;
+pub const COUNTERS: usize = 38;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
     assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
+    assert!(slot::LENT + 4 <= slot::FLOW && slot::READ + 4 <= slot::LENT);
+    assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);

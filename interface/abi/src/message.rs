@@ -132,6 +132,17 @@ pub enum Control {
     Made = 38,
     /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
     NotMade = 39,
+    /// From the host's TCP to the NIC: the connection has been quiet for a while and can be on its fast path again.
+    Quiet = 40,
+    /// From the host's TCP to the NIC, before [`Control::Returned`]: a range received behind a hole; its first sequence number is in
+    /// the address field, the one behind it in the length field.
+    Range = 41,
+    /// From the host's TCP to the NIC, before [`Control::Returned`]: a FIN was received behind a hole, with the sequence number in the
+    /// address field.
+    FinBehindHole = 42,
+    /// From the host's TCP to the NIC: a connection comes back. Address field: 1 if its state lies in [`crate::layout::host_tcp`]'s
+    /// memory, 0 if it has ended.
+    Returned = 43,
 }
 
 impl Control {
@@ -163,6 +174,10 @@ impl Control {
             Grow,
             Made,
             NotMade,
+            Quiet,
+            Range,
+            FinBehindHole,
+            Returned,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)
@@ -191,6 +206,9 @@ pub const ALREADY_HERE: u32 = 6;
 /// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
 /// MSG_MORE).
 pub const MORE: u16 = 1;
+
+/// Bit of the kind of a message that the host's TCP sends through the NIC to the agent.
+pub const FOR_AGENT: u16 = 1 << 15;
 
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -168,10 +168,33 @@ pub enum ToNic {
     Listen(Listen),
     /// The NIC makes no more connections of the listener with this number.
     StopListening(u32),
+    /// There is a host's TCP, to which connections can be lent. The descriptors of the memory that the NIC shares with it, and of its
+    /// doorbell, come along.
+    HostTcp,
+    /// The NIC keeps only the fast path of this session's connections, and lends them to the host's TCP when they leave it.
+    FastPath(u32),
+    /// To the host's TCP: the session has ended.
+    Detach(u32),
     /// Begin to receive frames.
     Start,
     /// Change the offloads.
     Offloads(Box<Offloads>),
+}
+
+/// The descriptors that the host's TCP inherits from its agent, in this order from 3 on.
+#[derive(Clone, Copy, Debug)]
+#[repr(i32)]
+pub enum HostTcpDescriptor {
+    /// NIC memory.
+    Memory = 3,
+    /// The memory that it shares with the NIC.
+    Shared = 4,
+    /// The NIC's doorbell.
+    NicBell = 5,
+    /// Its own doorbell.
+    Bell = 6,
+    /// The control connection to the agent.
+    Channel = 7,
 }
 
 /// Messages to the agent on the control connection.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -79,6 +79,8 @@ pub enum Ask {
     },
     /// Whether the NIC can make connections itself: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
     MakesConnections,
+    /// Whether the NIC can keep only the fast path of connections: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
+    KeepsFastPath,
     /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the program has
     /// changed the socket's options.
     Listen,
@@ -161,6 +163,8 @@ pub struct Opening {
     pub program: String,
     /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only during a move.
     pub attacher: bool,
+    /// The NIC keeps only the fast path of its connections, where it can: the host's TCP has the rest (partial offload).
+    pub fast_path: bool,
     /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle comes along.
     pub messages: Option<Messages>,
 }
@@ -245,7 +249,7 @@ impl Opening {
     /// For a program that belongs to no group.
     pub fn alone() -> Opening {
         let program = std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        Opening { version: VERSION, group: 0, program, attacher: false, messages: None }
+        Opening { version: VERSION, group: 0, program, attacher: false, fast_path: false, messages: None }
     }
 }
 
@@ -406,6 +410,8 @@ pub struct ConnectionInfo {
     pub made_by: Place,
     /// Number of its moves.
     pub moves: u32,
+    /// On the NIC, of which that keeps only the fast path: how often it was lent to the host's TCP, and whether it is now.
+    pub lent: Option<(u32, bool)>,
     /// Microseconds since its last move.
     pub for_us: u64,
     /// State of its path and queues.
@@ -466,6 +472,8 @@ impl Detail {
 pub struct Statistics {
     /// Process number of the NIC.
     pub nic_process: u32,
+    /// Process number of the host's TCP, 0 if there is none.
+    pub host_tcp_process: u32,
     /// Process number of the agent.
     pub agent_process: u32,
     /// Number of times that the NIC was started.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod copy;
+pub mod host_tcp;
 mod key;
 mod line;
 mod nic;

@@ -59,6 +59,8 @@ struct Runner {
 struct Front {
     channel: Channel,
     agent_bell: Doorbell,
+    /// Doorbell of the host's TCP, if there is one.
+    host_tcp_bell: Option<Doorbell>,
     /// For each worker: where the doorbells of its sessions go.
     bells_to: Vec<Sender<(u32, SessionBell)>>,
     /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
@@ -76,7 +78,7 @@ const CHANNEL: u64 = 3;
 /// Poller token of session 0's doorbell; the others follow.
 const SESSIONS: u64 = 16;
 
-fn take_number(number: i32) -> Result<OwnedFd> {
+pub(crate) fn take_number(number: i32) -> Result<OwnedFd> {
     process::inherited(number)
         .with_context(|| format!("descriptor {number} is missing: this process is started by the Baton agent, not by hand"))
 }
@@ -157,7 +159,15 @@ pub fn run() -> Result<()> {
     let random_key = key::random(settings);
     let channel_seen = memory.word32(nic::CHANNEL).load(Ordering::Acquire);
     let (bells_to, new_bells): (Vec<_>, Vec<_>) = (0..devices.len()).map(|_| mpsc::channel()).unzip();
-    let mut front = Some(Front { channel, agent_bell, bells_to, channel_seen, random_key, match_key: settings.hash_key });
+    let mut front = Some(Front {
+        channel,
+        agent_bell,
+        host_tcp_bell: None,
+        bells_to,
+        channel_seen,
+        random_key,
+        match_key: settings.hash_key,
+    });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
         1 => vec![None],
         several => crossbar(several, &random_key, registers).into_iter().map(Some).collect(),
@@ -371,6 +381,11 @@ impl Runner {
         if let Some(front) = self.front.as_ref().filter(|_| agent) {
             front.agent_bell.ring();
         }
+        if self.worker.must_wake_host_tcp()
+            && let Some(bell) = self.front.as_ref().and_then(|front| front.host_tcp_bell.as_ref())
+        {
+            bell.ring();
+        }
         if self.several {
             let bells = &self.bells;
             self.worker.peer_doorbells(|worker| bells[worker].ring());
@@ -454,6 +469,25 @@ impl Runner {
                     self.worker.stop_listening(id);
                     front.channel.send(&ToAgent::Listening, &[])?;
                 }
+                Ok((ToNic::HostTcp, descriptors)) => {
+                    let answer = match <[OwnedFd; 2]>::try_from(descriptors) {
+                        Ok([memory, bell]) => {
+                            self.worker.set_host_tcp(Arc::new(Region::map(memory)?));
+                            front.host_tcp_bell = Some(Doorbell::from_fd(bell));
+                            ToAgent::Attached
+                        }
+                        Err(_) => ToAgent::Failed("a host's TCP needs two descriptors: its memory and its doorbell".into()),
+                    };
+                    front.channel.send(&answer, &[])?;
+                }
+                Ok((ToNic::FastPath(session), _)) => {
+                    let answer = match self.worker.keep_fast_path(session) {
+                        true => ToAgent::Attached,
+                        false => ToAgent::Failed("there is no host's TCP, or no such session".into()),
+                    };
+                    front.channel.send(&answer, &[])?;
+                }
+                Ok((ToNic::Detach(_), _)) => {}
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(&worker_offloads(&set), Instant(monotonic_micros()));

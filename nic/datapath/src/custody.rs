@@ -3,6 +3,7 @@
 use crate::held::HeldFrames;
 use crate::listeners::Opening;
 use crate::offloaded::{Offloaded, Pending};
+use crate::partial::Lent;
 use baton_abi::Cid;
 use baton_wire::{Flow, FlowKey};
 
@@ -38,6 +39,8 @@ pub(crate) enum Custody {
     Opening(Box<Opening>),
     /// The NIC.
     Active(Box<Offloaded>),
+    /// The host's TCP, to which the NIC has lent it.
+    Lent(Box<Lent>),
     /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.
     Leaving(Box<Offloaded>),
 }
@@ -59,8 +62,18 @@ pub(crate) struct Slot {
 impl Slot {
     /// Takes the events for its program, and returns them with the session's number.
     pub fn take_events(&mut self) -> Option<(u32, Pending)> {
-        let Custody::Active(offloaded) = &mut self.custody else { return None };
-        Some((offloaded.session, std::mem::take(&mut offloaded.pending)))
+        let (session, pending) = self.pending()?;
+        Some((session, std::mem::take(pending)))
+    }
+
+    /// The events for its program, and the session's number.
+    #[inline(always)]
+    pub fn pending(&mut self) -> Option<(u32, &mut Pending)> {
+        match &mut self.custody {
+            Custody::Active(offloaded) => Some((offloaded.session, &mut offloaded.pending)),
+            Custody::Lent(lent) => Some((lent.offloaded.session, &mut lent.offloaded.pending)),
+            _ => None,
+        }
     }
 
     /// Puts earlier events before those that wait for its program.

@@ -28,6 +28,11 @@ impl Growth {
         Growth { receive: memory.receive_size, send: memory.send_size, limits, asked_at: None, wanted: None }
     }
 
+    /// Largest bytes of receive and of send memory.
+    pub fn limits(&self) -> [u32; 2] {
+        self.limits
+    }
+
     /// Whether there is a request to be sent.
     #[inline(always)]
     pub fn has_request(&self) -> bool {

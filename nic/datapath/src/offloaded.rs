@@ -1,6 +1,7 @@
 //! An offloaded connection: its TCP, its memory, its recovery record.
 
 use crate::growth::Growth;
+use crate::partial::Path;
 use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record;
@@ -87,6 +88,8 @@ pub(crate) struct Offloaded {
     record: WordArray<{ at::PARAMETERS / 8 }>,
     /// Number of times that the record was published.
     published: u64,
+    /// Where its TCP runs.
+    pub path: Path,
     pub template: Template,
     pub image: Image,
     pub session: u32,
@@ -96,6 +99,10 @@ pub(crate) struct Offloaded {
     /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
+    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give the connection
+    /// back.
+    pub in_order: u32,
+    pub memory: Memory,
     /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
@@ -152,6 +159,7 @@ impl Offloaded {
             tcp,
             record: nic_memory.shared_array(layout::nic::slot(slot)),
             published: 0,
+            path: Path::default(),
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
@@ -159,6 +167,8 @@ impl Offloaded {
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
+            in_order: 0,
+            memory,
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
@@ -194,6 +204,7 @@ impl Offloaded {
 
     /// Replaces the send queue by one in other memory.
     pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
+        self.memory = memory;
         (self.pair_first, self.pair_next) = (0, 0);
         self.adopt_send_queue(image, memory);
     }
@@ -295,6 +306,23 @@ impl Offloaded {
             word.store(value, Ordering::Relaxed);
         }
         words[at::PUBLISHED / 8].store(published, Ordering::Release);
+    }
+
+    /// The valid table of out-of-order ranges, for [`Offloaded::continue_record`].
+    pub fn ranges_table(&self) -> u32 {
+        self.ranges_table.into()
+    }
+
+    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
+    /// written.
+    pub fn continue_record(&mut self, ranges_table: u32) {
+        self.published = self.record[at::PUBLISHED / 8].load(Ordering::Acquire);
+        self.ranges_table = ranges_table as u8 & 1;
+    }
+
+    /// Number of the connection's slot.
+    pub fn slot(&self) -> u32 {
+        ((self.slot_offset - layout::nic::SLOTS) / layout::nic::SLOT_BYTES) as u32
     }
 
     /// Marks the slot as having no connection to recover.

@@ -6,6 +6,8 @@ mod commands;
 mod connections;
 mod crossbar;
 mod frames;
+mod host_tcp;
+mod lending;
 mod messages;
 mod opening;
 mod programs;
@@ -29,6 +31,8 @@ use baton_tcp::Instant;
 use connections::Connections;
 use core::sync::atomic::Ordering;
 use crossbar::Crossbar;
+pub use host_tcp::{HostWire, NoKernel};
+use lending::HostTcp;
 use programs::Programs;
 use std::sync::Arc;
 use to_kernel::ToKernel;
@@ -104,6 +108,10 @@ pub struct Worker<H, W> {
     agent: AgentLink,
     /// Present if there are several workers.
     crossbar: Option<Box<Crossbar>>,
+    /// Present if there is a host's TCP to which connections can be lent.
+    host_tcp: Option<Box<HostTcp>>,
+    /// Present if this worker is the host's TCP.
+    lender: Option<Box<host_tcp::Lender>>,
     fragments: Fragments,
     listeners: Listeners,
     nic_memory: Arc<Region>,
@@ -122,7 +130,21 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Makes a worker over NIC memory. If an earlier worker has used the memory the rings continue; its connections are the
     /// agent's to recover.
     pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
-        let counters = Counters::new(&nic_memory);
+        let (counters, agent) = (nic_memory.clone(), AgentLink::new(&nic_memory));
+        Worker::assemble(host, wire, nic_memory, &counters, agent, settings, now)
+    }
+
+    /// Makes a worker whose counters lie in `counters`, at the place that NIC memory has for them.
+    fn assemble(
+        host: H,
+        wire: W,
+        nic_memory: Arc<Region>,
+        counters: &Arc<Region>,
+        agent: AgentLink,
+        settings: WorkerSettings,
+        now: Instant,
+    ) -> Self {
+        let counters = Counters::new(counters);
         counters.set(Counter::Connections, 0);
         let gate = if settings.closed { Gate::Closed } else { Gate::Open };
         let succeeds = nic_memory.words(nic::HEARTBEAT, 1)[0].load(Ordering::Relaxed) != 0;
@@ -131,8 +153,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),
             output: Output::new(wire, gate, settings.frame_bytes, !settings.quick_ack),
             programs: Programs::new(settings.slots),
-            agent: AgentLink::new(&nic_memory),
+            agent,
             crossbar: None,
+            host_tcp: None,
+            lender: None,
             fragments: Fragments::default(),
             listeners: Listeners::new(settings.hash_key, succeeds, now.0),
             nic_memory,
@@ -232,6 +256,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked = self.poll_wire(now);
             worked |= self.poll_host(now);
         }
+        if self.host_tcp.is_some() {
+            worked |= self.poll_host_tcp(now);
+        }
         worked |= self.poll_sessions(now);
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
@@ -290,6 +317,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         } else {
             go_to_sleep(self.nic_memory.word32(nic::SLEEPING));
             idle &= !self.agent.commands.has_message() && self.agent.backlog.is_empty();
+            idle &= self.host_tcp.as_ref().is_none_or(|host| host.is_idle());
         }
         for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
             go_to_sleep(session.memory.word32(session::NIC_SLEEPING));

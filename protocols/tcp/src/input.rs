@@ -44,7 +44,7 @@ impl Connection {
     }
 
     #[inline(always)]
-    fn expects(&self, segment: &Plain) -> bool {
+    pub(crate) fn expects(&self, segment: &Plain) -> bool {
         if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
             return false;
         }

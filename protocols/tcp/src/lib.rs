@@ -14,6 +14,7 @@ extern crate alloc;
 mod ack;
 mod congestion;
 mod connection;
+mod fast;
 mod info;
 mod input;
 mod isn;

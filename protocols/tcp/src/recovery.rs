@@ -73,6 +73,11 @@ impl Recovery {
         self.forward_rto = false;
     }
 
+    /// Whether a tail loss probe is in flight, or about to be sent.
+    pub fn probes(&self) -> bool {
+        self.probe.is_some() || self.tail_probe_pending
+    }
+
     /// As an image holds it, beside what the image's own fields have.
     pub fn to_image(&self, now: Instant) -> nic::Recovery {
         let Recovery {

@@ -23,6 +23,19 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Partial offload beside handoff and full offload: bulk transfers of a program over links that lose nothing, 0.1 % and 1 %: share of
+    /// the segments on the fast path, goodput, the host's CPU.
+    Fastpath {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+        /// Rounds; the median counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: usize,
+        /// Megabytes each way.
+        #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+        megabytes: u32,
+    },
     /// A web server beside the kernel (nginx, 256 bytes, 64 and 512 connections), in the kernel and under Baton in turn: rate,
     /// waiting times, all CPU time of a request.
     Http {
@@ -227,6 +240,31 @@ pub fn run(what: &Bench) -> Result<bool> {
             } else {
                 println!("send of 64 bytes:    {:>6.1} instructions", measured.send);
                 println!("receive of 64 bytes: {:>6.1} instructions", measured.receive);
+            }
+            Ok(true)
+        }
+        Bench::Fastpath { json, rounds, megabytes } => {
+            let cells = baton_lab::fast_path::run(*megabytes, *rounds, !json)?;
+            if *json {
+                println!("{}", serde_json::to_string(&cells)?);
+                return Ok(true);
+            }
+            println!(
+                "offload     loss %   Mb/s out    Mb/s in   host ns/KB   of that host's TCP   on the fast path   lent   back"
+            );
+            for cell in &cells {
+                println!(
+                    "{:<10} {:>7.1} {:>10.0} {:>10.0} {:>12.0} {:>20.0} {:>17.4} {:>6} {:>6}",
+                    cell.offload,
+                    cell.loss_percent,
+                    cell.goodput_out,
+                    cell.goodput_in,
+                    cell.host_ns_per_kb,
+                    cell.host_tcp_ns_per_kb,
+                    cell.fast_path_share,
+                    cell.lent,
+                    cell.taken_back
+                );
             }
             Ok(true)
         }

@@ -47,6 +47,12 @@ pub struct SoakArguments {
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
+    /// What the NIC has of the connections: handoff (all) or fast-path (data in order and acknowledgements; the host's TCP has the rest).
+    #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT", conflicts_with_all = ["workers", "one_queue", "rmpp"])]
+    offload: Offloading,
+    /// With --offload fast-path: go on until so many times a connection has left its fast path or come back to it.
+    #[arg(long, default_value_t = 0)]
+    transitions: u64,
     /// Drop frames that come during a move, instead of holding them for the connection's next owner.
     #[arg(long)]
     drop_during_moves: bool,
@@ -71,6 +77,13 @@ pub struct SoakArguments {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+}
+
+/// Values of `--offload`.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Offloading {
+    Handoff,
+    FastPath,
 }
 
 fn percent(text: &str) -> Result<f64, String> {
@@ -158,6 +171,8 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         moves: arguments.moves,
         seed: arguments.seed,
         ipv6: arguments.ipv6,
+        fast_path: arguments.offload == Offloading::FastPath,
+        transitions: arguments.transitions,
         kill_nic: arguments.kill_nic,
         kill_agent: arguments.kill_agent,
         bed,

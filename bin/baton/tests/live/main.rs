@@ -20,6 +20,7 @@ mod messages;
 mod moves;
 mod offloads;
 mod options;
+mod partial;
 mod placement;
 mod posted;
 mod rights;

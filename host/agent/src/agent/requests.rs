@@ -4,11 +4,12 @@ use super::Agent;
 use crate::connection::{Asker, Block, Connection, Stage};
 use crate::ground::Shape;
 use crate::group::Group;
+use crate::host_tcp::HostTcp;
 use crate::record::read_record;
 use crate::session::{NOT_READING, OpenSession, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
-use baton_abi::layout::{COUNTERS, Owner, block, nic};
+use baton_abi::layout::{COUNTERS, Owner, block, nic, slot};
 use baton_abi::{Cid, Control};
 use baton_handoff::examine;
 use baton_linux::bell::SessionBell;
@@ -134,6 +135,13 @@ impl Agent {
             Ask::Listen | Ask::Accept { .. } | Ask::Connect { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
                 failed("the NIC makes no connections for this session".into())
             }
+            Ask::KeepsFastPath => Some((
+                match self.nic.lacks_fast_path() {
+                    None => Reply::Done,
+                    Some(why) => Reply::Stayed { reason: why.into(), transient: false },
+                },
+                Vec::new(),
+            )),
             Ask::MakesConnections => Some((
                 match self.can_open() {
                     Ok(()) => Reply::Done,
@@ -286,6 +294,7 @@ impl Agent {
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.filter(|_| opening.messages.is_some());
         self.nic.attach(number, &open, opening)?;
+        self.watch_host_tcp();
         if let Some(messages) = &opening.messages
             && let Err(refusal) = self.steal_messages(messages.address, &open)
         {
@@ -442,6 +451,7 @@ impl Agent {
                     place: connection.place(),
                     made_by: connection.made_by,
                     moves: connection.made,
+                    lent: connection.cid.filter(|_| session.opening.fast_path).map(|cid| self.times_lent(cid)),
                     for_us: monotonic_micros() - connection.since,
                     detail: self.detail_of(connection).unwrap_or_default(),
                     reason: connection.reason.clone(),
@@ -449,6 +459,12 @@ impl Agent {
             }
         }
         list
+    }
+
+    /// How often the NIC has lent a connection to the host's TCP, and whether it has now.
+    fn times_lent(&self, cid: Cid) -> (u32, bool) {
+        let word = self.hardware.memory.word32(nic::slot(cid.slot()) + slot::LENT).load(Ordering::Relaxed);
+        (word.div_ceil(2), word & 1 != 0)
     }
 
     fn count(&mut self) -> Statistics {
@@ -460,6 +476,7 @@ impl Agent {
         let sum = |at: usize| self.statistics.workers.iter().map(|worker| worker[at]).sum();
         self.statistics.counters = (0..COUNTERS).map(sum).collect();
         self.statistics.nic_process = self.nic.process();
+        self.statistics.host_tcp_process = self.nic.host_tcp().map_or(0, HostTcp::process);
         self.statistics.agent_process = std::process::id();
         self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
         self.statistics.clone()

@@ -3,8 +3,8 @@
 use super::Worker;
 use crate::backlog::Backlog;
 use crate::peers::{Call, FRONT};
-use baton_abi::Message;
-use baton_abi::layout::nic;
+use baton_abi::layout::{host_tcp, nic};
+use baton_abi::{FOR_AGENT, Message};
 use baton_device::Device;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
@@ -26,22 +26,37 @@ impl AgentLink {
         let events = Producer::new(nic_memory.ring(nic::EVENTS));
         AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false }
     }
+
+    /// The host's TCP has the NIC in the agent's place.
+    pub fn of_host_tcp(shared: &Arc<Region>) -> AgentLink {
+        let commands = Consumer::new(shared.ring(host_tcp::COMMANDS));
+        let events = Producer::new(shared.ring(host_tcp::EVENTS));
+        AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false }
+    }
+
+    /// Sends a message, behind those that found the ring full.
+    pub fn send(&mut self, message: Message) {
+        let full = !self.backlog.is_empty() || self.events.push(message.to_words()).is_err();
+        if full && !cfg!(feature = "sabotage-lose-message") {
+            self.backlog.add(message);
+        }
+        self.events.publish();
+        self.unsignalled = true;
+    }
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
     /// Sends a message to the agent, through the front worker if this is another one.
     pub(super) fn send_to_agent(&mut self, message: Message) {
+        if self.lender.is_some() {
+            return self.agent.send(Message { kind: message.kind | FOR_AGENT, ..message });
+        }
         if let Some(crossbar) = &mut self.crossbar
             && !crossbar.peers.is_front()
         {
             return crossbar.peers.send(FRONT, Call::Agent(message));
         }
-        let full = !self.agent.backlog.is_empty() || self.agent.events.push(message.to_words()).is_err();
-        if full && !cfg!(feature = "sabotage-lose-message") {
-            self.agent.backlog.add(message);
-        }
-        self.agent.events.publish();
-        self.agent.unsignalled = true;
+        self.agent.send(message);
     }
 
     /// Sends the messages that found the agent's ring full, as far as it has room.

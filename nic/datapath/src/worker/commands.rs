@@ -6,6 +6,7 @@ use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
 use crate::held::HeldFrames;
 use crate::offloaded::{Memory, Offloaded};
+use crate::partial::Path;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
@@ -44,6 +45,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Runs a command and answers it.
     pub(super) fn run_command(&mut self, message: &Message, now: Instant) {
+        if self.host_tcp.is_some() && self.waits_for_return(message) {
+            return;
+        }
         let (control, value) = match self.on_command(message, now) {
             Ok(value) => (Control::Done, value),
             Err(refusal) => (Control::Refused, refusal as u32),
@@ -163,7 +167,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let (image, nic) = Image::decode_with(&bytes).map_err(|_| Refusal::BadImage)?;
         let most = self.limits(index);
         let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
-        let session_memory = attached.memory.clone();
+        let (session_memory, fast_path) = (attached.memory.clone(), attached.fast_path && self.host_tcp.is_some());
+        self.nic_memory.word32(nic::slot(index) + at::LENT).store(0, Ordering::Relaxed);
         let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
         let slot = self.occupant(cid)?;
         if !matches!(slot.custody, Custody::Held) {
@@ -185,8 +190,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         offloaded.publish(now);
         offloaded.publish_processor(processor);
+        offloaded.path = if fast_path { Path::Fast } else { Path::Whole };
         slot.custody = Custody::Active(Box::new(offloaded));
         self.run_held(index, now);
+        self.lend_unless_quiet(index, now);
         Ok(0)
     }
 
@@ -237,8 +244,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };
-        self.drain_session(session, now);
         let index = cid.slot();
+        // What the program has queued must not lend it now.
+        self.set_path(index, Path::Fast, Path::Pinned);
+        self.drain_session(session, now);
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
         let Custody::Active(mut offloaded) = custody else { return Err(Refusal::WrongState) };
@@ -249,6 +258,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let encoded = image.as_ref().map(|image| image.encode_with(Some(&nic), &mut bytes));
         if !matches!(encoded, Some(Ok(_))) {
             slot.custody = Custody::Active(offloaded);
+            self.set_path(index, Path::Pinned, Path::Fast);
             return Err(Refusal::WrongState);
         }
         let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
@@ -291,6 +301,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         match &slot.custody {
             Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
+            Custody::Lent(lent) => lent.offloaded.unpublish(),
             Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
@@ -422,6 +433,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         // It was removed from the list of slots with events while it was stopped.
         slot.dirty = false;
         self.run_held(index, now);
+        self.set_path(index, Path::Pinned, Path::Fast);
+        self.lend_unless_quiet(index, now);
         Ok(0)
     }
 }

@@ -80,6 +80,11 @@ impl<H: Device, W: Device> Worker<H, W> {
             return self.expire_opening(index, now);
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return };
+        if offloaded.is_on_fast_path() && offloaded.tcp.slow_timer_is_due(now) && self.lend(index, now) {
+            return;
+        }
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
         let mut events = Events::empty();
         if offloaded.tcp.next_timeout() <= now {
             events = offloaded.tcp.on_timeout(now);

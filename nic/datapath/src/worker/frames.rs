@@ -84,6 +84,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
+        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(&plain) {
+            return false;
+        }
         let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
         let place = |seq| {
             receive.write(seq, payload);
@@ -156,7 +159,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Processes a segment of the connection in slot `index`.
-    fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
+    pub(super) fn on_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
         match &mut slot.custody {
             Custody::Active(offloaded) => {
@@ -172,6 +175,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                     }
                     return;
                 }
+                if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast_segment(&segment) && self.lend(index, now) {
+                    return self.give_to_host_tcp(index, parsed);
+                }
+                let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+                let Custody::Active(offloaded) = &mut slot.custody else { return };
                 if segment.length > 0 && before(offloaded.tcp.rcv_nxt(), segment.seq) {
                     self.counters.add(Counter::Disordered, 1);
                 }
@@ -184,6 +192,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.output.send_all(offloaded, &self.counters, now);
                 self.follow_up(index, received.events);
             }
+            Custody::Lent(_) => self.give_to_host_tcp(index, parsed),
             Custody::Opening(_) => self.continue_opening(index, parsed, now),
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
@@ -223,7 +232,15 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Lowers a connection's path MTU as an ICMP message says.
     fn on_too_big(&mut self, flow: &baton_wire::Flow, seq: u32, mtu: u32, now: Instant) {
         let Some(index) = self.connections.find(&FlowKey::from(flow)) else { return };
-        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        if self.host_tcp.is_some() && self.pass_on_mtu(index, seq, mtu, now) {
+            return;
+        }
+        self.lower_mtu(index, seq, mtu, now);
+    }
+
+    /// Lowers the path MTU of the connection in slot `index`, if a segment with this sequence number can have been too big.
+    pub(super) fn lower_mtu(&mut self, index: u32, seq: u32, mtu: u32, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         if let Custody::Active(offloaded) = &mut slot.custody {
             // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
             let tcp = &mut offloaded.tcp;

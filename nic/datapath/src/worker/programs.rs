@@ -5,6 +5,7 @@ use super::Worker;
 use crate::custody::Custody;
 use crate::messages::Messages;
 use crate::offloaded::Pending;
+use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{Counter, RING_MESSAGES, session};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
@@ -38,6 +39,8 @@ pub(super) struct Session {
     pub moderated: u64,
     /// Decides when the doorbell of a sleeping program is rung.
     pub moderator: Moderator,
+    /// The NIC keeps only the fast path of its connections.
+    pub fast_path: bool,
     /// Present in a session for messages, which has no connections.
     pub messages: Option<Box<Messages>>,
 }
@@ -107,7 +110,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
         self.programs.sessions[at] =
-            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, messages: None });
+            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, fast_path: false, messages: None });
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
@@ -208,10 +211,19 @@ impl<H: Device, W: Device> Worker<H, W> {
         if slot.cid != message.cid && !cfg!(feature = "sabotage-skip-generation") {
             return false;
         }
-        let Custody::Active(offloaded) = &mut slot.custody else { return false };
-        if offloaded.session as usize != session {
+        let owner = match &slot.custody {
+            Custody::Active(offloaded) => offloaded,
+            Custody::Lent(lent) => &lent.offloaded,
+            _ => return false,
+        };
+        if owner.session as usize != session {
             return false;
         }
+        if owner.path != Path::Whole && self.lent_for(index, message, now) {
+            return self.relay(index, message);
+        }
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let mut events = Events::empty();
         let accepted = match message.operation {
             Operation::NicSend => {
@@ -235,7 +247,11 @@ impl<H: Device, W: Device> Worker<H, W> {
             Operation::NicPost => {
                 let (address, length) = (message.address as usize, message.length as usize);
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_POST && address + length <= memory;
-                inside && offloaded.post(message.address, message.length)
+                // Posted buffers do not change hands between NIC and host's TCP.
+                inside
+                    && offloaded.path == Path::Whole
+                    && self.lender.is_none()
+                    && offloaded.post(message.address, message.length)
             }
             Operation::NicControl => match control(offloaded, message, now) {
                 Some(new_events) => {
@@ -272,9 +288,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     fn send_events_of(&mut self, index: u32) -> bool {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return true };
-        let Custody::Active(offloaded) = &mut slot.custody else { return true };
-        let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return true };
-        let sent = session.send(slot.cid, &mut offloaded.pending);
+        let cid = slot.cid;
+        let Some((session, pending)) = slot.pending() else { return true };
+        let Some(Some(session)) = self.programs.sessions.get_mut(session as usize) else { return true };
+        let sent = session.send(cid, pending);
         slot.dirty = sent.is_err();
         sent.is_ok()
     }

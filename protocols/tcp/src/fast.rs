@@ -1,0 +1,140 @@
+//! The fast path, for a connection whose TCP runs in two places: one has the fast path and nothing else, the other has the whole
+//! protocol and goes on with the connection whenever it leaves the fast path. Here is the line between the two; both run the same code.
+
+use crate::connection::{Connection, Due, State};
+use crate::recovery::Phase;
+use crate::segment::Segment;
+use crate::time::Instant;
+use crate::timers::SendTimer;
+use baton_wire::{Flags, Plain};
+
+impl Connection {
+    /// Whether a plain segment belongs to the fast path: the next data in order, or an acknowledgement, of an open connection. A closed
+    /// window does not, nor does a duplicate acknowledgement, which is the first sign of a loss. To be asked of a quiet connection.
+    #[inline]
+    pub fn is_fast(&self, segment: &Plain) -> bool {
+        let window = u32::from(segment.window) << self.send.wscale;
+        let in_flight = self.send.una != self.send.nxt;
+        let duplicate = segment.length == 0 && in_flight && segment.ack == self.send.una && window == self.send.wnd;
+        self.expects(segment) && window > 0 && !duplicate
+    }
+
+    /// The same for any segment: one with other flags than ACK and PSH, other options than timestamps, or a congestion mark (RFC 3168)
+    /// does not belong to the fast path.
+    pub fn is_fast_segment(&self, segment: &Segment) -> bool {
+        let Segment { seq, ack, window, length, options, .. } = *segment;
+        let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0
+            && !segment.congestion_experienced
+            && options.sack.is_empty()
+            && options.mss.is_none()
+            && options.window_scale.is_none()
+            && !options.sack_permitted;
+        plain && self.is_fast(&Plain { seq, ack, window, timestamps: options.timestamps, length })
+    }
+
+    /// Whether nothing is under way but the fast path: the connection is open both ways, nothing is out of order, lost or sent again, the
+    /// peer's window is open, and no timer runs but those of ordinary data and acknowledgements.
+    pub fn is_quiet(&self) -> bool {
+        let board = &self.scoreboard;
+        self.state == State::Established
+            && !self.send.fin_queued
+            && self.send.wnd > 0
+            && !self.send.cwr_pending
+            && self.reassembly.is_empty()
+            && self.recovery.phase == Phase::Open
+            && !self.recovery.probes()
+            && board.sacked + board.lost + board.retransmitted == 0
+            && self.rtt.backoff == 0
+            && self.timers.probes == 0
+            && matches!(self.timers.send, SendTimer::Off | SendTimer::Retransmit | SendTimer::TailLoss)
+            && !self.due.intersects(Due::RESET | Due::PROBE | Due::FORCE | Due::ECHO | Due::DUPLICATE)
+    }
+
+    /// Whether a timer has expired at `now` that is not the fast path's own, which is that of the delayed acknowledgement.
+    pub fn slow_timer_is_due(&self, now: Instant) -> bool {
+        let timers = &self.timers;
+        timers.send_at.min(timers.keepalive_at).min(timers.time_wait_at) <= now
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::Config;
+    use baton_wire::TcpOptions;
+
+    /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight from 101 on.
+    fn open(bytes: u32) -> Connection {
+        let now = Instant(0);
+        let syn = Segment { seq: 500, flags: Flags::SYN, window: 1000, ..Segment::default() };
+        let config = Config { timestamps: false, nodelay: true, ..Config::default() };
+        let mut tcp = Connection::accept(config, &syn, 100, 0, now).expect("a plain SYN");
+        assert!(!tcp.is_quiet(), "the handshake is not the fast path's");
+        while tcp.poll_transmit(now, 0).is_some() {}
+        tcp.input(&Segment { seq: 501, ack: 101, flags: Flags::ACK, window: 1000, ..Segment::default() }, now);
+        tcp.queue(bytes);
+        while tcp.poll_transmit(now, 0).is_some() {}
+        tcp
+    }
+
+    fn segment() -> Segment {
+        Segment { seq: 501, ack: 101, flags: Flags::ACK, window: 1000, length: 10, ..Segment::default() }
+    }
+
+    #[test]
+    fn data_in_order_and_acknowledgements_are_fast() {
+        let mut tcp = open(200);
+        assert!(tcp.is_quiet() && tcp.is_fast_segment(&segment()));
+        assert!(tcp.is_fast_segment(&Segment { flags: Flags::ACK | Flags::PSH, ..segment() }));
+        let acknowledgement = Segment { ack: 201, length: 0, ..segment() };
+        assert!(tcp.is_fast_segment(&acknowledgement));
+        tcp.input(&acknowledgement, Instant(10));
+        assert!(tcp.is_quiet(), "also while data is in flight");
+        assert!(tcp.is_fast_segment(&Segment { window: 900, ..acknowledgement }), "a new window");
+    }
+
+    #[test]
+    fn everything_else_is_not() {
+        let tcp = open(200);
+        let others = [
+            Segment { flags: Flags::ACK | Flags::FIN, ..segment() },
+            Segment { flags: Flags::RST, ..segment() },
+            Segment { flags: Flags::ACK | Flags::URG, ..segment() },
+            Segment { flags: Flags::ACK | Flags::ECE, ..segment() },
+            Segment { congestion_experienced: true, ..segment() },
+            Segment { seq: 511, ..segment() },
+            Segment { seq: 491, ..segment() },
+            Segment { ack: 302, ..segment() },
+            Segment { window: 0, ..segment() },
+            Segment { length: 0, ..segment() },
+            Segment { options: TcpOptions { timestamps: Some((1, 2)), ..TcpOptions::default() }, ..segment() },
+            Segment { options: TcpOptions { mss: Some(900), ..TcpOptions::default() }, ..segment() },
+        ];
+        for other in others {
+            assert!(!tcp.is_fast_segment(&other), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn what_follows_a_loss_or_precedes_the_end_is_not_quiet() {
+        let mut tcp = open(200);
+        tcp.input(&Segment { seq: 600, ..segment() }, Instant(10));
+        assert!(!tcp.is_quiet(), "something is out of order");
+        tcp.input(&Segment { length: 99, ..segment() }, Instant(20));
+        while tcp.poll_transmit(Instant(20), 0).is_some() {}
+        assert!(tcp.is_quiet(), "the hole is filled");
+        let at = tcp.next_timeout();
+        assert!(tcp.slow_timer_is_due(Instant(u64::MAX - 1)));
+        let mut closing = tcp.clone();
+        closing.shutdown();
+        assert!(!closing.is_quiet());
+        let mut now = at;
+        while !tcp.slow_timer_is_due(now) {
+            tcp.on_timeout(now);
+            now = tcp.next_timeout();
+        }
+        tcp.on_timeout(now);
+        while tcp.poll_transmit(now, 0).is_some() {}
+        assert!(!tcp.is_quiet(), "something was sent again, or probed for");
+    }
+}
