@@ -64,6 +64,7 @@ sim: build
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
 	tests/programs/programs.py
+	tests/programs/programs.py --network wire
 	tests/programs/loads.py
 	tests/programs/leaks.py
 	tests/programs/clients.py
