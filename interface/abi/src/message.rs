@@ -113,6 +113,10 @@ pub enum Control {
     /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. The NIC answers with
     /// [`Control::Made`] or [`Control::NotMade`].
     Connect = 16,
+    /// Close the connection, whose program has closed it and has read the bytes before the sequence number in the address field.
+    /// [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended otherwise; what comes then
+    /// (TIME-WAIT) needs neither slot nor memory.
+    Close = 17,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -155,6 +159,7 @@ impl Control {
             Resume,
             Grant,
             Connect,
+            Close,
             Done,
             Refused,
             Fin,

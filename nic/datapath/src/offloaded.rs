@@ -87,6 +87,8 @@ pub(crate) struct Offloaded {
     /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
+    /// Its program has closed it, and is sent no more events.
+    pub closing: bool,
     /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
@@ -150,6 +152,7 @@ impl Offloaded {
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
+            closing: false,
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,

@@ -123,6 +123,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.on_segment(slot, &parsed, now);
                 return;
             }
+            if !self.closed.is_empty() && self.take_closed(&parsed, now) {
+                return;
+            }
             if !self.listeners.is_empty() && self.take_handshake(&parsed, now) {
                 return;
             }
@@ -164,6 +167,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) => {
                 self.counters.add(Counter::Segments, 1);
                 let segment = Segment::from(parsed);
+                if offloaded.closing {
+                    return self.on_segment_of_closing(index, &segment, now);
+                }
                 if let Some(cause) = needs_kernel(&segment, &offloaded.tcp) {
                     // One request is enough; the peer sends again what is not answered.
                     let first = slot.held.is_empty();
@@ -203,6 +209,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn on_host_frame(&mut self, now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
+        if !self.closed.is_empty() && self.is_too_early(now) {
+            self.counters.add(Counter::Silenced, 1);
+            return;
+        }
         if self.connections.count > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
             && let Some(index) = self.connections.find(&FlowKey::from(&parsed.flow.reversed()))

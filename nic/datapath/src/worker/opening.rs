@@ -185,6 +185,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.connections.find(&key).is_some() {
             return Err(Refusal::AlreadyHere);
         }
+        if !self.reopens(&key, now) {
+            return Err(Refusal::AlreadyHere);
+        }
         let config = Config {
             receive_buffer: FIRST_WINDOW,
             receive_limit: self.limits(index)[0],
