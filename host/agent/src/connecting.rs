@@ -67,7 +67,8 @@ impl Agent {
         connection.opening = true;
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
-        if let Err(refusal) = self.nic.control(Control::Connect, cid, 0) {
+        let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error))?;
+        if let Err(refusal) = self.nic.control(Control::Connect, cid, retries) {
             self.nic.give_slot(cid);
             return Err(refusal);
         }

@@ -1,68 +1,134 @@
-//! ICMP messages about an offloaded connection's path MTU (RFC 1191, RFC 8201, RFC 4443). They also go to the kernel, which keeps
-//! the MTU of the route.
+//! ICMP messages about a connection on the NIC: about its path MTU (RFC 1191, RFC 8201, RFC 4443), and, while it is opened, that its
+//! peer cannot be reached (RFC 1122 section 4.2.3.9). They also go to the kernel, which keeps the MTU of the route.
 
 use baton_wire::checksum::{self, Sum};
 use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6, PROTOCOL_ICMP, PROTOCOL_ICMPV6, PROTOCOL_TCP};
 use baton_wire::offset::{ethernet, ipv4, ipv6, tcp};
 use baton_wire::{Endpoint, Flow};
 
-/// ICMP type "destination unreachable" and code "fragmentation needed and DF set" (RFC 792).
-const FRAGMENTATION_NEEDED: &[u8] = &[3, 4];
-/// ICMPv6 type "packet too big" (RFC 4443 section 3.2).
-const PACKET_TOO_BIG: u8 = 2;
+/// What a message says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Report {
+    /// The segment was too big for a link with this MTU.
+    TooBig(u32),
+    /// The segment did not reach the peer, for this error (Linux's number).
+    Unreachable(u32),
+}
+
+/// A message about a segment that this host has sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct About {
+    /// Seen from this host.
+    pub flow: Flow,
+    /// The segment's sequence number.
+    pub seq: u32,
+    pub report: Report,
+}
+
+const EACCES: u32 = 13;
+const EPROTO: u32 = 71;
+const ENOPROTOOPT: u32 = 92;
+const ENETUNREACH: u32 = 101;
+const ECONNREFUSED: u32 = 111;
+const EHOSTDOWN: u32 = 112;
+const EHOSTUNREACH: u32 = 113;
+const ENONET: u32 = 64;
+
+/// ICMP's types "destination unreachable", "time exceeded", "parameter problem" (RFC 792), and the code "fragmentation needed".
+const UNREACHABLE: u8 = 3;
+const TIME_EXCEEDED: u8 = 11;
+const PARAMETER_PROBLEM: u8 = 12;
+const FRAGMENTATION_NEEDED: u8 = 4;
+
+/// Linux's error for each code of "destination unreachable" (RFC 792, RFC 1122, RFC 1812); 0 for the fourth, which is none.
+const ERRORS: [u32; 16] = [
+    ENETUNREACH,
+    EHOSTUNREACH,
+    ENOPROTOOPT,
+    ECONNREFUSED,
+    0,
+    95, // EOPNOTSUPP
+    ENETUNREACH,
+    EHOSTDOWN,
+    ENONET,
+    ENETUNREACH,
+    EHOSTUNREACH,
+    ENETUNREACH,
+    EHOSTUNREACH,
+    EHOSTUNREACH,
+    EHOSTUNREACH,
+    EHOSTUNREACH,
+];
+
+/// ICMPv6's types (RFC 4443 section 3), and Linux's error for each code of the first.
+const UNREACHABLE_6: u8 = 1;
+const TOO_BIG_6: u8 = 2;
+const TIME_EXCEEDED_6: u8 = 3;
+const PARAMETER_PROBLEM_6: u8 = 4;
+const ERRORS_6: [u32; 7] = [ENETUNREACH, EACCES, EHOSTUNREACH, EHOSTUNREACH, ECONNREFUSED, EACCES, EACCES];
 
 fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Reads a "fragmentation needed" or "packet too big" message: the 4-tuple of the connection seen from this host, the sequence
-/// number of the segment that was too big, and the MTU. None for any other frame.
-pub(crate) fn too_big(frame: &[u8]) -> Option<(Flow, u32, u32)> {
+/// Reads a message about a TCP segment. None for any other frame.
+pub(crate) fn about(frame: &[u8]) -> Option<About> {
     match be16(frame, ethernet::TYPE)? {
-        ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => {
-            let end = ETHERNET + usize::from(be16(frame, ETHERNET + ipv4::LENGTH)?);
-            let icmp = frame.get(ETHERNET + usize::from(frame[ETHERNET] & 15) * 4..end)?;
-            if icmp.get(..2)? != FRAGMENTATION_NEEDED || Sum::new().bytes(icmp).finish() != 0 {
-                return None;
-            }
-            let inner = icmp.get(8..)?;
-            let header = usize::from(inner.first()? & 15) * 4;
-            if inner.get(ipv4::PROTOCOL)? != &PROTOCOL_TCP {
-                return None;
-            }
-            let address = |at: usize| <[u8; 4]>::try_from(inner.get(at..at + 4)?).ok();
-            let (local, remote) = (address(ipv4::SOURCE)?, address(ipv4::DESTINATION)?);
-            let flow =
-                Flow { local: Endpoint::v4(local, be16(inner, header)?), remote: Endpoint::v4(remote, be16(inner, header + 2)?) };
-            Some((flow, sequence(inner, header)?, u32::from(be16(icmp, 6)?)))
-        }
-        ETHERTYPE_IPV6 if *frame.get(ETHERNET + ipv6::NEXT_HEADER)? == PROTOCOL_ICMPV6 => {
-            let icmp = frame.get(ETHERNET + IPV6..ETHERNET + IPV6 + usize::from(be16(frame, ETHERNET + ipv6::LENGTH)?))?;
-            const SOURCE: usize = ETHERNET + ipv6::SOURCE;
-            const DESTINATION: usize = ETHERNET + ipv6::DESTINATION;
-            let pseudo = checksum::pseudo_header(
-                frame.get(SOURCE..DESTINATION)?,
-                frame.get(DESTINATION..ETHERNET + IPV6)?,
-                PROTOCOL_ICMPV6,
-                icmp.len(),
-            );
-            if icmp.first()? != &PACKET_TOO_BIG || pseudo.bytes(icmp).finish() != 0 {
-                return None;
-            }
-            let mtu = u32::from(be16(icmp, 4)?) << 16 | u32::from(be16(icmp, 6)?);
-            let inner = icmp.get(8..)?;
-            if inner.get(ipv6::NEXT_HEADER)? != &PROTOCOL_TCP {
-                return None;
-            }
-            let address = |at: usize| <[u8; 16]>::try_from(inner.get(at..at + 16)?).ok();
-            let flow = Flow {
-                local: Endpoint::v6(address(ipv6::SOURCE)?, be16(inner, IPV6)?),
-                remote: Endpoint::v6(address(ipv6::DESTINATION)?, be16(inner, IPV6 + 2)?),
-            };
-            Some((flow, sequence(inner, IPV6)?, mtu))
-        }
+        ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => about_v4(frame),
+        ETHERTYPE_IPV6 if *frame.get(ETHERNET + ipv6::NEXT_HEADER)? == PROTOCOL_ICMPV6 => about_v6(frame),
         _ => None,
     }
+}
+
+fn about_v4(frame: &[u8]) -> Option<About> {
+    let end = ETHERNET + usize::from(be16(frame, ETHERNET + ipv4::LENGTH)?);
+    let icmp = frame.get(ETHERNET + usize::from(frame[ETHERNET] & 15) * 4..end)?;
+    let report = match (*icmp.first()?, *icmp.get(1)?) {
+        (UNREACHABLE, FRAGMENTATION_NEEDED) => Report::TooBig(be16(icmp, 6)?.into()),
+        (UNREACHABLE, code) => Report::Unreachable(*ERRORS.get(usize::from(code))?),
+        (TIME_EXCEEDED, _) => Report::Unreachable(EHOSTUNREACH),
+        (PARAMETER_PROBLEM, _) => Report::Unreachable(EPROTO),
+        _ => return None,
+    };
+    if Sum::new().bytes(icmp).finish() != 0 {
+        return None;
+    }
+    let inner = icmp.get(8..)?;
+    let header = usize::from(inner.first()? & 15) * 4;
+    if inner.get(ipv4::PROTOCOL)? != &PROTOCOL_TCP {
+        return None;
+    }
+    let address = |at: usize| <[u8; 4]>::try_from(inner.get(at..at + 4)?).ok();
+    let (local, remote) = (address(ipv4::SOURCE)?, address(ipv4::DESTINATION)?);
+    let flow = Flow { local: Endpoint::v4(local, be16(inner, header)?), remote: Endpoint::v4(remote, be16(inner, header + 2)?) };
+    Some(About { flow, seq: sequence(inner, header)?, report })
+}
+
+fn about_v6(frame: &[u8]) -> Option<About> {
+    let icmp = frame.get(ETHERNET + IPV6..ETHERNET + IPV6 + usize::from(be16(frame, ETHERNET + ipv6::LENGTH)?))?;
+    const SOURCE: usize = ETHERNET + ipv6::SOURCE;
+    const DESTINATION: usize = ETHERNET + ipv6::DESTINATION;
+    let report = match (*icmp.first()?, *icmp.get(1)?) {
+        (TOO_BIG_6, _) => Report::TooBig(u32::from(be16(icmp, 4)?) << 16 | u32::from(be16(icmp, 6)?)),
+        (UNREACHABLE_6, code) => Report::Unreachable(*ERRORS_6.get(usize::from(code))?),
+        (TIME_EXCEEDED_6, _) => Report::Unreachable(EHOSTUNREACH),
+        (PARAMETER_PROBLEM_6, _) => Report::Unreachable(EPROTO),
+        _ => return None,
+    };
+    let addresses = (frame.get(SOURCE..DESTINATION)?, frame.get(DESTINATION..ETHERNET + IPV6)?);
+    if checksum::pseudo_header(addresses.0, addresses.1, PROTOCOL_ICMPV6, icmp.len()).bytes(icmp).finish() != 0 {
+        return None;
+    }
+    let inner = icmp.get(8..)?;
+    if inner.get(ipv6::NEXT_HEADER)? != &PROTOCOL_TCP {
+        return None;
+    }
+    let address = |at: usize| <[u8; 16]>::try_from(inner.get(at..at + 16)?).ok();
+    let flow = Flow {
+        local: Endpoint::v6(address(ipv6::SOURCE)?, be16(inner, IPV6)?),
+        remote: Endpoint::v6(address(ipv6::DESTINATION)?, be16(inner, IPV6 + 2)?),
+    };
+    Some(About { flow, seq: sequence(inner, IPV6)?, report })
 }
 
 /// The sequence number in the first bytes of a TCP header at `header`.

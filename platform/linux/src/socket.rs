@@ -371,6 +371,14 @@ pub fn namespace(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::from_ne_bytes(raw))
 }
 
+/// How often the SYN of a connection that the socket opens is sent again at most (TCP_SYNCNT).
+///
+/// # Errors
+/// The failed system call's.
+pub fn syn_retries(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    get(fd, libc::IPPROTO_TCP, libc::TCP_SYNCNT).map(|retries| retries as u32)
+}
+
 /// Whether close(2) does more than send a FIN: it waits, or resets the connection (SO_LINGER).
 ///
 /// # Errors

@@ -3,7 +3,7 @@
 use super::Worker;
 use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
-use crate::icmp;
+use crate::icmp::{self, Report};
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Checksum, Device};
@@ -139,12 +139,15 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an offloaded
-    /// connection's path MTU are used here, too.
+    /// connection are used here, too.
     pub(super) fn deliver_to_kernel(&mut self, now: Instant) {
         if self.connections.count > 0
-            && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
+            && let Some(about) = icmp::about(self.frame.bytes())
         {
-            self.on_too_big(&flow, seq, mtu, now);
+            match about.report {
+                Report::TooBig(mtu) => self.on_too_big(&about.flow, about.seq, mtu, now),
+                Report::Unreachable(error) => self.on_unreachable(&about.flow, about.seq, error),
+            }
         }
         if !self.settings.beside {
             self.acknowledge_for_kernel(now);
