@@ -140,7 +140,8 @@ impl Agent {
         // The program may have set them while the NIC opened the connection.
         let set = |flag, before| before || flags & flag != 0;
         let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
-        self.prepare_handoff(session, number, image, saved)
+        let limits = Limits::of(fd.as_fd());
+        self.prepare_handoff(session, number, image, saved, limits)
     }
 
     /// Handles the NIC's message that a connection could not be opened, or gives one up: the program sees the error.
