@@ -76,6 +76,7 @@ restarts: build
 
 suites: build
 	tests/programs/suites.py
+	tests/programs/suites.py --full
 
 # Placement on an emulated machine of two NUMA nodes.
 numa: build

@@ -21,7 +21,7 @@ import programs
 
 BATON = Path(os.environ.get("BATON_PROGRAM", Path(__file__).resolve().parent.parent.parent / "target/release/baton"))
 SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
-FULL = "test_socket test_selectors test_httplib test_httpservers test_smtplib test_ftplib test_poplib test_ssl test_asyncio".split()
+FULL = "test_socket test_selectors test_httplib test_httpservers test_smtplib test_poplib test_ssl test_asyncio".split()
 LONGEST = 50
 # A connection is registered a moment after it was made, and moved a moment after its move is due.
 SLACK = 50

@@ -186,6 +186,8 @@ fn listeners_are_there_again_after_a_death() {
         let first = statistics(&bed);
         let process = if agent_dies { first.agent_process } else { first.nic_process };
         baton_linux::process::signal(process, 9).expect("a signal");
+        // It sends its SYN again until there is a NIC.
+        let mut in_between = connect(&bed, at).expect("a connection");
         wait_until("the next NIC", || {
             let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
             matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
@@ -198,6 +200,7 @@ fn listeners_are_there_again_after_a_death() {
         waiting.read_exact(&mut received).expect("the echo");
         assert_eq!(received, [7; 1000]);
         exchange(&mut waiting, 2);
+        exchange(&mut in_between, 4);
         let made = count(&bed, Counter::Made);
         let mut next = connect(&bed, at).expect("a connection");
         exchange(&mut next, 3);
@@ -282,11 +285,16 @@ fn a_flood_of_syns_leaves_room_for_honest_clients() {
         assert!(sent.status.success(), "{}", text(&sent.stderr));
     };
     let nic = statistics(&bed).nic_process;
-    flood("1000");
+    // A machine that has other work drops some of them before the NIC receives them.
+    wait_until("a full table of handshakes", || {
+        flood("1000");
+        count(&bed, Counter::SynCookies) > 0
+    });
     let (before, cookies) = (resident(nic), count(&bed, Counter::SynCookies));
-    assert!(cookies > 0, "the table of handshakes is not full");
-    flood("10000");
-    assert!(count(&bed, Counter::SynCookies) > cookies + 9000, "{} of 10,000", count(&bed, Counter::SynCookies) - cookies);
+    wait_until("10,000 answers", || {
+        flood("10000");
+        count(&bed, Counter::SynCookies) >= cookies + 10_000
+    });
     let after = resident(nic);
     assert!(after < before + (1 << 20), "the NIC has grown from {before} to {after} bytes");
     let mut client = connect(&bed, at).expect("an honest client");
@@ -545,35 +553,29 @@ print(server.recv(5).decode())",
     assert!(said.lines().count() == 1 && said.contains("only a NIC between kernel and wire"), "{said}");
 }
 
-/// A program whose connections the NIC makes and one of the kernel's take `count` ports at the same time, one to listen and one to
-/// connect from: each port is had by exactly one of them.
+/// A program whose connections the NIC makes and one of the kernel's take the same port at the same moment, one port after the other:
+/// each is had by exactly one of them.
 fn race_for_ports(count: u16) {
     const TAKE: &str = "
-import resource, select, socket, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
-print('ready', flush=True)
-sys.stdin.readline()
-held = []
-for port in range(20000, 20000 + int(sys.argv[1])):
+import select, socket, sys
+for line in sys.stdin:
     one = socket.socket()
     try:
-        one.bind(('', port))
+        one.bind(('', int(line)))
         one.listen()
         poll = select.poll()
         poll.register(one, select.POLLIN)
         poll.poll(0)
-        held.append(one)
-        print(port)
-    except OSError: pass
-print('done', flush=True)
-sys.stdin.readline()
+        print('taken', flush=True)
+    except OSError: print('lost', flush=True)
+    sys.stdin.readline()
+    one.close()
 ";
     let bed = hosts(TestbedSettings::default());
     let baton = env!("CARGO_BIN_EXE_baton");
     let socket = bed.socket().to_string_lossy().into_owned();
-    let number = count.to_string();
-    let under_baton = [baton, "run", "--socket", &socket, "--offload", "full", "--", "python3", "-c", TAKE, &number];
-    let plain = ["python3", "-c", TAKE, &number];
+    let under_baton = [baton, "run", "--socket", &socket, "--offload", "full", "--", "python3", "-c", TAKE];
+    let plain = ["python3", "-c", TAKE];
     let mut both: Vec<Program> = [&under_baton[..], &plain]
         .into_iter()
         .map(|line| {
@@ -583,17 +585,20 @@ sys.stdin.readline()
         })
         .collect();
     let mut outputs: Vec<_> = both.iter_mut().map(|one| BufReader::new(one.0.stdout.take().expect("output")).lines()).collect();
-    let mut next = |which: usize| outputs[which].next().expect("a line").expect("text");
-    assert_eq!([next(0), next(1)], ["ready", "ready"]);
-    both.iter_mut().for_each(|one| writeln!(one.0.stdin.as_mut().expect("input")).expect("room"));
-    let mut taken: Vec<u16> = Vec::new();
-    for which in 0..2 {
-        let before = taken.len();
-        taken.extend(std::iter::from_fn(|| next(which).parse::<u16>().ok()));
-        println!("{} of {count} ports went to {}", taken.len() - before, ["the NIC's program", "the kernel's"][which]);
+    let mut wins = [0u16; 2];
+    for port in 20_000..20_000 + count {
+        // Who is told first has a little more time.
+        let first = usize::from(port) % 2;
+        for which in [first, 1 - first] {
+            writeln!(both[which].0.stdin.as_mut().expect("input"), "{port}").expect("room");
+        }
+        let taken: Vec<bool> = outputs.iter_mut().map(|lines| lines.next().expect("a line").expect("text") == "taken").collect();
+        assert!(taken[0] != taken[1], "port {port} was had by both, or by nobody: {taken:?}");
+        wins[usize::from(taken[1])] += 1;
+        both.iter_mut().for_each(|one| writeln!(one.0.stdin.as_mut().expect("input")).expect("room"));
     }
-    taken.sort_unstable();
-    assert_eq!(taken, (20000..20000 + count).collect::<Vec<u16>>(), "none is had by both, or by nobody");
+    println!("of {count} ports {} went to the NIC's program and {} to the kernel's", wins[0], wins[1]);
+    assert!(wins.iter().all(|wins| *wins > 0), "nobody raced: {wins:?}");
 }
 
 #[test]
