@@ -65,6 +65,7 @@ sim: build
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
 	tests/programs/programs.py
+	tests/programs/programs.py --network wire
 	tests/programs/loads.py
 	tests/programs/leaks.py
 	tests/programs/clients.py
@@ -76,6 +77,7 @@ restarts: build
 
 suites: build
 	tests/programs/suites.py
+	tests/programs/suites.py --full
 
 # Placement on an emulated machine of two NUMA nodes.
 numa: build

@@ -240,7 +240,7 @@ def upgrade():
     for mode in ("native", "run"):
         with tempfile.TemporaryDirectory(prefix="baton-leaks-") as directory:
             os.chmod(directory, 0o755)
-            scene = programs.Trial(mode, 4, Path(directory))
+            scene = programs.Trial("nginx", mode, 4, Path(directory))
             try:
                 # An nginx that was started in the foreground refuses to be upgraded.
                 files, port = nginx(scene, "on")

@@ -7,6 +7,7 @@ A pass needs moves: `EXPECTED` has for each program the least number under flip,
     tests/programs/programs.py                      # everything that is installed here
     tests/programs/programs.py --only nginx,redis --seconds 10
     tests/programs/programs.py --network nat        # the programs in a container, behind a router that translates
+    tests/programs/programs.py --network wire       # full offload: the NIC, between kernel and wire, makes the connections
 
 It needs root, makes network namespaces of its own, and says which programs are missing. `--all` fails if any is.
 """
@@ -19,6 +20,7 @@ import http.server
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -33,6 +35,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 MODES = ("native", "run", "flip", "attach")
+# With a NIC between kernel and wire.
+WIRE_MODES = ("native", "full")
 
 # The least number of moves in four seconds, under flip and attached, and the causes of restores, apart from random moves:
 #   fork            a child has the socket, too: the connection is in the kernel until the child has closed it. redis starts one
@@ -65,6 +69,11 @@ EXPECTED = {
     "go server": (0, 250, set()),
     "go client": (0, 100, set()),
 }
+# The least number of connections that the NIC makes in full offload: of clients, and of servers, whose load waits for the first one.
+MADE = {"haproxy": 4, "curl": 1, "iperf3 client": 5, "rsync client": 1, "ssh": 1, "iperf3 server": 2, "rsync daemon": 2, "sshd": 2}
+MADE_BY_SERVERS = 7
+# Their listeners stay with the kernel: SO_REUSEPORT.
+LISTEN_IN_KERNEL = {"haproxy"}
 
 
 # Networks, with the addresses at which a tried program listens, at which it is reached, and at which this script's own servers are:
@@ -72,11 +81,13 @@ EXPECTED = {
 #   ipv6      the same
 #   firewall  the same behind a stateful firewall that drops what its tracker finds invalid
 #   nat       the tried program in a container: its port is published by a router that also hides it, and drops what is invalid
+#   wire      the tried program on a host whose NIC is between kernel and wire, and this script on another one (`baton hosts`)
 NETWORKS = {
     "plain": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
     "ipv6": ("::1", "::1", "::1"),
     "firewall": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
     "nat": ("10.0.2.2", "10.0.1.1", "10.0.1.2"),
+    "wire": ("10.77.0.1", "10.77.0.1", "10.77.0.2"),
 }
 NETWORK = os.environ.get("BATON_PROGRAMS_NETWORK", "plain")
 LISTENS, REACHED, OURS = NETWORKS[NETWORK]
@@ -123,8 +134,8 @@ def check(holds, text):
 class Trial:
     """One program in one mode. Everything that it starts ends with it."""
 
-    def __init__(self, mode, seconds, directory):
-        self.mode, self.seconds, self.directory = mode, seconds, directory
+    def __init__(self, name, mode, seconds, directory):
+        self.name, self.mode, self.seconds, self.directory = name, mode, seconds, directory
         self.processes, self.report = [], directory / "report.json"
         self.attacher = None
         self.work = 0
@@ -132,7 +143,10 @@ class Trial:
     def under_baton(self, command, **options):
         """Starts the program under test."""
         prefix = inside()
-        if self.mode in ("run", "flip"):
+        if self.mode == "full":
+            prefix += [str(BATON), "run", "--offload", "full", "--flip-report", str(self.report), "--"]
+            self.made = made_by_nic()
+        elif self.mode in ("run", "flip"):
             prefix += [str(BATON), "run", "--log", str(self.directory / "baton.log")]
             prefix += ["--flip-report", str(self.report)]
             prefix += ["--flip", "1..50"] if self.mode == "flip" else ["--eager", "--rule", "established"]
@@ -168,6 +182,9 @@ class Trial:
             return False
 
         self.await_that(listens, f"port {port}")
+        # The NIC makes a server's connections from its first wait on.
+        if self.mode == "full" and address in (None, LISTENS) and self.name not in LISTEN_IN_KERNEL:
+            self.await_that(lambda: listens() and made_by_nic() > self.made, "the NIC's first connection")
 
     def finish(self, process):
         """Runs a program that ends by itself."""
@@ -194,7 +211,11 @@ class Trial:
         users = [self.attacher] if self.attacher else self.processes
         places = [Path(tempfile.gettempdir()) / f"baton-run-{process.pid}" for process in users]
         self.await_that(lambda: not any(place.exists() for place in places), "the end of Baton")
-        return json.loads(self.report.read_text())
+        if self.mode == "full":
+            # This Baton goes on: it reports when it has noticed the program's end.
+            self.await_that(lambda: json.loads(self.report.read_text())["connections"], "the report")
+        report = json.loads(self.report.read_text())
+        return report | {"made": made_by_nic() - self.made} if self.mode == "full" else report
 
 
 def free_port():
@@ -393,6 +414,8 @@ backend b
 def announced(trial, command, load, **options):
     process = trial.under_baton(command, stdout=subprocess.PIPE, **options)
     port = int(process.stdout.readline())
+    if trial.mode == "full":
+        trial.await_port(port)
     trial.attach(process)
     load(port)
 
@@ -569,7 +592,8 @@ STATIC = {"go server", "go client"}
 
 
 def modes_of(name):
-    return [mode for mode in MODES if not (mode == "attach" and name not in ATTACHED or mode in ("run", "flip") and name in STATIC)]
+    modes = WIRE_MODES if NETWORK == "wire" else MODES
+    return [mode for mode in modes if not (mode == "attach" and name not in ATTACHED or mode in ("run", "flip", "full") and name in STATIC)]
 
 
 def judge(name, mode, report, seconds):
@@ -577,6 +601,9 @@ def judge(name, mode, report, seconds):
     if mode == "native":
         return []
     wrong = [f"{report[what]} {what}" for what in ("resets", "errors") if report[what]]
+    if mode == "full":
+        least = MADE.get(name, MADE_BY_SERVERS)
+        return wrong + ([f"the NIC made only {report['made']} connections, not {least}"] if report["made"] < least else [])
     if mode == "run":
         return wrong
     flipped, attached, causes = EXPECTED[name]
@@ -593,7 +620,7 @@ def judge(name, mode, report, seconds):
 def trial_of(name, mode, seconds):
     with tempfile.TemporaryDirectory(prefix="baton-programs-") as directory:
         os.chmod(directory, 0o755)
-        trial = Trial(mode, seconds, Path(directory))
+        trial = Trial(name, mode, seconds, Path(directory))
         row = {"program": name, "mode": mode, "failures": []}
         try:
             try:
@@ -613,14 +640,33 @@ def trial_of(name, mode, seconds):
 
 def show(row):
     given = ", ".join(f"{cause} {count}" for cause, count in row.get("given_back", {}).items())
-    moves, connections = row.get("moves", ""), row.get("connections", "")
+    moves, connections = row.get("made", row.get("moves", "")), row.get("connections", "")
     state = "; ".join(filter(None, row["failures"])) or "ok"
     print(f"{row['program']:<20} {row['mode']:<7} {row.get('work', 0):>7} {connections:>6} {moves:>6}  {state}  {given}", flush=True)
+
+
+def made_by_nic():
+    """How many connections the NIC has made so far."""
+    shown = subprocess.run([BATON, "nic", "show", "--json"], check=True, capture_output=True).stdout
+    return json.loads(shown)["counters"]["connections made by the NIC"]
+
+
+def join_hosts(script):
+    """Continues on the second of two hosts, of which the first has a NIC between kernel and wire."""
+    directory = tempfile.mkdtemp(prefix="baton-programs-")
+    words = " ".join(shlex.quote(str(word)) for word in [sys.executable, script, *sys.argv[1:]])
+    os.mkfifo(f"{directory}/end")
+    peer = f"{words}; echo $? > {directory}/end"
+    first = f"trap 'rm -r {directory}' EXIT; echo $$ > {directory}/process; read status < {directory}/end; exit $status"
+    environment = {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": "wire", "BATON_PROGRAMS_HOST": f"{directory}/process"}
+    os.execve(BATON, [BATON, "hosts", "--peer", peer, "--", "/bin/sh", "-c", first], os.environ | environment)
 
 
 def isolate(script, network="plain"):
     """Continues in a network namespace of its own, with the namespaces that the network needs around it."""
     if os.environ.get("BATON_PROGRAMS_INSIDE") != "1":
+        if network == "wire":
+            join_hosts(script)
         around = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *sys.argv[1:]]
         os.execvpe("unshare", around, os.environ | {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": network})
 
@@ -632,6 +678,16 @@ def namespace():
     while os.stat(f"/proc/{holder.pid}/ns/net").st_ino == mine:
         time.sleep(0.001)
     return holder
+
+
+class FirstHost:
+    """The host of the programs under test, which this script has not started."""
+
+    def __init__(self):
+        place = Path(os.environ["BATON_PROGRAMS_HOST"])
+        while not (place.exists() and place.read_text().strip()):
+            time.sleep(0.01)
+        self.pid = int(place.read_text())
 
 
 CONTAINER = None
@@ -646,6 +702,11 @@ def build(network):
     """Makes the network around this namespace. Returns the counters of invalid packets, and what has to be ended."""
     global CONTAINER
     if network in ("plain", "ipv6"):
+        return lambda: 0, []
+    if network == "wire":
+        CONTAINER = FirstHost()
+        for prefix in ([], inside()):
+            subprocess.run([*prefix, "ip", "link", "set", "lo", "up"], check=True)
         return lambda: 0, []
 
     def within(holder, words, **options):
@@ -677,13 +738,13 @@ def build(network):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="programs, separated by commas", type=lambda text: text.split(","))
-    parser.add_argument("--modes", help="of native, run, flip, attach", type=lambda text: text.split(","), default=list(MODES))
+    parser.add_argument("--modes", help="of native, run, flip, attach, full", type=lambda text: text.split(","), default=[*MODES, "full"])
     parser.add_argument("--seconds", type=float, default=4, help="length of each load")
     parser.add_argument("--network", choices=list(NETWORKS), default="plain", help="what is between the programs and this script")
     parser.add_argument("--all", action="store_true", help="fail if a program is not installed")
     parser.add_argument("--json", action="store_true", help="one object per line")
     given = parser.parse_args()
-    unknown = [name for name in given.only or [] if name not in PROGRAMS] + [mode for mode in given.modes if mode not in MODES]
+    unknown = [name for name in given.only or [] if name not in PROGRAMS] + [mode for mode in given.modes if mode not in (*MODES, *WIRE_MODES)]
     if unknown:
         parser.error(f"{', '.join(unknown)}: there is no such thing; programs are {', '.join(PROGRAMS)}")
     isolate(__file__, given.network)

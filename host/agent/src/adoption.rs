@@ -191,6 +191,7 @@ impl Agent {
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         let settled = connections.filter(|connection| connection.machine.goal().is_none());
         settled.for_each(|connection| self.shape.unsteer(&connection.flow));
+        self.forget_what_was_closing();
         self.let_programs_in();
         self.clear_attended();
         Ok(())

@@ -475,6 +475,7 @@ impl Agent {
     fn take(&mut self, session: u32, number: u32) -> Option<Connection> {
         let entry = self.sessions.get_mut(session as usize)?.as_mut()?;
         let connection = entry.connections.remove(number)?;
+        connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) & !block::FLAG_CLOSED);
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
         }
@@ -507,6 +508,9 @@ impl Agent {
                 (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
                 (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
                 (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
+                (Operation::OsControl, Some(Control::Refused)) if message.length == Control::Close as u32 => {
+                    self.return_soon(session, number, "the NIC cannot close it");
+                }
                 (Operation::OsControl, Some(Control::Grow)) => {
                     if let Some(connection) = self.connection(session, number) {
                         connection.wants = (message.address, message.length);

@@ -67,7 +67,8 @@ impl Agent {
         connection.opening = true;
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
-        if let Err(refusal) = self.nic.control(Control::Connect, cid, 0) {
+        let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error))?;
+        if let Err(refusal) = self.nic.control(Control::Connect, cid, retries) {
             self.nic.give_slot(cid);
             return Err(refusal);
         }
@@ -139,7 +140,8 @@ impl Agent {
         // The program may have set them while the NIC opened the connection.
         let set = |flag, before| before || flags & flag != 0;
         let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
-        self.prepare_handoff(session, number, image, saved)
+        let limits = Limits::of(fd.as_fd());
+        self.prepare_handoff(session, number, image, saved, limits)
     }
 
     /// Handles the NIC's message that a connection could not be opened, or gives one up: the program sees the error.

@@ -8,6 +8,7 @@ mod attached;
 mod cgroups;
 mod changes;
 mod chaos;
+mod closing;
 mod connecting;
 mod connection;
 mod connections;

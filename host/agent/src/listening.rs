@@ -220,11 +220,11 @@ impl Agent {
         let Some(listener) = listener else {
             return (Reply::Failed { reason: format!("there is no listener {id}") }, Vec::new());
         };
-        let listening = listener.listening.clone();
+        let (listening, limits) = (listener.listening.clone(), listener.limits);
         let Some(waiting) = listener.waiting.pop_front() else {
             return (Reply::Stayed { reason: "no connection waits".into(), transient: true }, Vec::new());
         };
-        let accepted = self.take_in(session, &listening, &waiting);
+        let accepted = self.take_in(session, &listening, limits, &waiting);
         if accepted.is_err() {
             self.drop_made(waiting.cid);
         }
@@ -242,7 +242,13 @@ impl Agent {
     }
 
     /// Makes the shell of a connection that the NIC has made, and registers the connection. Its machine hands it off.
-    fn take_in(&mut self, session: u32, listening: &Listening, waiting: &Waiting) -> Result<(u32, OwnedFd), Refusal> {
+    fn take_in(
+        &mut self,
+        session: u32,
+        listening: &Listening,
+        limits: Limits,
+        waiting: &Waiting,
+    ) -> Result<(u32, OwnedFd), Refusal> {
         let image = waiting.image;
         let shown = |endpoint: baton_wire::Endpoint| listening.shown(endpoint.into());
         let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
@@ -253,7 +259,7 @@ impl Agent {
         let (number, serial) = (connection.number, connection.serial);
         let (_, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
         entry.connections.put(Connection { cid: Some(waiting.cid), ..connection });
-        if let Err(refusal) = self.prepare_handoff(session, number, image, saved) {
+        if let Err(refusal) = self.prepare_handoff(session, number, image, saved, limits) {
             let Some((_, entry)) = self.split(session) else { return Err(refusal) };
             entry.connections.remove(number);
             return Err(refusal);
@@ -306,6 +312,7 @@ impl Agent {
         number: u32,
         image: Image,
         saved: shell::Saved,
+        limits: Limits,
     ) -> Result<(), Refusal> {
         let draining = self.draining;
         let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
@@ -314,7 +321,6 @@ impl Agent {
         let cid = connection.cid.ok_or(Refusal::NoRoom)?;
         let way = ground.way_of_made(connection, &image);
         let image = adapt(connection, image, &saved, way.as_ref().ok())?;
-        let limits = Limits::of(connection.fd()?);
         let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
         let handed_off_at = monotonic_micros();
         let journalled = Entry::new(session, number, cid, saved.clone()).copied(&image, memory, handed_off_at);

@@ -256,6 +256,9 @@ impl Agent {
             Some(Stage::Offloading) => self.call_off(session, number),
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
+            Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
+                return Some(Reply::Done);
+            }
             Some(Stage::Nic) => {
                 let forced = matches!(then, Then::Forget(_));
                 if let Some(connection) = self.connection(session, number) {

@@ -336,11 +336,11 @@ impl NicProcess {
         }
     }
 
-    /// Sends a command and waits for its answer.
+    /// Sends a command without waiting for its answer, which is among the notifications.
     ///
     /// # Errors
-    /// [`Refusal::Refused`] with the NIC's reason, [`Refusal::NicGone`] if it died.
-    pub fn command(&mut self, message: Message) -> Result<u32, Refusal> {
+    /// [`Refusal::NicGone`] if the NIC has died, [`Refusal::NoRoom`] if its ring is full.
+    pub fn post(&mut self, message: Message) -> Result<(), Refusal> {
         if self.ended {
             return Err(Refusal::NicGone);
         }
@@ -351,6 +351,15 @@ impl NicProcess {
         if must_ring(self.memory.word32(nic::SLEEPING)) {
             self.bell.ring();
         }
+        Ok(())
+    }
+
+    /// Sends a command and waits for its answer.
+    ///
+    /// # Errors
+    /// [`Refusal::Refused`] with the NIC's reason, [`Refusal::NicGone`] if it died.
+    pub fn command(&mut self, message: Message) -> Result<u32, Refusal> {
+        self.post(message)?;
         let deadline = monotonic_micros() + ANSWER_LIMIT;
         let mut spins = 0u32;
         loop {

@@ -249,8 +249,8 @@ pub mod block {
     pub const ACKED_SEQ: usize = 40;
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`] and [`FLAG_CORK`]. Written by the
-    /// agent at a handoff, then by the program.
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`] and [`FLAG_CLOSED`].
+    /// Written by the agent at a handoff, then by the program, and by the agent once that has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
     /// by the NIC.
@@ -269,6 +269,8 @@ pub mod block {
     pub const FLAG_OPENING: u32 = 1 << 3;
     /// Bit of [`FLAGS`]: TCP_CORK is on.
     pub const FLAG_CORK: u32 = 1 << 4;
+    /// Bit of [`FLAGS`]: the program has closed the connection, which the NIC closes in order.
+    pub const FLAG_CLOSED: u32 = 1 << 5;
 }
 
 /// The owner of a connection, as [`block::OWNER`] holds it.

@@ -110,9 +110,13 @@ pub enum Control {
     Resume = 14,
     /// The slot is free for a connection that the NIC makes for the listener in the address field.
     Grant = 15,
-    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. The NIC answers with
-    /// [`Control::Made`] or [`Control::NotMade`].
+    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. Address field: how often the SYN is
+    /// sent again at most (TCP_SYNCNT), 0 for the default. The NIC answers with [`Control::Made`] or [`Control::NotMade`].
     Connect = 16,
+    /// Close the connection, whose program has closed it and has read the bytes before the sequence number in the address field.
+    /// [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended otherwise; what comes then
+    /// (TIME-WAIT) needs neither slot nor memory.
+    Close = 17,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -166,6 +170,7 @@ impl Control {
             Resume,
             Grant,
             Connect,
+            Close,
             Done,
             Refused,
             Fin,

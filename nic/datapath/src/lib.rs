@@ -8,6 +8,7 @@
 
 mod backlog;
 mod balance;
+mod closed;
 mod counters;
 mod custody;
 mod delivery;

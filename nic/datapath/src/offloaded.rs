@@ -103,6 +103,8 @@ pub(crate) struct Offloaded {
     /// back.
     pub in_order: u32,
     pub memory: Memory,
+    /// Its program has closed it, and is sent no more events.
+    pub closing: bool,
     /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
@@ -169,6 +171,7 @@ impl Offloaded {
             growth: Growth::default(),
             in_order: 0,
             memory,
+            closing: false,
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,

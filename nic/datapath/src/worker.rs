@@ -2,6 +2,7 @@
 
 mod active_ack;
 mod agent;
+mod closing;
 mod commands;
 mod connections;
 mod crossbar;
@@ -13,6 +14,7 @@ mod opening;
 mod programs;
 mod to_kernel;
 
+use crate::closed::Closed;
 use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::fragments::Fragments;
@@ -114,6 +116,7 @@ pub struct Worker<H, W> {
     lender: Option<Box<host_tcp::Lender>>,
     fragments: Fragments,
     listeners: Listeners,
+    closed: Closed,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -159,6 +162,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             lender: None,
             fragments: Fragments::default(),
             listeners: Listeners::new(settings.hash_key, succeeds, now.0),
+            closed: Closed::new(settings.hash_key),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -297,11 +301,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         self.to_kernel.expire_delivery(&self.counters, now.0);
         self.expire_handshakes(now);
+        self.closed.expire(now);
         // Before the start the kernel's answers would not be received.
         let active = self.to_kernel.active_ack.as_ref().filter(|_| self.started);
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         let to_kernel = self.to_kernel.lro.next_tick().min(self.to_kernel.delivery.due()).min(acknowledgements);
-        self.due = self.connections.wheel.next_tick().min(to_kernel).min(self.listeners.due());
+        self.due = self.connections.wheel.next_tick().min(to_kernel).min(self.listeners.due()).min(self.closed.due());
         worked
     }
 
@@ -356,7 +361,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
-        let delivery = delivery.into_iter().chain(Some(self.listeners.due()).filter(|due| *due != u64::MAX));
+        let handshakes = self.listeners.due().min(self.closed.due());
+        let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()

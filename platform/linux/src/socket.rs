@@ -371,6 +371,23 @@ pub fn namespace(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::from_ne_bytes(raw))
 }
 
+/// How often the SYN of a connection that the socket opens is sent again at most (TCP_SYNCNT).
+///
+/// # Errors
+/// The failed system call's.
+pub fn syn_retries(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    get(fd, libc::IPPROTO_TCP, libc::TCP_SYNCNT).map(|retries| retries as u32)
+}
+
+/// Whether close(2) does more than send a FIN: it waits, or resets the connection (SO_LINGER).
+///
+/// # Errors
+/// The failed system call's.
+pub fn lingers(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    // The first of its two numbers.
+    get(fd, libc::SOL_SOCKET, libc::SO_LINGER).map(|on| on != 0)
+}
+
 /// Makes close(2) reset the connection instead of closing it in order (SO_LINGER of 0).
 ///
 /// # Errors

@@ -30,6 +30,7 @@ mod scoreboard;
 pub mod segment;
 pub mod seq;
 mod time;
+mod time_wait;
 mod timers;
 mod tuning;
 mod window;

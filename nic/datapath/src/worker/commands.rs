@@ -93,7 +93,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Resume)) => self.resume(cid, Cid(message.address), now),
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
             (Operation::NicControl, Some(Control::Grant)) => self.grant(cid, message.address),
-            (Operation::NicControl, Some(Control::Connect)) => self.connect(cid, now),
+            (Operation::NicControl, Some(Control::Connect)) => self.connect(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Close)) => self.close(cid, message.address, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),
         }
@@ -299,8 +300,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.drain_wire(now);
         self.occupant(cid)?;
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
-        match &slot.custody {
-            Custody::Active(offloaded) | Custody::Leaving(offloaded) => offloaded.unpublish(),
+        match slot.custody {
+            Custody::Active(offloaded) => {
+                offloaded.unpublish();
+                self.keep_closed(*offloaded, slot.flow, now);
+            }
+            Custody::Leaving(offloaded) => offloaded.unpublish(),
             Custody::Lent(lent) => lent.offloaded.unpublish(),
             Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {

@@ -2,6 +2,7 @@
 
 use super::Worker;
 use crate::custody::{Custody, Slot};
+use crate::offloaded::Pending;
 use baton_abi::{Control, Message, Operation, RestoreCause};
 use baton_device::Device;
 use baton_tables::Lookup;
@@ -51,9 +52,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         if wanted != Instant::NEVER && Wheel::tick_of(wanted.0) < slot.scheduled {
             slot.scheduled = self.connections.wheel.enter(index, wanted.0);
         }
+        if offloaded.closing {
+            offloaded.pending = Pending::default();
+        }
         if offloaded.pending.any() && !slot.dirty {
             slot.dirty = true;
             self.programs.dirty.push(index);
+        }
+        if offloaded.closing {
+            return self.follow_closing(index, events);
         }
         let wants_memory = offloaded.growth.has_request();
         if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {

@@ -474,11 +474,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// The bucket of a frame. An ICMP message about a connection's path MTU belongs to that connection's bucket.
+/// The bucket of a frame. An ICMP message about a connection belongs to that connection's bucket.
 fn bucket_of(peers: &Peers, bytes: &[u8], from: From) -> u8 {
-    let too_big = if from == From::Wire { crate::icmp::too_big(bytes) } else { None };
-    match too_big {
-        Some((flow, ..)) => peers.hash().bucket_of(&Input::of_flow(&flow)),
+    let about = if from == From::Wire { crate::icmp::about(bytes) } else { None };
+    match about {
+        Some(about) => peers.hash().bucket_of(&Input::of_flow(&about.flow)),
         None => peers.hash().bucket(bytes, from),
     }
 }

@@ -3,7 +3,7 @@
 use super::Worker;
 use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
-use crate::icmp;
+use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
@@ -124,6 +124,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.on_segment(slot, &parsed, now);
                 return;
             }
+            if !self.closed.is_empty() && self.take_closed(&parsed, now) {
+                return;
+            }
             if !self.listeners.is_empty() && self.take_handshake(&parsed, now) {
                 return;
             }
@@ -137,12 +140,15 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an offloaded
-    /// connection's path MTU are used here, too.
+    /// connection are used here, too.
     pub(super) fn deliver_to_kernel(&mut self, now: Instant) {
         if self.connections.count > 0
-            && let Some((flow, seq, mtu)) = icmp::too_big(self.frame.bytes())
+            && let Some(about) = icmp::about(self.frame.bytes())
         {
-            self.on_too_big(&flow, seq, mtu, now);
+            match about.report {
+                Report::TooBig(mtu) => self.on_too_big(&about.flow, about.seq, mtu, now),
+                Report::Unreachable(error) => self.on_unreachable(&about.flow, about.seq, error),
+            }
         }
         if !self.settings.beside {
             self.acknowledge_for_kernel(now);
@@ -165,6 +171,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Active(offloaded) => {
                 self.counters.add(Counter::Segments, 1);
                 let segment = Segment::from(parsed);
+                if offloaded.closing {
+                    return self.on_segment_of_closing(index, &segment, now);
+                }
                 if let Some(cause) = needs_kernel(&segment, &offloaded.tcp) {
                     // One request is enough; the peer sends again what is not answered.
                     let first = slot.held.is_empty();
@@ -210,6 +219,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn on_host_frame(&mut self, now: Instant) {
         self.counters.add(Counter::HostReceived, 1);
+        if !self.closed.is_empty() && self.is_too_early(now) {
+            self.counters.add(Counter::Silenced, 1);
+            return;
+        }
         if self.connections.count > 0
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
             && let Some(index) = self.connections.find(&FlowKey::from(&parsed.flow.reversed()))

@@ -15,11 +15,14 @@ use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
 use baton_wire::frame::Link;
-use baton_wire::{Flags, FlowKey, TcpFrame};
+use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 
 /// Offsets of the addresses in an Ethernet header.
 const DESTINATION: core::ops::Range<usize> = 0..6;
 const SOURCE: core::ops::Range<usize> = 6..12;
+
+/// Most retransmissions of a SYN (Linux's limit of TCP_SYNCNT).
+const MOST_RETRIES: u32 = 127;
 
 impl<H: Device, W: Device> Worker<H, W> {
     /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots.
@@ -172,8 +175,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         encoded
     }
 
-    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5).
-    pub(super) fn connect(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5). The SYN is sent again `retries` times at
+    /// most, 0 for the default.
+    pub(super) fn connect(&mut self, cid: Cid, retries: u32, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         if self.connections.slots[index as usize].is_some() {
             return Err(Refusal::WrongState);
@@ -185,12 +189,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.connections.find(&key).is_some() {
             return Err(Refusal::AlreadyHere);
         }
+        if !self.reopens(&key, now) {
+            return Err(Refusal::AlreadyHere);
+        }
+        let default = Config::default();
         let config = Config {
             receive_buffer: FIRST_WINDOW,
             receive_limit: self.limits(index)[0],
             mtu: image.mtu,
             ip_header: if flow.is_v4() { 20 } else { 40 },
-            ..Config::default()
+            syn_retries: if retries == 0 { default.syn_retries } else { retries.min(MOST_RETRIES) as u8 },
+            ..default
         };
         let numbers = self.listeners.secret.numbers(&flow, now);
         let tcp = Connection::connect(config, numbers.isn, numbers.ts_offset, now);
@@ -253,11 +262,28 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             State::Closed => {
                 let error = error_of(&opening.tcp);
-                self.remove_slot(cid);
-                self.count_connections();
-                self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
+                self.give_up_opening(cid, error);
             }
             _ => self.follow_opening(index),
+        }
+    }
+
+    /// Gives up a connection that is being opened, for Linux's error number.
+    fn give_up_opening(&mut self, cid: Cid, error: u32) {
+        self.remove_slot(cid);
+        self.count_connections();
+        self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
+    }
+
+    /// Gives up a connection that is being opened because an ICMP message says that its SYN did not reach the peer, as Linux does.
+    /// For one that is open the message means nothing: it is sent again (RFC 5461 section 2).
+    pub(super) fn on_unreachable(&mut self, flow: &Flow, seq: u32, error: u32) {
+        let Some(index) = self.connections.find(&FlowKey::from(flow)) else { return };
+        let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return };
+        let Custody::Opening(opening) = &slot.custody else { return };
+        // Only what is in flight can be meant (RFC 5927 section 4.1).
+        if seq == opening.tcp.snd_una() {
+            self.give_up_opening(slot.cid, error);
         }
     }
 

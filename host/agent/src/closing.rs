@@ -1,0 +1,59 @@
+//! Connections that the NIC closes.
+//!
+//! A program has closed a connection that the NIC has made: the NIC sends the FIN. The shell stays until the peer has acknowledged it,
+//! with the agent's descriptor, so that the kernel can close the connection should the NIC or the agent die. Then it is closed in
+//! silence, and the NIC alone waits for the peer's FIN and through TIME-WAIT. A connection with SO_LINGER, or of a program that ends,
+//! moves to the kernel first.
+
+use crate::agent::Agent;
+use crate::connection::{Connection, Stage, Then};
+use baton_abi::layout::block;
+use baton_abi::{Control, Message, Operation};
+use baton_linux::socket;
+use baton_moves::Step;
+use baton_protocol::program::Place;
+
+impl Connection {
+    /// Whether the NIC may close it.
+    fn may_close_on_nic(&self) -> bool {
+        let plain = self.made_by == Place::Nic && !self.attached && !self.abandoned && self.must_return.is_none();
+        let idle = self.machine.step() == Step::Nic && self.machine.goal().is_none() && self.waiting.then.is_empty();
+        plain && idle && self.fd().is_ok_and(|fd| socket::lingers(fd).is_ok_and(|lingers| !lingers))
+    }
+}
+
+impl Agent {
+    /// Makes the NIC close a connection that its program has closed. Returns whether it does: then the connection is forgotten when
+    /// the peer has acknowledged the FIN, or when it is in the kernel after all.
+    pub(crate) fn close_on_nic(&mut self, session: u32, number: u32) -> bool {
+        if self.draining {
+            return false;
+        }
+        let Some(connection) = self.connection(session, number) else { return false };
+        let (Some(cid), true) = (connection.cid, connection.may_close_on_nic()) else { return false };
+        let read = connection.block.load(block::READ_SEQ);
+        if self.nic.post(Message::control(Operation::NicControl, Control::Close, cid, read, 0)).is_err() {
+            return false;
+        }
+        let Some(connection) = self.connection(session, number) else { return false };
+        connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) | block::FLAG_CLOSED);
+        connection.reason = "its program has closed it".into();
+        connection.waiting.then.push((Then::Forget((session, 0)), 0));
+        true
+    }
+
+    /// Forgets the connections in the kernel that a dead agent's NIC was closing; those that still move there are forgotten then.
+    pub(crate) fn forget_what_was_closing(&mut self) {
+        for (session, number) in self.all_connections() {
+            let Some(connection) = self.connection(session, number) else { continue };
+            if connection.block.load(block::FLAGS) & block::FLAG_CLOSED == 0 {
+                continue;
+            }
+            if connection.stage() == Stage::Nic {
+                connection.waiting.then.push((Then::Forget((session, 0)), 0));
+            } else {
+                let _ = self.settle(session, number, Then::Forget((session, 0)), 0);
+            }
+        }
+    }
+}

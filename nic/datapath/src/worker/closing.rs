@@ -1,0 +1,142 @@
+//! Closing a connection on the NIC, whose program has closed it.
+//!
+//! Until the peer has acknowledged the FIN the connection keeps slot, memory and recovery record, so that the kernel can close it
+//! should the NIC die. What follows needs only the table of [`Closed`](crate::closed::Closed).
+
+use super::Worker;
+use crate::closed;
+use crate::custody::{Custody, Refusal};
+use crate::listeners::Opening;
+use crate::offloaded::Offloaded;
+use baton_abi::layout::Counter;
+use baton_abi::{Cid, Control, Message, Operation};
+use baton_device::{Checksum, Device};
+use baton_tcp::{Connection, Events, Instant, Segment, State};
+use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
+
+/// Milliseconds after which a connection is given up whose peer does not acknowledge what a program has left behind: as long as
+/// Linux sends it again (tcp_orphan_retries).
+const ORPHAN_MILLIS: u32 = 100_000;
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Sends the FIN of a connection whose program has closed it, and has read the bytes before `read`. If more have been received
+    /// the peer is reset, as by Linux (RFC 2525 section 2.17).
+    pub(super) fn close(&mut self, cid: Cid, read: u32, now: Instant) -> Result<u32, Refusal> {
+        let session = match &self.occupant(cid)?.custody {
+            Custody::Active(offloaded) => offloaded.session,
+            _ => return Err(Refusal::WrongState),
+        };
+        self.drain_session(session as usize, now);
+        let Some(slot) = self.connections.slots[cid.slot() as usize].as_mut() else { return Err(Refusal::NotYours) };
+        let Custody::Active(offloaded) = &mut slot.custody else { return Err(Refusal::WrongState) };
+        let tcp = &mut offloaded.tcp;
+        if matches!(tcp.state(), State::Closed | State::TimeWait) || !slot.held.is_empty() {
+            // The agent has been notified of its end, or is to restore it.
+            return Err(Refusal::WrongState);
+        }
+        offloaded.closing = true;
+        // The program may have read more than it has reported. One that gives a wrong number harms only itself.
+        let unread = tcp.rcv_read().wrapping_add(tcp.readable()) != read;
+        let events = if unread { tcp.abort() } else { close_in_order(tcp) };
+        self.output.send_all(offloaded, &self.counters, now);
+        self.follow_up(cid.slot(), events);
+        Ok(0)
+    }
+
+    /// Processes a segment of a connection that its program has closed. Data that nobody will read resets the peer, as in Linux.
+    pub(super) fn on_segment_of_closing(&mut self, index: u32, segment: &Segment, now: Instant) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        let received = offloaded.tcp.input(segment, now);
+        let mut events = received.events;
+        if received.place > 0 {
+            events |= offloaded.tcp.abort();
+        }
+        offloaded.note(&received);
+        self.output.send_all(offloaded, &self.counters, now);
+        self.follow_up(index, events);
+    }
+
+    /// Notifies the agent when a connection that its program has closed needs slot and memory no more.
+    #[cold]
+    pub(super) fn follow_closing(&mut self, index: u32, events: Events) {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Active(offloaded) = &slot.custody else { return };
+        let over = offloaded.tcp.state() == State::Closed || closed::is_over(offloaded.tcp.state());
+        if over && events.intersects(Events::CLOSED | Events::ABORTED | Events::FIN_ACKED | Events::TIME_WAIT) {
+            let cid = slot.cid;
+            self.send_to_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+        }
+    }
+
+    /// Keeps what is left of a connection in FIN-WAIT-2 or TIME-WAIT whose program has closed it.
+    pub(super) fn keep_closed(&mut self, offloaded: Offloaded, flow: Flow, now: Instant) {
+        if offloaded.closing && closed::is_over(offloaded.tcp.state()) {
+            let link = offloaded.image.link;
+            self.closed.add(Box::new(Opening { tcp: offloaded.tcp, flow, link }), now);
+            self.wake_at(self.closed.due());
+        }
+    }
+
+    /// Takes a segment from the wire that belongs to a connection in FIN-WAIT-2 or TIME-WAIT. False if it belongs to none, or begins
+    /// the next connection of the 4-tuple (RFC 6191).
+    #[cold]
+    pub(super) fn take_closed(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
+        let Some(index) = self.closed.find(&FlowKey::from(&parsed.flow)) else { return false };
+        if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
+            self.counters.add(Counter::BadChecksum, 1);
+            return true;
+        }
+        let segment = Segment::from(parsed);
+        let answer = self.listeners.secret.answer(&parsed.flow, &segment, now);
+        let Some(rest) = self.closed.get_mut(index) else { return false };
+        let before = rest.tcp.state();
+        let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
+        if is_syn && rest.tcp.admits_successor(&segment, answer.isn) {
+            self.closed.remove(index);
+            return false;
+        }
+        if segment.flags.contains(Flags::RST) && before == State::TimeWait {
+            // RFC 1337 section 3: it would end TIME-WAIT too early.
+            return true;
+        }
+        let received = rest.tcp.input(&segment, now);
+        if received.place > 0 {
+            let _ = rest.tcp.abort();
+        }
+        self.output.send_handshake(rest, &self.counters, now);
+        match rest.tcp.state() {
+            State::Closed => self.closed.remove(index),
+            State::TimeWait if segment.flags.contains(Flags::FIN) => self.closed.wait_again(index, now),
+            _ => {}
+        }
+        true
+    }
+
+    /// Whether this end may open a connection of the 4-tuple: if one waits in TIME-WAIT it gives way, or it is too early.
+    pub(super) fn reopens(&mut self, key: &FlowKey, now: Instant) -> bool {
+        let Some(index) = self.closed.find(key) else { return true };
+        let may = self.closed.get_mut(index).is_none_or(|rest| rest.tcp.admits_reopening(now));
+        if may {
+            self.closed.remove(index);
+        }
+        may
+    }
+
+    /// Whether the frame from the kernel opens a connection whose 4-tuple cannot be used yet. The kernel sends its SYN again.
+    #[cold]
+    pub(super) fn is_too_early(&mut self, now: Instant) -> bool {
+        let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { return false };
+        parsed.flags.contains(Flags::SYN) && !self.reopens(&FlowKey::from(&parsed.flow.reversed()), now)
+    }
+}
+
+/// Queues the FIN of a connection of which everything has been read.
+fn close_in_order(tcp: &mut Connection) -> Events {
+    let _ = tcp.consumed(tcp.readable());
+    tcp.set_cork(false);
+    tcp.set_user_timeout(ORPHAN_MILLIS);
+    tcp.shutdown();
+    // The program may have shut it down before.
+    if closed::is_over(tcp.state()) { Events::FIN_ACKED } else { Events::empty() }
+}
