@@ -298,6 +298,27 @@ fn a_flood_of_syns_leaves_room_for_honest_clients() {
     assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
 }
 
+/// With several workers every connection is made, whichever worker owns its bucket, and goes on while buckets change hands.
+#[test]
+fn several_workers_make_connections() {
+    let bed = hosts(TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() });
+    let at = address(false, 7000);
+    let _server = start(&bed, &["python3", "-c", ASYNCIO]);
+    wait_for_server(&bed, at);
+    for indirection in ["rss-indir=0", "rss-indir=012", "rss-indir=21", "rss-indir=1"] {
+        let mut set = Command::new(env!("CARGO_BIN_EXE_baton"));
+        set.args(["nic", "set", "--socket"]).arg(bed.socket()).arg(indirection);
+        let set = set.output().expect("baton");
+        assert!(set.status.success(), "{}", text(&set.stderr));
+        let before = count(&bed, Counter::Made);
+        let ran = on_b(&bed, &["python3", "-c", ECHO_CLIENTS, &at.ip().to_string(), "7000", "30"]);
+        assert!(ran.status.success() && ran.stdout == b"right", "{}{}", text(&ran.stdout), text(&ran.stderr));
+        assert_eq!(count(&bed, Counter::Made), before + 30, "each of the thirty was made by the NIC");
+    }
+    let end = statistics(&bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
+}
+
 /// Programs of host A, each with a client's script for host B, which is given the address and compares what it gets.
 const ASYNCIO: &str = "
 import asyncio
@@ -484,7 +505,13 @@ print('right')
 /// The NIC opens the connections of a client, in every way to connect and to wait.
 #[test]
 fn the_nic_opens_connections() {
-    let bed = hosts(TestbedSettings::default());
+    let several = TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() };
+    for settings in [TestbedSettings::default(), several] {
+        opens_connections(&hosts(settings));
+    }
+}
+
+fn opens_connections(bed: &Testbed) {
     for ipv6 in [false, true] {
         let listener = bed
             .host_b
@@ -513,13 +540,13 @@ fn the_nic_opens_connections() {
             "6000",
         ]);
         command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
-        let before = count(&bed, Counter::Made);
+        let before = count(bed, Counter::Made);
         let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
         assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
-        let made = count(&bed, Counter::Made) - before;
+        let made = count(bed, Counter::Made) - before;
         assert!(made >= 75, "the NIC opened {made}");
     }
-    let end = statistics(&bed);
+    let end = statistics(bed);
     assert_eq!((end.failed_moves, end.lost), (0, 0));
 }
 
