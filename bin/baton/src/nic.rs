@@ -90,7 +90,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 17] = [
+const FIGURES: [(Counter, &str); 20] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -102,6 +102,9 @@ const FIGURES: [(Counter, &str); 17] = [
     (Counter::Made, "connections made by the NIC"),
     (Counter::SynCookies, "SYNs answered with a cookie"),
     (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
+    (Counter::DatagramsReceived, "UDP datagrams received for programs"),
+    (Counter::DatagramsSent, "UDP datagrams sent for programs"),
+    (Counter::DatagramsDropped, "UDP datagrams dropped at a full socket"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

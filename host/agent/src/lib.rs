@@ -11,6 +11,7 @@ mod chaos;
 mod connecting;
 mod connection;
 mod connections;
+mod datagrams;
 mod devices;
 mod ending;
 mod flips;

@@ -231,6 +231,28 @@ pub mod block {
     pub const FLAG_CORK: u32 = 1 << 4;
 }
 
+/// The page of words in front of a UDP socket's rings, in session memory. Offsets are those of 4-byte words.
+pub mod datagrams {
+    /// 1 while the NIC has the socket's datagrams, else 0. Written by the agent.
+    pub const ON_NIC: usize = 0;
+    /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by the agent.
+    pub const WAYS: usize = 4;
+    /// Position behind the last datagram in the receive ring. Written by the NIC.
+    pub const RECEIVE_HEAD: usize = 64;
+    /// Position behind the last datagram that the program has read.
+    pub const RECEIVE_TAIL: usize = 128;
+    /// Nonzero while the program wants its doorbell rung for the next datagram.
+    pub const RECEIVE_WISH: usize = 192;
+    /// Position behind the last datagram in the send ring. Written by the program.
+    pub const SEND_HEAD: usize = 256;
+    /// Position behind the last datagram that the NIC has sent.
+    pub const SEND_TAIL: usize = 320;
+    /// Nonzero while the NIC wants a message ([`crate::Control::Datagrams`]) for the next datagram.
+    pub const SEND_WISH: usize = 384;
+    /// Bytes of the page.
+    pub const BYTES: usize = 4096;
+}
+
 /// The owner of a connection, as [`block::OWNER`] holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
@@ -331,10 +353,16 @@ pub enum Counter {
     SynCookies,
     /// SYNs and last segments of handshakes that were dropped because the listener's accept queue was full.
     AcceptQueueFull,
+    /// Datagrams received for programs' UDP sockets.
+    DatagramsReceived,
+    /// Datagrams sent for them.
+    DatagramsSent,
+    /// Datagrams dropped because a socket's receive ring was full, or because there was no way to their destination.
+    DatagramsDropped,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 35;
+pub const COUNTERS: usize = 38;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -113,6 +113,9 @@ pub enum Control {
     /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. The NIC answers with
     /// [`Control::Made`] or [`Control::NotMade`].
     Connect = 16,
+    /// From a program: the UDP socket whose number is in the address field has datagrams to send, or its program wants its doorbell
+    /// rung if there are some to read.
+    Datagrams = 17,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -155,6 +158,7 @@ impl Control {
             Resume,
             Grant,
             Connect,
+            Datagrams,
             Done,
             Refused,
             Fin,

@@ -10,6 +10,7 @@ mod backlog;
 mod balance;
 mod counters;
 mod custody;
+mod datagrams;
 mod delivery;
 mod fragments;
 mod gate;
@@ -25,6 +26,7 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use datagrams::{DatagramSettings, DatagramWay};
 pub use gate::Gate;
 pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;

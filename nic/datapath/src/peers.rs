@@ -10,8 +10,8 @@ use baton_device::Frame;
 use baton_ring::{go_to_sleep, needs_doorbell, wake_up};
 use baton_rss::{BUCKETS, From, Key, Move, NIBBLES, Table, Toeplitz};
 use baton_shm::Region;
-use baton_wire::FlowKey;
 use baton_wire::frame::Link;
+use baton_wire::{Endpoint, FlowKey};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
@@ -42,6 +42,10 @@ pub(crate) enum Call {
     /// A listener has been added or changed, or is gone.
     Listen(Box<ListenerSettings>),
     StopListening(u32),
+    /// A UDP socket receives at these addresses and ports, from this peer only if there is one; without any it is gone.
+    DatagramsAt(u32, Vec<Endpoint>, Option<Endpoint>),
+    /// To the front worker: a frame from the wire with a datagram for a UDP socket.
+    Datagram(Frame),
     /// Run the agent's command for a connection in this bucket.
     Command(u8, Message),
     /// Run the message of a session's program for a connection in this bucket.
@@ -78,7 +82,7 @@ pub(crate) enum Call {
 impl Call {
     /// Whether it carries a frame, which may be lost as in any full queue.
     pub fn is_frame(&self) -> bool {
-        matches!(self, Call::Frame(..) | Call::Handshake(..) | Call::NoHandshake(..))
+        matches!(self, Call::Frame(..) | Call::Handshake(..) | Call::NoHandshake(..) | Call::Datagram(..))
     }
 }
 

@@ -5,6 +5,7 @@ mod agent;
 mod commands;
 mod connections;
 mod crossbar;
+mod datagrams;
 mod frames;
 mod messages;
 mod opening;
@@ -13,6 +14,7 @@ mod to_kernel;
 
 use crate::counters::Counters;
 use crate::custody::Custody;
+use crate::datagrams::Datagrams;
 use crate::fragments::Fragments;
 use crate::gate::Gate;
 use crate::listeners::Listeners;
@@ -106,6 +108,7 @@ pub struct Worker<H, W> {
     crossbar: Option<Box<Crossbar>>,
     fragments: Fragments,
     listeners: Listeners,
+    datagrams: Datagrams,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -135,6 +138,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             crossbar: None,
             fragments: Fragments::default(),
             listeners: Listeners::new(settings.hash_key, succeeds, now.0),
+            datagrams: Datagrams::default(),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -233,6 +237,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_host(now);
         }
         worked |= self.poll_sessions(now);
+        if !self.datagrams.ready.is_empty() {
+            worked |= self.poll_datagrams();
+        }
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
         }
@@ -295,7 +302,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
             idle &= !session.has_commands();
         }
-        idle &= !self.has_messages_waiting();
+        idle &= !self.has_messages_waiting() && self.datagrams.ready.is_empty();
         if !idle {
             self.end_sleep();
         }

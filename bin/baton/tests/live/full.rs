@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// A program of host A's, which ends with this.
-struct Program(Child);
+pub(crate) struct Program(pub(crate) Child);
 
 impl Drop for Program {
     fn drop(&mut self) {
@@ -21,27 +21,27 @@ impl Drop for Program {
 }
 
 /// Starts a program on host A whose connections the NIC makes.
-fn start(bed: &Testbed, arguments: &[&str]) -> Program {
+pub(crate) fn start(bed: &Testbed, arguments: &[&str]) -> Program {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--"]).args(arguments);
     command.env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     Program(bed.host_a.spawn(&mut command).expect("baton run"))
 }
 
-fn on_b(bed: &Testbed, command: &[&str]) -> Output {
+pub(crate) fn on_b(bed: &Testbed, command: &[&str]) -> Output {
     let mut command_line = Command::new(command[0]);
     command_line.args(&command[1..]).stdout(Stdio::piped()).stderr(Stdio::piped());
     bed.host_b.spawn(&mut command_line).expect(command[0]).wait_with_output().expect("its output")
 }
 
-fn statistics(bed: &Testbed) -> Statistics {
+pub(crate) fn statistics(bed: &Testbed) -> Statistics {
     match bed.tool().expect("a tool").ask(Ask::Statistics).expect("an answer") {
         Reply::Statistics(statistics) => *statistics,
         other => panic!("{other:?}"),
     }
 }
 
-fn count(bed: &Testbed, counter: Counter) -> u64 {
+pub(crate) fn count(bed: &Testbed, counter: Counter) -> u64 {
     statistics(bed).counters[counter as usize]
 }
 
@@ -66,7 +66,7 @@ fn wait_for_server(bed: &Testbed, address: SocketAddr) {
     }
 }
 
-fn address(ipv6: bool, port: u16) -> SocketAddr {
+pub(crate) fn address(ipv6: bool, port: u16) -> SocketAddr {
     SocketAddr::new(address_a(ipv6), port)
 }
 
@@ -161,7 +161,7 @@ fn exchange(client: &mut TcpStream, byte: u8) {
     assert!(received == sent);
 }
 
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
         assert!(Instant::now() < deadline, "{what}: not within twenty seconds");

@@ -105,6 +105,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         if front && !overflowing {
             worked |= self.poll_sessions(now);
+            worked |= !self.datagrams.ready.is_empty() && self.poll_datagrams();
             worked |= self.agent.commands.has_message() && self.poll_commands(now);
         }
         if !overflowing && !self.programs.message_ports.is_empty() {
@@ -156,6 +157,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             Call::Added(key) => self.note_added(key),
             Call::Listen(settings) => self.listen(*settings),
             Call::StopListening(id) => self.stop_listening(id),
+            Call::DatagramsAt(id, endpoints, peer) => self.datagrams.note(id, &endpoints, peer),
+            Call::Datagram(frame) => self.on_datagram(&frame, now),
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),
             Call::Attach(session, memory) => self.attach_here(session, memory),

@@ -136,6 +136,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.message_ports.is_empty() && self.take_packet() {
             return;
         }
+        if !self.datagrams.is_empty() && self.take_datagram() {
+            return;
+        }
         if !self.take_fragment(now) {
             self.deliver_to_kernel(now);
         }
