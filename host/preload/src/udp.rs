@@ -358,7 +358,7 @@ unsafe fn take_next(udp: &Udp, taken: &Taken, message: &mut msghdr, flags: c_int
     let only_look = flags & libc::MSG_PEEK != 0;
     taken.datagrams.receive(&taken.session.shared, thread::token(), only_look, |from, length, copy| {
         let mut skip = 0;
-        for at in 0..message.msg_iovlen as usize {
+        for at in 0..message.msg_iovlen {
             // SAFETY: the program's message has that many vectors (`# Safety`).
             let vector = unsafe { &*message.msg_iov.add(at) };
             let room = vector.iov_len.min((length - skip) as usize);
@@ -443,9 +443,9 @@ unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> O
         // SAFETY: `msg_name` has `msg_namelen` bytes (`# Safety`).
         unsafe { connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen) }?
     };
-    // SAFETY: the program's message has that many vectors (`# Safety`).
-    let vectors: &[iovec] = match message.msg_iovlen as usize {
+    let vectors: &[iovec] = match message.msg_iovlen {
         0 => &[],
+        // SAFETY: the program's message has that many vectors (`# Safety`).
         count => unsafe { std::slice::from_raw_parts(message.msg_iov, count) },
     };
     let length: usize = vectors.iter().map(|vector| vector.iov_len).sum();
