@@ -90,7 +90,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 21] = [
+const FIGURES: [(Counter, &str); 24] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -106,6 +106,9 @@ const FIGURES: [(Counter, &str); 21] = [
     (Counter::Lent, "connections lent to the host's TCP (left their fast path)"),
     (Counter::TakenBack, "connections taken back from it"),
     (Counter::LentSegments, "segments given to the host's TCP"),
+    (Counter::DatagramsReceived, "UDP datagrams received for programs"),
+    (Counter::DatagramsSent, "UDP datagrams sent for programs"),
+    (Counter::DatagramsDropped, "UDP datagrams dropped at a full socket"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),

@@ -8,6 +8,7 @@ use crate::cgroups::Cgroups;
 use crate::changes::Watched;
 use crate::chaos::Chaos;
 use crate::connection::{Asker, Connection};
+use crate::datagrams::Datagrams;
 use crate::devices::Devices;
 use crate::flips::Schedule;
 use crate::ground::{Ground, Mirrors, Shape};
@@ -84,6 +85,7 @@ pub(crate) struct Agent {
     pub looks: Looks,
     pub users: Users,
     pub listeners: Listeners,
+    pub datagrams: Datagrams,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     pub shape: Shape,
@@ -203,6 +205,7 @@ pub fn run() -> Result<()> {
         looks: Looks::default(),
         cut_off: Vec::new(),
         listeners: Listeners::default(),
+        datagrams: Datagrams::default(),
         users,
         shape,
         draining: inherited.draining(),
@@ -534,6 +537,7 @@ impl Agent {
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         self.end_connections(number, ending);
         self.stop_listening(number, None);
+        self.end_datagrams(number, None, false);
         if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
             return;
         }

@@ -155,9 +155,11 @@ impl Agent {
         if changed.links {
             self.find_devices_without_nic();
             self.follow_listeners();
+            self.follow_datagrams();
         }
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
         self.follow_hosts(|host| changed.touches_host(host));
+        self.follow_datagram_ways();
     }
 
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
@@ -165,6 +167,7 @@ impl Agent {
         if self.guards.policies_changed() {
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
+            self.follow_datagram_ways();
         }
     }
 
@@ -173,6 +176,7 @@ impl Agent {
         if self.guards.traffic_changed() {
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
+            self.follow_datagram_ways();
         }
     }
 
@@ -197,6 +201,7 @@ impl Agent {
         }
         self.guards.forget_rules();
         self.follow_listeners();
+        self.follow_datagrams();
         self.open_all_in_kernel();
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
@@ -205,6 +210,7 @@ impl Agent {
             session.connections.iter_mut().flatten().for_each(doubt);
         }
         self.follow_hosts(|_| true);
+        self.follow_datagram_ways();
     }
 
     /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the connections of those

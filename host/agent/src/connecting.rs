@@ -29,7 +29,7 @@ pub(crate) const ABORTED: u32 = 103;
 const NO_ROOM: u32 = 1 << 28;
 
 /// The address from which the kernel would send to a peer.
-fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
+pub(crate) fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
     let any: SocketAddr = if peer.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
     let probe = UdpSocket::bind(any)?;
     probe.connect(peer)?;

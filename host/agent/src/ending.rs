@@ -27,6 +27,7 @@ impl Agent {
         }
         self.keep(&Kept::Ending, &[]);
         self.withdraw_all();
+        self.follow_datagrams();
         self.open_all_in_kernel();
         for (session, number) in self.all_connections() {
             let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { continue };

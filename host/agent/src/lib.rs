@@ -12,6 +12,7 @@ mod closing;
 mod connecting;
 mod connection;
 mod connections;
+mod datagrams;
 mod devices;
 mod ending;
 mod flips;

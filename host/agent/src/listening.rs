@@ -145,7 +145,7 @@ impl Agent {
         if self.draining {
             return Err(Refusal::CalledOff);
         }
-        if !matches!(self.shape, Shape::Inline { .. }) || self.settings.nic.workers != 1 {
+        if !matches!(self.shape, Shape::Inline { .. }) {
             return Err(Refusal::CannotOpen);
         }
         self.guards.pass_openings()

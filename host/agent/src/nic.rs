@@ -328,6 +328,19 @@ impl NicProcess {
         self.send_and_wait(&ToNic::StopListening(id))
     }
 
+    /// Makes the NIC serve a UDP socket, in this way from now on; `bell` is the doorbell that it rings for the program.
+    ///
+    /// # Errors
+    /// Why it does not, or that it has died.
+    pub fn serve_datagrams(&mut self, message: &ToNic, bell: Option<BorrowedFd<'_>>) -> Result<()> {
+        self.send(message, bell.as_slice())?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Served => Ok(()),
+            ToAgent::Failed(reason) => bail!("{reason}"),
+            other => bail!("unexpected answer from the NIC: {other:?}"),
+        }
+    }
+
     fn send_and_wait(&mut self, message: &ToNic) -> Result<()> {
         self.send(message, &[])?;
         match self.channel.receive::<ToAgent>()?.0 {

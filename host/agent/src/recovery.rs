@@ -36,6 +36,7 @@ impl Agent {
         self.start_next_nic()?;
         self.drive_all(&Event::NicStarted);
         self.listen_again();
+        self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
             eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }

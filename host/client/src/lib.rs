@@ -9,6 +9,7 @@
 
 mod buffer;
 mod connection;
+mod datagrams;
 pub mod discovery;
 mod ending;
 pub mod heap;
@@ -20,6 +21,7 @@ pub mod tool;
 
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
+pub use datagrams::Datagrams;
 pub use session::{ConnectionId, Session};
 pub use shared::{Listener, Shared};
 

@@ -130,7 +130,7 @@ pub enum Refusal {
     #[error("the NIC still holds something with the same addresses and ports; try again")]
     StillThere,
     /// The NIC cannot make connections itself.
-    #[error("only a NIC between kernel and wire, with one worker, makes connections itself")]
+    #[error("only a NIC between kernel and wire makes connections itself")]
     CannotOpen,
     /// The NIC refused a command, with this number.
     #[error("the NIC refused it ({0})")]

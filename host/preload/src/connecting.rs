@@ -15,7 +15,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 ///
 /// # Safety
 /// `address` must point to `length` bytes.
-unsafe fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
+pub(crate) unsafe fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
     let length = length as usize;
     if address.is_null() || length < size_of::<libc::sockaddr_in>() {
         return None;

@@ -24,6 +24,7 @@ mod real;
 mod table;
 mod tcp;
 mod thread;
+mod udp;
 mod wait;
 mod worth;
 

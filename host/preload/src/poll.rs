@@ -3,7 +3,7 @@
 use crate::epoll::Set;
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
-use crate::{listening, process, readiness, real, table, thread, wait};
+use crate::{listening, process, readiness, real, table, thread, udp, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
@@ -96,7 +96,8 @@ impl Watched {
 
 /// ppoll(2) with a limit in microseconds. Listeners are ready, too, when the NIC has made a connection for them.
 pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
-    let queues = listening::queues(fds);
+    let mut queues = listening::queues(fds);
+    queues.extend(udp::bells(fds));
     if queues.is_empty() {
         return poll_sockets(fds, limit, mask);
     }
@@ -192,7 +193,7 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
 fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     sets.iter().filter(|set| !set.is_null()).any(|set| {
         // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits.
-        (0..count).any(|fd| unsafe { is_set(*set, fd) } && table::get(fd).is_some())
+        (0..count).any(|fd| unsafe { is_set(*set, fd) } && (table::get(fd).is_some() || udp::of(fd).is_some()))
     })
 }
 

@@ -205,6 +205,7 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
         || crate::wait::is_ours(fd)
         || crate::listening::is_ours(fd)
+        || crate::udp::is_ours(fd)
         || crate::epoll::is_ours(fd)
 }
 
@@ -247,6 +248,7 @@ impl Session {
             }
             crate::epoll::leave(self);
             crate::listening::leave();
+            crate::udp::leave_session();
             LEFT.store(this, Ordering::Release);
             SESSION.store(std::ptr::null_mut(), Ordering::Release);
         }
@@ -277,6 +279,7 @@ pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program:
     for tcp in session.sockets() {
         tcp.give_back(reason, until);
     }
+    crate::udp::give_everything_back();
     crate::epoll::settle();
 }
 

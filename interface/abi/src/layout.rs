@@ -34,7 +34,7 @@ pub mod nic {
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
-    pub const COUNTERS_BYTES: usize = 320;
+    pub const COUNTERS_BYTES: usize = 384;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
     /// Ring of commands from the agent to the NIC.
@@ -273,6 +273,28 @@ pub mod block {
     pub const FLAG_CLOSED: u32 = 1 << 5;
 }
 
+/// The page of words in front of a UDP socket's rings, in session memory. Offsets are those of 4-byte words.
+pub mod datagrams {
+    /// 1 while the NIC has the socket's datagrams, else 0. Written by the agent.
+    pub const ON_NIC: usize = 0;
+    /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by the agent.
+    pub const WAYS: usize = 4;
+    /// Position behind the last datagram in the receive ring. Written by the NIC.
+    pub const RECEIVE_HEAD: usize = 64;
+    /// Position behind the last datagram that the program has read.
+    pub const RECEIVE_TAIL: usize = 128;
+    /// Nonzero while the program wants its doorbell rung for the next datagram.
+    pub const RECEIVE_WISH: usize = 192;
+    /// Position behind the last datagram in the send ring. Written by the program.
+    pub const SEND_HEAD: usize = 256;
+    /// Position behind the last datagram that the NIC has sent.
+    pub const SEND_TAIL: usize = 320;
+    /// Nonzero while the NIC wants a message ([`crate::Control::Datagrams`]) for the next datagram.
+    pub const SEND_WISH: usize = 384;
+    /// Bytes of the page.
+    pub const BYTES: usize = 4096;
+}
+
 /// The owner of a connection, as [`block::OWNER`] holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
@@ -379,10 +401,16 @@ pub enum Counter {
     TakenBack,
     /// Segments given to the host's TCP, for connections that it had.
     LentSegments,
+    /// Datagrams received for programs' UDP sockets.
+    DatagramsReceived,
+    /// Datagrams sent for them.
+    DatagramsSent,
+    /// Datagrams dropped because a socket's receive ring was full, or because there was no way to their destination.
+    DatagramsDropped,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 38;
+pub const COUNTERS: usize = 41;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

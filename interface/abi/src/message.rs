@@ -117,6 +117,9 @@ pub enum Control {
     /// [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended otherwise; what comes then
     /// (TIME-WAIT) needs neither slot nor memory.
     Close = 17,
+    /// From a program: the UDP socket whose number is in the address field has datagrams to send, or its program wants its doorbell
+    /// rung if there are some to read.
+    Datagrams = 18,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
     /// To the host: the command was refused; the reason's number is in the address field.
@@ -171,6 +174,7 @@ impl Control {
             Grant,
             Connect,
             Close,
+            Datagrams,
             Done,
             Refused,
             Fin,

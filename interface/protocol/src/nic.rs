@@ -1,6 +1,6 @@
 //! Between the agent and the NIC process that it starts: descriptors, settings, requests.
 
-use crate::program::Messages;
+use crate::program::{Messages, Rings};
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
@@ -145,6 +145,36 @@ pub struct Listen {
     pub ttl: u8,
 }
 
+/// A program's UDP socket, as the NIC serves it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatagramSocket {
+    /// Its number.
+    pub id: u32,
+    /// Its session.
+    pub session: u32,
+    /// Where its rings lie in session memory.
+    pub rings: Rings,
+    /// Most bytes in its receive ring at a time.
+    pub limit: u32,
+    /// The addresses and ports that it receives at.
+    pub addresses: Vec<SocketAddr>,
+    /// The only one that it receives from, if it is connected.
+    pub peer: Option<SocketAddr>,
+    /// MAC address of the host's interface, for datagrams that go to the kernel after all.
+    pub host: [u8; 6],
+}
+
+/// The way of a UDP socket's datagrams to a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatagramWay {
+    /// The address that they come from.
+    pub source: IpAddr,
+    /// What their headers say.
+    pub hop: Hop,
+    /// Bytes of the longest IP packet; what is longer is sent by the kernel.
+    pub mtu: u32,
+}
+
 /// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
@@ -175,6 +205,25 @@ pub enum ToNic {
     FastPath(u32),
     /// To the host's TCP: the session has ended.
     Detach(u32),
+    /// The NIC receives and sends the datagrams of a UDP socket from now on, or does so in another way. The doorbell that it rings
+    /// for the program comes with it.
+    Datagrams(DatagramSocket),
+    /// The way of a socket's datagrams to a host; None while there is none.
+    DatagramWay {
+        /// The socket's number.
+        id: u32,
+        /// The host.
+        host: IpAddr,
+        /// The way there.
+        way: Option<DatagramWay>,
+    },
+    /// The kernel has the socket again.
+    EndDatagrams {
+        /// The socket's number.
+        id: u32,
+        /// What is unread goes to the kernel, in order.
+        replay: bool,
+    },
     /// Begin to receive frames.
     Start,
     /// Change the offloads.
@@ -208,6 +257,8 @@ pub enum ToAgent {
     Reached,
     /// The listener has been added, or removed.
     Listening,
+    /// The UDP socket, its way or its end is known now.
+    Served,
     /// The offloads have been changed.
     Set,
     /// The request failed, for this reason.

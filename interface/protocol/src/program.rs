@@ -100,6 +100,26 @@ pub enum Ask {
         /// The listener.
         listener: u32,
     },
+    /// The NIC receives and sends the datagrams of a UDP socket from now on. Its descriptor comes along, then the end of a doorbell
+    /// that the NIC rings. Repeated when the program has connected the socket or changed its options.
+    Datagrams {
+        /// Where its rings lie: in session memory, behind the part that the agent gives out.
+        rings: Rings,
+    },
+    /// The way of a socket's datagrams to a host, as the kernel would choose it now: [`Reply::Way`].
+    Way {
+        /// The socket, from [`Reply::Datagrams`].
+        socket: u32,
+        /// The host.
+        host: IpAddr,
+    },
+    /// The kernel gets a UDP socket back.
+    EndDatagrams {
+        /// The socket.
+        socket: u32,
+        /// What is unread goes to the kernel, in order.
+        replay: bool,
+    },
     /// From a session for messages: lets the NIC send to this host, by the way that the kernel would choose now.
     Reach {
         /// Its address.
@@ -139,6 +159,17 @@ pub enum Ask {
     Offloads,
     /// Sets the NIC's offloads (the agent's user or root).
     SetOffloads(Box<Offloads>),
+}
+
+/// Where a UDP socket's rings lie in session memory: a page of words, the receive ring, the send ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Rings {
+    /// Offset of the page.
+    pub base: u32,
+    /// Bytes of the receive ring, a power of two.
+    pub receive: u32,
+    /// Bytes of the send ring, a power of two.
+    pub send: u32,
 }
 
 /// When a connection that was restored may be offloaded again.
@@ -341,6 +372,16 @@ pub enum Reply {
     Accepted {
         /// Its number.
         connection: u32,
+    },
+    /// The NIC has the socket's datagrams.
+    Datagrams {
+        /// Its number.
+        socket: u32,
+    },
+    /// The NIC sends to the host.
+    Way {
+        /// Bytes of the longest IP packet.
+        mtu: u32,
     },
     /// The request was carried out.
     Done,

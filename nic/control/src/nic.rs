@@ -9,12 +9,17 @@ use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
-use baton_datapath::{ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar, owner_of_messages};
+use baton_datagrams::Place;
+use baton_datapath::{
+    DatagramSettings, DatagramWay, ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar,
+    owner_of_messages,
+};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
-use baton_protocol::nic::{Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic as protocol;
+use baton_protocol::nic::{DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::Region;
@@ -45,6 +50,8 @@ struct Runner {
     bells: Arc<Vec<Doorbell>>,
     /// The doorbells of the sessions whose rings this worker reads.
     program_bells: HashMap<u32, SessionBell>,
+    /// In the first worker: the doorbells of UDP sockets, by their numbers.
+    datagram_bells: HashMap<u32, SessionBell>,
     /// Doorbells of further ones, from the first worker.
     new_bells: Receiver<(u32, SessionBell)>,
     busy_nanos: u64,
@@ -296,6 +303,7 @@ impl Runner {
             poller,
             bells: bells.clone(),
             program_bells: HashMap::new(),
+            datagram_bells: HashMap::new(),
             new_bells,
             busy_nanos: 0,
             doorbell_nanos: 0,
@@ -378,6 +386,8 @@ impl Runner {
                 *nanos += monotonic_nanos() - started;
             }
         });
+        let sockets = &self.datagram_bells;
+        self.worker.datagram_doorbells(|socket| sockets.get(&socket).into_iter().for_each(SessionBell::ring));
         if let Some(front) = self.front.as_ref().filter(|_| agent) {
             front.agent_bell.ring();
         }
@@ -488,6 +498,24 @@ impl Runner {
                     front.channel.send(&answer, &[])?;
                 }
                 Ok((ToNic::Detach(_), _)) => {}
+                Ok((ToNic::Datagrams(socket), descriptors)) => {
+                    let id = socket.id;
+                    let added = self.worker.add_datagrams(datagram_settings(&socket));
+                    if let Some(bell) = descriptors.into_iter().next().filter(|_| added) {
+                        self.datagram_bells.insert(id, SessionBell::from_fd(bell));
+                    }
+                    front.channel.send(&done(added, "the socket's rings are not in its session's memory"), &[])?;
+                }
+                Ok((ToNic::DatagramWay { id, host, way }, _)) => {
+                    let host = Endpoint::from(SocketAddr::new(host, 0)).address;
+                    let set = self.worker.set_datagram_way(id, host, way.as_ref().map(datagram_way));
+                    front.channel.send(&done(set, "the socket sends to too many hosts"), &[])?;
+                }
+                Ok((ToNic::EndDatagrams { id, replay }, _)) => {
+                    self.worker.end_datagrams(id, replay);
+                    self.datagram_bells.remove(&id);
+                    front.channel.send(&ToAgent::Served, &[])?;
+                }
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {
                     self.worker.set_offloads(&worker_offloads(&set), Instant(monotonic_micros()));
@@ -520,6 +548,29 @@ fn listener(listen: &Listen) -> ListenerSettings {
         mtu: listen.mtu,
         ttl: listen.ttl,
     }
+}
+
+fn done(is_done: bool, otherwise: &str) -> ToAgent {
+    if is_done { ToAgent::Served } else { ToAgent::Failed(otherwise.into()) }
+}
+
+/// A UDP socket, as the worker serves it.
+fn datagram_settings(socket: &DatagramSocket) -> DatagramSettings {
+    let rings = socket.rings;
+    DatagramSettings {
+        id: socket.id,
+        session: socket.session,
+        place: Place { base: rings.base, receive: rings.receive, send: rings.send },
+        limit: socket.limit,
+        endpoints: socket.addresses.iter().map(|address| Endpoint::from(*address)).collect(),
+        peer: socket.peer.map(Endpoint::from),
+        host: socket.host,
+    }
+}
+
+fn datagram_way(way: &protocol::DatagramWay) -> DatagramWay {
+    let source = Endpoint::from(SocketAddr::new(way.source, 0)).address;
+    DatagramWay { source, link: link(&way.hop), mtu: way.mtu }
 }
 
 /// The header that frames for a host get.

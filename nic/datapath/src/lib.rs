@@ -11,6 +11,7 @@ mod balance;
 mod closed;
 mod counters;
 mod custody;
+mod datagrams;
 mod delivery;
 mod fragments;
 mod frame_ring;
@@ -28,6 +29,7 @@ mod transmit;
 mod worker;
 
 pub use custody::Refusal;
+pub use datagrams::{DatagramSettings, DatagramWay};
 pub use gate::Gate;
 pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;

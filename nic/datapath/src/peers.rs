@@ -2,6 +2,7 @@
 //! each bucket, and the cross-worker calls. No locks.
 
 use crate::custody::Slot;
+use crate::listeners::ListenerSettings;
 use crate::messages::MessageEndpoint;
 use crate::offloaded::Pending;
 use baton_abi::{Cid, Message};
@@ -10,6 +11,7 @@ use baton_ring::{go_to_sleep, needs_doorbell, wake_up};
 use baton_rss::{BUCKETS, From, Key, Move, NIBBLES, Table, Toeplitz};
 use baton_shm::Region;
 use baton_wire::frame::Link;
+use baton_wire::{Endpoint, FlowKey};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
@@ -28,6 +30,22 @@ const MAX_HELD_FRAMES: usize = 4096;
 pub(crate) enum Call {
     /// Process a frame of this bucket, from the wire or from the kernel.
     Frame(u8, From, Frame),
+    /// To the front worker, which alone has the handshakes with listeners' clients: process a segment to a listener
+    /// if it is part of one.
+    Handshake(Frame),
+    /// Process a segment that is part of no handshake.
+    NoHandshake(u8, Frame),
+    /// Add a connection of this bucket that has been made for a listener.
+    Made(u8, Box<Slot>),
+    /// To the front worker: its connection with this 4-tuple has been added.
+    Added(FlowKey),
+    /// A listener has been added or changed, or is gone.
+    Listen(Box<ListenerSettings>),
+    StopListening(u32),
+    /// A UDP socket receives at these addresses and ports, from this peer only if there is one; without any it is gone.
+    DatagramsAt(u32, Vec<Endpoint>, Option<Endpoint>),
+    /// To the front worker: a frame from the wire with a datagram for a UDP socket.
+    Datagram(Frame),
     /// Run the agent's command for a connection in this bucket.
     Command(u8, Message),
     /// Run the message of a session's program for a connection in this bucket.
@@ -59,6 +77,13 @@ pub(crate) enum Call {
     HandOver(Move, Box<BucketContents>),
     /// The bucket has its new owner.
     Moved(Move),
+}
+
+impl Call {
+    /// Whether it carries a frame, which may be lost as in any full queue.
+    pub fn is_frame(&self) -> bool {
+        matches!(self, Call::Frame(..) | Call::Handshake(..) | Call::NoHandshake(..) | Call::Datagram(..))
+    }
 }
 
 /// The connections of a bucket.
@@ -274,7 +299,7 @@ impl Peers {
     /// Holds a call for a bucket that is moving. False if the bucket does not move, or there is no room for another frame.
     pub(crate) fn hold(&mut self, bucket: u8, call: Call) -> bool {
         let Some(held) = &mut self.moving[usize::from(bucket) % BUCKETS] else { return false };
-        if matches!(call, Call::Frame(..)) && held.len() >= MAX_HELD_FRAMES {
+        if call.is_frame() && held.len() >= MAX_HELD_FRAMES {
             return false;
         }
         held.push(call);

@@ -6,6 +6,7 @@ mod closing;
 mod commands;
 mod connections;
 mod crossbar;
+mod datagrams;
 mod frames;
 mod host_tcp;
 mod lending;
@@ -17,6 +18,7 @@ mod to_kernel;
 use crate::closed::Closed;
 use crate::counters::Counters;
 use crate::custody::Custody;
+use crate::datagrams::Datagrams;
 use crate::fragments::Fragments;
 use crate::gate::Gate;
 use crate::listeners::Listeners;
@@ -117,6 +119,7 @@ pub struct Worker<H, W> {
     fragments: Fragments,
     listeners: Listeners,
     closed: Closed,
+    datagrams: Datagrams,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -163,6 +166,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             fragments: Fragments::default(),
             listeners: Listeners::new(settings.hash_key, succeeds, now.0),
             closed: Closed::new(settings.hash_key),
+            datagrams: Datagrams::default(),
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -264,6 +268,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_host_tcp(now);
         }
         worked |= self.poll_sessions(now);
+        if !self.datagrams.ready.is_empty() {
+            worked |= self.poll_datagrams();
+        }
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
         }
@@ -328,7 +335,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
             idle &= !session.has_commands();
         }
-        idle &= !self.has_messages_waiting();
+        idle &= !self.has_messages_waiting() && self.datagrams.ready.is_empty();
         if !idle {
             self.end_sleep();
         }

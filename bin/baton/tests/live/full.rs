@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// A program of host A's, which ends with this.
-struct Program(Child);
+pub(crate) struct Program(pub(crate) Child);
 
 impl Drop for Program {
     fn drop(&mut self) {
@@ -21,27 +21,27 @@ impl Drop for Program {
 }
 
 /// Starts a program on host A whose connections the NIC makes.
-fn start(bed: &Testbed, arguments: &[&str]) -> Program {
+pub(crate) fn start(bed: &Testbed, arguments: &[&str]) -> Program {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--"]).args(arguments);
     command.env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     Program(bed.host_a.spawn(&mut command).expect("baton run"))
 }
 
-fn on_b(bed: &Testbed, command: &[&str]) -> Output {
+pub(crate) fn on_b(bed: &Testbed, command: &[&str]) -> Output {
     let mut command_line = Command::new(command[0]);
     command_line.args(&command[1..]).stdout(Stdio::piped()).stderr(Stdio::piped());
     bed.host_b.spawn(&mut command_line).expect(command[0]).wait_with_output().expect("its output")
 }
 
-fn statistics(bed: &Testbed) -> Statistics {
+pub(crate) fn statistics(bed: &Testbed) -> Statistics {
     match bed.tool().expect("a tool").ask(Ask::Statistics).expect("an answer") {
         Reply::Statistics(statistics) => *statistics,
         other => panic!("{other:?}"),
     }
 }
 
-fn count(bed: &Testbed, counter: Counter) -> u64 {
+pub(crate) fn count(bed: &Testbed, counter: Counter) -> u64 {
     statistics(bed).counters[counter as usize]
 }
 
@@ -66,7 +66,7 @@ fn wait_for_server(bed: &Testbed, address: SocketAddr) {
     }
 }
 
-fn address(ipv6: bool, port: u16) -> SocketAddr {
+pub(crate) fn address(ipv6: bool, port: u16) -> SocketAddr {
     SocketAddr::new(address_a(ipv6), port)
 }
 
@@ -161,7 +161,7 @@ fn exchange(client: &mut TcpStream, byte: u8) {
     assert!(received == sent);
 }
 
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
         assert!(Instant::now() < deadline, "{what}: not within twenty seconds");
@@ -304,6 +304,27 @@ fn a_flood_of_syns_leaves_room_for_honest_clients() {
     assert_eq!(ours.made_by, Place::Nic);
     let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(&client)).expect("TCP_INFO");
     assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
+}
+
+/// With several workers every connection is made, whichever worker owns its bucket, and goes on while buckets change hands.
+#[test]
+fn several_workers_make_connections() {
+    let bed = hosts(TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() });
+    let at = address(false, 7000);
+    let _server = start(&bed, &["python3", "-c", ASYNCIO]);
+    wait_for_server(&bed, at);
+    for indirection in ["rss-indir=0", "rss-indir=012", "rss-indir=21", "rss-indir=1"] {
+        let mut set = Command::new(env!("CARGO_BIN_EXE_baton"));
+        set.args(["nic", "set", "--socket"]).arg(bed.socket()).arg(indirection);
+        let set = set.output().expect("baton");
+        assert!(set.status.success(), "{}", text(&set.stderr));
+        let before = count(&bed, Counter::Made);
+        let ran = on_b(&bed, &["python3", "-c", ECHO_CLIENTS, &at.ip().to_string(), "7000", "30"]);
+        assert!(ran.status.success() && ran.stdout == b"right", "{}{}", text(&ran.stdout), text(&ran.stderr));
+        assert_eq!(count(&bed, Counter::Made), before + 30, "each of the thirty was made by the NIC");
+    }
+    let end = statistics(&bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
 }
 
 /// Programs of host A, each with a client's script for host B, which is given the address and compares what it gets.
@@ -492,7 +513,13 @@ print('right')
 /// The NIC opens the connections of a client, in every way to connect and to wait.
 #[test]
 fn the_nic_opens_connections() {
-    let bed = hosts(TestbedSettings::default());
+    let several = TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() };
+    for settings in [TestbedSettings::default(), several] {
+        opens_connections(&hosts(settings));
+    }
+}
+
+fn opens_connections(bed: &Testbed) {
     for ipv6 in [false, true] {
         let listener = bed
             .host_b
@@ -521,13 +548,13 @@ fn the_nic_opens_connections() {
             "6000",
         ]);
         command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
-        let before = count(&bed, Counter::Made);
+        let before = count(bed, Counter::Made);
         let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
         assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
-        let made = count(&bed, Counter::Made) - before;
+        let made = count(bed, Counter::Made) - before;
         assert!(made >= 75, "the NIC opened {made}");
     }
-    let end = statistics(&bed);
+    let end = statistics(bed);
     assert_eq!((end.failed_moves, end.lost), (0, 0));
 }
 

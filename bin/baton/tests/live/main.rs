@@ -33,4 +33,5 @@ mod segments;
 mod stays;
 mod stuck;
 mod tools;
+mod udp;
 mod waits;

@@ -132,7 +132,15 @@ impl Agent {
             Ask::Closed { connection, abort } => {
                 self.close_attached(number, connection, abort, tag).map(|reply| (reply, Vec::new()))
             }
-            Ask::Listen | Ask::Accept { .. } | Ask::Connect { .. } | Ask::StopListening { .. } if !self.may_listen(number) => {
+            Ask::Listen
+            | Ask::Accept { .. }
+            | Ask::Connect { .. }
+            | Ask::StopListening { .. }
+            | Ask::Datagrams { .. }
+            | Ask::Way { .. }
+            | Ask::EndDatagrams { .. }
+                if !self.may_listen(number) =>
+            {
                 failed("the NIC makes no connections for this session".into())
             }
             Ask::KeepsFastPath => Some((
@@ -160,6 +168,12 @@ impl Agent {
             },
             Ask::StopListening { listener } => {
                 self.stop_listening(number, Some(listener));
+                Some((Reply::Done, Vec::new()))
+            }
+            Ask::Datagrams { rings } => Some((self.take_datagrams(number, rings, descriptors), Vec::new())),
+            Ask::Way { socket, host } => Some((self.find_datagram_way(number, socket, host), Vec::new())),
+            Ask::EndDatagrams { socket, replay } => {
+                self.end_datagrams(number, Some(socket), replay);
                 Some((Reply::Done, Vec::new()))
             }
             Ask::Reach { host } => Some((self.reach(number, host), Vec::new())),

@@ -3,6 +3,7 @@
 
 use crate::connection::{Connection, Entered, Readiness};
 use crate::ending::Ending;
+use crate::heap::Heap;
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
 use baton_abi::{Message, Operation};
@@ -51,6 +52,8 @@ pub struct Shared {
     /// A connection had moved before the program knew its number.
     early: AtomicBool,
     pub(crate) listener: Listener,
+    /// The part of session memory that the agent gives out nothing of.
+    pub(crate) buffers: Arc<Mutex<Heap>>,
 }
 
 /// Called with the number of each connection that may have become readable or writable. It is called with the session's events
@@ -144,6 +147,7 @@ impl Shared {
             line: channel.clone(),
             ending: Ending::default(),
             channel: Mutex::new(channel),
+            buffers: Arc::new(Mutex::new(Heap::new(at::heap_end(memory.len()), memory.len()))),
             commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
             events: Lock::new(Events::new(&memory)),
             nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),

@@ -1,12 +1,13 @@
 //! Requests to the agent and their answers.
 
-use super::{RELAXED, Shared};
+use super::{RELAXED, Shared, would_block};
 use crate::connection::Connection;
 use crate::ending::ended;
 use baton_abi::layout::session as at;
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::process::Undisturbed;
-use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Until};
+use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Rings, Until};
 use baton_ring::Token;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -28,14 +29,13 @@ impl Shared {
     }
 
     pub(super) fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-        self.ask_for_descriptors(body, descriptor).map(|(reply, _)| reply)
+        self.ask_for_descriptors(body, descriptor.as_slice()).map(|(reply, _)| reply)
     }
 
     /// As `ask`, for an answer that brings descriptors.
-    fn ask_for_descriptors(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    fn ask_for_descriptors(&self, body: &Ask, descriptors: &[BorrowedFd<'_>]) -> io::Result<(Reply, Vec<OwnedFd>)> {
         // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
-        let descriptors: Vec<_> = descriptor.into_iter().collect();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if self.has_ended() {
@@ -43,7 +43,7 @@ impl Shared {
             }
             let tag = self.tag();
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
-            channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            channel.send(&Request { tag, body: body.clone() }, descriptors)?;
             if let Some(answered) = await_answer(&channel, tag, known)? {
                 return Ok(answered);
             }
@@ -103,6 +103,55 @@ impl Shared {
         }
     }
 
+    /// Makes the NIC have a UDP socket's datagrams; `bell` is the end of a doorbell that it is to ring. Returns the socket's number.
+    /// Called again when the socket was connected or its options have changed.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can have it: `WouldBlock` if trying again later may help.
+    pub fn take_datagrams(&self, fd: BorrowedFd<'_>, bell: BorrowedFd<'_>, rings: Rings) -> io::Result<u32> {
+        match self.ask_for_descriptors(&Ask::Datagrams { rings }, &[fd, bell])?.0 {
+            Reply::Datagrams { socket } => Ok(socket),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("the NIC does not have the socket")),
+        }
+    }
+
+    /// Bytes of the longest IP packet that the NIC sends from a UDP socket to a host.
+    ///
+    /// # Errors
+    /// With the reason, if only the kernel can send there: `WouldBlock` if that may soon change.
+    pub fn datagram_way(&self, socket: u32, host: IpAddr) -> io::Result<u32> {
+        match self.ask(&Ask::Way { socket, host }, None)? {
+            Reply::Way { mtu } => Ok(mtu),
+            Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
+            _ => Err(protocol_error("there is no way")),
+        }
+    }
+
+    /// Gives a UDP socket to the kernel, with `replay` what is unread as well.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn end_datagrams(&self, socket: u32, replay: bool) -> io::Result<()> {
+        self.ask(&Ask::EndDatagrams { socket, replay }, None).map(drop)
+    }
+
+    /// Notifies the NIC that a UDP socket has datagrams to send, or wants its doorbell rung.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub fn announce_datagrams(&self, socket: u32, token: Token) -> io::Result<()> {
+        let message = Message::control(Operation::NicControl, Control::Datagrams, Cid(0), socket, 0);
+        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        commands.push(message.to_words()).map_err(|_| would_block())?;
+        commands.publish();
+        drop(commands);
+        self.ring_nic();
+        Ok(())
+    }
+
     /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket with a byte
     /// for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called again when the socket's
     /// options have changed.
@@ -110,7 +159,7 @@ impl Shared {
     /// # Errors
     /// With the reason, if only the kernel can make its connections now.
     pub fn listen(&self, fd: BorrowedFd<'_>) -> io::Result<(u32, OwnedFd)> {
-        match self.ask_for_descriptors(&Ask::Listen, Some(fd))? {
+        match self.ask_for_descriptors(&Ask::Listen, &[fd])? {
             (Reply::Listening { listener }, mut queue) => {
                 queue.pop().map(|queue| (listener, queue)).ok_or_else(|| protocol_error("the listener's queue is missing"))
             }
@@ -138,7 +187,7 @@ impl Shared {
     }
 
     fn take_made(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
-        match self.ask_for_descriptors(&Ask::Accept { listener }, None)? {
+        match self.ask_for_descriptors(&Ask::Accept { listener }, &[])? {
             (Reply::Accepted { connection }, mut descriptors) => {
                 descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))
             }

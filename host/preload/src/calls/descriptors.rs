@@ -5,7 +5,7 @@ use crate::listening::{self, Accepted};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
-use crate::{options, process, real, worth};
+use crate::{options, process, real, udp, worth};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
@@ -27,6 +27,7 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
     if fd >= 0 {
         forget_stale(fd);
+        udp::created(fd, domain, kind, protocol);
         if stream
             && (domain == libc::AF_INET || domain == libc::AF_INET6)
             && let Some(tcp) = note_new(fd)
@@ -116,7 +117,9 @@ pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut
 pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { real::connect(fd, address, length) };
+        let done = unsafe { real::connect(fd, address, length) };
+        udp::changed(fd);
+        return done;
     };
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
@@ -161,6 +164,7 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
 
 /// Handles the closing of a descriptor, before it is closed.
 fn leave(fd: c_int) {
+    udp::close(fd);
     match table::get(fd) {
         // A child of vfork closes its own copies only.
         Some(_) if !process::is_mine() => {}
@@ -176,7 +180,7 @@ fn leave(fd: c_int) {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn close(fd: c_int) -> c_int {
-    if table::get(fd).is_some() {
+    if table::get(fd).is_some() || udp::of(fd).is_some() {
         leave(fd);
     } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
         return fail(libc::EBADF) as c_int;
@@ -195,6 +199,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         for (fd, _) in table::known(first, last).collect::<Vec<_>>() {
             leave(fd);
         }
+        udp::close_range(first, last);
     }
     if process::session().is_none() {
         // SAFETY: the program's own arguments (`# Safety`).
@@ -242,6 +247,7 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
     if copy < 0 || copy == fd {
         return copy;
     }
+    udp::copied(fd, copy);
     let foreign = !process::is_mine();
     match table::get(fd) {
         // A child of vfork duplicates it for the program that it executes.
@@ -349,6 +355,14 @@ pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
+        if request == libc::FIONREAD
+            && !argument.is_null()
+            && let Some(length) = udp::next_length(fd)
+        {
+            // SAFETY: the request's argument is an int (`# Safety`).
+            unsafe { argument.cast::<c_int>().write_unaligned(length) };
+            return 0;
+        }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
     };
@@ -371,7 +385,9 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
 pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { real::setsockopt(fd, level, option, value, length) };
+        let done = unsafe { real::setsockopt(fd, level, option, value, length) };
+        udp::changed(fd);
+        return done;
     };
     let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the program's own arguments (`# Safety`).

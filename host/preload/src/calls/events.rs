@@ -1,7 +1,7 @@
 //! Functions that wait for events.
 
 use crate::thread::fail;
-use crate::{epoll, listening, poll as polling, real, table};
+use crate::{epoll, listening, poll as polling, real, table, udp};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 /// The program's array for poll as a slice.
@@ -22,7 +22,8 @@ unsafe fn entries<'a>(fds: *mut pollfd, count: nfds_t) -> &'a mut [pollfd] {
 /// `fds` must be null, or point to `count` entries.
 unsafe fn concerns(fds: *mut pollfd, count: nfds_t) -> bool {
     // SAFETY: the program's own arguments (`# Safety`).
-    !fds.is_null() && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some())
+    !fds.is_null()
+        && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some() || udp::of(entry.fd).is_some())
 }
 
 fn micros(limit: &timespec) -> Option<u64> {
@@ -171,7 +172,10 @@ pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, even
     let done = unsafe { epoll::control(set, operation, fd, event) };
     if done == 0 {
         // SAFETY: as above; the kernel has just accepted the event.
-        unsafe { listening::watch(set, operation, fd, event) };
+        unsafe {
+            listening::watch(set, operation, fd, event);
+            udp::watch(set, operation, fd, event);
+        }
     }
     done
 }

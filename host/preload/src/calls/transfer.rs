@@ -1,6 +1,6 @@
 //! Functions that receive and send.
 
-use crate::{io, real, table, thread};
+use crate::{io, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
@@ -10,6 +10,11 @@ use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socka
 /// As recv(2).
 #[inline(never)]
 unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    if let Some(udp) = udp::of(fd).filter(|_| flags.is_some() || length > 0) {
+        let vector = iovec { iov_base: buffer, iov_len: length };
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::receive_message(udp, fd, &mut message_of(&vector, 1), flags.unwrap_or(0)) };
+    }
     match (table::tcp(fd), flags) {
         // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), Some(flags)) => unsafe { io::receive(tcp, fd, buffer, length, flags) },
@@ -34,6 +39,11 @@ unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<
 /// As send(2).
 #[inline(never)]
 unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    if let Some(udp) = udp::of(fd) {
+        let vector = iovec { iov_base: buffer.cast_mut(), iov_len: length };
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::send_message(udp, fd, &message_of(&vector, 1), flags.unwrap_or(0)) };
+    }
     match (table::tcp(fd), flags) {
         // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), Some(flags)) => unsafe { io::send(tcp, fd, buffer, length, flags) },
@@ -108,6 +118,20 @@ pub unsafe extern "C" fn recvfrom(
     address: *mut sockaddr,
     size: *mut socklen_t,
 ) -> ssize_t {
+    if let Some(udp) = udp::of(fd) {
+        let vector = iovec { iov_base: buffer, iov_len: length };
+        let mut message = message_of(&vector, 1);
+        message.msg_name = address.cast();
+        // SAFETY: the program's own arguments (`# Safety`).
+        message.msg_namelen = unsafe { size.as_ref() }.map_or(0, |size| *size);
+        // SAFETY: the program's own arguments (`# Safety`).
+        let received = unsafe { udp::receive_message(udp, fd, &mut message, flags) };
+        // SAFETY: the program's own arguments (`# Safety`).
+        if let Some(size) = unsafe { size.as_mut() }.filter(|_| received >= 0 && !address.is_null()) {
+            *size = message.msg_namelen;
+        }
+        return received;
+    }
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
@@ -155,6 +179,10 @@ fn message_of(vectors: *const iovec, count: usize) -> msghdr {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+    if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::receive_message(udp, fd, &mut message_of(vectors, count as usize), 0) };
+    }
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
@@ -199,6 +227,10 @@ pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+    if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::receive_message(udp, fd, &mut *message, flags) };
+    }
     match (table::tcp(fd), message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), false) => unsafe { io::receive_message(tcp, fd, &mut *message, flags) },
@@ -213,10 +245,11 @@ pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) 
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, limit: *mut timespec) -> c_int {
-    let Some(tcp) = table::tcp(fd) else {
+    let (tcp, udp) = (table::tcp(fd), udp::of(fd));
+    if tcp.is_none() && udp.is_none() {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
-    };
+    }
     let started = crate::wait::now();
     // SAFETY: the program's own arguments (`# Safety`).
     let limit = unsafe { limit.as_ref() };
@@ -230,8 +263,13 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
         let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
         // SAFETY: the program's own arguments (`# Safety`).
         let entry = unsafe { &mut *messages.add(at as usize) };
-        // SAFETY: the program's own arguments (`# Safety`).
-        let received = unsafe { io::receive_message(tcp, fd, &mut entry.msg_hdr, flags) };
+        let received = match (tcp, udp) {
+            // SAFETY: the program's own arguments (`# Safety`).
+            (Some(tcp), _) => unsafe { io::receive_message(tcp, fd, &mut entry.msg_hdr, flags) },
+            // SAFETY: as above.
+            (None, Some(udp)) => unsafe { udp::receive_message(udp, fd, &mut entry.msg_hdr, flags) },
+            (None, None) => return at as c_int,
+        };
         if received < 0 {
             return if at > 0 { at as c_int } else { -1 };
         }
@@ -285,6 +323,13 @@ pub unsafe extern "C" fn sendto(
     if unsafe { io::send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
     }
+    if let Some(udp) = udp::of(fd) {
+        let vector = iovec { iov_base: buffer.cast_mut(), iov_len: length };
+        let mut message = message_of(&vector, 1);
+        (message.msg_name, message.msg_namelen) = (address.cast_mut().cast(), size);
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::send_message(udp, fd, &message, flags) };
+    }
     match table::tcp(fd) {
         // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores the address.
         Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
@@ -307,6 +352,10 @@ pub unsafe extern "C" fn sendto(
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+    if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::send_message(udp, fd, &message_of(vectors, count as usize), 0) };
+    }
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
@@ -341,6 +390,7 @@ unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
                     if let Some(tcp) = table::tcp(data.add(at).read_unaligned()) {
                         tcp.give_back("SCM_RIGHTS", Until::Never);
                     }
+                    udp::give_back(data.add(at).read_unaligned());
                 }
             }
             header = libc::CMSG_NXTHDR(message, header);
@@ -354,6 +404,10 @@ unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
+    if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { udp::send_message(udp, fd, &*message, flags) };
+    }
     match (table::tcp(fd), message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
         (Some(tcp), false) => unsafe { io::send_message(tcp, fd, &*message, flags) },
@@ -372,19 +426,25 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
-    let Some(tcp) = table::tcp(fd) else {
+    let (tcp, udp) = (table::tcp(fd), udp::of(fd));
+    if tcp.is_none() && udp.is_none() {
         for at in 0..count as usize {
             // SAFETY: the program's own arguments (`# Safety`).
             unsafe { give_back_passed(fd, &raw const (*messages.add(at)).msg_hdr) };
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendmmsg(fd, messages, count, flags) };
-    };
+    }
     for at in 0..count {
         // SAFETY: the program's own arguments (`# Safety`).
         let entry = unsafe { &mut *messages.add(at as usize) };
-        // SAFETY: the program's own arguments (`# Safety`).
-        let sent = unsafe { io::send_message(tcp, fd, &entry.msg_hdr, flags) };
+        let sent = match (tcp, udp) {
+            // SAFETY: the program's own arguments (`# Safety`).
+            (Some(tcp), _) => unsafe { io::send_message(tcp, fd, &entry.msg_hdr, flags) },
+            // SAFETY: as above.
+            (None, Some(udp)) => unsafe { udp::send_message(udp, fd, &entry.msg_hdr, flags) },
+            (None, None) => return at as c_int,
+        };
         if sent < 0 {
             return if at > 0 { at as c_int } else { -1 };
         }

@@ -8,14 +8,15 @@
 
 use super::Worker;
 use crate::balance::{Balance, Step};
-use crate::custody::Custody;
+use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
 use crate::peers::{BucketContents, BucketOwner, Call, FRONT, Leaving, Peers};
 use baton_abi::layout::Counter;
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_device::Device;
+use baton_device::{Device, Frame};
 use baton_rss::{From, Input, Key, Move};
 use baton_tcp::{Events, Instant};
+use baton_wire::{FlowKey, TcpFrame};
 use std::collections::BTreeMap;
 
 /// Largest number of calls run in one round.
@@ -39,6 +40,8 @@ struct Front {
     buckets: Vec<u8>,
     /// Events of connections that other workers own, for which their programs' rings had no room, by slot.
     remote: BTreeMap<u32, RemoteEvents>,
+    /// 4-tuples of connections that were made for listeners and that their buckets' owners have not yet added.
+    unadded: Vec<FlowKey>,
     balance: Balance,
 }
 
@@ -58,6 +61,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let front = || Front {
             buckets: vec![0; self.connections.slots.len()],
             remote: BTreeMap::new(),
+            unadded: Vec::new(),
             balance: Balance::new(peers.workers(), now.0),
         };
         let (me, workers) = (peers.me(), peers.workers());
@@ -101,6 +105,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         if front && !overflowing {
             worked |= self.poll_sessions(now);
+            worked |= !self.datagrams.ready.is_empty() && self.poll_datagrams();
             worked |= self.agent.commands.has_message() && self.poll_commands(now);
         }
         if !overflowing && !self.programs.message_ports.is_empty() {
@@ -143,9 +148,17 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let bucket = bucket_of(&crossbar.peers, frame.bytes(), from);
                 self.dispatch(bucket, Call::Frame(bucket, from, frame), now);
             }
-            Call::Frame(bucket, ..) | Call::Command(bucket, _) | Call::ProgramMessage(bucket, ..) => {
-                self.dispatch(bucket, call, now)
-            }
+            Call::Frame(bucket, ..)
+            | Call::NoHandshake(bucket, _)
+            | Call::Made(bucket, _)
+            | Call::Command(bucket, _)
+            | Call::ProgramMessage(bucket, ..) => self.dispatch(bucket, call, now),
+            Call::Handshake(frame) => self.on_handshake(&frame, now),
+            Call::Added(key) => self.note_added(key),
+            Call::Listen(settings) => self.listen(*settings),
+            Call::StopListening(id) => self.stop_listening(id),
+            Call::DatagramsAt(id, endpoints, peer) => self.datagrams.note(id, &endpoints, peer),
+            Call::Datagram(frame) => self.on_datagram(&frame, now),
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),
             Call::Attach(session, memory) => self.attach_here(session, memory),
@@ -173,7 +186,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             BucketOwner::Mine => self.run_here(call, now),
             BucketOwner::Other(owner) => {
                 // A full ring loses frames, and no other calls.
-                if !matches!(call, Call::Frame(..)) || peers.has_room(owner) {
+                if !call.is_frame() || peers.has_room(owner) {
                     peers.send(owner, call);
                 } else {
                     self.counters.add(Counter::Dropped, 1);
@@ -195,6 +208,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.frame.copy_from(&frame);
                 self.run_frame(bucket, from, now);
             }
+            Call::NoHandshake(_, frame) => {
+                self.frame.copy_from(&frame);
+                self.look_up(false, now);
+            }
+            Call::Made(_, slot) => self.add_made(*slot),
             Call::Command(_, message) => self.run_command(&message, now),
             Call::ProgramMessage(_, session, message) => {
                 let understood = self.on_program_message(session as usize, &message, now);
@@ -265,10 +283,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.broadcast(|| Call::Detach(message.address));
             return self.run_command(message, now);
         }
-        if !inside {
+        let is = |control| message.operation == Operation::NicControl && message.kind == control as u16;
+        // The front worker makes listeners' connections.
+        if !inside || is(Control::Grant) {
             return self.run_command(message, now);
         }
-        if message.operation == Operation::NicControl && message.kind == Control::Mirror as u16 {
+        if is(Control::Mirror) || is(Control::Connect) {
             let input = Input::of_flow(&self.read_flow(index));
             if let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() {
                 front.buckets[index as usize] = peers.hash().bucket_of(&input);
@@ -289,6 +309,59 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(bucket) = front.buckets.get(message.cid.slot() as usize).copied() else { return false };
         self.dispatch(bucket, Call::ProgramMessage(bucket, session as u32, *message), now);
         true
+    }
+
+    /// In another worker than the front one: sends it the segment to a listener that is being processed.
+    pub(super) fn forward_handshake(&mut self) {
+        let Some(crossbar) = &mut self.crossbar else { return };
+        if crossbar.peers.has_room(FRONT) {
+            crossbar.peers.send(FRONT, Call::Handshake(self.frame.clone()));
+        } else {
+            self.counters.add(Counter::Dropped, 1);
+        }
+    }
+
+    /// In the front worker: processes a segment to a listener for another worker, or sends it back, behind the connection that an
+    /// earlier segment has made.
+    fn on_handshake(&mut self, frame: &Frame, now: Instant) {
+        self.frame.copy_from(frame);
+        let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { return };
+        let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref() else { return };
+        let bucket = bucket_of(peers, self.frame.bytes(), From::Wire);
+        let is_made = front.unadded.contains(&FlowKey::from(&parsed.flow));
+        if is_made || !self.take_handshake(&parsed, now) {
+            self.dispatch(bucket, Call::NoHandshake(bucket, self.frame.clone()), now);
+        }
+    }
+
+    /// Gives a connection that has been made for a listener to the worker that owns its bucket. Until that worker has added it,
+    /// its segments still come to the front worker.
+    pub(super) fn place_made(&mut self, slot: Slot, now: Instant) {
+        let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() else { return self.add_made(slot) };
+        let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow));
+        front.buckets[slot.cid.slot() as usize] = bucket;
+        front.remote.remove(&slot.cid.slot());
+        front.unadded.push(slot.key);
+        self.dispatch(bucket, Call::Made(bucket, Box::new(slot)), now);
+    }
+
+    /// Adds a connection that has been made for a listener.
+    fn add_made(&mut self, slot: Slot) {
+        let (index, key) = (slot.cid.slot(), slot.key);
+        self.connections.slots[index as usize] = Some(slot);
+        self.connections.lookup.insert(&key, index);
+        self.connections.count += 1;
+        self.count_connections();
+        match &mut self.crossbar {
+            Some(crossbar) if !crossbar.peers.is_front() => crossbar.peers.send(FRONT, Call::Added(key)),
+            _ => self.note_added(key),
+        }
+    }
+
+    fn note_added(&mut self, key: FlowKey) {
+        if let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() {
+            front.unadded.retain(|other| *other != key);
+        }
     }
 
     /// Sends the pending events of this worker's connections to the front worker.
@@ -446,6 +519,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.connections.slots[index as usize] = Some(slot);
             self.connections.count += 1;
             self.follow_up(index, Events::empty());
+            self.follow_opening(index);
         }
         self.count_connections();
     }

@@ -115,6 +115,12 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     #[inline(never)]
     pub(super) fn on_wire_frame_slow(&mut self, now: Instant) {
+        self.look_up(true, now);
+    }
+
+    /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. The front worker has
+    /// sent back a frame that may not: it is part of no handshake, or follows one.
+    pub(super) fn look_up(&mut self, may_open: bool, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) {
             if let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow)) {
                 if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
@@ -127,11 +133,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             if !self.closed.is_empty() && self.take_closed(&parsed, now) {
                 return;
             }
-            if !self.listeners.is_empty() && self.take_handshake(&parsed, now) {
+            if may_open && !self.listeners.is_empty() && self.take_handshake(&parsed, now) {
                 return;
             }
         }
         if !self.programs.message_ports.is_empty() && self.take_packet() {
+            return;
+        }
+        if !self.datagrams.is_empty() && self.take_datagram() {
             return;
         }
         if !self.take_fragment(now) {

@@ -65,6 +65,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Forgets a session, of this worker or another.
     pub(super) fn forget_session(&mut self, id: u32) {
+        self.forget_datagrams(id);
         self.programs.sessions.get_mut(id as usize).and_then(Option::take);
         self.programs.message_ports.retain(|(_, other)| *other != id);
     }
@@ -208,11 +209,11 @@ fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
 }
 
 /// The length of a header depends on the addresses alone.
-const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
+pub(super) const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
 
 /// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other frames, fragments, and IPv6 with extension headers,
 /// which the kernel gets.
-fn destination(frame: &[u8]) -> Option<Endpoint> {
+pub(super) fn destination(frame: &[u8]) -> Option<Endpoint> {
     const ETHERNET: usize = 14;
     const UDP: u8 = 17;
     let ip = frame.get(ETHERNET..)?;
@@ -237,7 +238,7 @@ fn destination(frame: &[u8]) -> Option<Endpoint> {
 
 /// Makes the checksum of a UDP frame one that can be verified: what a kernel on this machine has sent holds the sum of the
 /// pseudo-header only. Returns place and contents of the field if it was changed, since the kernel would need it as it was.
-fn complete_checksum(frame: &mut Frame) -> Option<(usize, [u8; 2])> {
+pub(super) fn complete_checksum(frame: &mut Frame) -> Option<(usize, [u8; 2])> {
     let Checksum::Partial { start, offset } = frame.checksum else { return None };
     let at = usize::from(start) + usize::from(offset);
     if usize::from(offset) != UDP_CHECKSUM {

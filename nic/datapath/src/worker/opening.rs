@@ -9,6 +9,7 @@ use super::connections::Wheel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::held::HeldFrames;
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
+use crate::peers::Call;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
@@ -27,11 +28,13 @@ const MOST_RETRIES: u32 = 127;
 impl<H: Device, W: Device> Worker<H, W> {
     /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots.
     pub fn listen(&mut self, settings: ListenerSettings) {
+        self.broadcast(|| Call::Listen(Box::new(settings.clone())));
         self.listeners.add(settings);
     }
 
     /// Removes a listener: its clients are the kernel's.
     pub fn stop_listening(&mut self, id: u32) {
+        self.broadcast(|| Call::StopListening(id));
         self.listeners.remove(id);
     }
 
@@ -44,11 +47,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Takes a segment from the wire that belongs to no connection on the NIC, if it is part of a handshake with a listener.
+    /// Takes a segment from the wire that belongs to no connection of this worker, if it is part of a handshake with a listener.
+    /// Several workers leave handshakes to the front worker, so that a listener has one accept queue and none of them moves with a
+    /// bucket; what is none comes back ([`Worker::look_up`]).
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
         let (id, full) = (listener.settings.id, listener.granted.is_empty());
+        if !self.is_front() {
+            self.forward_handshake();
+            return true;
+        }
         if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
             self.counters.add(Counter::BadChecksum, 1);
             return true;
@@ -151,10 +160,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             held.push(parsed, &self.frame);
         }
         let slot = Slot { key, cid, flow: opening.flow, custody: Custody::Held, held, scheduled: u64::MAX, dirty: false };
-        self.connections.slots[cid.slot() as usize] = Some(slot);
-        self.connections.lookup.insert(&key, cid.slot());
-        self.connections.count += 1;
-        self.count_connections();
+        self.place_made(slot, now);
         self.counters.add(Counter::Made, 1);
         self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, id, u32::from(by_cookie)));
     }
@@ -214,7 +220,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Enters the time-out of a connection that is being opened into the wheel.
-    fn follow_opening(&mut self, index: u32) {
+    pub(super) fn follow_opening(&mut self, index: u32) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Opening(opening) = &slot.custody else { return };
         let wanted = opening.tcp.next_timeout();

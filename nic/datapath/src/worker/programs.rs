@@ -164,6 +164,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     pub(super) fn stop_session(&mut self, id: usize) {
         self.counters.add(Counter::BadMessages, 1);
+        self.forget_datagrams(id as u32);
         self.broadcast(|| Call::Detach(id as u32));
         self.programs.sessions[id] = None;
         self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
@@ -186,6 +187,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             };
             worked = true;
             let accepted = Message::from_words(words).is_some_and(|message| match self.crossbar {
+                _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
+                    self.on_datagrams_message(id, message.address)
+                }
                 None => self.on_program_message(id, &message, now),
                 Some(_) => self.route_program_message(id, &message, now),
             });

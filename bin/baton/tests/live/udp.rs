@@ -1,0 +1,293 @@
+//! `baton run --offload full`: UDP sockets of unmodified programs, whose datagrams the NIC receives and sends.
+
+use crate::common::hosts;
+use crate::full::{address, count, on_b, start, statistics, wait_until};
+use crate::scratch::text;
+use baton_abi::layout::Counter;
+use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+/// Echoes every datagram, in a way to wait that is its argument.
+const ECHO: &str = "
+import asyncio, select, socket, sys
+way, family = sys.argv[1], socket.AF_INET6 if ':' in sys.argv[2] else socket.AF_INET
+one = socket.socket(family, socket.SOCK_DGRAM)
+one.bind((sys.argv[2], 7000))
+def again(wait):
+    one.setblocking(False)
+    while True:
+        wait()
+        try:
+            while True:
+                data, peer = one.recvfrom(65536)
+                one.sendto(data, peer)
+        except BlockingIOError:
+            pass
+if way == 'blocking':
+    while True:
+        data, _, flags, peer = one.recvmsg(65536)
+        assert flags == 0
+        assert one.sendmsg([data[:3], data[3:]], [], 0, peer) == len(data)
+if way == 'select': again(lambda: select.select([one], [], []))
+poll = select.poll()
+poll.register(one, select.POLLIN)
+if way == 'poll': again(poll.poll)
+epoll = select.epoll()
+epoll.register(one, select.EPOLLIN | (select.EPOLLET if way == 'edge' else 0))
+if way in ('epoll', 'edge'): again(epoll.poll)
+class Echo(asyncio.DatagramProtocol):
+    def connection_made(self, transport): self.transport = transport
+    def datagram_received(self, data, peer): self.transport.sendto(data, peer)
+async def serve():
+    await asyncio.get_running_loop().create_datagram_endpoint(Echo, sock=one)
+    await asyncio.Event().wait()
+one.setblocking(False)
+asyncio.run(serve())
+";
+
+/// Sends datagrams of all lengths to an echo server, some at a time, and repeats what gets no answer. `fragments`: also some that
+/// are longer than the link carries.
+const CLIENT: &str = "
+import os, socket, sys
+at = (sys.argv[1], 7000)
+family = socket.AF_INET6 if ':' in at[0] else socket.AF_INET
+one = socket.socket(family, socket.SOCK_DGRAM)
+one.settimeout(0.3)
+def exchange(many):
+    waiting = set(many)
+    for attempt in range(40):
+        for data in waiting: one.sendto(data, at)
+        try:
+            while waiting:
+                data, peer = one.recvfrom(65536)
+                assert peer[:2] == at, peer
+                waiting.discard(data)
+            return
+        except TimeoutError:
+            pass
+    sys.exit('%d of %d have no answer' % (len(waiting), len(many)))
+exchange([b'begin'])
+for length in range(0, 1400, 50):
+    exchange([os.urandom(8) + bytes(length) for _ in range(8)])
+for length in (1232 - 8, 1233 - 8, 1472 - 8, 1473 - 8, 9000) if sys.argv[2] == 'fragments' else ():
+    exchange([os.urandom(8) + bytes(length)])
+print('right', end='')
+";
+
+fn exchange(bed: &Testbed, at: &str, fragments: &str) {
+    let ran = on_b(bed, &["python3", "-c", CLIENT, at, fragments]);
+    assert!(ran.status.success() && ran.stdout == b"right", "{at}: {}{}", text(&ran.stdout), text(&ran.stderr));
+}
+
+/// Datagrams of all lengths are echoed, by both families, in every way to wait; nearly all by the NIC.
+#[test]
+fn datagrams_are_echoed() {
+    let bed = hosts(TestbedSettings::default());
+    for (way, ipv6) in [
+        ("blocking", false),
+        ("blocking", true),
+        ("select", false),
+        ("poll", true),
+        ("epoll", false),
+        ("edge", false),
+        ("asyncio", true),
+    ] {
+        let at = address(ipv6, 7000).ip().to_string();
+        let before = [Counter::DatagramsReceived, Counter::DatagramsSent].map(|counter| count(&bed, counter));
+        let bound = if way == "blocking" { if ipv6 { "::" } else { "0.0.0.0" } } else { &at };
+        let _server = start(&bed, &["python3", "-c", ECHO, way, bound]);
+        exchange(&bed, &at, "fragments");
+        let after = [Counter::DatagramsReceived, Counter::DatagramsSent].map(|counter| count(&bed, counter));
+        for (before, after) in before.into_iter().zip(after) {
+            assert!(after >= before + 200, "{way} at {at}: {} of 225 by the NIC", after - before);
+        }
+    }
+}
+
+/// With several workers datagrams come to sockets by whichever worker's bucket.
+#[test]
+fn datagrams_come_by_any_worker() {
+    let bed = hosts(TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() });
+    let at = address(false, 7000).ip().to_string();
+    let _server = start(&bed, &["python3", "-c", ECHO, "epoll", &at]);
+    (0..4).for_each(|_| exchange(&bed, &at, ""));
+    assert!(count(&bed, Counter::DatagramsReceived) >= 700);
+}
+
+/// A socket goes on when the NIC dies, by the next NIC.
+#[test]
+fn a_socket_survives_nic_and_agent() {
+    for agent_dies in [false, true] {
+        let bed = hosts(TestbedSettings::default());
+        let at = address(false, 7000).ip().to_string();
+        let _server = start(&bed, &["python3", "-c", ECHO, "epoll", &at]);
+        exchange(&bed, &at, "");
+        let first = statistics(&bed);
+        let process = if agent_dies { first.agent_process } else { first.nic_process };
+        baton_linux::process::signal(process, 9).expect("a signal");
+        exchange(&bed, &at, "");
+        let before = count(&bed, Counter::DatagramsReceived);
+        wait_until("datagrams by the next NIC", || {
+            exchange(&bed, &at, "");
+            count(&bed, Counter::DatagramsReceived) >= before + 100
+        });
+    }
+}
+
+/// Runs a program on host A whose UDP sockets the NIC has; it prints "right".
+fn runs(bed: &Testbed, program: &str, arguments: &[&str]) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command
+        .arg("run")
+        .arg("--socket")
+        .arg(bed.socket())
+        .args(["--offload", "full", "--", "python3", "-c", program])
+        .args(arguments);
+    command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+    assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
+}
+
+/// A client of the peer's echo server, and of a port where nobody is.
+const CONNECTED: &str = "
+import array, errno, fcntl, select, socket, sys, termios
+at = (sys.argv[1], int(sys.argv[2]))
+family = socket.AF_INET6 if ':' in at[0] else socket.AF_INET
+def connected(port):
+    one = socket.socket(family, socket.SOCK_DGRAM)
+    one.settimeout(20)
+    one.connect((at[0], port))
+    assert one.getpeername()[1] == port and one.getsockname()[1] != 0
+    return one
+one = connected(at[1])
+for n in range(50):
+    one.send(b'%d' % n)
+    assert one.recv(100) == b'%d' % n
+one.send(b'0123456789')
+select.select([one], [], [])
+length = array.array('i', [0])
+fcntl.ioctl(one, termios.FIONREAD, length)
+assert length[0] == 10
+assert one.recv(4, socket.MSG_PEEK) == b'0123'
+assert one.recv_into(bytearray(4), 4, socket.MSG_PEEK | socket.MSG_TRUNC) == 10
+data, _, flags, _ = one.recvmsg(4)
+assert data == b'0123' and flags == socket.MSG_TRUNC
+one.setblocking(False)
+try: sys.exit('there is %r' % one.recv(10))
+except BlockingIOError: pass
+for n in range(9):
+    refused = connected(at[1] + 1)
+    refused.send(b'x')
+    poll = select.poll()
+    poll.register(refused, select.POLLIN)
+    assert poll.poll(20000)[0][1] & select.POLLERR
+    way = n % 3
+    try:
+        if way == 0: sys.exit('there is %r' % refused.recv(10))
+        if way == 1:
+            assert refused.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+            raise ConnectionRefusedError
+        refused.send(b'y')
+        refused.send(b'z')
+        sys.exit('no error')
+    except ConnectionRefusedError: pass
+    refused.send(b'once more')
+    try: sys.exit('there is %r' % refused.recv(10))
+    except ConnectionRefusedError: pass
+    refused.close()
+big = connected(at[1])
+try: sys.exit(big.send(bytes(70000)))
+except OSError as error: assert error.errno == errno.EMSGSIZE
+print('right')
+";
+
+/// A connected socket exchanges datagrams, truncates them, looks at them, and reports errors, as in the kernel.
+#[test]
+fn connected_sockets_report_errors() {
+    let bed = hosts(TestbedSettings::default());
+    for ipv6 in [false, true] {
+        let at = address_b(ipv6);
+        let echo = bed.host_b.run(|| std::net::UdpSocket::bind((at, 6000))).expect("a socket");
+        std::thread::spawn(move || {
+            let mut buffer = [0; 65536];
+            while let Ok((length, peer)) = echo.recv_from(&mut buffer) {
+                let _ = echo.send_to(&buffer[..length], peer);
+            }
+        });
+        // Else the peer sends few ICMP messages a second.
+        let limit = if ipv6 { "ipv6/icmp/ratelimit" } else { "ipv4/icmp_ratelimit" };
+        bed.host_b.run(|| std::fs::write(format!("/proc/sys/net/{limit}"), "0")).expect("no limit");
+        let before = count(&bed, Counter::DatagramsSent);
+        runs(&bed, CONNECTED, &[&at.to_string(), "6000"]);
+        let sent = count(&bed, Counter::DatagramsSent) - before;
+        assert!(sent >= 60, "the NIC sent {sent}");
+    }
+}
+
+/// Reads nothing until it is told to; then prints how many datagrams there are, which must be in order. With `fork` a child
+/// reads them.
+const BURST: &str = "
+import os, socket, sys
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 60000)
+one.bind((sys.argv[1], 7000))
+data, peer = one.recvfrom(100)
+one.sendto(data, peer)
+sys.stdin.readline()
+if sys.argv[2] == 'fork' and os.fork():
+    os.wait()
+    os._exit(0)
+one.setblocking(False)
+last, many = -1, 0
+try:
+    while True:
+        data = one.recv(2000)
+        if data == b'hello': continue
+        n = int.from_bytes(data[:4], 'big')
+        assert n > last, (n, last)
+        last, many = n, many + 1
+except BlockingIOError: pass
+with open(sys.argv[3], 'w') as out: out.write(str(many))
+";
+
+const SEND_BURST: &str = "
+import socket, sys
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+one.settimeout(0.3)
+one.connect((sys.argv[1], 7000))
+for attempt in range(60):
+    try:
+        one.send(b'hello')
+        one.recv(100)
+        break
+    except OSError: pass
+for n in range(int(sys.argv[2])): one.send(n.to_bytes(4, 'big') + bytes(996))
+";
+
+/// What finds no room is dropped and counted; what is unread when the program forks goes to the kernel's socket, in order.
+#[test]
+fn a_burst_is_bounded_and_stays_in_order() {
+    // Of a large burst the link may lose some.
+    for (way, burst, least) in [("alone", 2000u64, 1200), ("fork", 20, 20)] {
+        let bed = hosts(TestbedSettings::default());
+        let scratch = crate::scratch::Scratch::new("burst");
+        let (at, out) = (address(false, 7000).ip().to_string(), scratch.file("many"));
+        let mut program = start(&bed, &["python3", "-c", BURST, &at, way, &out]);
+        let sent = on_b(&bed, &["python3", "-c", SEND_BURST, &at, &burst.to_string()]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+        let counted = || [Counter::DatagramsReceived, Counter::DatagramsDropped].map(|counter| count(&bed, counter));
+        wait_until("the burst", || counted().iter().sum::<u64>() > least);
+        let [received, dropped] = counted();
+        writeln!(program.0.stdin.take().expect("its input"), "read").expect("a program");
+        assert!(program.0.wait().expect("its end").success());
+        let many: u64 = std::fs::read_to_string(&out).expect("its count").parse().expect("a number");
+        if way == "alone" {
+            assert!(dropped > 1000 && received < 200, "{received} received, {dropped} dropped");
+            // One was "hello", which may have been repeated.
+            assert!((many + 1..many + 10).contains(&received), "{many} read, {received} received");
+        } else {
+            assert_eq!((many, dropped), (burst, 0), "all are in the kernel's socket");
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! UDP sockets whose datagrams the NIC receives and sends (`--offload full`).
+//!
+//! The program's socket stays the kernel's, so that address and port are taken there, and the kernel receives and sends whatever
+//! the NIC does not: datagrams of the same host, fragments, multicast, errors. So nothing is refused to a program, and a socket
+//! goes back to the kernel by no more than the NIC's ceasing to take its datagrams.
+
+use crate::agent::Agent;
+use crate::connecting::source_for;
+use crate::ground::Shape;
+use baton_abi::layout::{datagrams, session as layout};
+use baton_handoff::examine::system;
+use baton_linux::bell::SessionBell;
+use baton_linux::{rtnetlink, socket};
+use baton_moves::Refusal;
+use baton_protocol::nic::{DatagramSocket, DatagramWay, ToNic};
+use baton_protocol::program::{Reply, Rings};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+/// Most hosts that one socket sends to by the NIC; the NIC has room for as many.
+const MAX_HOSTS: usize = 4096;
+
+/// Most UDP sockets of a session on the NIC: each takes two of the agent's descriptors.
+const MAX_SOCKETS: usize = 1024;
+
+/// Longest IPv6 packet that the NIC sends, in bytes: what every path carries (RFC 8200 section 5). The kernel, which follows the
+/// path's MTU, sends longer ones.
+const MTU_V6: u32 = 1280;
+
+/// Level and number of options with which only the kernel can serve a socket, unless they are 0: SO_REUSEPORT, SO_BINDTODEVICE,
+/// SO_TIMESTAMP, SO_TIMESTAMPNS, SO_MARK, SO_TIMESTAMPING, SO_RXQ_OVFL, SO_TXTIME; UDP_CORK, UDP_ENCAP, UDP_SEGMENT, UDP_GRO; IP_TOS,
+/// IP_RECVOPTS, IP_RETOPTS, IP_PKTINFO, IP_RECVERR, IP_RECVTTL, IP_RECVTOS, IP_TRANSPARENT, IP_RECVORIGDSTADDR, IP_MINTTL,
+/// IP_CHECKSUM; IPV6_RECVERR, IPV6_RECVPKTINFO, IPV6_RECVHOPLIMIT, IPV6_RECVTCLASS, IPV6_TCLASS, IPV6_MINHOPCOUNT,
+/// IPV6_RECVORIGDSTADDR.
+const KERNEL_ONLY: [(i32, &[i32]); 4] = [
+    (1, &[15, 25, 29, 35, 36, 37, 40, 61]),
+    (17, &[1, 100, 103, 104]),
+    (0, &[1, 6, 7, 8, 11, 12, 13, 19, 20, 21, 23]),
+    (41, &[25, 49, 51, 66, 67, 73, 74]),
+];
+
+/// SO_REUSEADDR, SO_RCVBUF, SO_GET_FILTER, SO_PEEK_OFF; IP_MTU_DISCOVER and its values that let packets be fragmented.
+const REUSEADDR: i32 = 2;
+const RCVBUF: i32 = 8;
+const GET_FILTER: i32 = 26;
+const PEEK_OFF: i32 = 42;
+const MTU_DISCOVER: i32 = 10;
+const MAY_FRAGMENT: std::ops::RangeInclusive<i32> = 0..=1;
+/// IPV6_V6ONLY.
+const V6ONLY: i32 = 26;
+
+/// A UDP socket of a program.
+struct Socket {
+    session: u32,
+    fd: OwnedFd,
+    cookie: u64,
+    rings: Rings,
+    bell: SessionBell,
+    /// The ways that the program has asked for; None while there is none.
+    ways: BTreeMap<IpAddr, Option<DatagramWay>>,
+}
+
+/// The UDP sockets by number.
+#[derive(Default)]
+pub(crate) struct Datagrams {
+    by_id: BTreeMap<u32, Socket>,
+    next: u32,
+}
+
+fn stayed(refusal: &Refusal) -> Reply {
+    Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
+}
+
+/// Checks whether the NIC can have a socket's datagrams. Returns the socket's address.
+///
+/// # Errors
+/// Why only the kernel can.
+fn examine(fd: BorrowedFd<'_>) -> Result<SocketAddr, Refusal> {
+    if !socket::is_udp(fd) || !socket::is_of_this_namespace(fd).map_err(|error| system("SO_NETNS_COOKIE", &error))? {
+        return Err(Refusal::OtherNamespace);
+    }
+    let get = |level, option| socket::get(fd, level, option).ok();
+    let set =
+        |(level, options): &(i32, &[i32])| options.iter().any(|option| get(*level, *option).is_some_and(|value| value != 0));
+    if KERNEL_ONLY.iter().any(set) {
+        return Err(Refusal::Option("a socket option that only the kernel has"));
+    }
+    if get(1, GET_FILTER).is_some_and(|length| length > 0) || get(1, PEEK_OFF).is_some_and(|offset| offset >= 0) {
+        return Err(Refusal::Option("a socket filter or SO_PEEK_OFF"));
+    }
+    if get(0, MTU_DISCOVER).is_some_and(|value| !MAY_FRAGMENT.contains(&value)) {
+        return Err(Refusal::Option("IP_MTU_DISCOVER"));
+    }
+    // Another socket may be bound to the same port, and which of them gets a datagram is the kernel's choice.
+    if get(1, REUSEADDR) == Some(1) && socket::peer_address(fd).is_err() {
+        return Err(Refusal::Option("SO_REUSEADDR"));
+    }
+    let local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
+    if local.port() == 0 {
+        return Err(Refusal::Option("no port"));
+    }
+    Ok(local)
+}
+
+impl Agent {
+    /// Makes the NIC have a UDP socket's datagrams, or serves it anew when its peer or its options have changed.
+    pub(crate) fn take_datagrams(&mut self, session: u32, rings: Rings, descriptors: Vec<OwnedFd>) -> Reply {
+        let Ok([fd, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
+            return Reply::Failed { reason: "a UDP socket and its doorbell are two descriptors".into() };
+        };
+        match self.begin_datagrams(session, rings, fd, bell) {
+            Ok(socket) => Reply::Datagrams { socket },
+            Err(refusal) => stayed(&refusal),
+        }
+    }
+
+    fn begin_datagrams(&mut self, session: u32, rings: Rings, fd: OwnedFd, bell: OwnedFd) -> Result<u32, Refusal> {
+        let cookie = socket::cookie(fd.as_fd()).map_err(|error| system("SO_COOKIE", &error))?;
+        let known = self.datagrams.by_id.iter().find(|(_, socket)| socket.cookie == cookie);
+        let id = match known.map(|(id, socket)| (*id, socket.session)) {
+            // The kernel divides its datagrams between the processes that have it.
+            Some((_, owner)) if owner != session => return Err(Refusal::Elsewhere),
+            Some((id, _)) => id,
+            None => {
+                self.has_room_for(fd.as_fd(), 1)?;
+                let of_session = self.datagrams.by_id.values().filter(|socket| socket.session == session).count();
+                if of_session >= MAX_SOCKETS || !self.rings_fit(session, &rings) {
+                    return Err(Refusal::NoRoom);
+                }
+                examine(fd.as_fd())?;
+                self.datagrams.next += 1;
+                let socket = Socket { session, fd, cookie, rings, bell: SessionBell::from_fd(bell), ways: BTreeMap::new() };
+                self.datagrams.by_id.insert(self.datagrams.next, socket);
+                self.datagrams.next
+            }
+        };
+        let served = self.serve_datagrams(id);
+        if served.is_err() {
+            self.end_datagrams(session, Some(id), false);
+        }
+        served.map(|()| id)
+    }
+
+    /// Whether rings lie in the part of session memory of which the agent gives out nothing.
+    fn rings_fit(&self, session: u32, rings: &Rings) -> bool {
+        let open = self.sessions.get(session as usize).and_then(Option::as_ref).and_then(|entry| entry.open.as_ref());
+        let Some(memory) = open.map(|open| &open.memory) else { return false };
+        let sizes = [rings.receive, rings.send].map(|size| size as usize);
+        rings.base.is_multiple_of(4096)
+            && rings.base as usize >= layout::heap_end(memory.len())
+            && sizes.iter().all(|size| size.is_power_of_two() && *size >= 4096)
+            && rings.base as usize + datagrams::BYTES + sizes[0] + sizes[1] <= memory.len()
+    }
+
+    /// Shows a socket's program whether the NIC has its datagrams, and that the ways of these may have changed.
+    fn publish_datagrams(&self, id: u32, on_nic: bool) {
+        let Some(socket) = self.datagrams.by_id.get(&id) else { return };
+        let open = self.sessions.get(socket.session as usize).and_then(Option::as_ref).and_then(|entry| entry.open.as_ref());
+        let Some(memory) = open.map(|open| &open.memory) else { return };
+        let word = |offset: usize| memory.word32(socket.rings.base as usize + offset);
+        word(datagrams::ON_NIC).store(u32::from(on_nic), Ordering::Release);
+        word(datagrams::WAYS).fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Describes a socket to the NIC.
+    fn serve_datagrams(&mut self, id: u32) -> Result<(), Refusal> {
+        self.can_open()?;
+        let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
+        let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
+        let own = rtnetlink::addresses(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
+        let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
+        let local = examine(socket.fd.as_fd())?;
+        let only_v6 = socket::get(socket.fd.as_fd(), 41, V6ONLY).is_ok_and(|value| value == 1);
+        let receives = |address: &IpAddr| match local.ip() {
+            IpAddr::V4(any) if any.is_unspecified() => address.is_ipv4(),
+            IpAddr::V6(any) if any.is_unspecified() => address.is_ipv6() || !only_v6,
+            bound => bound.to_canonical() == *address,
+        };
+        let outside =
+            |address: &IpAddr| !address.is_loopback() && !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        let own = own.into_iter().filter(|address| outside(address) && receives(address));
+        let addresses: Vec<SocketAddr> = own.map(|address| SocketAddr::new(address, local.port())).collect();
+        if addresses.is_empty() {
+            return Err(Refusal::OtherInterface(0));
+        }
+        let limit = socket::get(socket.fd.as_fd(), 1, RCVBUF).ok().and_then(|bytes| u32::try_from(bytes).ok());
+        let description = DatagramSocket {
+            id,
+            session: socket.session,
+            rings: socket.rings,
+            limit: limit.unwrap_or(socket.rings.receive),
+            addresses,
+            peer: socket::peer_address(socket.fd.as_fd()).ok(),
+            host: link.address,
+        };
+        let served = self.nic.serve_datagrams(&ToNic::Datagrams(description), Some(socket.bell.as_fd()));
+        served.map_err(|_| Refusal::NicGone)?;
+        self.publish_datagrams(id, true);
+        Ok(())
+    }
+
+    /// Looks up the way of a socket's datagrams to a host, for its program.
+    pub(crate) fn find_datagram_way(&mut self, session: u32, id: u32, host: IpAddr) -> Reply {
+        let Some(socket) = self.datagrams.by_id.get(&id).filter(|socket| socket.session == session) else {
+            return Reply::Failed { reason: format!("there is no UDP socket {id}") };
+        };
+        if socket.ways.len() >= MAX_HOSTS && !socket.ways.contains_key(&host) {
+            return stayed(&Refusal::NoRoom);
+        }
+        match self.follow_datagram_way(id, host) {
+            Ok(way) => Reply::Way { mtu: way.mtu },
+            Err(refusal) => stayed(&refusal),
+        }
+    }
+
+    /// Looks up the way of a socket's datagrams to a host, and gives it to the NIC if it is another one than before.
+    fn follow_datagram_way(&mut self, id: u32, host: IpAddr) -> Result<DatagramWay, Refusal> {
+        let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
+        let (session, fd) = (socket.session, socket.fd.try_clone().map_err(|error| system("dup", &error))?);
+        let found = self.way_of_datagrams(session, fd.as_fd(), host.to_canonical());
+        let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return Err(Refusal::Ended) };
+        let (way, before) = (found.as_ref().ok().copied(), socket.ways.get(&host).copied().flatten());
+        if way != before {
+            socket.ways.insert(host, way);
+            let host = host.to_canonical();
+            self.nic.serve_datagrams(&ToNic::DatagramWay { id, host, way }, None).map_err(|_| Refusal::NicGone)?;
+        }
+        found
+    }
+
+    fn way_of_datagrams(&mut self, session: u32, fd: BorrowedFd<'_>, host: IpAddr) -> Result<DatagramWay, Refusal> {
+        let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
+        let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
+        let bound = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
+        let any = bound.ip().to_canonical().is_unspecified();
+        let source =
+            if any { source_for(SocketAddr::new(host, bound.port())).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
+        let local = SocketAddr::new(source.to_canonical(), bound.port());
+        let (mut ground, _) = self.split(session).ok_or(Refusal::Ended)?;
+        let (hop, _) = ground.way_to(fd, local, host)?;
+        let mtu = if host.is_ipv4() { link.mtu } else { link.mtu.min(MTU_V6) };
+        Ok(DatagramWay { source: local.ip(), hop, mtu })
+    }
+
+    /// Looks up all ways again, since routes, neighbours or policies have changed.
+    pub(crate) fn follow_datagram_ways(&mut self) {
+        for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
+            let ways = self.datagrams.by_id.get(&id).map(|socket| socket.ways.clone()).unwrap_or_default();
+            let changed = ways.into_iter().filter(|(host, before)| self.follow_datagram_way(id, *host).ok() != *before).count();
+            if changed > 0 {
+                self.publish_datagrams(id, true);
+            }
+        }
+    }
+
+    /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton ends: those that
+    /// the NIC cannot have are the kernel's until it can.
+    pub(crate) fn follow_datagrams(&mut self) {
+        for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
+            if self.serve_datagrams(id).is_err() {
+                let _ = self.nic.serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
+                self.publish_datagrams(id, false);
+            }
+            if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
+                // The program asks for those that it still uses.
+                socket.ways.clear();
+            }
+        }
+    }
+
+    /// Gives one of a session's sockets, or all of them, to the kernel.
+    pub(crate) fn end_datagrams(&mut self, session: u32, only: Option<u32>, replay: bool) {
+        let its = |socket: &Socket, id: u32| socket.session == session && only.is_none_or(|only| only == id);
+        let ids: Vec<u32> = self.datagrams.by_id.iter().filter(|(id, socket)| its(socket, **id)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let _ = self.nic.serve_datagrams(&ToNic::EndDatagrams { id, replay }, None);
+            self.publish_datagrams(id, false);
+            self.datagrams.by_id.remove(&id);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! A UDP socket whose datagrams the NIC has: the program's ends of its rings, and the hosts that it can send to.
+
+use crate::heap::Heap;
+use crate::shared::Shared;
+use baton_abi::layout::{datagrams, session};
+use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
+use baton_linux::bell::SessionBell;
+use baton_linux::events::monotonic_micros;
+use baton_protocol::program::Rings;
+use baton_ring::Token;
+use baton_shm::Region;
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Bytes of the send ring.
+const SEND: u32 = 1 << 18;
+
+/// Bounds of the receive ring's bytes.
+const LEAST: u32 = 1 << 16;
+const MOST: u32 = 1 << 24;
+
+/// Hosts whose ways are remembered.
+const MAX_HOSTS: usize = 4096;
+
+/// Microseconds after which a host to which the NIC had no way is asked for again: if the kernel is looking for its link address, and
+/// otherwise.
+const ASK_SOON: u64 = 2000;
+const ASK_AGAIN: u64 = 1_000_000;
+
+/// Bytes of the IP and UDP headers, by family.
+const HEADERS_V4: u32 = 28;
+const HEADERS_V6: u32 = 48;
+
+/// What is known of the ways: their version, and for each host the longest packet, or when to ask again.
+type Ways = (u32, HashMap<IpAddr, Result<u32, u64>>);
+
+/// A UDP socket on the NIC.
+#[derive(Debug)]
+pub struct Datagrams {
+    memory: Arc<Region>,
+    rings: Rings,
+    receive: Mutex<Reader>,
+    send: Mutex<Writer>,
+    wish: Wish,
+    nic_wish: Wish,
+    bell: SessionBell,
+    nic_bell: SessionBell,
+    number: AtomicU32,
+    agent_starts: AtomicU32,
+    ways: Mutex<Ways>,
+    heap: Arc<Mutex<Heap>>,
+}
+
+impl Drop for Datagrams {
+    fn drop(&mut self) {
+        locked(&self.heap).give(self.rings.base, place_of(&self.rings).bytes().next_power_of_two());
+    }
+}
+
+fn place_of(rings: &Rings) -> Place {
+    Place { base: rings.base, receive: rings.receive, send: rings.send }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Datagrams {
+    /// Rings in session memory for a socket that may hold `receive` bytes of datagrams. `renumber` may give a descriptor another
+    /// number.
+    ///
+    /// # Errors
+    /// `OutOfMemory` if the session has no room left, else the failed system call's.
+    pub fn new(shared: &Shared, receive: u32, renumber: impl Fn(OwnedFd) -> OwnedFd) -> io::Result<Datagrams> {
+        let memory = shared.memory().clone();
+        let receive = receive.clamp(LEAST, MOST).next_power_of_two();
+        let mut place = Place { base: 0, receive, send: SEND };
+        let (base, _) = locked(&shared.buffers).take(place.bytes()).ok_or(io::ErrorKind::OutOfMemory)?;
+        place.base = base;
+        let _ = memory.write(base as usize, &[0; datagrams::BYTES]);
+        let outside = || io::Error::from(io::ErrorKind::OutOfMemory);
+        let (bell, nic_bell) = SessionBell::pair()?;
+        let [bell, nic_bell] = [bell, nic_bell].map(|bell| SessionBell::from_fd(renumber(bell.into())));
+        let wish = Wish::new(&memory, &place, Direction::Receive);
+        wish.make();
+        Ok(Datagrams {
+            rings: Rings { base, receive, send: SEND },
+            receive: Mutex::new(Reader::new(&memory, &place, Direction::Receive).ok_or_else(outside)?),
+            send: Mutex::new(Writer::new(&memory, &place, Direction::Send, SEND).ok_or_else(outside)?),
+            wish,
+            nic_wish: Wish::new(&memory, &place, Direction::Send),
+            bell,
+            nic_bell,
+            memory,
+            number: AtomicU32::new(0),
+            agent_starts: AtomicU32::new(0),
+            ways: Mutex::default(),
+            heap: shared.buffers.clone(),
+        })
+    }
+
+    /// Lets the NIC have the socket's datagrams, as the socket is now.
+    ///
+    /// # Errors
+    /// See [`Shared::take_datagrams`].
+    pub fn serve(&self, shared: &Shared, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let starts = self.starts();
+        let number = shared.take_datagrams(fd, self.nic_bell.as_fd(), self.rings)?;
+        self.number.store(number, Ordering::Release);
+        self.agent_starts.store(starts, Ordering::Release);
+        Ok(())
+    }
+
+    fn starts(&self) -> u32 {
+        self.memory.word32(session::AGENT_STARTS).load(Ordering::Acquire)
+    }
+
+    fn word(&self, offset: usize) -> u32 {
+        self.memory.word32(self.rings.base as usize + offset).load(Ordering::Acquire)
+    }
+
+    /// Whether the NIC has the socket's datagrams.
+    pub fn is_on_nic(&self) -> bool {
+        self.word(datagrams::ON_NIC) == 1 && !self.has_new_agent()
+    }
+
+    /// Whether there is another agent, which does not know the socket.
+    pub fn has_new_agent(&self) -> bool {
+        self.starts() != self.agent_starts.load(Ordering::Acquire)
+    }
+
+    /// The socket's number, from the agent.
+    pub fn number(&self) -> u32 {
+        self.number.load(Ordering::Acquire)
+    }
+
+    /// The doorbell: readable as long as datagrams wait.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    /// Both descriptors of the doorbell, which are this library's.
+    pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
+        [self.bell.as_fd(), self.nic_bell.as_fd()]
+    }
+
+    /// Bytes of the next datagram.
+    pub fn next_length(&self) -> Option<u32> {
+        locked(&self.receive).peek().map(|record| record.length)
+    }
+
+    /// Takes the next datagram, or only looks at it. `take` gets its sender, its length, and a function that copies its bytes from
+    /// an offset on. False if there is none: then the doorbell rings for the next one.
+    pub fn receive(
+        &self,
+        shared: &Shared,
+        token: Token,
+        only_look: bool,
+        take: impl FnOnce(SocketAddr, u32, &dyn Fn(u32, &mut [u8])),
+    ) -> bool {
+        let mut reader = locked(&self.receive);
+        let Some(record) = reader.peek() else { return false };
+        take(record.other.into(), record.length, &|skip, out| reader.read(&record, skip, out));
+        if !only_look {
+            reader.pop(&record);
+            if reader.peek().is_none() && !self.wish.is_made() {
+                self.bell.clear();
+                self.wish.make();
+                if reader.peek().is_some() {
+                    // The NIC may have put it there before it could see the wish.
+                    let _ = shared.announce_datagrams(self.number(), token);
+                }
+            }
+        }
+        true
+    }
+
+    /// Whether the NIC can send a datagram of `length` bytes to a host: else the kernel does.
+    pub fn reaches(&self, shared: &Shared, host: IpAddr, length: usize) -> bool {
+        let host = host.to_canonical();
+        let headers = if host.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
+        let fits = |mtu: u32| length + headers as usize <= mtu as usize;
+        let version = self.word(datagrams::WAYS);
+        let mut ways = locked(&self.ways);
+        if ways.0 != version || ways.1.len() >= MAX_HOSTS {
+            *ways = (version, HashMap::new());
+        }
+        match ways.1.get(&host) {
+            Some(Ok(mtu)) => fits(*mtu),
+            Some(Err(again)) if monotonic_micros() < *again => false,
+            _ => {
+                let found = shared.datagram_way(self.number(), host).map_err(|error| {
+                    let soon = error.kind() == io::ErrorKind::WouldBlock;
+                    monotonic_micros() + if soon { ASK_SOON } else { ASK_AGAIN }
+                });
+                ways.1.insert(host, found);
+                found.is_ok_and(fits)
+            }
+        }
+    }
+
+    /// Queues a datagram for sending. False if there is no room.
+    pub fn send<'a>(
+        &self,
+        shared: &Shared,
+        token: Token,
+        to: SocketAddr,
+        pieces: impl Iterator<Item = &'a [u8]> + Clone,
+    ) -> bool {
+        let sent = locked(&self.send).push(&to.into(), pieces);
+        if self.nic_wish.take() && shared.announce_datagrams(self.number(), token).is_err() {
+            self.nic_wish.make();
+        }
+        sent
+    }
+
+    /// Gives the socket to the kernel; with `replay` what is unread as well. Nobody else may use the rings meanwhile.
+    pub fn end(&self, shared: &Shared, replay: bool) {
+        let reader = locked(&self.receive);
+        let _ = shared.end_datagrams(self.number(), replay);
+        drop(reader);
+    }
+}

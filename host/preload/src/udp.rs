@@ -1,0 +1,537 @@
+//! UDP sockets whose datagrams the NIC receives and sends (`--offload full`).
+//!
+//! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken from the
+//! NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the NIC's doorbell beside
+//! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
+//! sends, once it has a port.
+
+use crate::process::{self, Session};
+use crate::{connecting, io, real, thread, wait};
+use baton_client::Datagrams;
+use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Number of descriptors that can be tracked; higher ones stay the kernel's.
+const SIZE: usize = 1 << 20;
+
+/// The UDP sockets by descriptor. Entries are never freed, as in [`crate::table`].
+static SOCKETS: [AtomicPtr<Udp>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
+
+/// Sockets that are closed, for new ones.
+static POOL: Mutex<Vec<&'static Udp>> = Mutex::new(Vec::new());
+
+/// Descriptors of doorbells.
+static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+/// One more than the highest descriptor ever tracked.
+static END: AtomicU32 = AtomicU32::new(0);
+
+/// Datagrams from the ring after which the kernel's socket is looked at, so that those of the same host get their turn.
+const TURN: u32 = 64;
+
+/// Microseconds between looks at a connected socket for an error that the kernel has received for it (ICMP), while it only sends.
+const ERROR_CHECK: u64 = 100;
+
+/// Microseconds for which a sender that does not block waits for room: the NIC empties the ring at once.
+const ROOM: u64 = 10_000;
+
+/// Microseconds after which a socket that could not be taken is tried again, if that may help.
+const AGAIN: u64 = 1_000_000;
+
+/// A UDP socket on the NIC, and the session that it is in.
+#[derive(Clone)]
+struct Taken {
+    datagrams: Arc<Datagrams>,
+    session: &'static Session,
+}
+
+/// A UDP socket.
+#[derive(Default)]
+pub(crate) struct Udp {
+    taken: Mutex<Option<Taken>>,
+    /// Whether `taken` has anything, for a look without the lock.
+    is_taken: AtomicBool,
+    /// When it may be taken, in microseconds of the monotonic clock; `u64::MAX` for never.
+    not_before: AtomicU64,
+    /// Datagrams may wait in the kernel's socket from before it was taken.
+    kernel_first: AtomicBool,
+    received: AtomicU32,
+    error_checked: AtomicU64,
+    /// The peer that it is connected to.
+    peer: Mutex<Option<SocketAddr>>,
+    v6: AtomicBool,
+    descriptors: AtomicU32,
+    /// The sets that watch it: the set, and the program's event.
+    sets: Mutex<Vec<(c_int, epoll_event)>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The UDP socket behind a descriptor.
+#[inline]
+pub(crate) fn of(fd: c_int) -> Option<&'static Udp> {
+    let found = SOCKETS.get(fd as u32 as usize)?.load(Ordering::Acquire);
+    // SAFETY: only pointers from `Box::leak` are stored, and nothing is ever freed.
+    unsafe { found.as_ref() }
+}
+
+fn put(fd: c_int, udp: Option<&'static Udp>) {
+    if let Some(slot) = SOCKETS.get(fd as u32 as usize) {
+        if udp.is_some() {
+            END.fetch_max(fd as u32 + 1, Ordering::AcqRel);
+        }
+        slot.store(udp.map_or(std::ptr::null_mut(), |udp| std::ptr::from_ref(udp).cast_mut()), Ordering::Release);
+    }
+}
+
+fn all() -> impl Iterator<Item = (c_int, &'static Udp)> {
+    (0..END.load(Ordering::Acquire) as c_int).filter_map(|fd| Some((fd, of(fd)?)))
+}
+
+/// Tracks a new socket, if it is a UDP socket and the NIC may have it.
+pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
+    put(fd, None);
+    let udp = kind & 0xf == libc::SOCK_DGRAM && (protocol == 0 || protocol == libc::IPPROTO_UDP);
+    let family = domain == libc::AF_INET || domain == libc::AF_INET6;
+    if udp && family && process::plan().is_some_and(process::Plan::is_full) {
+        let udp = locked(&POOL).pop().unwrap_or_else(|| Box::leak(Box::default()));
+        udp.not_before.store(0, Ordering::Release);
+        udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
+        udp.descriptors.store(1, Ordering::Release);
+        put(fd, Some(udp));
+    }
+}
+
+/// Tracks another descriptor of the same socket.
+pub(crate) fn copied(fd: c_int, copy: c_int) {
+    if copy >= 0 && copy != fd {
+        let udp = of(fd).filter(|_| process::is_mine());
+        if let Some(udp) = udp {
+            udp.descriptors.fetch_add(1, Ordering::AcqRel);
+        }
+        put(copy, udp);
+    }
+}
+
+/// Handles the closing of a descriptor, before it is closed.
+pub(crate) fn close(fd: c_int) {
+    let Some(udp) = of(fd).filter(|_| process::is_mine()) else { return };
+    put(fd, None);
+    if udp.descriptors.fetch_sub(1, Ordering::AcqRel) == 1 {
+        udp.leave(false, u64::MAX);
+        locked(&udp.sets).clear();
+        locked(&POOL).push(udp);
+    }
+}
+
+/// Handles the closing of a range of descriptors.
+pub(crate) fn close_range(first: u32, last: u32) {
+    for (fd, _) in all().filter(|(fd, _)| (first..=last).contains(&(*fd as u32))).collect::<Vec<_>>() {
+        close(fd);
+    }
+}
+
+/// Gives a socket to the kernel for good, with what is unread: another process is about to have it.
+pub(crate) fn give_back(fd: c_int) {
+    if let Some(udp) = of(fd) {
+        udp.leave(true, u64::MAX);
+    }
+}
+
+/// Gives all sockets to the kernel for good, with what is unread.
+pub(crate) fn give_everything_back() {
+    all().for_each(|(_, udp)| udp.leave(true, u64::MAX));
+}
+
+/// Notes that the session has ended: the sockets are the kernel's until there is another.
+pub(crate) fn leave_session() {
+    for (_, udp) in all() {
+        udp.is_taken.store(false, Ordering::Release);
+        udp.drop_rings();
+    }
+}
+
+/// Whether a descriptor is a doorbell of a socket's.
+pub(crate) fn is_ours(fd: c_int) -> bool {
+    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+}
+
+impl Taken {
+    fn bell(&self) -> c_int {
+        self.datagrams.bell().as_raw_fd()
+    }
+}
+
+/// Moves a descriptor out of the program's way.
+fn renumber(fd: OwnedFd) -> OwnedFd {
+    // SAFETY: `lift` returns a descriptor that only this library has, in place of the one it was given.
+    unsafe { OwnedFd::from_raw_fd(process::lift(fd.into_raw_fd())) }
+}
+
+fn local_port(fd: c_int) -> u16 {
+    // SAFETY: the program's descriptor, open during its own call.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    baton_linux::socket::local_address(borrowed).map_or(0, |local| local.port())
+}
+
+impl Udp {
+    /// The socket's rings, if the NIC has or had it; has the NIC take it if that was not tried.
+    fn taken(&self, fd: c_int) -> Option<Taken> {
+        if self.is_taken.load(Ordering::Acquire) {
+            let taken = locked(&self.taken).clone();
+            if taken.as_ref().is_none_or(|taken| !taken.datagrams.has_new_agent()) {
+                return taken;
+            }
+        }
+        let not_before = self.not_before.load(Ordering::Acquire);
+        if not_before == u64::MAX || not_before > 0 && wait::now() < not_before {
+            return None;
+        }
+        let errno = thread::errno();
+        let taken = self.take(fd);
+        thread::set_errno(errno);
+        taken
+    }
+
+    #[cold]
+    fn take(&self, fd: c_int) -> Option<Taken> {
+        if local_port(fd) == 0 || process::is_closed() {
+            return None;
+        }
+        let session = process::open_session()?;
+        // SAFETY: the program's descriptor, open during its own call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        let mut taken = locked(&self.taken);
+        let datagrams = match &*taken {
+            Some(taken) => taken.datagrams.clone(),
+            None => {
+                let receive = baton_linux::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVBUF).unwrap_or(0) as u32;
+                let datagrams = Datagrams::new(&session.shared, receive, renumber).ok()?;
+                locked(&OURS).extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
+                Arc::new(datagrams)
+            }
+        };
+        *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
+        match datagrams.serve(&session.shared, borrowed) {
+            Ok(()) => {
+                self.kernel_first.store(true, Ordering::Release);
+                let found = Taken { datagrams, session };
+                *taken = Some(found.clone());
+                self.is_taken.store(true, Ordering::Release);
+                drop(taken);
+                for (set, event) in locked(&self.sets).iter() {
+                    watch_bell(*set, libc::EPOLL_CTL_ADD, found.bell(), *event);
+                }
+                Some(found)
+            }
+            Err(error) => {
+                let transient = error.kind() == std::io::ErrorKind::WouldBlock;
+                self.not_before.store(if transient { wait::now() + AGAIN } else { u64::MAX }, Ordering::Release);
+                *taken = Some(Taken { datagrams, session });
+                drop(taken);
+                self.drop_rings();
+                self.is_taken.store(false, Ordering::Release);
+                None
+            }
+        }
+    }
+
+    /// Gives the socket to the kernel until `not_before`, and with `replay` what is unread.
+    fn leave(&self, replay: bool, not_before: u64) {
+        self.not_before.store(not_before, Ordering::Release);
+        if !self.is_taken.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        let errno = thread::errno();
+        let taken = locked(&self.taken).clone();
+        if let Some(taken) = taken {
+            taken.datagrams.end(&taken.session.shared, replay);
+        }
+        self.drop_rings();
+        thread::set_errno(errno);
+    }
+
+    /// Drops the rings. Their memory and descriptors are free when no thread uses them any more.
+    fn drop_rings(&self) {
+        if let Some(taken) = locked(&self.taken).take() {
+            let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
+            locked(&OURS).retain(|fd| !gone.contains(fd));
+        }
+    }
+
+    /// The NIC serves the socket as it is now: the program has connected it or changed an option.
+    fn refresh(&self, fd: c_int) {
+        let errno = thread::errno();
+        if self.not_before.load(Ordering::Acquire) != u64::MAX || !self.is_taken.load(Ordering::Acquire) {
+            self.not_before.store(0, Ordering::Release);
+        }
+        let taken = if self.is_taken.load(Ordering::Acquire) { locked(&self.taken).clone() } else { None };
+        if let Some(taken) = taken {
+            // SAFETY: the program's descriptor, open during its own call.
+            let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+            *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
+            // What is in the ring is read first, wherever the socket is.
+            let _ = taken.datagrams.serve(&taken.session.shared, borrowed);
+        }
+        thread::set_errno(errno);
+    }
+}
+
+/// Handles a changed option or peer of a socket.
+pub(crate) fn changed(fd: c_int) {
+    if let Some(udp) = of(fd) {
+        udp.refresh(fd);
+    }
+}
+
+fn blocks(fd: c_int, flags: c_int) -> bool {
+    // SAFETY: F_GETFL takes no pointer.
+    flags & libc::MSG_DONTWAIT == 0 && unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK == 0
+}
+
+/// recvmsg(2) of a UDP socket.
+///
+/// # Safety
+/// As recvmsg(2).
+pub(crate) unsafe fn receive_message(udp: &Udp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    let special = flags & (libc::MSG_ERRQUEUE | libc::MSG_OOB) != 0;
+    let Some(taken) = udp.taken(fd).filter(|_| !special) else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::recvmsg(fd, message, flags) };
+    };
+    let deadline = io::deadline(fd, libc::SO_RCVTIMEO);
+    loop {
+        let turn = udp.received.fetch_add(1, Ordering::Relaxed) % TURN == TURN - 1;
+        let kernel_first = turn || udp.kernel_first.load(Ordering::Acquire);
+        if !kernel_first {
+            // SAFETY: the program's own arguments (`# Safety`).
+            if let Some(received) = unsafe { take_next(udp, &taken, message, flags) } {
+                return received;
+            }
+        }
+        // SAFETY: the program's own arguments (`# Safety`).
+        let received = unsafe { real::recvmsg(fd, message, flags | libc::MSG_DONTWAIT) };
+        if received >= 0 || thread::errno() != libc::EAGAIN {
+            return received;
+        }
+        udp.kernel_first.store(false, Ordering::Release);
+        if kernel_first {
+            // SAFETY: the program's own arguments (`# Safety`).
+            if let Some(received) = unsafe { take_next(udp, &taken, message, flags) } {
+                return received;
+            }
+        }
+        if !blocks(fd, flags) {
+            return thread::fail(libc::EAGAIN);
+        }
+        if let Err(errno) = sleep(&taken, fd, deadline) {
+            return thread::fail(errno);
+        }
+    }
+}
+
+/// Waits until kernel or NIC has a datagram. Err with errno.
+fn sleep(taken: &Taken, fd: c_int, deadline: Option<u64>) -> Result<(), c_int> {
+    let mut fds = [fd, taken.bell()].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
+    let left =
+        deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
+    // SAFETY: two live entries.
+    match unsafe { real::poll(fds.as_mut_ptr(), 2, left) } {
+        0 => Err(libc::EAGAIN),
+        -1 if thread::errno() == libc::EINTR && deadline.is_none() && wait::handlers_restart() => Ok(()),
+        -1 => Err(thread::errno()),
+        _ => Ok(()),
+    }
+}
+
+/// Takes the next datagram from the ring. None if there is none.
+///
+/// # Safety
+/// As recvmsg(2).
+unsafe fn take_next(udp: &Udp, taken: &Taken, message: &mut msghdr, flags: c_int) -> Option<ssize_t> {
+    let mut result = None;
+    let only_look = flags & libc::MSG_PEEK != 0;
+    taken.datagrams.receive(&taken.session.shared, thread::token(), only_look, |from, length, copy| {
+        let mut skip = 0;
+        for at in 0..message.msg_iovlen {
+            // SAFETY: the program's message has that many vectors (`# Safety`).
+            let vector = unsafe { &*message.msg_iov.add(at) };
+            let room = vector.iov_len.min((length - skip) as usize);
+            if room > 0 {
+                // SAFETY: the vector names `iov_len` bytes of the program's (`# Safety`).
+                copy(skip, unsafe { std::slice::from_raw_parts_mut(vector.iov_base.cast::<u8>(), room) });
+            }
+            skip += room as u32;
+        }
+        message.msg_flags = if skip < length { libc::MSG_TRUNC } else { 0 };
+        message.msg_controllen = 0;
+        if !message.msg_name.is_null() {
+            // SAFETY: `msg_name` has `msg_namelen` bytes (`# Safety`).
+            message.msg_namelen =
+                unsafe { write_address(from, udp.v6.load(Ordering::Acquire), message.msg_name, message.msg_namelen) };
+        }
+        result = Some(if flags & libc::MSG_TRUNC != 0 { length } else { skip } as ssize_t);
+    });
+    result
+}
+
+/// Writes an address as a socket of this family shows it, as much as there is room for. Returns its length.
+///
+/// # Safety
+/// `to` must point to `room` bytes.
+unsafe fn write_address(address: SocketAddr, v6: bool, to: *mut c_void, room: socklen_t) -> socklen_t {
+    // SAFETY: sockaddr_storage is plain data, for which zero is a value.
+    let mut storage: sockaddr_storage = unsafe { std::mem::zeroed() };
+    let length = if v6 {
+        let ip = match address.ip() {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+            IpAddr::V6(v6) => v6,
+        };
+        // SAFETY: the storage has room and alignment for every address.
+        let out = unsafe { &mut *(&raw mut storage).cast::<libc::sockaddr_in6>() };
+        out.sin6_family = libc::AF_INET6 as _;
+        out.sin6_port = address.port().to_be();
+        out.sin6_addr.s6_addr = ip.octets();
+        size_of::<libc::sockaddr_in6>()
+    } else {
+        // SAFETY: as above.
+        let out = unsafe { &mut *(&raw mut storage).cast::<libc::sockaddr_in>() };
+        out.sin_family = libc::AF_INET as _;
+        out.sin_port = address.port().to_be();
+        if let IpAddr::V4(v4) = address.ip().to_canonical() {
+            out.sin_addr.s_addr = u32::from(v4).to_be();
+        }
+        size_of::<libc::sockaddr_in>()
+    };
+    // SAFETY: `room` bytes at `to` (`# Safety`), of which at most the address's length is written.
+    unsafe { std::ptr::copy_nonoverlapping((&raw const storage).cast::<u8>(), to.cast::<u8>(), length.min(room as usize)) };
+    length as socklen_t
+}
+
+/// sendmsg(2) of a UDP socket.
+///
+/// # Safety
+/// As sendmsg(2).
+pub(crate) unsafe fn send_message(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: the program's own arguments (`# Safety`).
+    let by_nic = unsafe { send_by_nic(udp, fd, message, flags) };
+    // SAFETY: as above.
+    by_nic.unwrap_or_else(|| unsafe { real::sendmsg(fd, message, flags) })
+}
+
+/// Sends a datagram by the NIC. None if the kernel has to do it.
+///
+/// # Safety
+/// As sendmsg(2).
+unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> Option<ssize_t> {
+    if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) != 0 || message.msg_controllen != 0 || message.msg_iovlen > 1024 {
+        return None;
+    }
+    let taken = udp.taken(fd).filter(|taken| taken.datagrams.is_on_nic())?;
+    let peer = *locked(&udp.peer);
+    if peer.is_some() && error_waits(udp, fd) {
+        return None;
+    }
+    let to = if message.msg_name.is_null() {
+        peer?
+    } else {
+        // SAFETY: `msg_name` has `msg_namelen` bytes (`# Safety`).
+        unsafe { connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen) }?
+    };
+    let vectors: &[iovec] = match message.msg_iovlen {
+        0 => &[],
+        // SAFETY: the program's message has that many vectors (`# Safety`).
+        count => unsafe { std::slice::from_raw_parts(message.msg_iov, count) },
+    };
+    let length: usize = vectors.iter().map(|vector| vector.iov_len).sum();
+    let errno = thread::errno();
+    let (datagrams, shared) = (&taken.datagrams, &taken.session.shared);
+    // The kernel refuses an address of the other family.
+    if udp.v6.load(Ordering::Acquire) == to.is_ipv4() || !datagrams.reaches(shared, to.ip(), length) {
+        thread::set_errno(errno);
+        return None;
+    }
+    let full = vectors.iter().filter(|vector| vector.iov_len > 0);
+    // SAFETY: each vector names `iov_len` bytes of the program's (`# Safety`).
+    let pieces = full.map(|vector| unsafe { std::slice::from_raw_parts(vector.iov_base.cast::<u8>(), vector.iov_len) });
+    let canonical = SocketAddr::new(to.ip().to_canonical(), to.port());
+    let mut since = None;
+    while !datagrams.send(shared, thread::token(), canonical, pieces.clone()) {
+        let waited = wait::now() - *since.get_or_insert_with(wait::now);
+        if !datagrams.is_on_nic() {
+            return None;
+        }
+        if waited > ROOM && !blocks(fd, flags) {
+            return Some(thread::fail(libc::EAGAIN));
+        }
+        std::thread::yield_now();
+    }
+    thread::set_errno(errno);
+    Some(length as ssize_t)
+}
+
+/// Whether the kernel has received an error for the socket, which the next call reports.
+fn error_waits(udp: &Udp, fd: c_int) -> bool {
+    let now = wait::now();
+    if now.saturating_sub(udp.error_checked.load(Ordering::Relaxed)) < ERROR_CHECK {
+        return false;
+    }
+    udp.error_checked.store(now, Ordering::Relaxed);
+    let errno = thread::errno();
+    let waits = wait::reports_now(fd, libc::POLLERR);
+    thread::set_errno(errno);
+    waits
+}
+
+/// Bytes of the next datagram in the ring (FIONREAD). None if the kernel is to be asked.
+pub(crate) fn next_length(fd: c_int) -> Option<c_int> {
+    let taken = of(fd)?.taken(fd)?;
+    taken.datagrams.next_length().map(|length| length as c_int)
+}
+
+/// The doorbells of those of the program's descriptors that are UDP sockets on the NIC, each with the socket's index.
+pub(crate) fn bells(fds: &[pollfd]) -> impl Iterator<Item = (usize, c_int)> {
+    let wanted = fds.iter().enumerate().filter(|(_, entry)| entry.events & (libc::POLLIN | libc::POLLRDNORM) != 0);
+    wanted.filter_map(|(at, entry)| {
+        let udp = of(entry.fd)?;
+        udp.error_checked.store(0, Ordering::Relaxed);
+        Some((at, udp.taken(entry.fd)?.bell()))
+    })
+}
+
+fn watch_bell(set: c_int, operation: c_int, bell: c_int, event: epoll_event) {
+    // A doorbell has always room to be rung by this end.
+    let mut event = epoll_event { events: event.events & !(libc::EPOLLOUT as u32), ..event };
+    let errno = thread::errno();
+    // SAFETY: one live event.
+    unsafe {
+        if real::epoll_ctl(set, operation, bell, &mut event) < 0 && operation == libc::EPOLL_CTL_MOD {
+            real::epoll_ctl(set, libc::EPOLL_CTL_ADD, bell, &mut event);
+        }
+    }
+    thread::set_errno(errno);
+}
+
+/// Makes an epoll set watch a socket's doorbell as it watches the socket.
+///
+/// # Safety
+/// As epoll_ctl(2).
+pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) {
+    let Some(udp) = of(fd) else { return };
+    let taken = udp.taken(fd);
+    let mut sets = locked(&udp.sets);
+    sets.retain(|(other, _)| *other != set);
+    // SAFETY: the kernel has just accepted the event (`# Safety`).
+    let event = if operation == libc::EPOLL_CTL_DEL || event.is_null() { None } else { Some(unsafe { *event }) };
+    if let Some(event) = event {
+        sets.push((set, event));
+    }
+    if let Some(taken) = taken {
+        watch_bell(set, operation, taken.bell(), event.unwrap_or(epoll_event { events: 0, u64: 0 }));
+    }
+}
