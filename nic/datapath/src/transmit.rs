@@ -220,6 +220,7 @@ impl<W: Device> Output<W> {
             headers: headers as u16,
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
+            udp: false,
         });
         self.complete(&offloaded.template, offloaded.image.link.interface);
         self.send_frame(counters);
