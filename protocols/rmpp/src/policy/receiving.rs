@@ -283,7 +283,7 @@ impl Policy {
         let Some(message) = self.incoming.get_mut(handle) else { return };
         if message.state == ReceiveState::Returning {
             self.incoming.remove(handle);
-            return;
+            return self.finish_leaving();
         }
         let ReceiveState::Releasing(error) = message.state else { return };
         let (at, receive) = (usize::from(message.peer), message.receive);
