@@ -151,18 +151,23 @@ class HostsWithNic:
         here = f"{wait}; hostname baton-mpi-a; exec {words}"
         return [self.program, "hosts", "--peer", f"echo $$ > {self.peer}; exec sleep 600", "--", "unshare", "-u", "sh", "-c", here]
 
-    def kill_nic(self, ancestor):
-        """Kills the NIC that belongs to a process started here. Whether there was one."""
+    def find_nic(self, ancestor):
+        """The folder in /proc of the NIC that belongs to a process started here, or None."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and self.is_nic(entry) and ancestor in ancestors(int(entry.name)):
-                os.kill(int(entry.name), signal.SIGKILL)
-                return True
-        return False
+                return entry
+        return None
 
-    @staticmethod
-    def is_nic(entry):
+    def kill_nic(self, ancestor):
+        """Kills the NIC that belongs to a process started here. Whether there was one."""
+        nic = self.find_nic(ancestor)
+        if nic:
+            os.kill(int(nic.name), signal.SIGKILL)
+        return nic is not None
+
+    def is_nic(self, entry):
         try:
-            return (entry / "cmdline").read_bytes().split(b"\0")[1:2] == [HostsWithNic.NIC]
+            return (entry / "cmdline").read_bytes().split(b"\0")[1:2] == [self.NIC]
         except OSError:
             return False
 
@@ -283,15 +288,12 @@ def killed_nic(mpi, hosts, program):
     return good
 
 
-def sessions(process):
-    """Sessions of the NIC that belongs to a process started here: each is memory that the NIC has mapped."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and HostsWithNic.is_nic(entry) and process.pid in ancestors(int(entry.name)):
-            try:
-                return (entry / "maps").read_text().count("memfd:baton-session")
-            except OSError:
-                return None
-    return None
+def sessions(nic):
+    """Sessions of a NIC: each is memory that it has mapped. None if it has ended."""
+    try:
+        return (nic / "maps").read_text().count("memfd:baton-session")
+    except OSError:
+        return None
 
 
 def killed_with_nic(mpi, hosts, program):
@@ -300,13 +302,15 @@ def killed_with_nic(mpi, hosts, program):
 
     def watch(process):
         """Until the job has ended and no session is left; the hosts stay until then."""
+        nic = None
         while process.poll() is None:
-            count = sessions(process)
+            nic = nic or hosts.find_nic(process.pid)
+            count = nic and sessions(nic)
             if count is not None and (not seen or seen[-1] != count):
                 seen.append(count)
             if seen and max(seen) > 0 and seen[-1] == 0 and (hosts.folder / "ended").exists():
                 (hosts.folder / "enough").touch()
-            time.sleep(0.02)
+            time.sleep(0.005)
         ended.set()
 
     for name in ("ended", "enough"):
@@ -334,7 +338,7 @@ def full_nic(hosts):
     command = ["prlimit", "--nofile=200:200", hosts.program, "hosts", "--", str(program), "full", ADDRESSES[0]]
     output, errors, result = run(command, environment)
     reason = [line for line in errors.splitlines() if "an endpoint cannot be opened" in line]
-    good = result == 0 and "No such device" in output and any("descriptors" in line for line in reason)
+    good = result == 0 and "No such device" in output and any("no descriptor left" in line for line in reason)
     print(f"{'ok  ' if good else 'FAIL'} a full NIC: {reason[0].split('opened: ')[-1] if reason else 'no reason in the log'}", flush=True)
     if not good:
         print(f"    {output}\n    " + "\n    ".join(errors.strip().splitlines()[-15:]))
