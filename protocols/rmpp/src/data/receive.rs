@@ -253,7 +253,8 @@ impl Data {
         let Some(entry) = self.receiving.enter(new) else { return self.counters.drop(Drop::NoMessage) };
         entry.alone |= ahead > 0;
         (entry.until, entry.step) = (entry.until.max(until), entry.step.max(count));
-        if first > entry.limit || first == entry.limit && !entry.more_reported {
+        // An RSM on its way will go on. Where everything has been placed that was cleared, it may have been lost.
+        if first > entry.limit || first == entry.limit && !entry.more_reported && entry.further() == 0 {
             return;
         }
         let from = first.max(entry.base);

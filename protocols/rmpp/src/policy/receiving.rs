@@ -8,15 +8,20 @@ use crate::handle;
 use crate::interface::{Command, Half};
 use baton_wire::rmpp::{Header, Kind, MAX_CLEARED, Status};
 
+/// Packets of the longest message that the data half clears by itself: numbers of grants are compared modulo 2¹⁶, and each packet
+/// may take one.
+const LONGEST_ALONE: u32 = 1 << 14;
+
 impl Policy {
     /// Clears the next packets of a message: n = min(16 packets, what is pinned, what the NIC has buffers for) (section 3). Without
     /// room for one, it waits its turn.
     pub(super) fn clear_more(&mut self, handle: u32, now: u64) {
         let room = self.config.nic_buffers.saturating_sub(self.cleared_packets + self.lent().1);
         let pinned = self.config.pinned.saturating_sub(self.cleared_bytes);
-        let most = u32::from(self.config.grant).max(self.config.ahead);
         let Some(message) = self.incoming.get_mut(handle) else { return };
-        let window = u32::from(MAX_CLEARED).max(self.config.ahead).saturating_sub(message.limit - message.placed);
+        let ahead = if message.packets <= LONGEST_ALONE { self.config.ahead } else { 0 };
+        let most = u32::from(self.config.grant).max(ahead);
+        let window = u32::from(MAX_CLEARED).max(ahead).saturating_sub(message.limit - message.placed);
         let pinned = u32::try_from(pinned / u64::from(message.rts.fragment)).unwrap_or(u32::MAX);
         let count = most.min(message.packets - message.limit).min(window);
         if count == 0 {
@@ -24,7 +29,7 @@ impl Policy {
         }
         // Behind a full window nothing more is on its way.
         let before = message.on_way();
-        let full = room + before >= u32::from(MAX_CLEARED) && self.config.ahead > 0;
+        let full = room + before >= u32::from(MAX_CLEARED) && ahead > 0;
         let count = count.min(if full { count } else { room }).min(pinned);
         if count == 0 {
             if !message.queued {
