@@ -159,11 +159,12 @@ class HostsWithNic:
         return None
 
     def kill_nic(self, ancestor):
-        """Kills the NIC that belongs to a process started here. Whether there was one."""
+        """Kills the NIC that belongs to a process started here, once a rank uses it. Whether there was one."""
         nic = self.find_nic(ancestor)
-        if nic:
+        used = nic is not None and bool(sessions(nic))
+        if used:
             os.kill(int(nic.name), signal.SIGKILL)
-        return nic is not None
+        return used
 
     def is_nic(self, entry):
         try:
