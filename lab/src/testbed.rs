@@ -280,8 +280,14 @@ impl Testbed {
         let host_b = Namespace::new()?;
         let clean = settings.link == LinkSettings { seed: settings.link.seed, ..LinkSettings::default() };
         let segmentation = settings.segmentation && clean;
-        let options = TapOptions { segmentation, napi: settings.threaded_napi, multi_queue: settings.card };
-        let host_options = TapOptions { segmentation: segmentation || settings.offloads.large_sends, ..options };
+        let host_options = TapOptions {
+            segmentation: segmentation || settings.offloads.large_sends,
+            datagrams: false,
+            napi: settings.threaded_napi,
+            multi_queue: settings.card,
+        };
+        // Host B's device takes large sends of UDP, too, as a veth does.
+        let options = TapOptions { segmentation, datagrams: segmentation, ..host_options };
         let [a, b] = hosts();
         let devices = if settings.beside {
             let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());

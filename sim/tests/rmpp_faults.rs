@@ -63,7 +63,8 @@ impl Schedule {
         let configs = [0, 1].map(|node| Config {
             early: if step == 3 { rng.below(16) as u8 } else { 0 },
             grant: 1 + rng.below(24) as u16,
-            nic_buffers: 1 + rng.below(40) as u32,
+            ahead: [0, 0, 5, 100, 2048][rng.below(5) as usize],
+            nic_buffers: 1 + if rng.chance(500_000) { rng.below(40) } else { rng.below(400) } as u32,
             pinned: 1406 + rng.below(100_000),
             buffer_count: 8 + rng.below(8) as u16,
             buffers_per_peer: 1 + rng.below(8) as u16,

@@ -3,7 +3,7 @@
 
 mod rmpp_worlds;
 
-use baton_rmpp::{Outgoing, Region, Request, Side};
+use baton_rmpp::{Error, Outgoing, Region, Request, Side};
 use baton_sim::rmpp::{Carrier, World};
 use baton_sim::{Impairments, Rng};
 use rmpp_worlds::{clean, world};
@@ -129,4 +129,104 @@ fn pairs_are_those_of_a_plain_list() {
         (0..2).for_each(|at| seen[at] += run.seen[at]);
     }
     assert!(seen.iter().all(|times| *times > 1000), "both sides have matched: {seen:?}");
+}
+
+/// Two endpoints that know each other, the NIC of the second of which matches, and has a receive of 100,000 bytes from the first.
+fn with_a_receive_on_the_nic() -> World {
+    let impairments = Impairments { delay: 20, ..clean() };
+    let mut world = world(2, Carrier::Udp4, impairments, 1, |config| (config.data_posted, config.data_unexpected) = (4, 4));
+    let [address, other] = [0, 1].map(|node| world.address(node));
+    let from = world.nodes[1].policy.open(address, 0).unwrap();
+    let to = world.nodes[0].policy.open(other, 1).unwrap();
+    for (token, length) in [(1, 10), (2, LONG)] {
+        let (now, region) = (world.now, Region { offset: 0, length });
+        let node = &mut world.nodes[1];
+        let request = Request { source: Some(from), context: 0, tag: token, ignore: 0, region, token };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        if token == 1 {
+            let outgoing = Outgoing { peer: to, context: 0, tag: token, data: 0, region, token };
+            world.nodes[0].policy.send(outgoing, now).unwrap();
+            assert!(world.run_until(1_000_000, |world| !world.nodes[1].completions.is_empty()));
+        }
+    }
+    assert!(world.run_until(1_000_000, |world| world.nodes[1].policy.matches_in_data()));
+    world.settle();
+    world.nodes[1].completions.clear();
+    world
+}
+
+const LONG: u64 = 100_000;
+
+/// Lets time pass for the second endpoint until the first one, of which it hears nothing, is dead.
+fn outlive(world: &mut World) {
+    for _ in 0..100 {
+        world.now += 100_000;
+        world.nodes[1].policy.on_timeout(world.now);
+    }
+}
+
+/// The receive ends when its peer is dead, and the NIC has it no more.
+#[test]
+fn a_receive_on_the_nic_from_a_peer_that_dies_fails() {
+    let mut world = with_a_receive_on_the_nic();
+    outlive(&mut world);
+    assert!(world.nodes[1].policy.poll_completion().is_none(), "the NIC may still match it");
+    let now = world.now;
+    let node = &mut world.nodes[1];
+    node.settle(now);
+    let ended = std::mem::take(&mut node.completions);
+    assert_eq!(ended.iter().map(|end| (end.token, end.result)).collect::<Vec<_>>(), [(2, Err(Error::PeerDead))]);
+    assert_eq!(node.leftovers()[2], 0, "and no receive is left");
+    // The next one gets the message: the first one does not stand before it on the NIC. The sender does not know of its death yet.
+    let (from, region) = (node.policy.open(Carrier::Udp4.address(0), 0).unwrap(), Region { offset: 0, length: LONG });
+    let request = Request { source: Some(from), context: 0, tag: 2, ignore: 0, region, token: 3 };
+    node.policy.post(request, now, &mut node.memory[..]).unwrap();
+    for token in [4, 5] {
+        let (now, to) = (world.now, world.nodes[0].policy.open(Carrier::Udp4.address(1), 1).unwrap());
+        world.nodes[0].policy.send(Outgoing { peer: to, context: 0, tag: 2, data: 0, region, token }, now).unwrap();
+        assert!(world.run_until(20_000_000, |world| world.nodes[0].completions.iter().any(|end| end.token == token)));
+    }
+    assert!(world.nodes[1].completions.iter().any(|end| end.token == 3 && end.result.is_ok()));
+}
+
+/// The NIC has given a message to a receive whose peer is dead by then, and the policy is taking the matching back: the receive's
+/// memory is the program's again only when the NIC has forgotten the message.
+#[test]
+fn a_receive_behind_a_refused_arrival_ends_when_nothing_is_placed_any_more() {
+    let mut world = with_a_receive_on_the_nic();
+    let (now, to) = (world.now, world.nodes[0].policy.open(Carrier::Udp4.address(1), 1).unwrap());
+    let region = Region { offset: 0, length: LONG };
+    world.nodes[0].policy.send(Outgoing { peer: to, context: 0, tag: 2, data: 0, region, token: 3 }, now).unwrap();
+    world.nodes[0].settle(now);
+    let mut packet = [0; 2000];
+    let sender = &mut world.nodes[0];
+    let rts = sender.nic.poll_transmit(&sender.memory[..], &mut packet).expect("its RTS");
+    let frame = world.frame(0, 1, &packet[..rts.length]);
+    world.nodes[1].receive(&frame);
+    assert_eq!(world.nodes[1].nic.messages().0, 1, "the NIC has answered it");
+    // More receives than the NIC has room for: the policy is to match.
+    for token in 10..15 {
+        let node = &mut world.nodes[1];
+        let region = Region { offset: 500_000, length: 10 };
+        let request = Request { source: None, context: 1, tag: token, ignore: 0, region, token };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+    }
+    outlive(&mut world);
+    let now = world.now;
+    let node = &mut world.nodes[1];
+    let arrived = node.nic.poll_event().expect("the NIC has reported it");
+    node.policy.handle_event(&arrived, now, &mut node.memory[..]);
+    let mut ended = false;
+    while let Some(command) = node.policy.poll_command() {
+        node.nic.handle_command(&command);
+        while let Some(event) = node.nic.poll_event() {
+            node.policy.handle_event(&event, now, &mut node.memory[..]);
+        }
+        while let Some(end) = node.policy.poll_completion() {
+            assert_eq!((end.token, end.result), (2, Err(Error::PeerDead)));
+            assert_eq!(node.nic.messages().0, 0, "the NIC may still write into its memory");
+            ended = true;
+        }
+    }
+    assert!(ended && !node.policy.matches_in_data());
 }

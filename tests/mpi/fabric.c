@@ -1,6 +1,8 @@
 /* What MPI programs do not use of the provider, and what they cannot show: address vectors as map and table, IPv4 and IPv6,
  * descriptors to wait for, cancelled sends and receives, peers that die or speak another version, a NIC that is missing.
  *
+ * fabric full ADDRESS: opens endpoints on the NIC until it has no room.
+ *
  * Prints one line for each test. Ends with 1 at the first check that does not hold. */
 #include <arpa/inet.h>
 #include <poll.h>
@@ -308,9 +310,62 @@ static void without_nic(void)
 	printf("no NIC: an error, or this host in its place\n");
 }
 
-int main(void)
+/* Opens some endpoints in a process of its own, which has them until the other end of `hold` is closed. Returns what the last
+ * fi_endpoint() did. */
+static int open_elsewhere(const char *address, const int *hold)
+{
+	enum { EACH = 6 };
+	struct side sides[EACH];
+	int answer[2], result = 0;
+	char end;
+	CHECK(!pipe(answer));
+	if (!fork()) {
+		close(hold[1]);
+		for (int at = 0; at < EACH && !result; at++)
+			result = try_open(&sides[at], address, FI_AV_TABLE, FI_WAIT_NONE);
+		CHECK(write(answer[1], &result, sizeof result) == sizeof result);
+		_exit(read(hold[0], &end, 1) != 0);
+	}
+	close(answer[1]);
+	CHECK(read(answer[0], &result, sizeof result) == sizeof result);
+	close(answer[0]);
+	return result;
+}
+
+/* A NIC without room is an error of FI_RMPP_NIC=always, and otherwise this host takes its place. Who ends makes room. */
+static void full(const char *address)
+{
+	struct side side;
+	int hold[2], count = 0, result = 0;
+	setenv("FI_RMPP_NIC", "always", 1);
+	CHECK(!pipe(hold));
+	for (; count < 200 && !result; count++)
+		result = open_elsewhere(address, hold);
+	printf("full: %s\n", fi_strerror(-result));
+	CHECK(result == -FI_ENODEV && count > 1);
+	setenv("FI_RMPP_NIC", "auto", 1);
+	CHECK(!try_open(&side, address, FI_AV_TABLE, FI_WAIT_NONE));
+	end(&side);
+	setenv("FI_RMPP_NIC", "always", 1);
+	close(hold[1]);
+	while (wait(NULL) > 0)
+		;
+	/* The agent closes a session when it sees that its program has ended. */
+	for (double begin = now(); (result = try_open(&side, address, FI_AV_TABLE, FI_WAIT_NONE)); usleep(1000)) {
+		end(&side);
+		CHECK(now() - begin < 10);
+	}
+	end(&side);
+	printf("a full NIC: this host in its place, and room again\n");
+}
+
+int main(int count, char **arguments)
 {
 	setenv("FI_RMPP_DEAD_MS", "700", 1);
+	if (count == 3 && !strcmp(arguments[1], "full")) {
+		full(arguments[2]);
+		return 0;
+	}
 	without_nic();
 	exchange("127.0.0.1", FI_AV_TABLE);
 	exchange("127.0.0.1", FI_AV_MAP);

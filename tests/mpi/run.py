@@ -151,13 +151,20 @@ class HostsWithNic:
         here = f"{wait}; hostname baton-mpi-a; exec {words}"
         return [self.program, "hosts", "--peer", f"echo $$ > {self.peer}; exec sleep 600", "--", "unshare", "-u", "sh", "-c", here]
 
-    def kill_nic(self, ancestor):
-        """Kills the NIC that belongs to a process started here. Whether there was one."""
+    def find_nic(self, ancestor):
+        """The folder in /proc of the NIC that belongs to a process started here, or None."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and self.is_nic(entry) and ancestor in ancestors(int(entry.name)):
-                os.kill(int(entry.name), signal.SIGKILL)
-                return True
-        return False
+                return entry
+        return None
+
+    def kill_nic(self, ancestor):
+        """Kills the NIC that belongs to a process started here, once a rank uses it. Whether there was one."""
+        nic = self.find_nic(ancestor)
+        used = nic is not None and bool(sessions(nic))
+        if used:
+            os.kill(int(nic.name), signal.SIGKILL)
+        return used
 
     def is_nic(self, entry):
         try:
@@ -282,6 +289,63 @@ def killed_nic(mpi, hosts, program):
     return good
 
 
+def sessions(nic):
+    """Sessions of a NIC: each is memory that it has mapped. None if it has ended."""
+    try:
+        return (nic / "maps").read_text().count("memfd:baton-session")
+    except OSError:
+        return None
+
+
+def killed_with_nic(mpi, hosts, program):
+    """A rank on the NIC is killed: the other one gets an error, and what the NIC had for it comes back."""
+    seen, ended = [], threading.Event()
+
+    def watch(process):
+        """Until the job has ended and no session is left; the hosts stay until then."""
+        nic = None
+        while process.poll() is None:
+            nic = nic or hosts.find_nic(process.pid)
+            count = nic and sessions(nic)
+            if count is not None and (not seen or seen[-1] != count):
+                seen.append(count)
+            if seen and max(seen) > 0 and seen[-1] == 0 and (hosts.folder / "ended").exists():
+                (hosts.folder / "enough").touch()
+            time.sleep(0.005)
+        ended.set()
+
+    for name in ("ended", "enough"):
+        (hosts.folder / name).unlink(missing_ok=True)
+    job = " ".join(mpi.command(2, program, ["--die", 0], True, hosts.agent))
+    folder = hosts.folder
+    stay = f"for i in $(seq 300); do [ -e {folder}/enough ] && exit 0; sleep 0.05; done; exit 1"
+    command = hosts.inside(["sh", "-c", f"{job}; result=$?; touch {folder}/ended; [ $result != 0 ] || exit 2; {stay}"])
+    begin = time.monotonic()
+    _, errors, result = run(command, mpi.environment(True) | {"FI_RMPP_NIC": "auto"}, 90, watch)
+    took = time.monotonic() - begin
+    ended.wait(5)
+    good = result == 0
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} a rank on the NIC is killed: sessions {seen}, {took:.1f} s", flush=True)
+    if not good:
+        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
+    return good
+
+
+def full_nic(hosts):
+    """Endpoints are opened until the NIC has no room: a process, and so the agent, may have 200 descriptors."""
+    program = hosts.folder / "fabric"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-o", str(program), str(HERE / "fabric.c"), "-lfabric"], check=True)
+    environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER), "FI_LOG_LEVEL": "warn", "FI_LOG_PROV": "rmpp"}
+    command = ["prlimit", "--nofile=200:200", hosts.program, "hosts", "--", str(program), "full", ADDRESSES[0]]
+    output, errors, result = run(command, environment)
+    reason = [line for line in errors.splitlines() if "an endpoint cannot be opened" in line]
+    good = result == 0 and "No such device" in output and any("no descriptor left" in line for line in reason)
+    print(f"{'ok  ' if good else 'FAIL'} a full NIC: {reason[0].split('opened: ')[-1] if reason else 'no reason in the log'}", flush=True)
+    if not good:
+        print(f"    {output}\n    " + "\n    ".join(errors.strip().splitlines()[-15:]))
+    return good
+
+
 def ping_pong(mpi, hosts, program):
     command = hosts.inside(mpi.command(2, program, [4 << 20], True, hosts.agent))
     output, errors, result = run(command, mpi.environment(True))
@@ -358,6 +422,8 @@ def main():
         if not arguments.ping_pong and not arguments.nic:
             good &= tools(hosts)
             good &= gaps(hosts)
+        if arguments.nic:
+            good &= full_nic(hosts)
         for mpi in found:
             program = hosts.folder / mpi.name
             mpi.compile(HERE / ("pingpong.c" if arguments.ping_pong else "features.c"), program)
@@ -367,6 +433,7 @@ def main():
             if arguments.nic:
                 good &= features_on_nic(mpi, hosts, program, arguments.quick)
                 good &= killed_nic(mpi, hosts, program)
+                good &= killed_with_nic(mpi, hosts, program)
                 continue
             good &= features(mpi, hosts, program, arguments.quick)
             good &= without_provider(mpi, hosts, program)

@@ -316,12 +316,16 @@ impl Agent {
     }
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
-        self.has_room_for(channel.as_fd(), 0).map_err(anyhow::Error::new)?;
         let number = self.sessions.vacant();
         let session = Session::new(channel)?;
+        // The reason is sent before the channel closes.
+        let turn_away = |reason| _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
+        if let Err(why) = self.has_room_for(session.channel.as_fd(), 0) {
+            turn_away(why.to_string());
+            return Err(why.into());
+        }
         if let Err(why) = self.users.connects(session.user) {
-            // The reason is sent before the channel closes.
-            let _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason: why } }, &[]);
+            turn_away(why);
             return Ok(());
         }
         self.watch(number, &session)?;

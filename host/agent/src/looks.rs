@@ -37,11 +37,16 @@ pub(crate) struct Looks {
     /// Destinations for which packets were too big, and the time at which their routes are looked up.
     destinations: HashSet<IpAddr>,
     routes_due: u64,
+    /// Ways of sessions for messages are to be looked up again.
+    pub hosts: bool,
 }
 
 impl Looks {
     /// Time until the next poll. None if nothing is on the NIC.
     pub fn wait(&self) -> Option<Duration> {
+        if self.hosts {
+            return Some(Duration::ZERO);
+        }
         let due = [self.due, self.routes_due].into_iter().filter(|due| *due != 0).min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
@@ -96,6 +101,9 @@ impl Agent {
     /// Runs the polls that are due.
     pub(crate) fn look(&mut self) {
         let now = monotonic_micros();
+        if std::mem::take(&mut self.looks.hosts) {
+            self.looks.hosts = self.follow_next_hosts();
+        }
         if self.looks.routes_due != 0 && now >= self.looks.routes_due {
             self.looks.routes_due = 0;
             let destinations = std::mem::take(&mut self.looks.destinations);

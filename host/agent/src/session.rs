@@ -63,6 +63,8 @@ pub(crate) struct Host {
     pub way: Option<Hop>,
     /// The next hop, as last known.
     pub next: IpAddr,
+    /// Something has changed since, on which the way may depend: it is to be looked up again.
+    pub stale: bool,
 }
 
 pub(crate) struct OpenSession {

@@ -62,6 +62,13 @@ impl ProgramBuffer {
         }
     }
 
+    /// Where the `length` bytes at `at` lie, if that is in one part and all of it is memory.
+    fn place(&self, at: u64, length: u64) -> Option<*mut u8> {
+        let Parts::One(start) = self.parts else { return None };
+        let inside = at.checked_add(length).is_some_and(|end| end <= self.length) && !start.is_null() && !self.guarded;
+        inside.then(|| start.wrapping_add(at as usize))
+    }
+
     /// Where it begins.
     pub fn start(&self) -> *mut c_void {
         match &self.parts {
@@ -139,6 +146,19 @@ impl Buffer for ProgramBuffer {
     fn write(&mut self, at: u64, data: &[u8]) {
         self.copy(at as usize, data.as_ptr().cast_mut(), data.len(), Direction::ToProgram);
     }
+
+    fn piece(&self, at: u64, length: u64) -> Option<&[u8]> {
+        let start = self.place(at, length)?;
+        // SAFETY: `place` has checked that the bytes lie in one part, which whoever made the buffer has promised to be live, and
+        // not to be written to by anybody else while an operation uses it.
+        Some(unsafe { std::slice::from_raw_parts(start, length as usize) })
+    }
+
+    fn piece_mut(&mut self, at: u64, length: u64) -> Option<&mut [u8]> {
+        let start = self.place(at, length)?;
+        // SAFETY: as in `piece`; the operation that receives into the buffer is the only one that uses it, and `self` is borrowed.
+        Some(unsafe { std::slice::from_raw_parts_mut(start, length as usize) })
+    }
 }
 
 #[cfg(test)]
@@ -161,6 +181,13 @@ mod tests {
         assert_eq!(&out, b"cdef");
         buffer.write(1, b"XYZ");
         assert_eq!(buffer.to_vec(), b"aXYZefgh");
+        assert!(buffer.piece(0, 1).is_none());
+        let mut whole = *b"abcdefgh";
+        // SAFETY: the array lives until the end of the test.
+        let mut buffer = unsafe { ProgramBuffer::new(whole.as_mut_ptr().cast(), 8) };
+        buffer.piece_mut(2, 3).unwrap().fill(b'-');
+        assert_eq!(buffer.piece(1, 5), Some(b"b---f".as_slice()));
+        assert!(buffer.piece(4, 5).is_none() && buffer.piece(u64::MAX, 2).is_none());
     }
 
     #[test]

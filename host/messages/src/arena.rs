@@ -28,6 +28,10 @@ pub trait Buffer {
     fn read(&self, at: u64, out: &mut [u8]);
     /// Copies `data` to `at`. `at + data.len()` is at most [`Buffer::length`].
     fn write(&mut self, at: u64, data: &[u8]);
+    /// The `length` bytes from `at` on, if they lie in one piece. None: they must be copied.
+    fn piece(&self, at: u64, length: u64) -> Option<&[u8]>;
+    /// As [`Buffer::piece`], to be written.
+    fn piece_mut(&mut self, at: u64, length: u64) -> Option<&mut [u8]>;
 }
 
 /// The memory of one operation.
@@ -174,6 +178,22 @@ impl<B: Buffer> Arena<B> {
         Self::region(number, 0, self.slots.get(number as usize).map_or(0, Slot::length))
     }
 
+    /// Copies between a buffer of the program in one piece and session memory, without a stop between. None: it is another copy.
+    fn copy_shared(&mut self, source: (usize, u64), target: (usize, u64), length: u64) -> Option<bool> {
+        let [first, second] = self.slots.get_disjoint_mut([source.0, target.0]).ok()?;
+        match (first, second) {
+            (Slot::Program(buffer), Slot::Shared(memory)) => {
+                let piece = buffer.piece(source.1, length)?;
+                Some(memory.write(target.1, piece))
+            }
+            (Slot::Shared(memory), Slot::Program(buffer)) => {
+                let piece = buffer.piece_mut(target.1, length)?;
+                Some(memory.read(source.1, piece))
+            }
+            _ => None,
+        }
+    }
+
     /// Slot and place of an access, if it is inside.
     fn locate(&self, offset: u64, length: u64) -> Option<(usize, u64)> {
         let (number, at) = ((offset >> PLACE_BITS) as usize, offset & (MAX_LENGTH - 1));
@@ -215,8 +235,9 @@ impl<B: Buffer> Memory for Arena<B> {
     }
 
     fn copy(&mut self, from: u64, to: u64, length: u64) -> bool {
-        if self.locate(from, length).is_none() || self.locate(to, length).is_none() {
-            return false;
+        let (Some(source), Some(target)) = (self.locate(from, length), self.locate(to, length)) else { return false };
+        if let Some(copied) = self.copy_shared(source, target, length) {
+            return copied;
         }
         let mut scratch = std::mem::take(&mut self.scratch);
         let copied = (0..length).step_by(PIECE).all(|at| {
@@ -243,6 +264,14 @@ mod tests {
 
         fn write(&mut self, at: u64, data: &[u8]) {
             self[at as usize..at as usize + data.len()].copy_from_slice(data);
+        }
+
+        fn piece(&self, at: u64, length: u64) -> Option<&[u8]> {
+            self.get(at as usize..(at + length) as usize)
+        }
+
+        fn piece_mut(&mut self, at: u64, length: u64) -> Option<&mut [u8]> {
+            self.get_mut(at as usize..(at + length) as usize)
         }
     }
 

@@ -18,6 +18,8 @@ use std::time::Duration;
 const QUIET: u64 = 300;
 /// How often the thread looks whether the program still polls.
 const LOOK: Duration = Duration::from_micros(1000);
+/// The same with a NIC, which needs the endpoint less often.
+const LOOK_WITH_NIC: Duration = Duration::from_micros(4000);
 /// Microseconds in which polls find nothing, after which each offers the processor to others: the peer may need it to go on. A
 /// reply that comes sooner finds the program polling.
 const YIELD: u64 = 1000;
@@ -152,13 +154,14 @@ impl<T: Driven> Shared<T> {
 
     fn run(&self, poller: &Poller, idle: &Poller) {
         let mut tokens = Vec::new();
+        let on_nic = self.lock().endpoint().is_on_nic();
         while !self.stop.load(Ordering::Acquire) {
             tokens.clear();
             let now = monotonic_micros();
             let polled = self.polled.load(Ordering::Relaxed);
             // A failed wait would make a busy loop of this one, and nothing worse.
             let _ = if now.saturating_sub(polled) < QUIET {
-                idle.wait(Some(LOOK), &mut tokens)
+                idle.wait(Some(if on_nic { LOOK_WITH_NIC } else { LOOK }), &mut tokens)
             } else {
                 let (next, sleep) = self.drive(now);
                 let limit = next.map(|at| Duration::from_micros(at.saturating_sub(now).clamp(1, LONGEST)));

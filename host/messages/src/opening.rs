@@ -20,6 +20,8 @@ pub(crate) const INCOMING: u16 = 8192;
 const RTS_BYTES: u16 = 16_384;
 /// Packets that the NIC may have room for: it places them as they come.
 const NIC_PACKETS: u32 = 1024;
+/// Packets of a message that the NIC may clear without this process.
+const NIC_AHEAD: u32 = 2048;
 
 /// The parts of an endpoint.
 pub struct Opened<B> {
@@ -86,6 +88,7 @@ fn on_nic(config: &Config) -> Config {
         sends: config.sends.min(Messages::MOST),
         buffers: (session::HEAP as u64).next_multiple_of(4096),
         nic_buffers: NIC_PACKETS,
+        ahead: NIC_AHEAD,
         ..*config
     }
 }

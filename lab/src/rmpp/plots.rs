@@ -52,7 +52,11 @@ fn plot(figure: &Figure) -> Result<String> {
 /// The colours' meaning.
 fn key(figure: &Figure) -> String {
     let entries = figure.curves.iter().zip(COLOURS.iter().cycle());
-    entries.map(|(curve, RGBColor(r, g, b))| format!("<i style='background:rgb({r},{g},{b})'></i>{}", curve.name)).collect()
+    entries
+        .map(|(curve, RGBColor(r, g, b))| {
+            format!("<span style='white-space:nowrap'><i style='background:rgb({r},{g},{b})'></i>{}</span> ", curve.name)
+        })
+        .collect()
 }
 
 /// The report as one self-contained HTML document.

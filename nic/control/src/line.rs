@@ -61,6 +61,13 @@ impl Device for Line {
         }
     }
 
+    fn cuts_datagrams(&self) -> bool {
+        match self {
+            Line::Device(wire) => wire.cuts_datagrams(),
+            Line::Emulated(_) => false,
+        }
+    }
+
     #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
         match self {

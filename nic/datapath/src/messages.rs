@@ -4,7 +4,7 @@
 use baton_abi::layout::session;
 use baton_records::{SLOTS, SessionMemory, Torn, begins, pop, push};
 use baton_ring::{Consumer, Producer};
-use baton_rmpp::{Command, Data, DataConfig, Disposition};
+use baton_rmpp::{Command, Data, DataConfig, Disposition, Run};
 use baton_shm::{Region, RingWords};
 use baton_wire::Endpoint;
 use baton_wire::frame::Link;
@@ -149,10 +149,9 @@ impl Messages {
         self.data.as_ref().is_some_and(|data| data.has_transmit() || data.has_event() && events.has_room(SLOTS))
     }
 
-    /// Writes the next packet into `out`. Returns whom it is for, and its length.
-    pub fn transmit(&mut self, out: &mut [u8]) -> Option<(Endpoint, usize)> {
-        let outbound = self.data.as_mut()?.poll_transmit(&self.memory, out)?;
-        Some((outbound.to, outbound.length))
+    /// Writes the next packets for one address into `out`, `most` at most.
+    pub fn transmit(&mut self, out: &mut [u8], most: usize) -> Option<Run> {
+        self.data.as_mut()?.poll_run(&self.memory, out, most)
     }
 
     /// Sends the events to the program, as far as the ring has room. Returns how many.

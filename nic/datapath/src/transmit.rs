@@ -208,6 +208,7 @@ impl<W: Device> Output<W> {
             headers: headers as u16,
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
+            udp: false,
         });
         complete(&mut self.frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
         self.send_frame(counters);

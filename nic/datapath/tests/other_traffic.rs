@@ -115,7 +115,7 @@ proptest! {
                 bytes = segment;
             }
             frame.fill(&bytes);
-            frame.segmentation = Some(Segmentation { size: *size % 2000, headers: *headers, ipv6: *ipv6, ecn: false });
+            frame.segmentation = Some(Segmentation { size: *size % 2000, headers: *headers, ipv6: *ipv6, ecn: false, udp: false });
             frame.checksum = Checksum::Partial { start: *headers, offset: *size };
             prop_assert!(stage.kernel.transmit(&mut frame));
             large += 1;

@@ -182,7 +182,7 @@ impl Aggregate {
         // The checksums of all segments were verified, so the kernel need not sum the bytes again.
         self.frame.checksum = Checksum::Partial { start: at as u16, offset: TCP_CHECKSUM as u16 };
         let headers = self.first.payload_offset as u16;
-        self.frame.segmentation = Some(Segmentation { size: self.size as u16, headers, ipv6: !v4, ecn: false });
+        self.frame.segmentation = Some(Segmentation { size: self.size as u16, headers, ipv6: !v4, ecn: false, udp: false });
         self.frame
     }
 }

@@ -126,7 +126,7 @@ mod tests {
         let headers = template.emit(&header, payload.len(), frame.bytes_mut());
         frame.set_length(headers + payload.len());
         frame.bytes_mut()[headers..].copy_from_slice(payload);
-        frame.segmentation = Some(Segmentation { size, headers: headers as u16, ipv6: v6, ecn: false });
+        frame.segmentation = Some(Segmentation { size, headers: headers as u16, ipv6: v6, ecn: false, udp: false });
         frame
     }
 
@@ -168,7 +168,7 @@ mod tests {
         fn bad_headers_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), size: u16, headers: u16, ipv6: bool) {
             let mut frame = Frame::with_capacity(1000);
             frame.fill(&bytes);
-            frame.segmentation = Some(Segmentation { size, headers, ipv6, ecn: false });
+            frame.segmentation = Some(Segmentation { size, headers, ipv6, ecn: false, udp: false });
             if let Ok(mut cut) = cut(&frame, false) {
                 let mut out = Frame::with_capacity(1000);
                 while cut.next(&mut out) {}

@@ -13,6 +13,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 pub struct PacketDevice {
     fd: OwnedFd,
     segmentation: bool,
+    /// The kernel takes runs of datagrams, as far as is known: Linux before 6.2 does not.
+    takes_datagrams: bool,
     /// Received frames, if the socket has a ring for them (`baton_linux::packet_ring`).
     received: Option<ReceiveRing>,
     /// Frames to be sent, if it has a ring for those, too; and the socket by which frames are sent that the ring has no room for.
@@ -26,7 +28,7 @@ pub struct PacketDevice {
 impl PacketDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        PacketDevice { fd, segmentation, received: None, to_send: None, gathered_for: 0, lost: 0 }
+        PacketDevice { fd, segmentation, takes_datagrams: true, received: None, to_send: None, gathered_for: 0, lost: 0 }
     }
 
     /// Receives through the socket's ring, if it has one. Only one process may do that at a time.
@@ -102,6 +104,10 @@ impl Device for PacketDevice {
         Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }
     }
 
+    fn cuts_datagrams(&self) -> bool {
+        self.segmentation && self.takes_datagrams
+    }
+
     #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
         let Some(ring) = &mut self.received else { return receive_queued(&self.fd, frame) };
@@ -140,11 +146,15 @@ impl Device for PacketDevice {
             }
             return gathered;
         }
-        let interface = frame.interface;
+        let (interface, datagrams) = (frame.interface, frame.segmentation.is_some_and(|segmentation| segmentation.udp));
         let bytes = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
         bytes[..VNET_HEADER].copy_from_slice(&header);
         let socket = self.to_send.as_ref().map_or(&self.fd, |(_, plain)| plain);
-        send(socket, bytes, interface)
+        let sent = send(socket, bytes, interface);
+        if !sent && datagrams {
+            self.takes_datagrams &= io::Error::last_os_error().kind() != io::ErrorKind::InvalidInput;
+        }
+        sent
     }
 
     #[inline]
@@ -253,6 +263,13 @@ macro_rules! either {
                 match self {
                     $name::Inline(device) => device.capabilities(),
                     $name::Beside(device) => device.capabilities(),
+                }
+            }
+
+            fn cuts_datagrams(&self) -> bool {
+                match self {
+                    $name::Inline(device) => device.cuts_datagrams(),
+                    $name::Beside(device) => device.cuts_datagrams(),
                 }
             }
 

@@ -13,6 +13,8 @@ const DATA_VALID: u8 = 2;
 // Its `gso_type`.
 const GSO_TCPV4: u8 = 1;
 const GSO_TCPV6: u8 = 4;
+const GSO_UDP: u8 = 5;
+const ETHERTYPE_IPV6: [u8; 2] = [0x86, 0xdd];
 const GSO_ECN: u8 = 0x80;
 
 // Offsets of its fields.
@@ -31,6 +33,8 @@ pub(crate) const MAX_GSO: u32 = 60_000;
 pub struct VnetDevice {
     fd: OwnedFd,
     segmentation: bool,
+    /// The kernel takes runs of datagrams, as far as is known: Linux before 6.2 does not.
+    takes_datagrams: bool,
     /// Whether frames are received from the descriptor.
     receives: bool,
 }
@@ -38,7 +42,7 @@ pub struct VnetDevice {
 impl VnetDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        VnetDevice { fd, segmentation, receives: true }
+        VnetDevice { fd, segmentation, takes_datagrams: true, receives: true }
     }
 
     /// Makes it a device that receives nothing: another device receives from the same descriptor.
@@ -56,7 +60,7 @@ fn le16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Decodes the header into the frame's offload state. An unknown `gso_type` is ignored: the packet's length is checked by its
+/// Decodes the header into the offload state of a frame whose data is there. An unknown `gso_type` is ignored: the packet's length is checked by its
 /// parser.
 pub(crate) fn decode(header: &[u8; VNET_HEADER], frame: &mut Frame) {
     frame.checksum = if header[FLAGS] & NEEDS_CSUM != 0 {
@@ -67,11 +71,13 @@ pub(crate) fn decode(header: &[u8; VNET_HEADER], frame: &mut Frame) {
         Checksum::Unknown
     };
     let kind = header[GSO_TYPE] & !GSO_ECN;
-    frame.segmentation = (kind == GSO_TCPV4 || kind == GSO_TCPV6).then(|| Segmentation {
+    let udp = kind == GSO_UDP;
+    frame.segmentation = (kind == GSO_TCPV4 || kind == GSO_TCPV6 || udp).then(|| Segmentation {
         size: le16(header, GSO_SIZE),
         headers: le16(header, HDR_LEN),
-        ipv6: kind == GSO_TCPV6,
+        ipv6: kind == GSO_TCPV6 || udp && frame.bytes().get(12..14) == Some(&ETHERTYPE_IPV6),
         ecn: header[GSO_TYPE] & GSO_ECN != 0,
+        udp,
     });
 }
 
@@ -88,7 +94,8 @@ pub(crate) fn encode(frame: &Frame) -> [u8; VNET_HEADER] {
         Checksum::Verified | Checksum::Unknown => {}
     }
     if let Some(s) = frame.segmentation {
-        header[GSO_TYPE] = if s.ipv6 { GSO_TCPV6 } else { GSO_TCPV4 } | if s.ecn { GSO_ECN } else { 0 };
+        let tcp = if s.ipv6 { GSO_TCPV6 } else { GSO_TCPV4 } | if s.ecn { GSO_ECN } else { 0 };
+        header[GSO_TYPE] = if s.udp { GSO_UDP } else { tcp };
         header[HDR_LEN..][..2].copy_from_slice(&s.headers.to_le_bytes());
         header[GSO_SIZE..][..2].copy_from_slice(&s.size.to_le_bytes());
     }
@@ -103,6 +110,10 @@ pub(crate) fn set_header_length(header: &mut [u8; VNET_HEADER], length: u16) {
 impl Device for VnetDevice {
     fn capabilities(&self) -> Capabilities {
         Capabilities { checksum: true, segmentation: if self.segmentation { MAX_GSO } else { 0 } }
+    }
+
+    fn cuts_datagrams(&self) -> bool {
+        self.segmentation && self.takes_datagrams
     }
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
@@ -126,7 +137,9 @@ impl Device for VnetDevice {
         let length = VNET_HEADER + frame.length();
         let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
         room[..VNET_HEADER].copy_from_slice(&header);
-        rustix::io::write(&self.fd, &room[..length]) == Ok(length)
+        let written = rustix::io::write(&self.fd, &room[..length]);
+        self.takes_datagrams &= header[GSO_TYPE] != GSO_UDP || written != Err(rustix::io::Errno::INVAL);
+        written == Ok(length)
     }
 }
 
@@ -139,12 +152,15 @@ mod tests {
         let mut frame = Frame::with_capacity(100);
         frame.fill(&[1; 60]);
         frame.checksum = Checksum::Partial { start: 34, offset: 16 };
-        frame.segmentation = Some(Segmentation { size: 1448, headers: 66, ipv6: true, ecn: true });
+        frame.segmentation = Some(Segmentation { size: 1448, headers: 66, ipv6: true, ecn: true, udp: false });
         let header = encode(&frame);
         let mut copy = frame.clone();
         copy.checksum = Checksum::Unknown;
         copy.segmentation = None;
         decode(&header, &mut copy);
         assert_eq!((copy.checksum, copy.segmentation), (frame.checksum, frame.segmentation));
+        frame.segmentation = Some(Segmentation { size: 1400, headers: 42, ipv6: false, ecn: false, udp: true });
+        decode(&encode(&frame), &mut copy);
+        assert_eq!(copy.segmentation, frame.segmentation);
     }
 }

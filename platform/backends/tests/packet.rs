@@ -125,7 +125,7 @@ fn large(interface: u32, payload: usize) -> Frame {
     bytes[16..18].copy_from_slice(&((HEADERS - 14 + payload) as u16).to_be_bytes());
     (bytes[22], bytes[23], bytes[46]) = (64, 6, 0x50);
     large.checksum = Checksum::Partial { start: 34, offset: 16 };
-    large.segmentation = Some(Segmentation { size: 1400, headers: HEADERS as u16, ipv6: false, ecn: false });
+    large.segmentation = Some(Segmentation { size: 1400, headers: HEADERS as u16, ipv6: false, ecn: false, udp: false });
     large
 }
 

@@ -35,7 +35,7 @@ pub enum Checksum {
     },
 }
 
-/// Segmentation offload of a frame that stands for several TCP segments.
+/// Segmentation offload of a frame that stands for several TCP segments or, with `udp`, UDP datagrams.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Segmentation {
     /// Payload bytes of each segment but the last.
@@ -46,6 +46,8 @@ pub struct Segmentation {
     pub ipv6: bool,
     /// The CWR flag belongs to the first segment only (RFC 3168 section 6.1.2).
     pub ecn: bool,
+    /// UDP instead of TCP.
+    pub udp: bool,
 }
 
 /// A frame and its offload state. It moves as one pointer; its buffer is allocated once and moves with it.
@@ -185,6 +187,12 @@ pub trait Device {
     /// The offloads that it supports.
     fn capabilities(&self) -> Capabilities;
 
+    /// Whether it cuts frames that stand for several UDP datagrams, too. It may find out that it does not when it sends one, which
+    /// is lost then.
+    fn cuts_datagrams(&self) -> bool {
+        false
+    }
+
     /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if no frame waits.
     fn receive(&mut self, frame: &mut Frame) -> bool;
 
@@ -212,6 +220,10 @@ pub trait Device {
 impl<D: Device + ?Sized> Device for Box<D> {
     fn capabilities(&self) -> Capabilities {
         (**self).capabilities()
+    }
+
+    fn cuts_datagrams(&self) -> bool {
+        (**self).cuts_datagrams()
     }
 
     fn receive(&mut self, frame: &mut Frame) -> bool {

@@ -19,12 +19,16 @@ const TUN_F_CSUM: libc::c_ulong = 1;
 const TUN_F_TSO4: libc::c_ulong = 2;
 const TUN_F_TSO6: libc::c_ulong = 4;
 const TUN_F_TSO_ECN: libc::c_ulong = 8;
+const TUN_F_USO4: libc::c_ulong = 0x20;
+const TUN_F_USO6: libc::c_ulong = 0x40;
 
 /// How a TAP is made.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TapOptions {
-    /// The kernel may hand over frames of up to 64 KB (large sends).
+    /// The kernel may hand over frames of up to 64 KB (large sends) of TCP.
     pub segmentation: bool,
+    /// It may also hand over runs of UDP datagrams in one frame (UDP_SEGMENT), if it can: Linux 6.2.
+    pub datagrams: bool,
     /// Frames written are received in a NAPI context, which can run in a thread of its own.
     pub napi: bool,
     /// The interface can have several queues; further calls with its name open them.
@@ -76,7 +80,9 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
     request.ifr_ifru.ifru_flags = flags;
     // SAFETY: TUNSETIFF reads and writes one ifreq.
     check(unsafe { libc::ioctl(file.as_raw_fd(), TUNSETIFF as _, &mut request) }).map_err(explain)?;
-    set_large_sends(file.as_fd(), options.segmentation)?;
+    if !(options.datagrams && set_offloads(file.as_fd(), LARGE_TCP | TUN_F_USO4 | TUN_F_USO6).is_ok()) {
+        set_large_sends(file.as_fd(), options.segmentation)?;
+    }
     Ok(file.into())
 }
 
@@ -85,7 +91,12 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
 /// # Errors
 /// The failed system call's.
 pub fn set_large_sends(tap: BorrowedFd<'_>, on: bool) -> io::Result<()> {
-    let large = if on { TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN } else { 0 };
+    set_offloads(tap, if on { LARGE_TCP } else { 0 })
+}
+
+const LARGE_TCP: libc::c_ulong = TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
+
+fn set_offloads(tap: BorrowedFd<'_>, large: libc::c_ulong) -> io::Result<()> {
     // SAFETY: TUNSETOFFLOAD takes its argument by value.
     check(unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETOFFLOAD as _, TUN_F_CSUM | large) }).map(|_| ())
 }

@@ -98,9 +98,12 @@ pub enum Command {
         packets: u32,
         /// First packet cleared.
         first: u32,
-        /// Packets cleared.
+        /// Packets cleared by this CTS.
         count: u16,
-        /// Number of the grant.
+        /// Packets behind these that the data half may clear by itself, with further CTS of up to `count` packets, when the RSM
+        /// comes.
+        ahead: u32,
+        /// Number of the grant. Further CTS get the numbers behind it.
         grant: u16,
     },
     /// Forgets a message. With `confirm`, [`Event::Released`] follows: from then on its memory is not touched.
@@ -447,10 +450,10 @@ impl Command {
                 writer = Writer::new(5);
                 writer.pair(*handle, *floor).put((*anew).into());
             }
-            Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, grant } => {
+            Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, ahead, grant } => {
                 writer = Writer::new(6);
                 writer.pair(*handle, *message).pair(*sender, *packets).quad([*peer, *fragment, *count, *grant]);
-                writer.pair(*first, 0).put(region.offset).put(region.length).put(*rest);
+                writer.pair(*first, *ahead).put(region.offset).put(region.length).put(*rest);
             }
             Command::Release { handle, half, confirm } => {
                 writer = Writer::new(7);
@@ -520,10 +523,10 @@ impl Command {
             6 => {
                 let ((handle, message), (sender, packets)) = (reader.pair(), reader.pair());
                 let [peer, fragment, count, grant] = reader.quad();
-                let (first, _) = reader.pair();
+                let (first, ahead) = reader.pair();
                 let region = Region { offset: reader.word(), length: reader.word() };
                 let rest = reader.word();
-                Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, grant }
+                Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, ahead, grant }
             }
             7 => {
                 let (handle, half) = reader.pair();
@@ -693,6 +696,7 @@ mod tests {
                 packets: 6,
                 first: 7,
                 count: 8,
+                ahead: 10,
                 grant: 9,
             },
             Command::Release { handle: 1, half: Half::Receiving, confirm: true },

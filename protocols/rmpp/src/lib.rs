@@ -33,7 +33,7 @@ mod memory;
 pub mod policy;
 
 pub use counters::{Counters, Drop};
-pub use data::{Data, DataConfig, Disposition, Halves, MatchConfig};
+pub use data::{Data, DataConfig, Disposition, Halves, MatchConfig, Run};
 pub use interface::{Arrived, Command, Event, Half, Matcher};
 pub use memory::{Memory, Region};
 pub use policy::{

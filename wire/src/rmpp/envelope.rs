@@ -83,6 +83,42 @@ impl Envelope {
     /// # Panics
     /// If the frame is shorter than its headers, or longer than IP can say.
     pub fn emit(&self, frame: &mut [u8]) {
+        self.emit_headers(frame);
+        // Over IPv4 the CRC32C has to do: 0 stands for no checksum. IPv6 does not do without (RFC 8200 section 8.1).
+        if let Envelope::Udp(_, flow) = self
+            && !flow.is_v4()
+        {
+            let at = self.header() - UDP;
+            let sum = pseudo_header(&flow.local.address, &flow.remote.address, PROTOCOL_UDP, frame.len() - at);
+            let sum = match sum.bytes(&frame[at..]).finish() {
+                0 => 0xffff,
+                sum => sum,
+            };
+            frame[at + udp::CHECKSUM..at + UDP].copy_from_slice(&sum.to_be_bytes());
+        }
+    }
+
+    /// As [`Envelope::emit`], but in the field of UDP's checksum is the sum of the pseudo-header, for a device that cuts the frame
+    /// into datagrams or completes the checksum. Returns where the sum begins, and the field's offset from there; None for raw
+    /// Ethernet.
+    ///
+    /// # Panics
+    /// As [`Envelope::emit`].
+    pub fn emit_partial(&self, frame: &mut [u8]) -> Option<(usize, usize)> {
+        self.emit_headers(frame);
+        let Envelope::Udp(_, flow) = self else { return None };
+        let at = self.header() - UDP;
+        let length = frame.len() - at;
+        let sum = match flow.is_v4() {
+            true => pseudo_header(&flow.local.v4_bytes(), &flow.remote.v4_bytes(), PROTOCOL_UDP, length),
+            false => pseudo_header(&flow.local.address, &flow.remote.address, PROTOCOL_UDP, length),
+        };
+        frame[at + udp::CHECKSUM..at + UDP].copy_from_slice(&sum.folded().to_be_bytes());
+        Some((at, udp::CHECKSUM))
+    }
+
+    /// Writes the headers, without UDP's checksum.
+    fn emit_headers(&self, frame: &mut [u8]) {
         let (Envelope::Ethernet(link) | Envelope::Udp(link, _)) = self;
         frame[..ethernet::SOURCE].copy_from_slice(&link.destination);
         frame[ethernet::SOURCE..ethernet::TYPE].copy_from_slice(&link.source);
@@ -104,13 +140,6 @@ impl Envelope {
                 emit_v4(link, flow, length, ip);
             } else {
                 emit_v6(link, flow, length - IPV6 as u16, ip);
-                // IPv6 does not do without (RFC 8200 section 8.1). Over IPv4 the CRC32C has to do: 0 stands for no checksum.
-                let sum = pseudo_header(&flow.local.address, &flow.remote.address, PROTOCOL_UDP, datagram.len());
-                let sum = match sum.bytes(datagram).finish() {
-                    0 => 0xffff,
-                    sum => sum,
-                };
-                datagram[udp::CHECKSUM..UDP].copy_from_slice(&sum.to_be_bytes());
             }
         }
     }

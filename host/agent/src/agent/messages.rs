@@ -16,6 +16,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Most hosts that a session may send to; the NIC has room for as many.
 const MAX_HOSTS: usize = 8192;
+/// Hosts whose ways are looked up again before the agent turns to others.
+const HOSTS_AT_ONCE: usize = 64;
 
 impl Agent {
     /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port may have
@@ -87,18 +89,32 @@ impl Agent {
         }
     }
 
-    /// Looks up again the ways to those hosts for which `of` is true. Packets to a host without a way are dropped, as the kernel
-    /// would drop them, until it has one again.
+    /// Has the ways to those hosts looked up again for which `of` is true, a bounded number in each round of the agent. Packets to
+    /// a host without a way are dropped, as the kernel would drop them, until it has one again.
     pub(crate) fn follow_hosts(&mut self, of: impl Fn(&Host) -> bool) {
+        let open = self.sessions.iter_mut().flatten().filter_map(|session| session.open.as_mut());
+        for host in open.flat_map(|open| open.hosts.values_mut()).filter(|host| of(host)) {
+            host.stale = true;
+            self.looks.hosts = true;
+        }
+    }
+
+    /// Looks up the ways to the next hosts for which that is due. Returns whether there may be more.
+    pub(crate) fn follow_next_hosts(&mut self) -> bool {
+        let mut left = HOSTS_AT_ONCE;
         for number in 0..self.sessions.len() as u32 {
             let Some((mut ground, session)) = self.split(number) else { continue };
             let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else { continue };
-            let changed: Vec<IpAddr> = open.hosts.iter().filter(|(_, host)| of(host)).map(|(host, _)| *host).collect();
-            for host in changed {
+            let stale = open.hosts.iter().filter(|(_, host)| host.stale).map(|(address, _)| *address);
+            let due: Vec<IpAddr> = stale.take(left).collect();
+            left -= due.len();
+            for host in due {
+                open.hosts.entry(host).and_modify(|host| host.stale = false);
                 // The reason is the kernel's own; who asks for the host again is told.
                 let _ = ground.find_host(number, messages.address, open, host);
             }
         }
+        left == 0
     }
 }
 
@@ -115,11 +131,11 @@ impl Ground<'_> {
             Ok((hop, next)) => (Some(*hop), *next),
             Err(_) => (None, before.map_or(host, |before| before.next)),
         };
-        open.hosts.insert(host, Host { way, next });
+        open.hosts.insert(host, Host { way, next, stale: false });
         if before.and_then(|before| before.way) != way {
             if way.is_some() {
                 let steered = path_of(open).and_then(|path| self.shape.steer(&messages_flow(local.into()), &path, Steer::Steal));
-                steered.inspect_err(|_| _ = open.hosts.insert(host, Host { way: None, next }))?;
+                steered.inspect_err(|_| _ = open.hosts.insert(host, Host { way: None, next, stale: false }))?;
             }
             self.nic.reach(number, host, way).map_err(|_| Refusal::NicGone)?;
         }

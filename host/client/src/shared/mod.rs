@@ -126,8 +126,14 @@ impl Shared {
         })?;
         let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
         let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
-        channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &given)?;
-        let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive()?;
+        let sent = channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &given);
+        // An agent that turns a client away sends the reason and closes the connection, perhaps before it has read the request:
+        // then the first receive reports only the latter.
+        let received = channel.receive().or_else(|error| match error.kind() {
+            io::ErrorKind::ConnectionReset => channel.receive(),
+            _ => Err(error),
+        });
+        let (answer, descriptors): (Answer, Vec<OwnedFd>) = received.map_err(|error| sent.err().unwrap_or(error))?;
         let number = match answer.body {
             Reply::Opened { session } => session,
             Reply::Failed { reason } => return Err(io::Error::other(reason)),

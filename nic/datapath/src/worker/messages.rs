@@ -6,7 +6,7 @@ use super::programs::Session;
 use crate::messages::{MessageEndpoint, Messages};
 use crate::peers::Call;
 use baton_abi::layout::Counter;
-use baton_device::{Checksum, Device, Frame};
+use baton_device::{Checksum, Device, Frame, Segmentation};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use baton_wire::frame::{Link, finish_checksum};
@@ -164,8 +164,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             let sent = messages.send_events(events);
             *unsignalled += sent;
             let mut packets = 0;
-            while packets < PACKETS && self.output.send_packet(messages, &self.counters) {
-                packets += 1;
+            while packets < PACKETS
+                && let Some(sent) = self.output.send_packets(messages, PACKETS - packets, &self.counters)
+            {
+                packets += sent;
             }
             if sent > 0 || packets > 0 {
                 messages.publish_counters();
@@ -183,23 +185,34 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 impl<W: Device> crate::transmit::Output<W> {
-    /// Sends the next packet of a session. False if it has none.
-    fn send_packet(&mut self, messages: &mut Messages, counters: &crate::counters::Counters) -> bool {
+    /// Sends the next packets of a session, `most` at most: a single one, or a run for one address, which the wire cuts. Returns how
+    /// many there were; None if it has none.
+    fn send_packets(&mut self, messages: &mut Messages, most: usize, counters: &crate::counters::Counters) -> Option<usize> {
         let local = messages.address();
         let header = envelope(NO_LINK, local, local).header();
+        let cuts = local.port != 0 && self.wire.device.cuts_datagrams();
+        let room = if cuts { self.wire.device.capabilities().segmentation as usize } else { 0 };
         let frame = self.frame_mut(counters);
-        frame.set_length(header + messages.packet());
-        let Some((remote, length)) = messages.transmit(&mut frame.bytes_mut()[header..]) else { return false };
-        let Some(link) = messages.link_to(&remote) else {
+        let length = (header + room).min(frame.capacity()).max(header + messages.packet());
+        frame.set_length(length);
+        let run = messages.transmit(&mut frame.bytes_mut()[header..], if cuts { most } else { 1 })?;
+        let Some(link) = messages.link_to(&run.to) else {
             // The program has not asked for the way, or the agent has refused it.
-            counters.add(Counter::Dropped, 1);
-            return true;
+            counters.add(Counter::Dropped, run.packets as u64);
+            return Some(run.packets);
         };
-        frame.set_length(header + length);
-        envelope(link, local, remote).emit(frame.bytes_mut());
+        frame.set_length(header + run.length);
+        let envelope = envelope(link, local, run.to);
         (frame.checksum, frame.segmentation, frame.interface) = (Checksum::Unknown, None, link.interface);
+        if run.packets == 1 {
+            envelope.emit(frame.bytes_mut());
+        } else if let Some((start, offset)) = envelope.emit_partial(frame.bytes_mut()) {
+            let (size, headers) = (run.segment as u16, header as u16);
+            frame.checksum = Checksum::Partial { start: start as u16, offset: offset as u16 };
+            frame.segmentation = Some(Segmentation { size, headers, ipv6: !local.is_v4(), ecn: false, udp: true });
+        }
         self.transmit(counters);
-        true
+        Some(run.packets)
     }
 }
 

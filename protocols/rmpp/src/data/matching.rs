@@ -331,6 +331,7 @@ impl Data {
                 packets,
                 first: 0,
                 count,
+                ahead: 0,
                 grant: 1,
             });
         }

@@ -100,6 +100,19 @@ impl Peer {
     }
 }
 
+/// Packets that leave together, one behind the other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Run {
+    /// Address that they go to.
+    pub to: Endpoint,
+    /// Bytes of all of them.
+    pub length: usize,
+    /// Bytes of each but the last, which may be shorter.
+    pub segment: usize,
+    /// Their number, at least 1.
+    pub packets: usize,
+}
+
 /// A packet that leaves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Outbound {
@@ -298,17 +311,24 @@ impl Data {
     /// Writes the next packet into `out`, which has room for [`DataConfig::packet`] bytes. Packets without data come first; then
     /// messages take turns, one packet each.
     pub fn poll_transmit(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8]) -> Option<Outbound> {
-        let outbound = match self.control.pop_front() {
+        self.poll_run(memory, out, 1).map(|Run { to, length, .. }| Outbound { to, length })
+    }
+
+    /// Writes the next packets for one address into `out`, one behind the other: of a message as many as it may send now, but at
+    /// most `most` and those that `out` has room for. All have the same length but the last, which may be shorter: so a device can
+    /// cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
+    pub fn poll_run(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
+        let run = match self.control.pop_front() {
             Some((to, header, handle)) => {
                 let body = if header.kind == Kind::Cts { Body::Cts(handle) } else { Body::Empty };
                 let written = rmpp::emit(&header, &body, out);
                 rmpp::seal(&mut out[..written], &self.config.address, &to);
-                Outbound { to, length: written }
+                Run { to, length: written, segment: written, packets: 1 }
             }
-            None => self.transmit_message(memory, out)?,
+            None => self.transmit_message(memory, out, most)?,
         };
-        self.counters.sent += 1;
-        Some(outbound)
+        self.counters.sent += run.packets as u64;
+        Some(run)
     }
 }
 

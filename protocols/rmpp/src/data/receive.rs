@@ -1,6 +1,6 @@
 //! The receiving half: data packets are placed in the receiver's memory as they come (section 4.2).
 
-use super::Data;
+use super::{Data, Peer};
 use crate::counters::Drop;
 use crate::handle;
 use crate::interface::{Command, Event};
@@ -15,6 +15,8 @@ struct Message {
     handle: u32,
     peer: u16,
     number: u32,
+    /// The sender's handle.
+    sender: u32,
     region: Region,
     /// Bytes of the message behind the RTS's.
     rest: u64,
@@ -27,9 +29,17 @@ struct Message {
     placed: u64,
     /// The first packet that is not cleared.
     limit: u32,
+    /// The first packet that may not be cleared without the policy.
+    until: u32,
+    /// Most packets that a further CTS clears.
+    step: u16,
+    /// This side clears packets by itself, so it is ahead of what the policy knows.
+    alone: bool,
     grant: u16,
-    /// The RSM of the current grant has been reported.
+    /// Nothing more is cleared before the policy says so: the RSM of the current grant has been reported.
     more_reported: bool,
+    /// The policy knows that all packets before this one have been placed.
+    reported: u32,
     /// The current gap has been reported.
     gap_reported: bool,
 }
@@ -115,14 +125,33 @@ impl Message {
         Ok(())
     }
 
+    /// The header of the CTS that clears `count` packets from `first` on.
+    fn cts(&self, peer: &Peer, endpoint: u16, first: u32, count: u32) -> Header {
+        let mut header = Header::new(Kind::Cts, [endpoint, peer.endpoint], [peer.local, peer.remote]);
+        (header.message, header.grant, header.packet) = (self.number, self.grant, first);
+        (header.count, header.handle) = (count as u16, self.sender);
+        header
+    }
+
+    /// Packets that may be cleared behind those that are.
+    fn further(&self) -> u32 {
+        let window = u64::BITS.saturating_sub(self.limit - self.base);
+        u32::from(self.step).min(self.until - self.limit).min(window)
+    }
+
     /// What the policy has to know after a data packet, whether it was placed or had come before.
-    fn news(&mut self, header: &Header, placed: bool) -> Option<Event> {
+    fn news(&mut self, asked: Asked, placed: bool) -> Option<Event> {
         if self.base == self.packets {
             // Repeated for a packet that comes again: the sender has not heard that all is there.
             return placed.then_some(Event::Placed { handle: self.handle });
         }
-        if header.flags.contains(PacketFlags::RSM) && header.grant == self.grant && !self.more_reported {
-            self.more_reported = true;
+        let due = match asked {
+            Asked::Nothing => false,
+            Asked::Answered => self.base - self.reported >= REPORT,
+            Asked::Policy => !core::mem::replace(&mut self.more_reported, true),
+        };
+        if due {
+            self.reported = self.base;
             return Some(Event::More { handle: self.handle, placed: self.base });
         }
         if self.placed != 0 && !self.gap_reported {
@@ -132,6 +161,18 @@ impl Message {
         None
     }
 }
+
+/// Whether a packet asks for more, and who answers that.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Asked {
+    Nothing,
+    /// This side has.
+    Answered,
+    Policy,
+}
+
+/// Packets after which the policy learns how far a message is that this side clears by itself: its time-outs depend on it.
+const REPORT: u32 = 128;
 
 impl Data {
     /// Places a data packet. Its header names the message by handle, so there is nothing to search.
@@ -143,7 +184,8 @@ impl Data {
         memory: &mut (impl Memory + ?Sized),
     ) -> Result<(), Drop> {
         // What a packet makes known must reach the policy: without room for it the packet counts as lost.
-        if self.events.len() + 1 >= self.config.events.into() {
+        let most = usize::from(self.config.events);
+        if self.events.len() + 1 >= most || self.control.len() >= most {
             return Err(Drop::NoRoom);
         }
         let message = self.receiving.find(header.handle).ok_or(Drop::NoMessage)?;
@@ -152,29 +194,47 @@ impl Data {
             return Err(Drop::Stranger);
         }
         let outcome = message.check(header, data.len()).and_then(|()| message.place(header.packet, data, memory));
-        if matches!(outcome, Ok(()) | Err(Drop::Duplicate))
-            && let Some(event) = message.news(header, outcome.is_ok())
-        {
-            self.report(event)?;
+        if matches!(outcome, Ok(()) | Err(Drop::Duplicate)) {
+            let asks = header.flags.contains(PacketFlags::RSM) && header.grant == message.grant && !message.more_reported;
+            let asked = match (asks, message.further()) {
+                (false, _) => Asked::Nothing,
+                (true, 0) if message.limit == message.until => Asked::Policy,
+                // A packet is missing, which will be cleared again, with an RSM of its own.
+                (true, 0) => Asked::Nothing,
+                (true, count) => {
+                    message.grant = handle::next_generation(message.grant);
+                    let (first, message) = (message.limit, &mut *message);
+                    message.limit += count;
+                    let header = message.cts(&peer, self.config.endpoint, first, count);
+                    self.control.push_back((peer.address, header, message.handle));
+                    Asked::Answered
+                }
+            };
+            if let Some(event) = message.news(asked, outcome.is_ok()) {
+                self.report(event)?;
+            }
         }
         self.counters.placed += u64::from(outcome.is_ok());
         outcome
     }
 
-    /// Clears packets of a message, and sends the CTS for those that have not been placed.
+    /// Clears packets of a message, and sends the CTS for those that have not been placed. What lies behind the packets that this
+    /// side has cleared only moves its limit, unless the RSM has come.
     pub(super) fn clear(&mut self, command: &Command) {
-        let Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, grant } = *command
+        let Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, ahead, grant } =
+            *command
         else {
             return;
         };
-        let in_range = (1..=MAX_CLEARED).contains(&count) && first.checked_add(count.into()).is_some_and(|end| end <= packets);
-        let Some(known) = self.peers.get(usize::from(peer)).copied().flatten().filter(|_| in_range && fragment > 0) else {
-            return self.counters.drop(Drop::NoMessage);
-        };
+        let until = first.checked_add(count.into()).and_then(|end| end.checked_add(ahead));
+        let in_range = (1..=MAX_CLEARED).contains(&count) && until.is_some_and(|until| until <= packets);
+        let known = self.peers.get(usize::from(peer)).copied().flatten().filter(|_| in_range && fragment > 0);
+        let (Some(known), Some(until)) = (known, until) else { return self.counters.drop(Drop::NoMessage) };
         let new = Message {
             handle,
             peer,
             number: message,
+            sender,
             region,
             rest,
             fragment,
@@ -182,33 +242,38 @@ impl Data {
             base: first,
             placed: 0,
             limit: first,
+            until,
+            step: count,
             grant,
-            more_reported: false,
+            alone: false,
+            more_reported: true,
+            reported: first,
             gap_reported: false,
         };
         let Some(entry) = self.receiving.enter(new) else { return self.counters.drop(Drop::NoMessage) };
-        let end = first + u32::from(count);
-        // A bit for each cleared packet, counted from the first that is missing.
-        if end - end.min(entry.base) > u64::BITS {
-            return self.counters.drop(Drop::ClearedTooMuch);
+        entry.alone |= ahead > 0;
+        (entry.until, entry.step) = (entry.until.max(until), entry.step.max(count));
+        // An RSM on its way will go on. Where everything has been placed that was cleared, it may have been lost.
+        if first > entry.limit || first == entry.limit && !entry.more_reported && entry.further() == 0 {
+            return;
         }
-        entry.grant = grant;
-        entry.limit = entry.limit.max(end);
-        entry.more_reported = false;
-        if entry.base >= end {
-            // All of it has come, and the policy did not know.
+        let from = first.max(entry.base);
+        // A bit for each cleared packet, counted from the first that is missing.
+        let end = (from + u32::from(count)).min(entry.until).min(entry.base + u64::BITS);
+        if from >= end || entry.alone && first < entry.base {
+            // More has come than the policy knows, perhaps all of it.
             let event = match entry.base == entry.packets {
                 true => Event::Placed { handle },
                 false => Event::More { handle, placed: entry.base },
             };
-            entry.more_reported = true;
+            entry.reported = entry.base;
+            entry.more_reported |= from >= end;
             self.events.push_back(event);
             return;
         }
-        let first = first.max(entry.base);
-        let mut header = Header::new(Kind::Cts, [self.config.endpoint, known.endpoint], [known.local, known.remote]);
-        (header.message, header.grant, header.packet) = (message, grant, first);
-        (header.count, header.handle) = ((end - first) as u16, sender);
+        (entry.grant, entry.more_reported) = (grant, false);
+        entry.limit = entry.limit.max(end);
+        let header = entry.cts(&known, self.config.endpoint, from, end - from);
         self.control.push_back((known.address, header, handle));
     }
 }

@@ -1,6 +1,6 @@
 //! The sending half: a CTS is answered with data packets, the last of them but k with the RSM, and END (sections 4.3 and 4.4).
 
-use super::{Data, Outbound};
+use super::{Data, Run};
 use crate::counters::Drop;
 use crate::handle;
 use crate::interface::Command;
@@ -209,29 +209,56 @@ impl Data {
         Ok(())
     }
 
-    /// Writes the next packet of the message whose turn it is.
-    pub(super) fn transmit_message(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8]) -> Option<Outbound> {
+    /// Writes the next packets of the message whose turn it is, `most` at most.
+    pub(super) fn transmit_message(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
         loop {
             let handle = self.sending.ready.pop_front()?;
-            let endpoint = self.config.endpoint;
+            let (endpoint, address) = (self.config.endpoint, self.config.address);
             let Some(message) = self.sending.find(handle) else { continue };
             message.queued = false;
-            let peer = self.peers.get(usize::from(message.peer)).copied().flatten();
-            let Some(peer) = peer.filter(|_| message.has_packet()) else { continue };
-            let (header, piece) = message.next_packet([endpoint, peer.endpoint], [peer.local, peer.remote]);
-            let body = if header.kind == Kind::Rts { Body::Rts(message.rts, &[]) } else { Body::Empty };
-            let written = rmpp::emit(&header, &body, out);
-            let length = written + piece.length as usize;
-            let read = memory.read(piece.offset, &mut out[written..length]);
-            self.sending.queue(handle);
-            if !read {
+            let Some(peer) = self.peers.get(usize::from(message.peer)).copied().flatten() else { continue };
+            let mut run = Run { to: peer.address, length: 0, segment: 0, packets: 0 };
+            let mut read = true;
+            while run.packets < most
+                && message.has_packet()
+                && run.has_room(out.len())
+                && (run.packets == 0 || !message.rts_pending)
+            {
+                let (header, piece) = message.next_packet([endpoint, peer.endpoint], [peer.local, peer.remote]);
+                let body = if header.kind == Kind::Rts { Body::Rts(message.rts, &[]) } else { Body::Empty };
+                let packet = &mut out[run.length..];
+                let written = rmpp::emit(&header, &body, packet);
+                let length = written + piece.length as usize;
+                read = memory.read(piece.offset, &mut packet[written..length]);
+                if !read {
+                    break;
+                }
+                rmpp::seal(&mut packet[..length], &address, &peer.address);
+                run.add(length);
+            }
+            if read {
+                self.sending.queue(handle);
+            } else {
                 // The program gave a region that it does not have: nothing of the message can be sent.
                 self.counters.drop(Drop::Memory);
                 self.sending.release(handle);
-                continue;
             }
-            rmpp::seal(&mut out[..length], &self.config.address, &peer.address);
-            return Some(Outbound { to: peer.address, length });
+            if run.packets > 0 {
+                return Some(run);
+            }
         }
+    }
+}
+
+impl Run {
+    /// Adds a packet.
+    fn add(&mut self, length: usize) {
+        self.segment = self.segment.max(length);
+        (self.length, self.packets) = (self.length + length, self.packets + 1);
+    }
+
+    /// Whether another packet can follow in a buffer of `capacity` bytes: none can behind a shorter one.
+    fn has_room(&self, capacity: usize) -> bool {
+        self.length == self.packets * self.segment && self.length + self.segment <= capacity
     }
 }

@@ -5,7 +5,7 @@ use crate::handle;
 use crate::memory::Region;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use baton_wire::rmpp::{Rts, Status};
+use baton_wire::rmpp::{MAX_CLEARED, Rts, Status};
 
 /// A table of fixed size whose entries are named by [`handle`]s.
 pub(super) struct Slab<T> {
@@ -140,6 +140,8 @@ pub(super) struct Incoming {
     /// First packet that is not cleared.
     pub limit: u32,
     pub grant: u16,
+    /// Numbers behind it that the data half may have given to CTS of its own.
+    pub grants_ahead: u16,
     pub attempts: u8,
     /// The END has come.
     pub end: bool,
@@ -164,6 +166,7 @@ impl Incoming {
             placed: 0,
             limit: 0,
             grant: 0,
+            grants_ahead: 0,
             attempts: 0,
             end: false,
             queued: false,
@@ -177,6 +180,11 @@ impl Incoming {
         let wanted = self.rest().min(self.region.length);
         self.packets = wanted.div_ceil(u64::from(self.rts.fragment)) as u32;
         (self.state, self.attempts) = (ReceiveState::Receiving, 0);
+    }
+
+    /// Packets that may be on their way at a time: of those that are cleared only so many have a CTS.
+    pub fn on_way(&self) -> u32 {
+        (self.limit - self.placed).min(u32::from(MAX_CLEARED))
     }
 
     /// Bytes of the message behind the RTS's.

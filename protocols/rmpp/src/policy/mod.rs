@@ -66,6 +66,9 @@ pub struct Config {
     pub packet: u16,
     /// Most packets that one CTS clears: the paper's 16.
     pub grant: u16,
+    /// Packets of a message that the data half may clear by itself, CTS by CTS, before it must ask: 0 if every CTS is the policy's,
+    /// as in the paper.
+    pub ahead: u32,
     /// Packets that the NIC has buffers for: most packets that are cleared and have not come, over all messages.
     pub nic_buffers: u32,
     /// Bytes of the program's memory that may be pinned for receiving: most bytes that are cleared and have not come.
@@ -105,6 +108,7 @@ impl Default for Config {
             buffers_per_peer: 16,
             packet: 1500,
             grant: 16,
+            ahead: 0,
             nic_buffers: 256,
             pinned: 1 << 30,
             early: 0,
@@ -119,6 +123,9 @@ impl Default for Config {
     }
 }
 
+/// Most packets that the data half may clear by itself: each may have a grant of its own, whose numbers wrap around.
+const MAX_AHEAD: u32 = 4096;
+
 /// Why a [`Config`] is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SetupError {
@@ -130,7 +137,7 @@ pub enum SetupError {
     BufferCount,
     /// The buffers lie outside the memory.
     Memory,
-    /// A CTS must clear 1 to 64 packets; `early` must be below 16; there must be at least one NIC buffer and one packet pinned.
+    /// A CTS must clear 1 to 64 packets, `ahead` be 4096 at most; `early` must be below 16; there must be at least one NIC buffer and one packet pinned.
     Grant,
     /// Every limit must be above 0, every time-out too.
     Zero,
@@ -568,7 +575,8 @@ impl Config {
             return Err(SetupError::Memory);
         }
         let fragment = u64::from(crate::data::fragment(self.packet));
-        if !(1..=64).contains(&self.grant) || self.early > 15 || self.nic_buffers == 0 || self.pinned < fragment {
+        let grants = (1..=64).contains(&self.grant) && self.ahead <= MAX_AHEAD;
+        if !grants || self.early > 15 || self.nic_buffers == 0 || self.pinned < fragment {
             return Err(SetupError::Grant);
         }
         let limits = [self.peers, self.sends, self.receives, self.incoming, self.buffers_per_peer, self.attempts.into()];

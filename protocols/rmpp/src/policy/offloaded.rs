@@ -8,7 +8,7 @@
 //! | Ready | nobody | the confirmation | all commands given so far are taken |
 //! | Telling | nobody | the list of what the data half must know is made | it is taken |
 //! | Data | the data half | that | the data half has no room, or the sides differ |
-//! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation |
+//! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation, and that it places nothing more of messages that were refused |
 
 use super::messages::{Incoming, ReceiveState};
 use super::{Error, Policy, Receive};
@@ -41,6 +41,8 @@ enum Stage {
 /// What the policy knows of a data half that can match.
 pub(super) struct Offloaded {
     stage: Stage,
+    /// While leaving: the data half has confirmed it.
+    confirmed: bool,
     /// What a new data half is to be told before it matches.
     told: VecDeque<Command>,
     /// Lent handles, and packets that it may clear by itself.
@@ -53,7 +55,7 @@ pub(super) struct Offloaded {
 impl Offloaded {
     /// A data half that knows nothing yet, as there is nothing.
     pub fn new() -> Offloaded {
-        Offloaded { stage: Stage::Telling, told: VecDeque::new(), places: 0, credit: 0, rests_until: Some(0) }
+        Offloaded { stage: Stage::Telling, confirmed: false, told: VecDeque::new(), places: 0, credit: 0, rests_until: Some(0) }
     }
 
     /// Whether the data half may have matched, or refused, the RTS that it reports.
@@ -148,7 +150,7 @@ impl Policy {
     /// Lets the policy match from now on.
     fn leave(&mut self) {
         let Some(offloaded) = &mut self.offloaded else { return };
-        (offloaded.stage, offloaded.rests_until) = (Stage::Leaving, None);
+        (offloaded.stage, offloaded.confirmed, offloaded.rests_until) = (Stage::Leaving, false, None);
         offloaded.told.clear();
         self.commands.push_back(Command::SetMatcher { matcher: Matcher::Policy });
     }
@@ -176,16 +178,28 @@ impl Policy {
 
     /// The data half has confirmed who matches.
     pub(super) fn on_matcher(&mut self, matcher: Matcher) {
-        let Some(offloaded) = &self.offloaded else { return };
+        let Some(offloaded) = &mut self.offloaded else { return };
         match (offloaded.stage, matcher) {
             (Stage::Asked, Matcher::Nobody) => self.set_stage(Stage::Ready),
             (Stage::Leaving, Matcher::Policy) => {
-                self.finish_cancelling();
-                self.take_back();
-                self.set_stage(Stage::Policy);
+                offloaded.confirmed = true;
+                self.finish_leaving();
             }
             _ => {}
         }
+    }
+
+    /// Lets the policy match once the data half has confirmed that it does not, and places nothing more of the messages that were
+    /// refused: their receives are here, and would be given to others or end.
+    pub(super) fn finish_leaving(&mut self) {
+        let left = self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Leaving && offloaded.confirmed);
+        let returning = |handle| self.incoming.get(handle).is_some_and(|message| message.state == ReceiveState::Returning);
+        if !left || (0..self.incoming.slots()).filter_map(|slot| self.incoming.at(slot)).any(returning) {
+            return;
+        }
+        self.finish_cancelling();
+        self.take_back();
+        self.set_stage(Stage::Policy);
     }
 
     /// Takes back what a data half was lent that is dead, or matches no more.

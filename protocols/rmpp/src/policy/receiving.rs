@@ -8,21 +8,29 @@ use crate::handle;
 use crate::interface::{Command, Half};
 use baton_wire::rmpp::{Header, Kind, MAX_CLEARED, Status};
 
+/// Packets of the longest message that the data half clears by itself: numbers of grants are compared modulo 2¹⁶, and each packet
+/// may take one.
+const LONGEST_ALONE: u32 = 1 << 14;
+
 impl Policy {
     /// Clears the next packets of a message: n = min(16 packets, what is pinned, what the NIC has buffers for) (section 3). Without
     /// room for one, it waits its turn.
     pub(super) fn clear_more(&mut self, handle: u32, now: u64) {
         let room = self.config.nic_buffers.saturating_sub(self.cleared_packets + self.lent().1);
         let pinned = self.config.pinned.saturating_sub(self.cleared_bytes);
-        let most = u32::from(self.config.grant);
         let Some(message) = self.incoming.get_mut(handle) else { return };
-        let window = u32::from(MAX_CLEARED).saturating_sub(message.limit - message.placed);
+        let ahead = if message.packets <= LONGEST_ALONE { self.config.ahead } else { 0 };
+        let most = u32::from(self.config.grant).max(ahead);
+        let window = u32::from(MAX_CLEARED).max(ahead).saturating_sub(message.limit - message.placed);
         let pinned = u32::try_from(pinned / u64::from(message.rts.fragment)).unwrap_or(u32::MAX);
         let count = most.min(message.packets - message.limit).min(window);
         if count == 0 {
             return;
         }
-        let count = count.min(room).min(pinned);
+        // Behind a full window nothing more is on its way.
+        let before = message.on_way();
+        let full = room + before >= u32::from(MAX_CLEARED) && ahead > 0;
+        let count = count.min(if full { count } else { room }).min(pinned);
         if count == 0 {
             if !message.queued {
                 message.queued = true;
@@ -32,9 +40,10 @@ impl Policy {
         }
         let first = message.limit;
         message.limit += count;
-        self.cleared_packets += count;
+        self.cleared_packets += message.on_way() - before;
         self.cleared_bytes += u64::from(count) * u64::from(message.rts.fragment);
-        self.clear(handle, first, count);
+        let command = self.clear_command(handle, first, count, self.config.grant);
+        self.commands.extend(command);
         let timer = self.incoming_timer(handle);
         self.timers.set(timer, now + self.config.timeout);
     }
@@ -61,16 +70,13 @@ impl Policy {
         }
     }
 
-    /// Has packets cleared, with a grant of their own.
-    pub(super) fn clear(&mut self, handle: u32, first: u32, count: u32) {
-        let command = self.clear_command(handle, first, count);
-        self.commands.extend(command);
-    }
-
-    /// The command that clears packets.
-    pub(super) fn clear_command(&mut self, handle: u32, first: u32, count: u32) -> Option<Command> {
+    /// The command that clears packets, `most` of them with the first CTS.
+    pub(super) fn clear_command(&mut self, handle: u32, first: u32, count: u32, most: u16) -> Option<Command> {
         let message = self.incoming.get_mut(handle)?;
-        message.grant = handle::next_generation(message.grant);
+        let now = count.min(most.into());
+        message.grant = handle::next_generation(message.grant.wrapping_add(message.grants_ahead));
+        // Each clears one packet at least.
+        message.grants_ahead = if self.config.ahead > 0 { count as u16 } else { 0 };
         Some(Command::Clear {
             handle,
             peer: message.peer,
@@ -81,7 +87,8 @@ impl Policy {
             fragment: message.rts.fragment,
             packets: message.packets,
             first,
-            count: count as u16,
+            count: now as u16,
+            ahead: count - now,
             grant: message.grant,
         })
     }
@@ -94,10 +101,10 @@ impl Policy {
         };
         let placed = placed.clamp(message.placed, message.limit);
         if placed > message.placed {
-            let count = placed - message.placed;
-            self.cleared_packets -= count;
-            self.cleared_bytes -= u64::from(count) * u64::from(message.rts.fragment);
+            let (count, before) = (placed - message.placed, message.on_way());
             (message.placed, message.attempts) = (placed, 0);
+            self.cleared_packets -= before - message.on_way();
+            self.cleared_bytes -= u64::from(count) * u64::from(message.rts.fragment);
             self.timers.set(timer, now + self.config.timeout);
         }
         true
@@ -210,7 +217,8 @@ impl Policy {
             ReceiveState::Receiving => {
                 let (first, count) = (message.placed, message.limit - message.placed);
                 if count > 0 {
-                    self.clear(handle, first, count);
+                    let command = self.clear_command(handle, first, count, MAX_CLEARED);
+                    self.commands.extend(command);
                 } else {
                     // It waits for NIC buffers, not for its sender.
                     message.attempts = 0;
@@ -248,8 +256,8 @@ impl Policy {
             ReceiveState::Receiving => {
                 message.state = ReceiveState::Releasing(error);
                 let (count, fragment) = (message.limit - message.placed, u64::from(message.rts.fragment));
+                self.cleared_packets -= message.on_way();
                 message.limit = message.placed;
-                self.cleared_packets -= count;
                 self.cleared_bytes -= u64::from(count) * fragment;
                 let timer = self.incoming_timer(handle);
                 self.timers.stop(timer);
@@ -280,7 +288,7 @@ impl Policy {
         let Some(message) = self.incoming.get_mut(handle) else { return };
         if message.state == ReceiveState::Returning {
             self.incoming.remove(handle);
-            return;
+            return self.finish_leaving();
         }
         let ReceiveState::Releasing(error) = message.state else { return };
         let (at, receive) = (usize::from(message.peer), message.receive);

@@ -4,6 +4,7 @@ use super::Policy;
 use super::messages::{ReceiveState, SendState};
 use crate::data::Halves;
 use crate::interface::{Command, Half};
+use baton_wire::rmpp::MAX_CLEARED;
 
 /// What a new data half has not received yet, by the next slot of each table; None when it has all.
 #[derive(Clone, Copy, Debug, Default)]
@@ -75,7 +76,7 @@ impl Policy {
             if let Some((first, limit)) = message.map(|message| (message.placed, message.limit))
                 && limit > first
             {
-                return self.clear_command(handle, first, limit - first);
+                return self.clear_command(handle, first, limit - first, MAX_CLEARED);
             }
         }
         while let Some(slot) = self.replay.outgoing {
