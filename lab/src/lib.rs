@@ -27,4 +27,5 @@ pub mod soak;
 pub mod statistics;
 pub mod tail;
 pub mod testbed;
+pub mod ttcp;
 pub mod wan;

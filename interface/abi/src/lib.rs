@@ -7,5 +7,7 @@ pub mod layout;
 pub mod message;
 pub mod record;
 
-pub use message::{ALREADY_HERE, Cid, Control, MORE, Message, NOT_YET, Operation, RestoreCause, add_length, counts_bytes};
+pub use message::{
+    ALREADY_HERE, ANSWER, Cid, Control, FETCH, MORE, Message, NOT_YET, Operation, RestoreCause, add_length, counts_bytes,
+};
 pub use record::Record;

@@ -132,6 +132,8 @@ pub enum Control {
     Made = 38,
     /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
     NotMade = 39,
+    /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of them.
+    Taken = 40,
 }
 
 impl Control {
@@ -163,6 +165,7 @@ impl Control {
             Grow,
             Made,
             NotMade,
+            Taken,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)
@@ -192,12 +195,19 @@ pub const ALREADY_HERE: u32 = 6;
 /// MSG_MORE).
 pub const MORE: u16 = 1;
 
+/// Flag of `nic_send`: the NIC answers with [`Control::Taken`] once it has read the message.
+pub const ANSWER: u16 = 2;
+
+/// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`], whatever its
+/// address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement of the peer's.
+pub const FETCH: u16 = 4;
+
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message {
     /// The operation.
     pub operation: Operation,
-    /// The [`Control`] number of a control message; 0 or [`MORE`] in `nic_send`; else 0.
+    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`] and [`FETCH`] in `nic_send`; else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,

@@ -32,4 +32,5 @@ mod segments;
 mod stays;
 mod stuck;
 mod tools;
+mod ttcp;
 mod waits;

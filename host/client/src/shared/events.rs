@@ -106,6 +106,8 @@ impl Shared {
                     connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
+                // Whoever waits for this reads the ring's index.
+                Some(Control::Taken) => {}
                 Some(Control::Closed) => connection.set_ended(message.address),
                 _ => return None,
             },
