@@ -369,6 +369,28 @@ mod tests {
         (shared, connection, memory)
     }
 
+    /// A connection that the NIC opens has the same cid before and after. Bytes that arrive at once are counted on the numbers that it
+    /// has when it is open, also if their event is read before the program has noticed that it is.
+    #[test]
+    fn bytes_on_a_connection_that_has_just_opened_count() {
+        let (shared, _, memory) = session_that_sends(Interface::Batched);
+        let connection = shared.unregistered();
+        shared.represent(&connection, 0);
+        refresh(&mut shared.events.lock(1).unwrap(), &connection);
+        memory.word32(at::block(0) + block::RECEIVE_SEQ).store(1000, RELAXED);
+        memory.word32(at::block(0) + block::MOVES).store(1, RELAXED);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        nic.push(Message::new(Operation::OsRecv, Cid::new(0, 1), 0, 10).to_words()).unwrap();
+        nic.publish();
+        // The thread that learns of the move has not come to it yet.
+        shared.moves_seen.store(1, RELAXED);
+        shared.events.lock(1).unwrap().between.push(0);
+        shared.catch_up(1);
+        assert!(!connection.has_moved());
+        assert_eq!(connection.received.load(RELAXED), 1010);
+    }
+
     /// With a handshake for each message, the next one has to wait until the NIC has read the last one.
     #[test]
     fn a_handshake_admits_one_message() {
