@@ -248,6 +248,14 @@ impl Bench {
         Ok(())
     }
 
+    /// Turns Nagle's rule on for the first connection, as sockets have it without TCP_NODELAY.
+    pub(crate) fn use_nagle(&mut self) {
+        let message = Message::control(Operation::NicControl, Control::NoDelay, self.peers[0].cid, 0, 0);
+        let _ = self.commands.push(message.to_words());
+        self.commands.publish();
+        self.worker.poll(self.now);
+    }
+
     /// The first connection receives a segment of one byte and acknowledges it.
     ///
     /// # Errors

@@ -54,6 +54,7 @@ pub struct Cost {
 /// If the results are not as expected.
 pub fn workload(name: &str, packets: u64) -> Result<()> {
     let mut bench = Bench::new(1)?;
+    bench.use_nagle();
     for _ in 0..packets {
         match name {
             "mtu" => bench.send_messages(1, 1448)?,
