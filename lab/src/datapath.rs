@@ -6,7 +6,7 @@
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, session, slot};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
@@ -76,7 +76,7 @@ pub struct DatapathReport {
 }
 
 /// A worker with offloaded connections, and the other ends of its rings and wire.
-struct Bench {
+pub(crate) struct Bench {
     worker: Worker<MemoryDevice, MemoryDevice>,
     far: MemoryDevice,
     commands: Producer<RingWords>,
@@ -84,6 +84,8 @@ struct Bench {
     nic_events: Consumer<RingWords>,
     peers: Vec<Peer>,
     frame: Frame,
+    /// The sequence number behind the last byte that the first connection's program has queued.
+    queued: u32,
     now: Instant,
 }
 
@@ -91,10 +93,16 @@ struct Peer {
     cid: Cid,
     template: Template,
     seq: u32,
+    /// Next sequence number expected from the NIC.
+    ack: u32,
 }
 
 impl Bench {
-    fn new(connections: u32) -> Result<Bench> {
+    /// A worker with this many connections.
+    ///
+    /// # Errors
+    /// If the NIC refuses one.
+    pub(crate) fn new(connections: u32) -> Result<Bench> {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, _) = memory_pair(256, FRAME, capabilities);
@@ -122,6 +130,7 @@ impl Bench {
             nic_events: Consumer::new(nic_memory.ring(nic::EVENTS)),
             peers: Vec::new(),
             frame: Frame::with_capacity(FRAME),
+            queued: 1,
             now,
         };
         let mut agent = Producer::new(nic_memory.ring(nic::COMMANDS));
@@ -157,7 +166,7 @@ impl Bench {
             self.worker.poll(self.now);
         }
         let link = Link { ttl: 64, ..Link::default() };
-        self.peers.push(Peer { cid, template: Template::new(&flow.reversed(), &link, true), seq: 1 });
+        self.peers.push(Peer { cid, template: Template::new(&flow.reversed(), &link, true), seq: 1, ack: 1 });
         self.settle();
         let mut refused = 0;
         while let Some(words) = self.nic_events.pop() {
@@ -190,7 +199,7 @@ impl Bench {
         let peer = &mut self.peers[at];
         let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
         let flags = Flags::ACK | Flags::PSH;
-        let header = Header { seq: peer.seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        let header = Header { seq: peer.seq, ack: peer.ack, flags, window: 512, options: &options, ecn: 0, ident: 0 };
         self.frame.set_length(MAX_HEADER + size as usize);
         let headers = peer.template.emit(&header, size as usize, self.frame.bytes_mut());
         self.frame.set_length(headers + size as usize);
@@ -203,6 +212,83 @@ impl Bench {
     fn read(&mut self, at: usize, size: u32) {
         let message = Message::new(Operation::NicRecvd, self.peers[at].cid, 0, size);
         let _ = self.commands.push(message.to_words());
+    }
+
+    /// The first connection's program queues `count` messages of `size` bytes while one byte is in flight; then the peer
+    /// acknowledges that, and all of them leave as one segment, or at once if one fills a segment. All of it is measured.
+    ///
+    /// # Errors
+    /// If anything but one segment leaves.
+    pub(crate) fn send_messages(&mut self, count: u32, size: u32) -> Result<()> {
+        let fills = count * size >= 1448;
+        if !fills {
+            self.queue(1, 1);
+            self.worker.poll(self.now);
+            self.settle();
+            self.peers[0].ack = self.peers[0].ack.wrapping_add(1);
+        }
+        self.queue(count, size);
+        self.now = self.now.after(3);
+        // A round takes 64 messages of a session.
+        for _ in 0..count.div_ceil(64) {
+            measured_poll(&mut self.worker, self.now);
+        }
+        if !fills {
+            self.send(0, 0);
+            measured_poll(&mut self.worker, self.now);
+        }
+        let (segments, _) = self.settle();
+        if segments != 1 {
+            bail!("{segments} segments left for {count} messages of {size} bytes");
+        }
+        self.peers[0].ack = self.peers[0].ack.wrapping_add(count * size);
+        self.send(0, 0);
+        measured_poll(&mut self.worker, self.now);
+        self.settle();
+        Ok(())
+    }
+
+    /// Turns Nagle's rule on for the first connection, as sockets have it without TCP_NODELAY.
+    pub(crate) fn use_nagle(&mut self) {
+        let message = Message::control(Operation::NicControl, Control::NoDelay, self.peers[0].cid, 0, 0);
+        let _ = self.commands.push(message.to_words());
+        self.commands.publish();
+        self.worker.poll(self.now);
+    }
+
+    /// The first connection receives a segment of one byte and acknowledges it.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub(crate) fn acknowledge(&mut self) -> Result<()> {
+        self.send(0, 1);
+        self.now = self.now.after(3);
+        measured_poll(&mut self.worker, self.now);
+        if self.settle() != (1, 1) {
+            bail!("a segment of one byte was not acknowledged");
+        }
+        self.read(0, 1);
+        self.commands.publish();
+        self.worker.poll(self.now);
+        self.settle();
+        Ok(())
+    }
+
+    /// Queues messages of the first connection's program; their bytes lie in its send memory at their sequence numbers.
+    fn queue(&mut self, count: u32, size: u32) {
+        let base = session::HEAP as u32 + BUFFER;
+        for _ in 0..count {
+            let length = size.min(BUFFER - (self.queued & (BUFFER - 1)));
+            for (at, length) in [(self.queued, length), (self.queued.wrapping_add(length), size - length)] {
+                if length > 0 {
+                    let more = if length < size && at == self.queued { MORE } else { 0 };
+                    let message = Message::new(Operation::NicSend, self.peers[0].cid, base + (at & (BUFFER - 1)), length);
+                    let _ = self.commands.push(Message { kind: more, ..message }.to_words());
+                }
+            }
+            self.queued = self.queued.wrapping_add(size);
+        }
+        self.commands.publish();
     }
 
     fn round(&mut self, workload: Workload, next: &mut usize) -> Result<u64> {

@@ -28,4 +28,5 @@ pub mod soak;
 pub mod statistics;
 pub mod tail;
 pub mod testbed;
+pub mod ttcp;
 pub mod wan;

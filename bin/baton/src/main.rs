@@ -82,6 +82,14 @@ enum Command {
     /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = lab::NTTTCP_EXAMPLES)]
     Ntttcp(lab::Ntttcp),
+    /// Compares what a program's sends and receives cost in the kernel and on the NIC, over message sizes (TTCP).
+    #[command(after_help = lab::ttcp::EXAMPLES)]
+    Ttcp(lab::ttcp::TtcpArguments),
+    /// The program that `baton ttcp` measures.
+    #[command(hide = true)]
+    TtcpProgram(lab::ttcp::ProgramArguments),
+    #[command(hide = true)]
+    TtcpWorkload(lab::ttcp::WorkloadArguments),
     /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
     #[command(subcommand, after_help = lab::rmpp::EXAMPLES)]
     Rmpp(lab::rmpp::Rmpp),
@@ -125,6 +133,9 @@ fn run(command: Command) -> Result<bool> {
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
         Command::Ntttcp(command) => lab::ntttcp(&command),
+        Command::Ttcp(arguments) => lab::ttcp::ttcp(&arguments),
+        Command::TtcpWorkload(arguments) => lab::ttcp::workload(&arguments),
+        Command::TtcpProgram(arguments) => lab::ttcp::program(&arguments),
         Command::Lab(command) => lab::run(&command),
         Command::Rmpp(command) => {
             baton_linux::namespace::become_root_if_needed()?;

@@ -3,7 +3,8 @@
 use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
-use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run, When};
+use baton_client::rules::{Interface, Offload, RUN_VARIABLE, Rule, Run, When};
+use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
@@ -22,6 +23,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --place near-nic -- redis-server
   baton run --offload full -- nginx -g 'daemon off;'
   baton run --offload fast-path -- redis-server
+  baton run --interface aggregated -- ./logger
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later.";
@@ -47,6 +49,10 @@ pub struct RunArguments {
     /// or full (the NIC itself, where it can).
     #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT")]
     offload: Offloading,
+    /// How sends cross to the NIC: handshake (each is acknowledged by the NIC before the next), batched (a ring), or aggregated
+    /// (small ones are joined on the host while earlier ones are unacknowledged).
+    #[arg(long, value_enum, default_value_t = Crossing::Batched, value_name = "HOW")]
+    interface: Crossing,
     /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
     /// tests.
     #[arg(long)]
@@ -69,6 +75,14 @@ enum Offloading {
     Handoff,
     FastPath,
     Full,
+}
+
+/// Values of `--interface`.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Crossing {
+    Handshake,
+    Batched,
+    Aggregated,
 }
 
 #[derive(Deserialize)]
@@ -114,8 +128,24 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         Offloading::FastPath => partial_offload(&channel)?,
         Offloading::Full => full_offload(&channel)?,
     };
+    let interface = match arguments.interface {
+        Crossing::Handshake => Interface::Handshake,
+        Crossing::Batched => Interface::Batched,
+        Crossing::Aggregated => Interface::Aggregated,
+    };
     drop(channel);
-    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload };
+    if interface == Interface::Aggregated {
+        if offload == Offload::FastPath {
+            bail!(
+                "--interface aggregated needs a NIC that has all of a connection, not --offload fast-path: use --interface batched"
+            );
+        }
+        let workers = Tool::connect(&socket)?.statistics()?.workers.len();
+        if workers > 1 {
+            bail!("--interface aggregated needs a NIC with one worker, and this one has {workers}: use --interface batched");
+        }
+    }
+    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload, interface };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");

@@ -7,7 +7,7 @@ use baton_linux::events;
 use baton_ring::Token;
 use baton_shm::{MovableCircle, MovableWords, Region};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -49,6 +49,12 @@ pub struct Connection {
     pub(crate) shut: AtomicBool,
     /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
     pub(crate) stopped: AtomicBool,
+    /// Index in the command ring behind the last message that the NIC has to acknowledge before the next send.
+    pub(crate) given: AtomicU64,
+    /// The sequence number up to which bytes were announced to the NIC ([`baton_abi::FETCH`]), and whether any were since the last
+    /// move.
+    pub(crate) announced: AtomicU32,
+    pub(crate) announces: AtomicBool,
     /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
     error: AtomicU32,
 }
@@ -133,6 +139,9 @@ impl Connection {
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
+            given: AtomicU64::new(0),
+            announced: zero(),
+            announces: AtomicBool::new(false),
             error: AtomicU32::new(ALIVE),
         }
     }
@@ -284,6 +293,7 @@ impl Connection {
             self.set_ended(error);
         }
         self.set_shut(flags & 2 != 0);
+        self.announces.store(false, RELAXED);
         self.moves.store(moves, Ordering::Release);
     }
 
@@ -413,6 +423,17 @@ impl Connection {
     /// TCP_CORK as the program set it, while the NIC has the connection.
     pub fn cork(&self) -> bool {
         self.load(block::FLAGS) & block::FLAG_CORK != 0
+    }
+
+    /// Whether the peer has acknowledged all bytes before `queued`, as far as is known.
+    #[inline(always)]
+    pub(crate) fn is_quiet(&self, queued: u32) -> bool {
+        self.room_ends.load(RELAXED) == queued.wrapping_add(self.send_memory.length())
+    }
+
+    /// TCP_NODELAY as the program set it, while the NIC has the connection.
+    pub(crate) fn nodelay(&self) -> bool {
+        self.load(block::FLAGS) & block::FLAG_NODELAY != 0
     }
 
     /// The processor that processes its frames, while the NIC has it; None until the NIC has reported it.

@@ -272,6 +272,41 @@ pub enum Offload {
     FastPath,
 }
 
+impl Offload {
+    /// Its name in `--offload`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::Handoff => "handoff",
+            Offload::Full => "full",
+            Offload::FastPath => "fast-path",
+        }
+    }
+}
+
+/// How a program's sends cross to the NIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Interface {
+    /// One message, which the NIC acknowledges before the next is given to it, as with I2O.
+    Handshake,
+    /// Messages in a ring, which the NIC reads when it comes to them.
+    #[default]
+    Batched,
+    /// Small sends are joined in memory while the peer has not acknowledged earlier ones; one message announces them all.
+    Aggregated,
+}
+
+impl Interface {
+    /// Its name in `--interface`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Interface::Handshake => "handshake",
+            Interface::Batched => "batched",
+            Interface::Aggregated => "aggregated",
+        }
+    }
+}
+
 /// Settings of a program that runs under Baton, in [`RUN_VARIABLE`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Run {
@@ -290,6 +325,9 @@ pub struct Run {
     /// Who makes its connections.
     #[serde(default)]
     pub offload: Offload,
+    /// How its sends cross to the NIC.
+    #[serde(default)]
+    pub interface: Interface,
 }
 
 /// The environment variable that contains a [`Run`], as JSON.

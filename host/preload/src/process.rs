@@ -147,7 +147,8 @@ pub(crate) fn open_session() -> Option<&'static Session> {
         }
     }
     match opened {
-        Ok(shared) => {
+        Ok(mut shared) => {
+            shared.use_interface(plan.run.interface);
             let fds = shared.descriptors();
             let made = Box::leak(Box::new(Session { shared, fds, by_number: Mutex::default() }));
             OWNER.store(identity(), Ordering::Release);

@@ -151,7 +151,10 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     let state = session.shared.readiness(connection, thread::token());
     match want {
         Want::Receive(count) => state.unread >= count || state.fin || state.ended.is_some(),
-        Want::Send => state.room >= (state.send_memory / 3).max(1) || state.shut || state.ended.is_some(),
+        Want::Send => {
+            let has_room = state.room >= (state.send_memory / 3).max(1) && session.shared.takes(connection, thread::token());
+            has_room || state.shut || state.ended.is_some()
+        }
     }
 }
 

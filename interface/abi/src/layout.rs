@@ -6,6 +6,9 @@
 
 /// Messages that a ring holds.
 pub const RING_MESSAGES: usize = 4096;
+
+/// Messages of a program after which the NIC reports that it has read them, so that a program that found the ring full can sleep.
+pub const ANSWERED: u64 = 1024;
 /// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then the
 /// messages.
 pub const RING_WORDS: usize = 24 + 2 * RING_MESSAGES;
@@ -249,8 +252,8 @@ pub mod block {
     pub const ACKED_SEQ: usize = 40;
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`] and [`FLAG_CLOSED`].
-    /// Written by the agent at a handoff, then by the program, and by the agent once that has closed the connection.
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`], [`FLAG_CLOSED`] and
+    /// [`FLAG_NODELAY`]. Written by the agent at a handoff, then by the program, and by the agent once that has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
     /// by the NIC.
@@ -271,6 +274,8 @@ pub mod block {
     pub const FLAG_CORK: u32 = 1 << 4;
     /// Bit of [`FLAGS`]: the program has closed the connection, which the NIC closes in order.
     pub const FLAG_CLOSED: u32 = 1 << 5;
+    /// Bit of [`FLAGS`]: TCP_NODELAY is on.
+    pub const FLAG_NODELAY: u32 = 1 << 6;
 }
 
 /// The page of words in front of a UDP socket's rings, in session memory. Offsets are those of 4-byte words.

@@ -8,6 +8,7 @@ pub mod message;
 pub mod record;
 
 pub use message::{
-    ALREADY_HERE, Cid, Control, FOR_AGENT, MORE, Message, NOT_YET, Operation, RestoreCause, add_length, counts_bytes,
+    ALREADY_HERE, ANSWER, Cid, Control, FETCH, FOR_AGENT, MORE, Message, NOT_YET, Operation, RestoreCause, add_length,
+    counts_bytes,
 };
 pub use record::Record;

@@ -150,6 +150,8 @@ pub enum Control {
     /// From the host's TCP to the NIC: a connection comes back. Address field: 1 if its state lies in [`crate::layout::host_tcp`]'s
     /// memory, 0 if it has ended.
     Returned = 43,
+    /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of them.
+    Taken = 44,
 }
 
 impl Control {
@@ -187,6 +189,7 @@ impl Control {
             Range,
             FinBehindHole,
             Returned,
+            Taken,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)
@@ -218,13 +221,19 @@ pub const MORE: u16 = 1;
 
 /// Bit of the kind of a message that the host's TCP sends through the NIC to the agent.
 pub const FOR_AGENT: u16 = 1 << 15;
+/// Flag of `nic_send`: the NIC answers with [`Control::Taken`] once it has read the message.
+pub const ANSWER: u16 = 2;
+
+/// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`], whatever its
+/// address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement of the peer's.
+pub const FETCH: u16 = 4;
 
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message {
     /// The operation.
     pub operation: Operation,
-    /// The [`Control`] number of a control message; 0 or [`MORE`] in `nic_send`; else 0.
+    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`] and [`FETCH`] in `nic_send`; else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,

@@ -86,6 +86,12 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
         self.words.as_ref()[HEAD].store(self.head, Ordering::Release);
     }
 
+    /// Whether the consumer has released all messages before index `position`.
+    #[inline]
+    pub fn is_released(&self, position: u64) -> bool {
+        self.words.as_ref()[TAIL].load(Ordering::Acquire).wrapping_sub(position) as i64 >= 0
+    }
+
     /// Index behind the last message written.
     pub fn position(&self) -> u64 {
         self.head

@@ -38,8 +38,9 @@ impl Header {
             Checksum::Verified => [1, 0, 0],
             Checksum::Partial { start, offset } => [2, start, offset],
         };
-        let segmentation =
-            frame.segmentation.map_or([0; 3], |cut| [cut.size, cut.headers, u16::from(cut.ipv6) | u16::from(cut.ecn) << 1]);
+        let segmentation = frame.segmentation.map_or([0; 3], |cut| {
+            [cut.size, cut.headers, u16::from(cut.ipv6) | u16::from(cut.ecn) << 1 | u16::from(cut.udp) << 2]
+        });
         Header { length: frame.bytes().len() as u32, tag, interface: frame.interface, checksum, segmentation }
     }
 
@@ -75,7 +76,8 @@ impl Header {
             _ => Checksum::Unknown,
         };
         let [size, headers, bits] = self.segmentation;
-        frame.segmentation = (size > 0).then_some(Segmentation { size, headers, ipv6: bits & 1 != 0, ecn: bits & 2 != 0 });
+        frame.segmentation =
+            (size > 0).then_some(Segmentation { size, headers, ipv6: bits & 1 != 0, ecn: bits & 2 != 0, udp: bits & 4 != 0 });
         frame.interface = self.interface;
     }
 }
@@ -212,7 +214,8 @@ mod tests {
         while received < 1000 {
             frame.fill(&vec![sent as u8; length_of(sent)]);
             frame.checksum = Checksum::Partial { start: 34, offset: sent as u16 };
-            frame.segmentation = (sent % 2 == 0).then_some(Segmentation { size: 9, headers: 54, ipv6: true, ecn: false });
+            frame.segmentation =
+                (sent % 2 == 0).then_some(Segmentation { size: 9, headers: 54, ipv6: true, ecn: false, udp: false });
             frame.interface = sent;
             if sender.send(&frame, sent) {
                 sent += 1;

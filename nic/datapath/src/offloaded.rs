@@ -109,6 +109,12 @@ pub(crate) struct Offloaded {
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
     pair_next: u8,
+    /// Offset and size of send memory, and offset of the word up to which the program has filled it.
+    send_base: u32,
+    send_size: u32,
+    queued_offset: usize,
+    /// The program announces with one message what it has queued so far ([`baton_abi::FETCH`]).
+    pub fetches: bool,
     nic_memory: Arc<Region>,
     slot_offset: usize,
     /// Offset in session memory of the word that tells the program the processor.
@@ -175,6 +181,10 @@ impl Offloaded {
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
+            send_base: memory.send_base,
+            send_size: memory.send_size,
+            queued_offset: layout::session::block(memory.block) + layout::block::QUEUED_SEQ,
+            fetches: false,
             session_memory,
             nic_memory,
             slot_offset: layout::nic::slot(slot),
@@ -209,6 +219,7 @@ impl Offloaded {
     pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
         self.memory = memory;
         (self.pair_first, self.pair_next) = (0, 0);
+        (self.send_base, self.send_size) = (memory.send_base, memory.send_size);
         self.adopt_send_queue(image, memory);
     }
 
@@ -237,6 +248,29 @@ impl Offloaded {
         let index = usize::from(self.pair_next & mask);
         self.pairs[index] = Pair { address, length, seq };
         self.pair_next = self.pair_next.wrapping_add(1);
+        true
+    }
+
+    /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits there, or
+    /// sending is closed: then nothing is appended.
+    pub fn take_queued(&mut self) -> bool {
+        let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
+        let mut seq = self.tcp.snd_end();
+        let mut left = queued.wrapping_sub(seq);
+        if left == 0 {
+            return true;
+        }
+        if queued.wrapping_sub(self.tcp.snd_una()) > self.send_size || !self.tcp.queue(left) {
+            return false;
+        }
+        while left > 0 {
+            let offset = seq & (self.send_size - 1);
+            let length = left.min(self.send_size - offset);
+            // At most one pair ends at the end of send memory at a time, so there is always room.
+            self.add_pair(self.send_base + offset, length, seq);
+            seq = seq.wrapping_add(length);
+            left -= length;
+        }
         true
     }
 

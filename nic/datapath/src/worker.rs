@@ -282,7 +282,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         self.output.flush(&self.counters);
         if !self.programs.dirty.is_empty() {
-            self.send_events();
+            self.send_events(now);
         }
         worked
     }

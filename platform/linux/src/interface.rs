@@ -129,9 +129,25 @@ pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
 /// # Errors
 /// The failed system call's.
 pub fn set_gro(name: &str, on: bool) -> io::Result<()> {
-    const SIOCETHTOOL: libc::c_ulong = 0x8946;
     const ETHTOOL_SGRO: u32 = 0x2c;
-    let value = [ETHTOOL_SGRO, u32::from(on)];
+    set_offload(name, ETHTOOL_SGRO, on)
+}
+
+/// Switches an interface's segmentation offloads (`ethtool -K NAME tso gso`).
+///
+/// # Errors
+/// The failed system call's.
+pub fn set_segmentation(name: &str, on: bool) -> io::Result<()> {
+    const ETHTOOL_STSO: u32 = 0x1f;
+    const ETHTOOL_SGSO: u32 = 0x24;
+    set_offload(name, ETHTOOL_STSO, on)?;
+    set_offload(name, ETHTOOL_SGSO, on)
+}
+
+/// Switches one offload by the number of its ethtool command.
+fn set_offload(name: &str, command: u32, on: bool) -> io::Result<()> {
+    const SIOCETHTOOL: libc::c_ulong = 0x8946;
+    let value = [command, u32::from(on)];
     let mut request = interface_request(name)?;
     request.ifr_ifru.ifru_data = (&raw const value).cast_mut().cast();
     let socket = socket::stream(false, 0)?;

@@ -211,6 +211,17 @@ pub fn cpu_nanos(process: u32) -> Option<u64> {
     Some(total)
 }
 
+/// How often the threads of a process have slept and were woken (`voluntary_ctxt_switches`). None if it has ended.
+pub fn wakeups(process: u32) -> Option<u64> {
+    let mut total = 0;
+    for entry in std::fs::read_dir(format!("/proc/{process}/task")).ok()? {
+        let text = std::fs::read_to_string(entry.ok()?.path().join("status")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+        total += line.trim().parse::<u64>().ok()?;
+    }
+    Some(total)
+}
+
 /// Nanoseconds that all processors of the machine have been busy, programs, kernel and interrupts together; in steps of 10 ms.
 ///
 /// # Errors

@@ -315,7 +315,7 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
 }
 
 /// Prints a bench's report, or its bounds. Returns whether all are met.
-fn print_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
+pub fn print_bars(bars: &[baton_lab::bars::Bar], report: &impl serde::Serialize, json: bool) -> Result<bool> {
     if json {
         println!("{}", serde_json::to_string(report)?);
     } else {

@@ -5,6 +5,7 @@ pub mod hosts;
 pub mod rmpp;
 pub mod sim;
 pub mod soak;
+pub mod ttcp;
 mod workers;
 
 use anyhow::{Context, Result, bail};

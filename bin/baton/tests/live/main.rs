@@ -33,5 +33,6 @@ mod segments;
 mod stays;
 mod stuck;
 mod tools;
+mod ttcp;
 mod udp;
 mod waits;

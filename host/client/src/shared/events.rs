@@ -20,7 +20,7 @@ pub(crate) struct Events {
     /// Numbers by cid, for a connection whose slot's entry in `by_slot` is still another's.
     by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
-    between: Vec<u32>,
+    pub(super) between: Vec<u32>,
     /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its number is
     /// known; they are kept here until then.
     accepting: u32,
@@ -106,6 +106,8 @@ impl Shared {
                     connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
+                // Whoever waits for this reads the ring's index.
+                Some(Control::Taken) => {}
                 Some(Control::Closed) => connection.set_ended(message.address),
                 _ => return None,
             },
@@ -205,7 +207,8 @@ impl Events {
     #[inline]
     pub(super) fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
         let number = (*self.by_slot.get(cid.slot() as usize)?)?;
-        connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)
+        // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
+        connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid && !connection.has_moved())
     }
 
     #[cold]

@@ -4,6 +4,7 @@
 use crate::connection::{Connection, Entered, Readiness};
 use crate::ending::Ending;
 use crate::heap::Heap;
+use crate::rules::Interface;
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
 use baton_abi::{Message, Operation};
@@ -15,7 +16,7 @@ use baton_shm::{MovableWords, Region, RingWords};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 mod events;
@@ -54,6 +55,9 @@ pub struct Shared {
     pub(crate) listener: Listener,
     /// The part of session memory that the agent gives out nothing of.
     pub(crate) buffers: Arc<Mutex<Heap>>,
+    interface: Interface,
+    /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
+    full_until: AtomicU64,
 }
 
 /// Called with the number of each connection that may have become readable or writable. It is called with the session's events
@@ -165,7 +169,14 @@ impl Shared {
             moves_seen: AtomicU32::new(0),
             early: AtomicBool::new(false),
             listener,
+            interface: Interface::default(),
+            full_until: AtomicU64::new(0),
         }
+    }
+
+    /// Chooses how sends cross to the NIC, before the first one.
+    pub fn use_interface(&mut self, interface: Interface) {
+        self.interface = interface;
     }
 
     /// A session on private memory, without an agent.
@@ -282,7 +293,7 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_abi::layout::block;
+    use baton_abi::layout::{ANSWERED, RING_MESSAGES, block};
     use baton_abi::{Cid, Control};
     use baton_ring::Consumer;
 
@@ -349,6 +360,102 @@ mod tests {
         assert!(shared.readiness(&connection, 1).shut);
         let sent = Message::from_words(nic.pop().unwrap()).unwrap();
         assert_eq!((sent.operation, sent.kind), (Operation::NicControl, Control::Shutdown as u16));
+    }
+
+    /// A session and a connection of it that the NIC has, with 4096 bytes of send memory and nothing in flight.
+    fn session_that_sends(interface: Interface) -> (Shared, Connection, Arc<Region>) {
+        let memory = Arc::new(Region::private(at::HEAP + 8192).unwrap());
+        let mut shared = Shared::on(memory.clone());
+        shared.use_interface(interface);
+        let connection = Connection::unregistered(memory.clone());
+        connection.set_number(0);
+        let fields = [(block::OWNER, Owner::Nic as u32), (block::CID, Cid::new(0, 1).0)];
+        let heap = at::HEAP as u32;
+        let memories = [(block::RECEIVE_BASE, heap), (block::RECEIVE_SIZE, 4096), (block::SEND_BASE, heap + 4096)];
+        for (field, value) in fields.into_iter().chain(memories).chain([(block::SEND_SIZE, 4096)]) {
+            memory.word32(at::block(0) + field).store(value, RELAXED);
+        }
+        connection.refresh();
+        (shared, connection, memory)
+    }
+
+    /// A connection that the NIC opens has the same cid before and after. Bytes that arrive at once are counted on the numbers that it
+    /// has when it is open, also if their event is read before the program has noticed that it is.
+    #[test]
+    fn bytes_on_a_connection_that_has_just_opened_count() {
+        let (shared, _, memory) = session_that_sends(Interface::Batched);
+        let connection = shared.unregistered();
+        shared.represent(&connection, 0);
+        refresh(&mut shared.events.lock(1).unwrap(), &connection);
+        memory.word32(at::block(0) + block::RECEIVE_SEQ).store(1000, RELAXED);
+        memory.word32(at::block(0) + block::MOVES).store(1, RELAXED);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        nic.push(Message::new(Operation::OsRecv, Cid::new(0, 1), 0, 10).to_words()).unwrap();
+        nic.publish();
+        // The thread that learns of the move has not come to it yet.
+        shared.moves_seen.store(1, RELAXED);
+        shared.events.lock(1).unwrap().between.push(0);
+        shared.catch_up(1);
+        assert!(!connection.has_moved());
+        assert_eq!(connection.received.load(RELAXED), 1010);
+    }
+
+    /// With a handshake for each message, the next one has to wait until the NIC has read the last one.
+    #[test]
+    fn a_handshake_admits_one_message() {
+        let (shared, connection, memory) = session_that_sends(Interface::Handshake);
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        assert!(!shared.send_at_once(&connection, 1, b"a"), "the fast path does not wait");
+        assert_eq!(shared.send(&connection, 1, b"a").unwrap(), 1);
+        assert_eq!(shared.send(&connection, 1, b"b").unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert!(!shared.takes(&connection, 1));
+        assert_eq!(Message::from_words(nic.pop().unwrap()).unwrap().kind, baton_abi::ANSWER);
+        assert!(!shared.takes(&connection, 1), "read, but not released");
+        nic.release();
+        assert!(shared.takes(&connection, 1));
+        assert_eq!(shared.send(&connection, 1, b"b").unwrap(), 1);
+    }
+
+    /// Small sends are joined while data is in flight: one message stands for them. The NIC is notified when nothing is in flight,
+    /// when the program wants no delay, and never of the same bytes by length.
+    #[test]
+    fn small_sends_are_joined() {
+        let (shared, connection, memory) = session_that_sends(Interface::Aggregated);
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        let mut messages = || std::iter::from_fn(|| nic.pop()).filter_map(Message::from_words).collect::<Vec<_>>();
+        assert!(shared.send_at_once(&connection, 1, b"a"));
+        assert_eq!(messages().iter().map(|message| message.kind).collect::<Vec<_>>(), [baton_abi::FETCH]);
+        assert!(shared.send_at_once(&connection, 1, b"b") && shared.send(&connection, 1, b"c").is_ok());
+        assert!(messages().is_empty(), "a byte is in flight");
+        assert_eq!(memory.word32(at::block(0) + block::QUEUED_SEQ).load(RELAXED), 3, "the NIC finds them");
+        connection.room_ends.fetch_add(3, RELAXED);
+        assert!(shared.send_at_once(&connection, 1, b"d"));
+        assert_eq!(messages().len(), 1, "nothing was in flight");
+        connection.set_flag(block::FLAG_NODELAY, true);
+        assert!(shared.send_at_once(&connection, 1, b"e"));
+        assert_eq!(messages().len(), 1, "no delay");
+    }
+
+    /// A program that found the ring full sleeps until the NIC has read a part of it that it reports.
+    #[test]
+    fn a_full_ring_is_waited_for() {
+        let (shared, connection, memory) = session_that_sends(Interface::Batched);
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        let mut sent = 0;
+        while shared.send(&connection, 1, b"a").is_ok() {
+            connection.room_ends.fetch_add(1, RELAXED);
+            sent += 1;
+        }
+        assert!(sent >= RING_MESSAGES - 2);
+        assert!(!shared.takes(&connection, 1));
+        // With a quarter of the ring left, which begins at a message that the NIC reports.
+        while !(shared.takes(&connection, 1) && nic.position().is_multiple_of(ANSWERED)) {
+            assert!(nic.position() <= RING_MESSAGES as u64 - ANSWERED, "the ring is nearly empty");
+            nic.pop().unwrap();
+            nic.release();
+        }
+        assert!(shared.takes(&connection, 1) && shared.send(&connection, 1, b"a").is_ok());
     }
 
     /// A connection that has left the NIC is checked later than the next one in its slot: the next one's events still reach it.

@@ -2,11 +2,17 @@
 
 use super::{RELAXED, Shared, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
-use baton_abi::layout::block;
-use baton_abi::{Control, MORE, Message, Operation};
-use baton_ring::Token;
+use crate::rules::Interface;
+use baton_abi::layout::{ANSWERED, block};
+use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
+use baton_ring::{Producer, Token};
+use baton_shm::RingWords;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::{Ordering, fence};
+
+/// Bytes that are joined on the host at most before the NIC is notified of them.
+const JOINED: u32 = 16 << 10;
 
 impl Shared {
     /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection, which is
@@ -44,6 +50,9 @@ impl Shared {
         if length == 0 {
             return Ok(0);
         }
+        if !self.takes(connection, token) {
+            return Err(would_block());
+        }
         let memory = &connection.send_memory;
         let queued = connection.queued.load(RELAXED);
         let mut left = length;
@@ -56,24 +65,84 @@ impl Shared {
         let first = length.min(memory.length() - (queued & (memory.length() - 1)));
         let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
         if !commands.has_room(2) {
+            // Until it has read the message that it answers, with a quarter of the ring left to do.
+            self.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
             return Err(would_block());
         }
-        let mut push = |seq: u32, length: u32, more: u16| {
+        if self.interface == Interface::Aggregated {
+            let announced = self.join(connection, connection.inside(), token, &mut commands, end);
+            drop(commands);
+            if announced {
+                self.ring_nic();
+            }
+            return Ok(length as usize);
+        }
+        let answer = if self.interface == Interface::Handshake { ANSWER } else { 0 };
+        let mut push = |seq: u32, length: u32, kind: u16| {
             let message = Message::new(Operation::NicSend, connection.cid(), memory.offset_of(seq), length);
-            let _ = commands.push(Message { kind: more, ..message }.to_words());
+            let _ = commands.push(Message { kind, ..message }.to_words());
         };
         if first < length {
             // Around the end of send memory: two messages, but the NIC sends the bytes as one piece.
             push(queued, first, MORE);
-            push(queued.wrapping_add(first), length - first, 0);
+            push(queued.wrapping_add(first), length - first, answer);
         } else {
-            push(queued, length, 0);
+            push(queued, length, answer);
         }
+        connection.given.store(commands.position(), RELAXED);
         connection.note_queued(connection.inside(), end);
         commands.publish();
         drop(commands);
         self.ring_nic();
         Ok(length as usize)
+    }
+
+    /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and the ring
+    /// is not full. When that changes there is an event.
+    pub fn takes(&self, connection: &Connection, token: Token) -> bool {
+        let full_until = self.full_until.load(RELAXED);
+        let handshake = self.interface == Interface::Handshake;
+        if !handshake && full_until == 0 {
+            return true;
+        }
+        let Some(commands) = self.commands.lock(token) else { return true };
+        let taken = commands.is_released(full_until);
+        if taken {
+            self.full_until.store(0, RELAXED);
+        }
+        taken && (!handshake || commands.is_released(connection.given.load(RELAXED)))
+    }
+
+    /// Queues bytes that lie in send memory up to `end`. The NIC is notified if the peer has acknowledged all bytes before them
+    /// (Nagle's rule, RFC 9293 section 3.7.4), if many have been joined since the last time, or if the program wants no delay. If
+    /// not, the NIC looks for them when it has reported the next acknowledgement. Returns whether it was notified. The ring has
+    /// room for a message.
+    #[inline]
+    fn join(
+        &self,
+        connection: &Connection,
+        block: Inside<'_>,
+        token: Token,
+        commands: &mut Producer<RingWords>,
+        end: u32,
+    ) -> bool {
+        let before = connection.queued.load(RELAXED);
+        connection.note_queued(block, end);
+        // The NIC reports acknowledgements first and then looks for queued bytes: one side sees the other's.
+        fence(Ordering::SeqCst);
+        if !connection.is_quiet(before) && self.has_events(token) {
+            self.catch_up(token);
+        }
+        let joined = end.wrapping_sub(connection.announced.load(RELAXED));
+        let due = connection.is_quiet(before) || joined >= JOINED || !connection.announces.load(RELAXED) || connection.nodelay();
+        if due {
+            let message = Message::new(Operation::NicSend, connection.cid(), 0, 0);
+            let _ = commands.push(Message { kind: FETCH, ..message }.to_words());
+            commands.publish();
+            connection.announced.store(end, RELAXED);
+            connection.announces.store(true, RELAXED);
+        }
+        due
     }
 
     /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is inside, and
@@ -83,21 +152,33 @@ impl Shared {
         let Some(block) = connection.step_in(token) else { return false };
         let done = self.put_at_once(connection, block, token, bytes);
         block.step_out();
-        // Contains a full barrier, which a mover that waits for this operation to end needs, too.
-        self.ring_nic();
+        if self.interface == Interface::Aggregated && connection.announced.load(RELAXED) != connection.queued.load(RELAXED) {
+            fence(Ordering::SeqCst);
+        } else {
+            // Contains a full barrier, which a mover that waits for this operation to end needs, too.
+            self.ring_nic();
+        }
         block.wake_mover();
         done
     }
 
     #[inline(always)]
     pub(super) fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
-        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+        let refused = connection.stopped.load(RELAXED) || self.interface == Interface::Handshake;
+        if refused || bytes.len() > connection.room() as usize {
             return false;
         }
         let queued = connection.queued.load(RELAXED);
         let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
         let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
         let Some(mut commands) = self.commands.lock(token) else { return false };
+        if self.interface == Interface::Aggregated {
+            let room = commands.has_room(1);
+            if room {
+                self.join(connection, block, token, &mut commands, queued.wrapping_add(bytes.len() as u32));
+            }
+            return room;
+        }
         let pushed = commands.push(message.to_words()).is_ok();
         if pushed {
             connection.note_queued(block, queued.wrapping_add(bytes.len() as u32));
@@ -167,7 +248,10 @@ impl Shared {
     ) -> io::Result<()> {
         let get = |option| baton_linux::socket::get(fd, 6, option).map(|value| value as u32);
         match (level, option) {
-            (6, 1) => self.control(connection, token, Control::NoDelay, value as u32, 0),
+            (6, 1) => {
+                connection.set_flag(block::FLAG_NODELAY, value != 0);
+                self.control(connection, token, Control::NoDelay, value as u32, 0)
+            }
             (6, 3) => {
                 // Also on a connection that has ended, as in the kernel.
                 connection.set_flag(block::FLAG_CORK, value != 0);

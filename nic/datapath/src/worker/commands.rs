@@ -252,6 +252,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Err(Refusal::NotYours) };
         let custody = std::mem::replace(&mut slot.custody, Custody::Held);
         let Custody::Active(mut offloaded) = custody else { return Err(Refusal::WrongState) };
+        if offloaded.fetches {
+            // The program is out of the connection, and what it has queued goes with it.
+            offloaded.take_queued();
+        }
         let image = offloaded.tcp.to_image(&offloaded.image, now);
         offloaded.publish(now);
         let mut bytes = [0u8; MAX_ENCODED];

@@ -118,7 +118,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if !self.agent.backlog.is_empty() {
                 self.flush_backlog();
             }
-            self.send_events();
+            self.send_events(now);
             self.send_remote_events();
         } else {
             self.forward_events();

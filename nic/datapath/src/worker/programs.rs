@@ -7,14 +7,15 @@ use crate::messages::Messages;
 use crate::offloaded::Pending;
 use crate::partial::Path;
 use crate::peers::Call;
-use baton_abi::layout::{Counter, RING_MESSAGES, session};
-use baton_abi::{Cid, Control, MORE, Message, Operation};
+use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
+use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation};
 use baton_device::Device;
 use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, needs_doorbell};
 use baton_shm::{Region, RingWords};
 use baton_tcp::{Events, Instant};
 use baton_wire::Endpoint;
+use core::sync::atomic::{Ordering, fence};
 use std::sync::Arc;
 
 /// Number of messages taken from one session before the next one gets its turn.
@@ -172,7 +173,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Takes up to a batch of a session's messages. Returns whether there was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
-        let mut worked = false;
+        let (mut worked, mut answer) = (false, None);
         if self.programs.sessions[id].as_ref().is_none_or(|session| session.messages.is_some()) {
             return false;
         }
@@ -186,12 +187,18 @@ impl<H: Device, W: Device> Worker<H, W> {
                 break;
             };
             worked = true;
-            let accepted = Message::from_words(words).is_some_and(|message| match self.crossbar {
-                _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
-                    self.on_datagrams_message(id, message.address)
+            let last_of_many = session.commands.position().is_multiple_of(ANSWERED);
+            let accepted = Message::from_words(words).is_some_and(|message| {
+                if last_of_many || message.operation == Operation::NicSend && message.kind & ANSWER != 0 {
+                    answer = Some(message.cid);
                 }
-                None => self.on_program_message(id, &message, now),
-                Some(_) => self.route_program_message(id, &message, now),
+                match self.crossbar {
+                    _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
+                        self.on_datagrams_message(id, message.address)
+                    }
+                    None => self.on_program_message(id, &message, now),
+                    Some(_) => self.route_program_message(id, &message, now),
+                }
             });
             if !accepted {
                 self.counters.add(Counter::BadMessages, 1);
@@ -200,6 +207,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if worked && let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
+            if let Some(cid) = answer {
+                session.answer(cid);
+            }
         }
         worked
     }
@@ -230,6 +240,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let mut events = Events::empty();
         let accepted = match message.operation {
+            Operation::NicSend if message.kind & FETCH != 0 => {
+                offloaded.fetches = true;
+                offloaded.take_queued()
+            }
             Operation::NicSend => {
                 let (address, length) = (message.address as usize, message.length as usize);
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_SEND && address + length <= memory;
@@ -277,14 +291,35 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
     /// round.
     #[inline(always)]
-    pub(super) fn send_events(&mut self) {
+    pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
             if !self.send_events_of(index) {
                 self.programs.ring_full.push(index);
+            } else {
+                self.take_up(index, now);
             }
         }
         if !self.programs.ring_full.is_empty() {
             std::mem::swap(&mut self.programs.dirty, &mut self.programs.ring_full);
+        }
+    }
+
+    /// Sends what the program of a connection has queued without a message since the NIC last looked (see [`FETCH`]). The program
+    /// looks for acknowledgements after it has queued, and the NIC for queued bytes after it has reported them, so one of them
+    /// sees the other's.
+    #[inline]
+    fn take_up(&mut self, index: u32, now: Instant) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        if !offloaded.fetches {
+            return;
+        }
+        fence(Ordering::SeqCst);
+        let end = offloaded.tcp.snd_end();
+        if offloaded.take_queued() && offloaded.tcp.snd_end() != end {
+            self.output.send_all(offloaded, &self.counters, now);
+            self.follow_up(index, Events::empty());
+            self.output.flush(&self.counters);
         }
     }
 
@@ -302,6 +337,14 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 impl Session {
+    /// Reports to the program that its messages so far have been read. Without room there are other events that wake it.
+    fn answer(&mut self, cid: Cid) {
+        if self.events.push(Message::control(Operation::OsControl, Control::Taken, cid, 0, 0).to_words()).is_ok() {
+            self.events.publish();
+            self.unsignalled += 1;
+        }
+    }
+
     /// Sends pending events, as far as the ring has room.
     #[inline(always)]
     pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
@@ -353,6 +396,10 @@ fn send_rare_events(
 fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: Instant) -> Option<Events> {
     /// Bit of the address field of [`Control::KeepAlive`].
     const KEEPALIVE_ON: u32 = 1 << 31;
+    if offloaded.fetches {
+        // What was queued before this command is sent before it takes effect.
+        offloaded.take_queued();
+    }
     let tcp = &mut offloaded.tcp;
     match Control::from_number(message.kind)? {
         Control::Shutdown => tcp.shutdown(),
