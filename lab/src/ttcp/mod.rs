@@ -1,7 +1,7 @@
 //! TTCP: a program on host A transmits to host B or receives from it, in messages of one size, through the kernel and through the
 //! NIC in its variants. Everything that the same amount of data costs is counted.
 //!
-//! Host CPU is the program's, the agent's, the host's TCP's and that of the kernel's thread that processes host A's received frames; the NIC's is
+//! Host CPU is that of the program, the agent, the host's TCP and the kernel's thread that processes host A's received frames; the NIC's is
 //! beside it. Events are the wake-ups of those processes: each is an interrupt or a doorbell that a sleeper was woken by. The
 //! kernel's turn is on two hosts of their own without Baton. All ways take turns, message size by message size; medians count.
 
