@@ -62,16 +62,16 @@ pub(crate) struct Slot {
 impl Slot {
     /// Takes the events for its program, and returns them with the session's number.
     pub fn take_events(&mut self) -> Option<(u32, Pending)> {
-        let (session, pending) = self.pending()?;
-        Some((session, std::mem::take(pending)))
+        let offloaded = self.offloaded()?;
+        Some((offloaded.session, std::mem::take(&mut offloaded.pending)))
     }
 
-    /// The events for its program, and the session's number.
+    /// The connection, if a program has it.
     #[inline(always)]
-    pub fn pending(&mut self) -> Option<(u32, &mut Pending)> {
+    pub fn offloaded(&mut self) -> Option<&mut Offloaded> {
         match &mut self.custody {
-            Custody::Active(offloaded) => Some((offloaded.session, &mut offloaded.pending)),
-            Custody::Lent(lent) => Some((lent.offloaded.session, &mut lent.offloaded.pending)),
+            Custody::Active(offloaded) => Some(offloaded),
+            Custody::Lent(lent) => Some(&mut lent.offloaded),
             _ => None,
         }
     }

@@ -128,6 +128,9 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
+    /// There may be a gate, a host's TCP, sessions for messages or UDP sockets. Set with each of them, so that a round without them
+    /// asks once.
+    has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
     processor: u32,
 }
@@ -172,6 +175,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             frame: Frame::with_capacity(settings.frame_bytes),
             due: now.0,
             started: false,
+            has_extras: true,
             processor: 0,
             settings,
         }
@@ -210,6 +214,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// do not change.
     pub fn set_gate(&mut self, gate: Gate) {
         self.output.wire.set(gate);
+        self.has_extras = true;
     }
 
     /// Makes the timers be checked at `due` microseconds at the latest.
@@ -254,7 +259,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        if self.output.wire.is_gated() {
+        if self.has_extras && self.output.wire.is_gated() {
             self.begin_gated_round(now);
         }
         if !self.agent.backlog.is_empty() {
@@ -264,15 +269,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked = self.poll_wire(now);
             worked |= self.poll_host(now);
         }
-        if self.host_tcp.is_some() {
-            worked |= self.poll_host_tcp(now);
-        }
         worked |= self.poll_sessions(now);
-        if !self.datagrams.ready.is_empty() {
-            worked |= self.poll_datagrams();
-        }
-        if !self.programs.message_ports.is_empty() {
-            worked |= self.poll_messages();
+        if self.has_extras {
+            worked |= self.poll_extras(now);
         }
         if self.agent.commands.has_message() {
             worked |= self.poll_commands(now);
@@ -284,6 +283,24 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.dirty.is_empty() {
             self.send_events(now);
         }
+        worked
+    }
+
+    /// Polls what most workers do not have. Returns whether there was any work.
+    #[cold]
+    fn poll_extras(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        if self.host_tcp.is_some() {
+            worked = self.poll_host_tcp(now);
+        }
+        if !self.datagrams.ready.is_empty() {
+            worked |= self.poll_datagrams();
+        }
+        if !self.programs.message_ports.is_empty() {
+            worked |= self.poll_messages();
+        }
+        let connections = self.output.wire.is_gated() || self.host_tcp.is_some();
+        self.has_extras = connections || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
         worked
     }
 

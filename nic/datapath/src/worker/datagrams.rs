@@ -33,6 +33,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         self.broadcast(|| Call::DatagramsAt(id, endpoints.clone(), peer));
         self.datagrams.note(id, &endpoints, peer);
+        self.has_extras = true;
         // A NIC that has died may have taken the wish and not rung.
         if let Some(socket) = self.datagrams.sockets.get(&id).filter(|socket| !socket.receive.is_drained()) {
             socket.program_wish.take();

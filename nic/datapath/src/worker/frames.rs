@@ -28,7 +28,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if !self.output.wire.device.receive(&mut self.frame) {
                 return count > 0;
             }
-            if self.output.wire.admits(&mut self.frame) {
+            if !self.has_extras || self.output.wire.admits(&mut self.frame) {
                 self.on_wire_frame(now);
             }
         }

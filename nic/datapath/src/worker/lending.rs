@@ -82,6 +82,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let segmentation = self.output.wire.device.capabilities().segmentation;
         memory.word32(host_tcp::SEGMENTATION).store(segmentation, Ordering::Release);
         self.host_tcp = Some(Box::new(HostTcp::new(memory)));
+        self.has_extras = true;
     }
 
     /// Keeps only the fast path of a session's connections from now on. False if there is no such session, or no host's TCP.

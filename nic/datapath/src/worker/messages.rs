@@ -31,6 +31,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn attach_messages_here(&mut self, id: u32, memory: Arc<Region>, endpoint: MessageEndpoint) {
         self.forget_session(id);
         self.programs.message_ports.push((endpoint.data.address, id));
+        self.has_extras = true;
         self.programs.message_ports.sort_unstable();
         if self.owns_messages(id) {
             self.attach_here(id, memory.clone());

@@ -293,10 +293,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
-            if !self.send_events_of(index) {
-                self.programs.ring_full.push(index);
-            } else {
-                self.take_up(index, now);
+            match self.send_events_of(index) {
+                Ok(false) => {}
+                Ok(true) => self.take_up(index, now),
+                Err(Full) => self.programs.ring_full.push(index),
             }
         }
         if !self.programs.ring_full.is_empty() {
@@ -307,13 +307,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Sends what the program of a connection has queued without a message since the NIC last looked (see [`FETCH`]). The program
     /// looks for acknowledgements after it has queued, and the NIC for queued bytes after it has reported them, so one of them
     /// sees the other's.
-    #[inline]
+    #[cold]
     fn take_up(&mut self, index: u32, now: Instant) {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
-        if !offloaded.fetches {
-            return;
-        }
         fence(Ordering::SeqCst);
         let end = offloaded.tcp.snd_end();
         if offloaded.take_queued() && offloaded.tcp.snd_end() != end {
@@ -323,16 +320,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the pending events of a connection. Returns whether all of them could be sent.
+    /// Sends the pending events of a connection. Returns whether its program may have queued more without a message.
     #[inline(always)]
-    fn send_events_of(&mut self, index: u32) -> bool {
-        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return true };
+    fn send_events_of(&mut self, index: u32) -> Result<bool, Full> {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Ok(false) };
         let cid = slot.cid;
-        let Some((session, pending)) = slot.pending() else { return true };
-        let Some(Some(session)) = self.programs.sessions.get_mut(session as usize) else { return true };
-        let sent = session.send(cid, pending);
+        let Some(offloaded) = slot.offloaded() else { return Ok(false) };
+        let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return Ok(false) };
+        let fetches = offloaded.fetches;
+        let sent = session.send(cid, &mut offloaded.pending);
         slot.dirty = sent.is_err();
-        sent.is_ok()
+        sent.map(|()| fetches)
     }
 }
 
