@@ -155,8 +155,12 @@ pub(crate) fn open_session() -> Option<&'static Session> {
             SESSION.store(made, Ordering::Release);
             Some(made)
         }
-        Err(_) => {
-            // The agent has ended, or cannot be reached from here: everything stays in the kernel for now.
+        Err(error) => {
+            // Without a reason the agent has ended, or cannot be reached from here: everything stays in the kernel for now.
+            if matches!(error.kind(), std::io::ErrorKind::Other | std::io::ErrorKind::InvalidData) {
+                static SAID: std::sync::Once = std::sync::Once::new();
+                SAID.call_once(|| eprintln!("baton: this program's connections stay in the kernel: {error}"));
+            }
             NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
             None
         }

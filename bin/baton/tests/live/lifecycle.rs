@@ -2,9 +2,10 @@
 
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
+use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
-use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Place, Reply};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
@@ -297,6 +298,21 @@ fn writers_get_the_error_when_all_are_killed() {
         let failed = said["client"].as_array().expect("results").iter().all(|one| one == "ECONNRESET" || one == "EPIPE");
         assert!(failed && said["longest"].as_f64() < Some(1.0), "{said}");
     }
+}
+
+/// A program of another version, whose requests the agent cannot read, gets an answer. Without one it would wait for ever.
+#[test]
+fn a_program_of_another_version_is_refused() {
+    let host = Host::with_baton("version");
+    let channel = Channel::connect(&host.inner()).expect("the agent");
+    channel.send(&(1u32, "x".repeat(120)), &[]).expect("a message that is no request");
+    let mut answer = None;
+    wait_for("an answer", || {
+        answer = channel.try_receive::<Answer>().ok();
+        answer.is_some()
+    });
+    let said = answer.map(|(answer, _)| answer.body);
+    assert!(matches!(&said, Some(Reply::Failed { reason }) if reason.contains("version")), "{said:?}");
 }
 
 /// A unit is stopped as systemd does it: SIGTERM to all processes at once. A program that shuts down by itself can do so, and

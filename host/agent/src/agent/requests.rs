@@ -78,8 +78,11 @@ impl Agent {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                let reason = "this request makes no sense to me; are both programs of the same version?".into();
-                self.answer(number, 0, Reply::Failed { reason }, &[]);
+                // Whatever its tag is: it is not known, but a program that waits for an answer must get one.
+                let reason = "the agent cannot read this request: are program and agent of the same version of Baton?".into();
+                if session.send(&Answer { tag: 0, body: Reply::Failed { reason } }, &[]) == Sent::Full {
+                    self.cut_off.push((number, NOT_READING));
+                }
             }
             Err(_) => self.end_session(number, false),
         }
