@@ -44,9 +44,13 @@ impl TtcpReport {
         };
         let compared = cells.iter().any(|cell| cell.way == WAYS[0].name);
         let mut bars = Vec::new();
-        if let Some(bytes) = crossover {
-            bars.push(Bar::least("ttcp.crossover_handshake_bytes", 64.0, bytes));
-            bars.push(Bar::most("ttcp.crossover_handshake_bytes", 8192.0, bytes));
+        let handshake = |sizes: fn(usize) -> bool| cells.iter().any(|cell| cell.way == "full-handshake" && sizes(cell.size));
+        if compared && handshake(|size| size <= 64) && handshake(|size| size >= 8192) {
+            bars.push(match crossover {
+                Some(bytes) if bytes < 64.0 => Bar::least("ttcp.crossover_handshake_bytes", 64.0, bytes),
+                // None up to the largest size that was measured counts as one that is too large.
+                _ => Bar::most("ttcp.crossover_handshake_bytes", 8192.0, crossover.unwrap_or(f64::INFINITY)),
+            });
         }
         if compared {
             let measured = HOST_BARS.iter().filter_map(|(name, size, bound)| Some((name, *bound, at("full", *size)?)));
