@@ -138,6 +138,8 @@ impl Program {
                 (Operation::OsAck, _) => self.acked += message.length,
                 (_, Some(Control::Fin)) => self.fin = true,
                 (_, Some(Control::Closed)) => self.closed = Some(message.address),
+                // Its messages have been read.
+                (_, Some(Control::Taken)) => {}
                 other => panic!("{other:?}"),
             }
         }

@@ -5,9 +5,9 @@ use crate::segment::Segment;
 use crate::seq::before;
 use crate::time::Instant;
 
-/// Microseconds without a segment after which this end may use the 4-tuple anew: the timestamp clocks of most hosts have advanced
-/// by then (Linux's tcp_tw_reuse).
-const REOPENED_AFTER: u64 = 1_000_000;
+/// Microseconds without a segment after which this end may use the 4-tuple anew: two ticks of a timestamp clock of 100 Hz, the
+/// slowest in use. (Linux's tcp_tw_reuse waits for a second, since it notes the time in seconds.)
+const REOPENED_AFTER: u64 = 20_000;
 
 impl Connection {
     /// Whether the peer's SYN may begin the next connection while this one is in TIME-WAIT: its timestamp, or else its sequence
@@ -25,9 +25,9 @@ impl Connection {
             }
     }
 
-    /// Whether this end may open the next connection while this one is in TIME-WAIT. Both timestamp clocks tell the segments of the
-    /// two apart.
-    pub fn admits_reopening(&self, now: Instant) -> bool {
-        self.state == State::TimeWait && self.agreed.timestamps && now.since(self.receive.last_at) >= REOPENED_AFTER
+    /// When this end may open the next connection while this one is in TIME-WAIT; None if it has to wait until the end of that. From
+    /// then on both timestamp clocks tell the segments of the two apart.
+    pub fn reopens_at(&self) -> Option<Instant> {
+        (self.state == State::TimeWait && self.agreed.timestamps).then(|| self.receive.last_at.after(REOPENED_AFTER))
     }
 }

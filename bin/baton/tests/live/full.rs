@@ -552,7 +552,7 @@ fn opens_connections(bed: &Testbed) {
         let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
         assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
         let made = count(bed, Counter::Made) - before;
-        assert!(made >= 75, "the NIC opened {made}");
+        assert!(made >= 75, "the NIC opened {made} (IPv6 {ipv6}); {:?}", statistics(bed));
     }
     let end = statistics(bed);
     assert_eq!((end.failed_moves, end.lost), (0, 0));

@@ -113,21 +113,28 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Whether this end may open a connection of the 4-tuple: if one waits in TIME-WAIT it gives way, or it is too early.
-    pub(super) fn reopens(&mut self, key: &FlowKey, now: Instant) -> bool {
-        let Some(index) = self.closed.find(key) else { return true };
-        let may = self.closed.get_mut(index).is_none_or(|rest| rest.tcp.admits_reopening(now));
-        if may {
-            self.closed.remove(index);
-        }
-        may
+    /// When this end may open a connection of the 4-tuple; None if it may not. One that waits in TIME-WAIT gives way.
+    pub(super) fn reopen(&mut self, key: &FlowKey) -> Option<Instant> {
+        let Some(index) = self.closed.find(key) else { return Some(Instant(0)) };
+        let at = self.closed.get_mut(index)?.tcp.reopens_at()?;
+        self.closed.remove(index);
+        Some(at)
     }
 
     /// Whether the frame from the kernel opens a connection whose 4-tuple cannot be used yet. The kernel sends its SYN again.
     #[cold]
     pub(super) fn is_too_early(&mut self, now: Instant) -> bool {
         let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { return false };
-        parsed.flags.contains(Flags::SYN) && !self.reopens(&FlowKey::from(&parsed.flow.reversed()), now)
+        let Some(index) = self.closed.find(&FlowKey::from(&parsed.flow.reversed())) else { return false };
+        if !parsed.flags.contains(Flags::SYN) {
+            return false;
+        }
+        let at = self.closed.get_mut(index).and_then(|rest| rest.tcp.reopens_at());
+        if at.is_none_or(|at| now < at) {
+            return true;
+        }
+        self.closed.remove(index);
+        false
     }
 }
 

@@ -195,9 +195,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.connections.find(&key).is_some() {
             return Err(Refusal::AlreadyHere);
         }
-        if !self.reopens(&key, now) {
-            return Err(Refusal::AlreadyHere);
-        }
+        let begin = self.reopen(&key).ok_or(Refusal::AlreadyHere)?;
         let default = Config::default();
         let config = Config {
             receive_buffer: FIRST_WINDOW,
@@ -210,9 +208,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         let numbers = self.listeners.secret.numbers(&flow, now);
         let tcp = Connection::connect(config, numbers.isn, numbers.ts_offset, now);
         let mut opening = Box::new(Opening { tcp, flow, link: image.link });
-        self.output.send_handshake(&mut opening, &self.counters, now);
+        let mut scheduled = u64::MAX;
+        if begin <= now {
+            self.output.send_handshake(&mut opening, &self.counters, now);
+        } else {
+            scheduled = self.connections.wheel.enter(index, begin.0);
+            self.wake_at(self.connections.wheel.next_tick());
+        }
         let (custody, held) = (Custody::Opening(opening), HeldFrames::default());
-        self.connections.slots[index as usize] = Some(Slot { key, cid, flow, custody, held, scheduled: u64::MAX, dirty: false });
+        self.connections.slots[index as usize] = Some(Slot { key, cid, flow, custody, held, scheduled, dirty: false });
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;
         self.follow_opening(index);
@@ -230,14 +234,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the SYN of a connection that is being opened once more, or gives it up.
+    /// Sends the SYN of a connection that is being opened, for the first time or once more, or gives it up.
     pub(super) fn expire_opening(&mut self, index: u32, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Opening(opening) = &mut slot.custody else { return };
         if opening.tcp.next_timeout() <= now {
             opening.tcp.on_timeout(now);
-            self.output.send_handshake(opening, &self.counters, now);
         }
+        self.output.send_handshake(opening, &self.counters, now);
         self.settle_opening(index, now);
     }
 

@@ -173,7 +173,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Takes up to a batch of a session's messages. Returns whether there was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
-        let (mut worked, mut answer) = (false, None);
+        let (mut worked, mut answer, mut unsent) = (false, None, None);
         if self.programs.sessions[id].as_ref().is_none_or(|session| session.messages.is_some()) {
             return false;
         }
@@ -181,6 +181,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else {
                 if session.commands.is_corrupt() {
+                    self.send_queued(unsent, now);
                     self.stop_session(id);
                     return true;
                 }
@@ -196,7 +197,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                     _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
                         self.on_datagrams_message(id, message.address)
                     }
-                    None => self.on_program_message(id, &message, now),
+                    None => self.run_program_message(id, &message, &mut unsent, now),
                     Some(_) => self.route_program_message(id, &message, now),
                 }
             });
@@ -204,6 +205,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
+        self.send_queued(unsent, now);
         if worked && let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
@@ -214,9 +216,34 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Runs a program's message. False if it is malformed or not allowed.
+    /// Sends what has been queued on the connection in slot `unsent`, if there is one.
+    fn send_queued(&mut self, unsent: Option<u32>, now: Instant) {
+        let Some(index) = unsent else { return };
+        if let Some(Some(slot)) = self.connections.slots.get_mut(index as usize)
+            && let Custody::Active(offloaded) = &mut slot.custody
+        {
+            self.output.send_all(offloaded, &self.counters, now);
+            self.follow_up(index, Events::empty());
+        }
+    }
+
+    /// Runs a program's message, and sends what there is to send. False if it is malformed or not allowed.
     pub(super) fn on_program_message(&mut self, session: usize, message: &Message, now: Instant) -> bool {
+        let mut unsent = None;
+        let accepted = self.run_program_message(session, message, &mut unsent, now);
+        self.send_queued(unsent, now);
+        accepted
+    }
+
+    /// Runs a program's message. False if it is malformed or not allowed. Bytes that are queued one message after the other on the
+    /// same connection leave together: its slot is `unsent` until another message comes, or [`Worker::send_queued`] is called.
+    fn run_program_message(&mut self, session: usize, message: &Message, unsent: &mut Option<u32>, now: Instant) -> bool {
         let index = message.cid.slot();
+        // What a message with MORE begins does not leave with what came before.
+        let joins = message.operation == Operation::NicSend && message.kind & MORE == 0 && *unsent == Some(index);
+        if !joins {
+            self.send_queued(unsent.take(), now);
+        }
         let memory = match &self.programs.sessions[session] {
             Some(session) => session.memory.len(),
             None => return false,
@@ -281,9 +308,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             _ => false,
         };
         offloaded.note_events(events);
-        if message.operation != Operation::NicSend || message.kind & MORE == 0 {
-            self.output.send_all(offloaded, &self.counters, now);
+        if message.operation == Operation::NicSend && events.is_empty() {
+            if message.kind & MORE == 0 {
+                *unsent = Some(index);
+            }
+            return accepted;
         }
+        self.output.send_all(offloaded, &self.counters, now);
         self.follow_up(index, events);
         accepted
     }
