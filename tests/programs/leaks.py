@@ -52,7 +52,7 @@ class Scene(programs.Trial):
     """A program under Baton."""
 
     def __init__(self, directory):
-        super().__init__("run", 4, directory)
+        super().__init__("connections", "run", 4, directory)
 
     def counts(self):
         """What each process holds once the agent has forgotten every connection."""

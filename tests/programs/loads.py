@@ -276,7 +276,7 @@ def trial_of(name, mode, seconds, allowed):
     """One row; `allowed`: errors that the client saw natively."""
     with tempfile.TemporaryDirectory(prefix="baton-loads-") as directory:
         os.chmod(directory, 0o755)
-        trial = Load(mode, seconds, Path(directory))
+        trial = Load(name, mode, seconds, Path(directory))
         trial.errors, trial.server = 0, None
         row = {"program": name, "mode": mode, "failures": []}
         try:
