@@ -251,7 +251,7 @@ impl Connection {
 
     /// Leaves it, and wakes an agent that waits for that.
     #[inline(always)]
-    fn leave(&self) {
+    pub(crate) fn leave(&self) {
         let block = Inside(&self.block);
         block.step_out();
         fence(Ordering::SeqCst);

@@ -55,7 +55,7 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     if flags & !PLAIN_SEND != 0 {
         return false;
     }
-    let Some((connection, session)) = table::tcp(fd).and_then(Tcp::managed) else { return false };
+    let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
     if length == 0 {
         return false;
     }
@@ -317,8 +317,7 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) != 0 {
         return None;
     }
-    let tcp = table::tcp(fd)?;
-    let (connection, session) = tcp.plain()?;
+    let (tcp, (connection, session)) = table::in_tcp(fd, |tcp| Some((tcp, tcp.plain()?)))?;
     if length == 0 {
         return None;
     }

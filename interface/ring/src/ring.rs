@@ -59,6 +59,22 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
         Ok(())
     }
 
+    /// As `push` and `publish`. `before` is called if there is room, before the consumer can see the message.
+    #[inline(always)]
+    pub fn push_and_publish(&mut self, message: [u64; 2], before: impl FnOnce()) -> Result<(), Full> {
+        if self.head == self.limit && !self.reload_room(1) {
+            return Err(Full);
+        }
+        let (words, head) = (self.words.as_ref(), self.head);
+        let at = SLOTS + 2 * (head & mask(words)) as usize;
+        words[at + 1].store(message[1], Ordering::Relaxed);
+        words[at].store(message[0], Ordering::Relaxed);
+        before();
+        words[HEAD].store(head.wrapping_add(1), Ordering::Release);
+        self.head = head.wrapping_add(1);
+        Ok(())
+    }
+
     /// Whether `count` messages fit. Reads the consumer's index only if its last known value does not suffice.
     #[inline(always)]
     pub fn has_room(&mut self, count: u64) -> bool {
@@ -253,11 +269,15 @@ mod tests {
             assert_eq!(producer.push([9, 9]), Err(Full));
             assert_eq!(consumer.pop(), None, "nothing is seen before it is published");
             producer.publish();
+            assert_eq!(producer.push_and_publish([9, 9], || panic!("it is refused")), Err(Full));
             for n in 0..4 {
                 assert_eq!(consumer.pop(), Some([round, n]));
             }
             assert_eq!(consumer.pop(), None);
             assert_eq!(producer.push([9, 9]), Err(Full), "room comes with release");
+            consumer.release();
+            assert_eq!(producer.push_and_publish([round, 4], || ()), Ok(()));
+            assert_eq!(consumer.pop(), Some([round, 4]));
             consumer.release();
         }
     }
@@ -354,31 +374,42 @@ mod model {
     /// In every interleaving the consumer sees whole messages, in order, none twice.
     #[test]
     fn no_message_is_lost_or_torn() {
-        loom::model(|| {
-            let words = ring(2);
-            let mut producer = Producer::new(words.clone());
-            let sender = thread::spawn(move || {
-                let mut sent = 0u64;
-                for _ in 0..6 {
-                    if sent < 3 && producer.push([sent, !sent]).is_ok() {
-                        producer.publish();
-                        sent += 1;
-                    }
-                    thread::yield_now();
-                }
-            });
-            let mut consumer = Consumer::new(words);
-            let mut expected = 0u64;
-            for _ in 0..3 {
-                if let Some(message) = consumer.pop() {
-                    assert_eq!(message, [expected, !expected]);
-                    expected += 1;
-                    consumer.release();
+        for at_once in [false, true] {
+            loom::model(move || no_message_is_lost(at_once));
+        }
+    }
+
+    fn no_message_is_lost(at_once: bool) {
+        let words = ring(2);
+        let mut producer = Producer::new(words.clone());
+        let mut put = move |message| {
+            if at_once {
+                return producer.push_and_publish(message, || ()).is_ok();
+            }
+            let pushed = producer.push(message).is_ok();
+            producer.publish();
+            pushed
+        };
+        let sender = thread::spawn(move || {
+            let mut sent = 0u64;
+            for _ in 0..6 {
+                if sent < 3 && put([sent, !sent]) {
+                    sent += 1;
                 }
                 thread::yield_now();
             }
-            sender.join().unwrap();
         });
+        let mut consumer = Consumer::new(words);
+        let mut expected = 0u64;
+        for _ in 0..3 {
+            if let Some(message) = consumer.pop() {
+                assert_eq!(message, [expected, !expected]);
+                expected += 1;
+                consumer.release();
+            }
+            thread::yield_now();
+        }
+        sender.join().unwrap();
     }
 
     /// Either the consumer sees the message before it sleeps, or the producer sees that the consumer sleeps: no wake-up is lost.

@@ -149,42 +149,63 @@ impl Shared {
     /// there is room for all bytes. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
-        let Some(block) = connection.step_in(token) else { return false };
-        let done = self.put_at_once(connection, block, token, bytes);
-        block.step_out();
-        if self.interface == Interface::Aggregated && connection.announced.load(RELAXED) != connection.queued.load(RELAXED) {
-            fence(Ordering::SeqCst);
-        } else {
-            // Contains a full barrier, which a mover that waits for this operation to end needs, too.
-            self.ring_nic();
+        if self.interface != Interface::Batched {
+            return self.join_at_once(connection, token, bytes);
         }
+        let Some(block) = connection.step_in(token) else { return false };
+        if !self.put_at_once(connection, block, token, bytes) {
+            connection.leave();
+            return false;
+        }
+        block.step_out();
+        // Contains a full barrier, which a mover that waits for this operation to end needs, too.
+        self.ring_nic();
         block.wake_mover();
-        done
+        true
     }
 
     #[inline(always)]
-    pub(super) fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
-        let refused = connection.stopped.load(RELAXED) || self.interface == Interface::Handshake;
-        if refused || bytes.len() > connection.room() as usize {
+    fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
+        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
             return false;
         }
         let queued = connection.queued.load(RELAXED);
         let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
         let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
         let Some(mut commands) = self.commands.lock(token) else { return false };
-        if self.interface == Interface::Aggregated {
-            let room = commands.has_room(1);
-            if room {
-                self.join(connection, block, token, &mut commands, queued.wrapping_add(bytes.len() as u32));
-            }
-            return room;
+        let end = queued.wrapping_add(bytes.len() as u32);
+        commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).is_ok()
+    }
+
+    /// [`Shared::send_at_once`] for the other interfaces: bytes are joined, and the NIC is notified only if it is due. A message
+    /// that has to be acknowledged is not sent here.
+    #[inline(never)]
+    fn join_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
+        if self.interface == Interface::Handshake {
+            return false;
         }
-        let pushed = commands.push(message.to_words()).is_ok();
-        if pushed {
-            connection.note_queued(block, queued.wrapping_add(bytes.len() as u32));
-            commands.publish();
+        let Some(block) = connection.step_in(token) else { return false };
+        let joined = self.put_and_join(connection, block, token, bytes);
+        block.step_out();
+        match joined {
+            Some(true) => self.ring_nic(),
+            // The barrier that a mover needs, which waits for this operation to end.
+            _ => fence(Ordering::SeqCst),
         }
-        pushed
+        block.wake_mover();
+        joined.is_some()
+    }
+
+    /// Whether the NIC was notified; None, with nothing sent, if there is no room.
+    #[inline(always)]
+    fn put_and_join(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> Option<bool> {
+        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+            return None;
+        }
+        let queued = connection.queued.load(RELAXED);
+        connection.send_memory.write_straight(queued, bytes)?;
+        let mut commands = self.commands.lock(token)?;
+        commands.has_room(1).then(|| self.join(connection, block, token, &mut commands, queued.wrapping_add(bytes.len() as u32)))
     }
 
     #[cold]
