@@ -21,7 +21,7 @@ test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: export RUST_TEST_THREADS := $(shell echo $$((2 * $$(nproc))))
 test: lint
 	@scripts/dependencies tests
-	$(CARGO) build --profile checked --locked
+	$(CARGO) build --profile checked --locked --workspace --lib --bins --tests --examples
 	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) sim --seeds 0..30 --json

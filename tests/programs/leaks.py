@@ -227,6 +227,13 @@ def master_of(pid):
     return None
 
 
+def has_workers(master):
+    """Whether nginx's master has started workers. A signal that it gets before may have no effect."""
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{master}/task/{master}/children").read_text())
+    return False
+
+
 def has_ended(process):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
@@ -245,7 +252,12 @@ def upgrade():
                 # An nginx that was started in the foreground refuses to be upgraded.
                 files, port = nginx(scene, "on")
                 pid, ended, counts = scene.directory / "nginx.pid", [], {"answers": 0, "closed": 0}
+                scene.await_that(lambda: has_workers(master_of(pid)), "the first master")
                 masters = [master_of(pid)]
+
+                def serves():
+                    before = counts["answers"]
+                    scene.await_that(lambda: counts["answers"] >= before + 100, "a hundred answers")
 
                 def one(number):
                     if number == 1:
@@ -254,12 +266,12 @@ def upgrade():
                     try:
                         for _ in range(3):
                             os.kill(masters[-1], signal.SIGUSR2)
-                            scene.await_that(lambda: master_of(pid) not in (None, masters[-1]), "the new master")
+                            scene.await_that(lambda: master_of(pid) != masters[-1] and has_workers(master_of(pid)), "the new master")
                             masters.append(master_of(pid))
-                            time.sleep(0.3)
+                            serves()
                             os.kill(masters[-2], signal.SIGQUIT)
                             scene.await_that(lambda: has_ended(masters[-2]), "the end of the old master")
-                            time.sleep(0.3)
+                            serves()
                     finally:
                         ended.append(True)
 
