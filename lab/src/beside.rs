@@ -218,6 +218,7 @@ fn loads(what: What) -> Vec<Load> {
 /// # Errors
 /// If a program is not installed or does not start, or a connection breaks.
 pub fn run(what: What, settings: &BesideSettings, progress: impl Fn(&Row)) -> Result<BesideReport> {
+    process::raise_descriptor_limit();
     let (spin, nic_cores) = if what == What::PingPong { (NEVER_SLEEPS, vec![0]) } else { (settings.spin, Vec::new()) };
     let bed = TestbedSettings { beside: true, spin, nic_cores, agent_core: None, ..Default::default() };
     let bed = Testbed::new(&bed)?;
@@ -323,12 +324,13 @@ impl Bench {
         let tool = &mut self.tool;
         let measured = std::thread::scope(|scope| {
             let running = scope.spawn(|| {
-                if let Client::PingPong(_) = client {
-                    process::pin(0, usize::from(under_baton));
+                if let Client::PingPong(_, shares) = client {
+                    process::pin(0, usize::from(shares));
                 }
                 host.run(|| Ok(client.run(&progress)))
             });
             std::thread::sleep(Duration::from_secs_f64(WARMING));
+            await_answers(&progress);
             if under_baton {
                 await_moves(tool, connections)?;
             }
@@ -344,8 +346,9 @@ impl Bench {
         let times = progress.times.lock().map(|times| times.iter().map(|time| f64::from(*time) / 1e6).collect());
         let (done, micros) = (after.done - before.done, (after.micros - before.micros) as f64);
         ensure!(done > 0, "the server answered nothing");
-        // Nanoseconds per byte are seconds per GB.
-        let each = |of: fn(&Snapshot) -> u64| (of(&after) - of(&before)) as f64 / done as f64 / if bulk { 1.0 } else { 1e3 };
+        // Nanoseconds per byte are seconds per GB. A thread of the kernel's may have ended meanwhile.
+        let each =
+            |of: fn(&Snapshot) -> u64| of(&after).saturating_sub(of(&before)) as f64 / done as f64 / if bulk { 1.0 } else { 1e3 };
         let parts = [each(|s| s.client), each(|s| s.server), each(|s| s.agent), each(|s| s.nic), each(|s| s.kernel)];
         let [client, server, agent, nic, kernel] = parts;
         let times = Percentiles::of(times.unwrap_or_default());
@@ -364,10 +367,11 @@ impl Bench {
         })
     }
 
-    /// Starts a program that echoes. One that spins has a core of its own in the kernel.
+    /// Starts a program that echoes. One that spins has a core of its own in the kernel, and shares it with the client under Baton.
     fn start_echo(&self, address: SocketAddr, agent: Option<&Path>, spin: bool) -> Result<Server> {
         let mut words = vec![std::env::current_exe()?.into_os_string(), "serve-echo".into(), address.to_string().into()];
         words.extend(spin.then(|| OsString::from("--spin")));
+        words.extend((spin && agent.is_some()).then(|| OsString::from("--shares")));
         let mut server = Server::start(&self.bed.host_a, &words, self.files.root(), agent)?;
         server.listens(&self.bed.host_a, address).context("the program that echoes")?;
         if spin {
@@ -425,7 +429,7 @@ impl Bench {
                 let message = vec![0x5a; MESSAGE];
                 Ok((server, requests(connections, 1, message, |answer| (answer.len() >= MESSAGE).then_some(answer.len()))?))
             }
-            Traffic::PingPong => Ok((self.start_echo(address, agent, true)?, Client::PingPong(address))),
+            Traffic::PingPong => Ok((self.start_echo(address, agent, true)?, Client::PingPong(address, under_baton))),
             Traffic::Bulk { into } => {
                 let here = SocketAddr::new(address_b(false), address.port());
                 let (script, at) = if into { (SINK, address) } else { (SOURCE, here) };
@@ -449,7 +453,8 @@ fn http_answer(answer: &[u8]) -> Option<usize> {
 /// The other end of the link.
 enum Client {
     Requests(SocketAddr, Requests),
-    PingPong(SocketAddr),
+    /// With whether it shares its core with the server.
+    PingPong(SocketAddr, bool),
     Sends(SocketAddr),
     Receives(TcpListener),
 }
@@ -463,7 +468,7 @@ impl Client {
     fn work(&self, progress: &Progress) -> Result<()> {
         match self {
             Client::Requests(server, requests) => requests.run(*server, progress),
-            Client::PingPong(server) => closed_loop::ping_pong(*server, MESSAGE, progress),
+            Client::PingPong(server, shares) => closed_loop::ping_pong(*server, MESSAGE, *shares, progress),
             Client::Sends(server) => {
                 let deadline = monotonic_micros() + 20_000_000;
                 let stream = loop {
@@ -482,6 +487,14 @@ impl Client {
 
 fn count_on_nic(tool: &mut Tool) -> Result<usize> {
     Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
+}
+
+/// Waits until all connections are made and the first answer has come, or no more time is left for that.
+fn await_answers(progress: &Progress) {
+    let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
+    while progress.done.load(Ordering::Relaxed) == 0 && monotonic_micros() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// Waits until so many connections are on the NIC, or no more time is left for that.

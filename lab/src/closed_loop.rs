@@ -11,6 +11,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+/// Waiting times that are recorded together: of many connections, and of one that waits for each answer.
+const KEPT: usize = 1024;
+const KEPT_OF_ONE: usize = 32;
+
 /// What a load shares with whoever measures it.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -25,11 +29,11 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Records a load's waiting times from time to time, if they are to be recorded.
-    fn keep(&self, times: &mut Vec<u32>) {
+    /// Records a load's waiting times, if they are to be recorded, when there are so many.
+    fn keep(&self, times: &mut Vec<u32>, many: usize) {
         if !self.timing.load(Ordering::Relaxed) {
             times.clear();
-        } else if times.len() > 1024
+        } else if times.len() >= many
             && let Ok(mut all) = self.times.lock()
         {
             all.append(times);
@@ -118,7 +122,7 @@ impl Requests {
                     self.ask(client, &batch)?;
                 }
             }
-            progress.keep(&mut times);
+            progress.keep(&mut times, KEPT);
         }
         Ok(())
     }
@@ -165,12 +169,12 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
     Ok(())
 }
 
-/// Sends a message of `size` bytes and waits for as many, again and again until it is told to stop. It never sleeps, but offers the
-/// processor whenever nothing has come.
+/// Sends a message of `size` bytes and waits for as many, again and again until it is told to stop. It never sleeps. With `shares` it
+/// offers the processor whenever nothing has come.
 ///
 /// # Errors
 /// If it cannot connect, or the connection breaks.
-pub fn ping_pong(server: SocketAddr, size: usize, progress: &Progress) -> Result<()> {
+pub fn ping_pong(server: SocketAddr, size: usize, shares: bool, progress: &Progress) -> Result<()> {
     let mut stream = connect(server)?;
     stream.set_nonblocking(true)?;
     let (message, mut buffer, mut times) = (vec![0x5a; size], vec![0; size], Vec::new());
@@ -182,13 +186,14 @@ pub fn ping_pong(server: SocketAddr, size: usize, progress: &Progress) -> Result
             match stream.read(&mut buffer[..missing]) {
                 Ok(0) => anyhow::bail!("the echo closed the connection"),
                 Ok(got) => missing -= got,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && shares => std::thread::yield_now(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error).context("the connection broke"),
             }
         }
         times.push(since(sent));
         progress.done.fetch_add(1, Ordering::Relaxed);
-        progress.keep(&mut times);
+        progress.keep(&mut times, KEPT_OF_ONE);
     }
     Ok(())
 }

@@ -162,7 +162,9 @@ impl Bench {
             nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, std::sync::atomic::Ordering::Relaxed);
         }
         let mut bytes = [0u8; MAX_ENCODED];
-        Image::open(flow).encode(&mut bytes).context("encoding an image")?;
+        let image = Image::open(flow);
+        let window = (image.rcv_adv - image.rcv_nxt).min(buffer / 2);
+        Image { rcv_adv: image.rcv_nxt + window, ..image }.encode(&mut bytes).context("encoding an image")?;
         if nic_memory.write(base + slot::FLOW, &flow.to_bytes()).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err()
         {
             bail!("the slot lies outside NIC memory");

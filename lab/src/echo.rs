@@ -1,7 +1,7 @@
-//! A program that sends back what it receives, with the C library's calls, which Baton's library stands in front of. It knows
-//! nothing of Baton.
+//! A program that sends back what it receives, over ordinary sockets, by the C library's calls. It knows nothing of Baton.
 
 use anyhow::{Context, Result};
+use baton_linux::process::raise_descriptor_limit;
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
 use std::collections::HashMap;
@@ -13,11 +13,13 @@ const LISTENER: Token = Token(usize::MAX);
 /// A program that spins looks for new connections after so many looks at those that it has.
 const LOOKS: usize = 4096;
 
-/// Echoes at `address` until it is killed. With `spin` it never sleeps, but offers the processor whenever nothing has come.
+/// Echoes at `address` until it is killed. With `spin` it never sleeps; with `shares`, too, it offers the processor whenever nothing
+/// has come.
 ///
 /// # Errors
 /// If it cannot listen.
-pub fn run(address: SocketAddr, spin: bool) -> Result<()> {
+pub fn run(address: SocketAddr, spin: bool, shares: bool) -> Result<()> {
+    raise_descriptor_limit();
     let mut poll = Poll::new()?;
     let mut listener = TcpListener::bind(address).with_context(|| format!("listening at {address}"))?;
     poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
@@ -46,7 +48,9 @@ pub fn run(address: SocketAddr, spin: bool) -> Result<()> {
         }
         for _ in 0..if spin { LOOKS } else { 0 } {
             clients.retain(|_, client| echo(client, &mut buffer).unwrap_or(false));
-            std::thread::yield_now();
+            if shares {
+                std::thread::yield_now();
+            }
         }
     }
 }

@@ -448,6 +448,9 @@ pub enum Workload {
         /// Never sleep.
         #[arg(long)]
         spin: bool,
+        /// Offer the processor to others instead.
+        #[arg(long, requires = "spin")]
+        shares: bool,
     },
 }
 
@@ -460,7 +463,7 @@ pub fn workload(what: &Workload) -> Result<bool> {
         }
         &Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
-        &Workload::ServeEcho { address, spin } => baton_lab::echo::run(address, spin).map(|()| true),
+        &Workload::ServeEcho { address, spin, shares } => baton_lab::echo::run(address, spin, shares).map(|()| true),
         Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }
