@@ -18,6 +18,8 @@ pub struct MovesReport {
     pub per_second: f64,
     /// Least and greatest of the rounds.
     pub per_second_spread: [f64; 2],
+    /// The agent's CPU time of a move, in microseconds. Nothing else of a move is done by one process alone.
+    pub agent_us_per_move: f64,
     /// Share of all processors' time that the streams alone take.
     pub load: f64,
     /// The gaps of a connection that does not move, median, in microseconds. They are subtracted from the blackout.
@@ -56,6 +58,7 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
     Ok(MovesReport {
         per_second,
         per_second_spread: [0.0, 1.0].map(|share| quantile(&mut all(|report| report.moves_per_second), share)),
+        agent_us_per_move: median(|report| report.agent_us_per_move),
         load: median(|report| report.load),
         unmoved_gap_us: median(|report| report.unmoved_gap_us.p50),
         bars: vec![
@@ -69,9 +72,10 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
 /// A round's result in a line.
 pub fn line(report: &SoakReport) -> String {
     format!(
-        "{:.0} moves a second at a load of {:.0} %, blackout p50 {:.0} p99 {:.0} us, unmoved {:.0} us",
+        "{:.0} moves a second at a load of {:.0} %, agent's CPU {:.0} us a move, blackout p50 {:.0} p99 {:.0} us, unmoved {:.0} us",
         report.moves_per_second,
         100.0 * report.load,
+        report.agent_us_per_move,
         report.blackout_us.p50,
         report.blackout_us.p99,
         report.unmoved_gap_us.p50

@@ -87,6 +87,8 @@ pub struct SoakReport {
     pub unmoved_gap_us: Percentiles,
     /// Moves per second, while the streams go on.
     pub moves_per_second: f64,
+    /// The agent's CPU time of a move in microseconds, if no process was killed.
+    pub agent_us_per_move: f64,
     /// Share of all processors' time that the streams take while nothing moves.
     pub load: f64,
     /// Seconds of the whole soak.
@@ -437,7 +439,9 @@ impl<'a> Mover<'a> {
         // Let the streams fill.
         std::thread::sleep(Duration::from_millis(200));
         report.load = busy_share(Duration::from_millis(300))?;
-        let started = monotonic_micros();
+        let (agent, started) = (tool.statistics()?.agent_process, monotonic_micros());
+        let agent_nanos = || process::cpu_nanos(agent).unwrap_or(0);
+        let before = agent_nanos();
         let target = self.settings.moves;
         let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
         let in_parallel = self.ids.len().min(8);
@@ -469,6 +473,7 @@ impl<'a> Mover<'a> {
             eprintln!();
         }
         report.moves = done;
+        report.agent_us_per_move = agent_nanos().saturating_sub(before) as f64 / 1e3 / done.max(1) as f64;
         report.moves_per_second = done as f64 * 1e6 / (monotonic_micros() - started).max(1) as f64;
         report.in_flight_share = self.both_ways as f64 / done.max(1) as f64;
         report.min_moves_per_connection = self.moves.iter().copied().min().unwrap_or(0);
