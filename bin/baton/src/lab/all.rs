@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::path::Path;
 
 /// Moves of a round.
-const MOVES: u64 = 20_000;
+const MOVES: u64 = 5_000;
 /// Bounds of `baton bench datapath`: instructions a segment of 1448 bytes with one connection and with 1024, and of 64 bytes.
 const INSTRUCTIONS: [(&str, f64); 3] = [
     ("datapath.instr_per_segment_1", 450.0),

@@ -79,7 +79,7 @@ pub enum Bench {
         #[command(flatten)]
         how: Rounds,
         /// Moves of a round.
-        #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(100..))]
+        #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
         moves: u64,
     },
     /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves. Takes a quarter of an
