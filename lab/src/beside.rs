@@ -11,6 +11,7 @@ use crate::server::{Files, Program, Server};
 use crate::statistics::{Percentiles, quantile};
 use crate::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use anyhow::{Context, Result, ensure};
+use baton_abi::layout::Counter;
 use baton_client::tool::Tool;
 use baton_linux::events::{monotonic_micros, process_nanos};
 use baton_linux::process;
@@ -18,6 +19,7 @@ use baton_protocol::program::Place;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -27,8 +29,12 @@ const LENGTH: usize = 256;
 const WARMING: f64 = 1.0;
 /// Most seconds that the connections have for their moves before it: moves are not what is measured.
 const MOVING: f64 = 15.0;
+/// Bytes of a message and of its echo.
+const MESSAGE: usize = 64;
 /// Connections to redis-server, as redis-benchmark has.
 const REDIS_CONNECTIONS: usize = 50;
+/// Microseconds that a NIC polls that is not to sleep.
+const NEVER_SLEEPS: u64 = 10_000_000;
 /// Ports of the servers: in the kernel, and under Baton.
 const PORTS: [u16; 2] = [8092, 8093];
 
@@ -55,6 +61,11 @@ pub enum What {
     Redis,
     /// One connection in bulk, into a program and out of it.
     Bulk,
+    /// Messages of 64 bytes to a program that echoes them, on 64 and 1024 connections, one at a time on each.
+    Rpc,
+    /// The same on one connection, between two programs that never sleep. The kernel's have a core each. Baton's NIC never sleeps
+    /// either and has a core, so that both programs share the other one, and offer it to each other.
+    PingPong,
 }
 
 /// Settings of a run.
@@ -73,7 +84,9 @@ pub struct BesideSettings {
 pub struct Round {
     /// Requests per second, or Gb/s.
     pub rate: f64,
-    /// 99th percentile of the waiting times, milliseconds.
+    /// Median of the waiting times, milliseconds.
+    pub p50: f64,
+    /// Their 99th percentile.
     pub p99: f64,
     /// CPU time of all, microseconds per request or seconds per GB; then its parts.
     pub machine: f64,
@@ -85,6 +98,8 @@ pub struct Round {
     pub agent: f64,
     /// Of the NIC's process.
     pub nic: f64,
+    /// Time of the NIC's rounds that found work, waiting for a processor included: the rest of its CPU time went into polling.
+    pub nic_busy: f64,
     /// Of the kernel's threads.
     pub kernel: f64,
     /// Connections on the NIC at the end.
@@ -105,9 +120,17 @@ pub struct Row {
     /// Median of the pairs' ratios, Baton over kernel.
     pub rate_ratio: f64,
     /// See `rate_ratio`.
+    pub p50_ratio: f64,
+    /// See `rate_ratio`.
     pub p99_ratio: f64,
     /// See `rate_ratio`.
     pub machine_ratio: f64,
+    /// See `rate_ratio`; of the server's CPU time alone.
+    pub host_ratio: f64,
+    /// Least and greatest of the pairs' ratios.
+    pub rate_spread: [f64; 2],
+    /// See `rate_spread`.
+    pub machine_spread: [f64; 2],
 }
 
 /// A bench's result.
@@ -133,10 +156,13 @@ enum Traffic {
     Http { connections: usize },
     Redis { depth: usize },
     Bulk { into: bool },
+    Rpc { connections: usize },
+    PingPong,
 }
 
 fn loads(what: What) -> Vec<Load> {
     let (rate, p99, machine) = (|row: &Row| row.rate_ratio, |row: &Row| row.p99_ratio, |row: &Row| row.machine_ratio);
+    let (p50, host) = (|row: &Row| row.p50_ratio, |row: &Row| row.host_ratio);
     let load = |name, traffic, bars: &[Figure]| Load { name, traffic, bars: bars.to_vec() };
     match what {
         What::Http => vec![
@@ -175,6 +201,15 @@ fn loads(what: What) -> Vec<Load> {
                 &[("bulk_out.rate_ratio", rate, Bar::least, 1.0), ("bulk_out.machine_ratio", machine, Bar::most, 0.9)],
             ),
         ],
+        What::Rpc => vec![
+            load("rpc, 64 connections", Traffic::Rpc { connections: 64 }, &[("rpc.machine_ratio_64", machine, Bar::most, 0.65)]),
+            load(
+                "rpc, 1024 connections",
+                Traffic::Rpc { connections: 1024 },
+                &[("rpc.machine_ratio_1024", machine, Bar::most, 0.65), ("rpc.host_ratio_1024", host, Bar::most, 0.1)],
+            ),
+        ],
+        What::PingPong => vec![load("ping-pong", Traffic::PingPong, &[("pingpong.p50_ratio", p50, Bar::most, 0.6)])],
     }
 }
 
@@ -183,8 +218,9 @@ fn loads(what: What) -> Vec<Load> {
 /// # Errors
 /// If a program is not installed or does not start, or a connection breaks.
 pub fn run(what: What, settings: &BesideSettings, progress: impl Fn(&Row)) -> Result<BesideReport> {
-    let bed =
-        TestbedSettings { beside: true, spin: settings.spin, nic_cores: Vec::new(), agent_core: None, ..Default::default() };
+    process::raise_descriptor_limit();
+    let (spin, nic_cores) = if what == What::PingPong { (NEVER_SLEEPS, vec![0]) } else { (settings.spin, Vec::new()) };
+    let bed = TestbedSettings { beside: true, spin, nic_cores, agent_core: None, ..Default::default() };
     let bed = Testbed::new(&bed)?;
     for host in [&bed.host_a, &bed.host_b] {
         // The NIC's TCP uses CUBIC, too. A kernel without it keeps its default.
@@ -207,19 +243,25 @@ pub fn run(what: What, settings: &BesideSettings, progress: impl Fn(&Row)) -> Re
 pub fn line(row: &Row) -> String {
     let side = |name: &str, r: &Round| {
         format!(
-            "{name} {:>9.2} p99 {:>7.2} ms, CPU per {} {:>6.3}: client {:.3} server {:.3} agent {:.3} NIC {:.3} kernel {:.3}",
-            r.rate, r.p99, row.unit, r.machine, r.client, r.server, r.agent, r.nic, r.kernel
+            "{name} {:>9.2} p50 {:>7.4} p99 {:>7.3} ms, CPU per {} {:>6.3}: client {:.3} server {:.3} agent {:.3} NIC {:.3} kernel {:.3}",
+            r.rate, r.p50, r.p99, row.unit, r.machine, r.client, r.server, r.agent, r.nic, r.kernel
         )
     };
     format!(
-        "{}: rate {:.2}, p99 {:.2}, CPU {:.2} of the kernel's\n    {}\n    {}, {:.0} on the NIC",
+        "{}: rate {:.2}, p50 {:.2}, p99 {:.2}, CPU {:.2} ({:.2} to {:.2}) of the kernel's, the server's {:.2}\n    {}\n    {}, {:.0} on the NIC, \
+         which was busy {:.3}",
         row.load,
         row.rate_ratio,
+        row.p50_ratio,
         row.p99_ratio,
         row.machine_ratio,
+        row.machine_spread[0],
+        row.machine_spread[1],
+        row.host_ratio,
         side("kernel", &row.kernel),
         side("Baton ", &row.baton),
-        row.baton.on_nic
+        row.baton.on_nic,
+        row.baton.nic_busy
     )
 }
 
@@ -237,6 +279,7 @@ struct Snapshot {
     server: u64,
     agent: u64,
     nic: u64,
+    nic_busy: u64,
     kernel: u64,
 }
 
@@ -248,16 +291,22 @@ impl Bench {
                 rounds.push(self.round(load.traffic, settings.seconds, under_baton).with_context(|| load.name)?);
             }
         }
-        let ratio = |figure: fn(&Round) -> f64| {
+        let ratios = |figure: fn(&Round) -> f64| {
             let pairs = rounds[0].iter().zip(&rounds[1]);
-            quantile(&mut pairs.map(|(kernel, baton)| figure(baton) / figure(kernel).max(1e-9)).collect::<Vec<_>>(), 0.5)
+            pairs.map(|(kernel, baton)| figure(baton) / figure(kernel).max(1e-9)).collect::<Vec<_>>()
         };
+        let ratio = |figure| quantile(&mut ratios(figure), 0.5);
+        let spread = |figure| [0.0, 1.0].map(|end| quantile(&mut ratios(figure), end));
         Ok(Row {
             load: load.name,
             unit: if matches!(load.traffic, Traffic::Bulk { .. }) { "GB, s" } else { "request, µs" },
             rate_ratio: ratio(|round| round.rate),
+            p50_ratio: ratio(|round| round.p50),
             p99_ratio: ratio(|round| round.p99),
             machine_ratio: ratio(|round| round.machine),
+            host_ratio: ratio(|round| round.server),
+            rate_spread: spread(|round| round.rate),
+            machine_spread: spread(|round| round.machine),
             kernel: medians(&rounds[0]),
             baton: medians(&rounds[1]),
         })
@@ -266,16 +315,22 @@ impl Bench {
     fn round(&mut self, traffic: Traffic, seconds: f64, under_baton: bool) -> Result<Round> {
         let progress = Progress::default();
         let connections = match traffic {
-            Traffic::Http { connections } => connections,
+            Traffic::Http { connections } | Traffic::Rpc { connections } => connections,
             Traffic::Redis { .. } => REDIS_CONNECTIONS,
-            Traffic::Bulk { .. } => 1,
+            Traffic::Bulk { .. } | Traffic::PingPong => 1,
         };
         let (mut server, client) = self.start(traffic, under_baton)?;
         let host = &self.bed.host_b;
         let tool = &mut self.tool;
         let measured = std::thread::scope(|scope| {
-            let running = scope.spawn(|| host.run(|| Ok(client.run(&progress))));
+            let running = scope.spawn(|| {
+                if let Client::PingPong(_, shares) = client {
+                    process::pin(0, usize::from(shares));
+                }
+                host.run(|| Ok(client.run(&progress)))
+            });
             std::thread::sleep(Duration::from_secs_f64(WARMING));
+            await_answers(&progress);
             if under_baton {
                 await_moves(tool, connections)?;
             }
@@ -288,24 +343,41 @@ impl Bench {
         });
         let (before, after, on_nic) = measured?;
         let bulk = matches!(traffic, Traffic::Bulk { .. });
-        let times = progress.times.lock().map(|times| times.iter().map(|time| f64::from(*time) / 1e3).collect());
+        let times = progress.times.lock().map(|times| times.iter().map(|time| f64::from(*time) / 1e6).collect());
         let (done, micros) = (after.done - before.done, (after.micros - before.micros) as f64);
         ensure!(done > 0, "the server answered nothing");
-        // Nanoseconds per byte are seconds per GB.
-        let each = |of: fn(&Snapshot) -> u64| (of(&after) - of(&before)) as f64 / done as f64 / if bulk { 1.0 } else { 1e3 };
+        // Nanoseconds per byte are seconds per GB. A thread of the kernel's may have ended meanwhile.
+        let each =
+            |of: fn(&Snapshot) -> u64| of(&after).saturating_sub(of(&before)) as f64 / done as f64 / if bulk { 1.0 } else { 1e3 };
         let parts = [each(|s| s.client), each(|s| s.server), each(|s| s.agent), each(|s| s.nic), each(|s| s.kernel)];
         let [client, server, agent, nic, kernel] = parts;
+        let times = Percentiles::of(times.unwrap_or_default());
         Ok(Round {
             rate: if bulk { done as f64 * 8.0 / 1e3 / micros } else { done as f64 * 1e6 / micros },
-            p99: Percentiles::of(times.unwrap_or_default()).p99,
+            p50: times.p50,
+            p99: times.p99,
             machine: parts.iter().sum(),
             client,
             server,
             agent,
             nic,
+            nic_busy: each(|s| s.nic_busy),
             kernel,
             on_nic,
         })
+    }
+
+    /// Starts a program that echoes. One that spins has a core of its own in the kernel, and shares it with the client under Baton.
+    fn start_echo(&self, address: SocketAddr, agent: Option<&Path>, spin: bool) -> Result<Server> {
+        let mut words = vec![std::env::current_exe()?.into_os_string(), "serve-echo".into(), address.to_string().into()];
+        words.extend(spin.then(|| OsString::from("--spin")));
+        words.extend((spin && agent.is_some()).then(|| OsString::from("--shares")));
+        let mut server = Server::start(&self.bed.host_a, &words, self.files.root(), agent)?;
+        server.listens(&self.bed.host_a, address).context("the program that echoes")?;
+        if spin {
+            server.pin(1);
+        }
+        Ok(server)
     }
 
     /// Starts the server, and prepares the client.
@@ -352,6 +424,12 @@ impl Bench {
                 let answer = |answer: &[u8]| (answer.ends_with(b"abc\r\n")).then_some(answer.len());
                 Ok((server, requests(REDIS_CONNECTIONS, depth, request(&["GET", "key"]), answer)?))
             }
+            Traffic::Rpc { connections } => {
+                let server = self.start_echo(address, agent, false)?;
+                let message = vec![0x5a; MESSAGE];
+                Ok((server, requests(connections, 1, message, |answer| (answer.len() >= MESSAGE).then_some(answer.len()))?))
+            }
+            Traffic::PingPong => Ok((self.start_echo(address, agent, true)?, Client::PingPong(address, under_baton))),
             Traffic::Bulk { into } => {
                 let here = SocketAddr::new(address_b(false), address.port());
                 let (script, at) = if into { (SINK, address) } else { (SOURCE, here) };
@@ -375,6 +453,8 @@ fn http_answer(answer: &[u8]) -> Option<usize> {
 /// The other end of the link.
 enum Client {
     Requests(SocketAddr, Requests),
+    /// With whether it shares its core with the server.
+    PingPong(SocketAddr, bool),
     Sends(SocketAddr),
     Receives(TcpListener),
 }
@@ -388,6 +468,7 @@ impl Client {
     fn work(&self, progress: &Progress) -> Result<()> {
         match self {
             Client::Requests(server, requests) => requests.run(*server, progress),
+            Client::PingPong(server, shares) => closed_loop::ping_pong(*server, MESSAGE, *shares, progress),
             Client::Sends(server) => {
                 let deadline = monotonic_micros() + 20_000_000;
                 let stream = loop {
@@ -406,6 +487,14 @@ impl Client {
 
 fn count_on_nic(tool: &mut Tool) -> Result<usize> {
     Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
+}
+
+/// Waits until all connections are made and the first answer has come, or no more time is left for that.
+fn await_answers(progress: &Progress) {
+    let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
+    while progress.done.load(Ordering::Relaxed) == 0 && monotonic_micros() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// Waits until so many connections are on the NIC, or no more time is left for that.
@@ -428,7 +517,11 @@ fn measure(
     let kernel = process::kernel_threads();
     let statistics = tool.statistics()?;
     let of = |process: u32| process::cpu_nanos(process).filter(|_| under_baton).unwrap_or(0);
-    let snapshot = |server: &Server| {
+    let busy = |tool: &mut Tool| {
+        let counters = tool.statistics()?.counters;
+        Ok::<_, anyhow::Error>(counters.get(Counter::BusyNanoseconds as usize).copied().unwrap_or(0))
+    };
+    let snapshot = |tool: &mut Tool, server: &Server| {
         Ok::<_, anyhow::Error>(Snapshot {
             micros: monotonic_micros(),
             done: progress.done.load(Ordering::Relaxed),
@@ -436,13 +529,14 @@ fn measure(
             server: server.cpu().context("the server has ended")?,
             agent: of(statistics.agent_process),
             nic: of(statistics.nic_process),
+            nic_busy: busy(tool)?,
             kernel: kernel.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum(),
         })
     };
     progress.timing.store(true, Ordering::Relaxed);
-    let before = snapshot(server)?;
+    let before = snapshot(tool, server)?;
     std::thread::sleep(Duration::from_secs_f64(seconds));
-    let after = snapshot(server)?;
+    let after = snapshot(tool, server)?;
     let on_nic = if under_baton { count_on_nic(tool)? } else { 0 };
     Ok((before, after, on_nic as f64))
 }
@@ -451,12 +545,14 @@ fn medians(rounds: &[Round]) -> Round {
     let median = |figure: fn(&Round) -> f64| quantile(&mut rounds.iter().map(figure).collect::<Vec<_>>(), 0.5);
     Round {
         rate: median(|r| r.rate),
+        p50: median(|r| r.p50),
         p99: median(|r| r.p99),
         machine: median(|r| r.machine),
         client: median(|r| r.client),
         server: median(|r| r.server),
         agent: median(|r| r.agent),
         nic: median(|r| r.nic),
+        nic_busy: median(|r| r.nic_busy),
         kernel: median(|r| r.kernel),
         on_nic: median(|r| r.on_nic),
     }

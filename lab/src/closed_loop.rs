@@ -2,7 +2,7 @@
 //! while they run, so that any stretch of them can be measured.
 
 use anyhow::{Context, Result, ensure};
-use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use baton_linux::events::{Poller, Trigger, monotonic_nanos};
 use baton_linux::socket;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -11,6 +11,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+/// Waiting times that are recorded together: of many connections, and of one that waits for each answer.
+const KEPT: usize = 1024;
+const KEPT_OF_ONE: usize = 32;
+
 /// What a load shares with whoever measures it.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -18,10 +22,23 @@ pub struct Progress {
     pub done: AtomicU64,
     /// Whether waiting times are recorded.
     pub timing: AtomicBool,
-    /// Waiting times in microseconds.
+    /// Waiting times in nanoseconds.
     pub times: Mutex<Vec<u32>>,
     /// Whether the load is to end.
     pub stop: AtomicBool,
+}
+
+impl Progress {
+    /// Records a load's waiting times, if they are to be recorded, when there are so many.
+    fn keep(&self, times: &mut Vec<u32>, many: usize) {
+        if !self.timing.load(Ordering::Relaxed) {
+            times.clear();
+        } else if times.len() >= many
+            && let Ok(mut all) = self.times.lock()
+        {
+            all.append(times);
+        }
+    }
 }
 
 /// Requests of one kind, whose answers all have one length.
@@ -63,6 +80,11 @@ fn connect(server: SocketAddr) -> Result<TcpStream> {
     Ok(stream)
 }
 
+/// Nanoseconds since a moment.
+fn since(moment: u64) -> u32 {
+    u32::try_from(monotonic_nanos() - moment).unwrap_or(u32::MAX)
+}
+
 struct Client {
     socket: TcpStream,
     since: u64,
@@ -96,23 +118,17 @@ impl Requests {
                 let client = &mut clients[token as usize];
                 if self.answered(client, &mut buffer)? {
                     progress.done.fetch_add(self.depth as u64, Ordering::Relaxed);
-                    times.push((monotonic_micros() - client.since) as u32);
+                    times.push(since(client.since));
                     self.ask(client, &batch)?;
                 }
             }
-            if !progress.timing.load(Ordering::Relaxed) {
-                times.clear();
-            } else if times.len() > 1024
-                && let Ok(mut all) = progress.times.lock()
-            {
-                all.append(&mut times);
-            }
+            progress.keep(&mut times, KEPT);
         }
         Ok(())
     }
 
     fn ask(&self, client: &mut Client, batch: &[u8]) -> Result<()> {
-        (client.since, client.missing) = (monotonic_micros(), self.answer * self.depth);
+        (client.since, client.missing) = (monotonic_nanos(), self.answer * self.depth);
         let sent = socket::send(client.socket.as_fd(), batch).context("sending a request")?;
         ensure!(sent == batch.len(), "requests do not fit the send queue");
         Ok(())
@@ -149,6 +165,35 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
             Ok(count) => progress.done.fetch_add(count as u64, Ordering::Relaxed),
             Err(error) => return Err(error).context("the connection broke"),
         };
+    }
+    Ok(())
+}
+
+/// Sends a message of `size` bytes and waits for as many, again and again until it is told to stop. It never sleeps. With `shares` it
+/// offers the processor whenever nothing has come.
+///
+/// # Errors
+/// If it cannot connect, or the connection breaks.
+pub fn ping_pong(server: SocketAddr, size: usize, shares: bool, progress: &Progress) -> Result<()> {
+    let mut stream = connect(server)?;
+    stream.set_nonblocking(true)?;
+    let (message, mut buffer, mut times) = (vec![0x5a; size], vec![0; size], Vec::new());
+    while !progress.stop.load(Ordering::Relaxed) {
+        let sent = monotonic_nanos();
+        stream.write_all(&message).context("sending a message")?;
+        let mut missing = size;
+        while missing > 0 && !progress.stop.load(Ordering::Relaxed) {
+            match stream.read(&mut buffer[..missing]) {
+                Ok(0) => anyhow::bail!("the echo closed the connection"),
+                Ok(got) => missing -= got,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && shares => std::thread::yield_now(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error).context("the connection broke"),
+            }
+        }
+        times.push(since(sent));
+        progress.done.fetch_add(1, Ordering::Relaxed);
+        progress.keep(&mut times, KEPT_OF_ONE);
     }
     Ok(())
 }

@@ -79,6 +79,8 @@ pub struct DatapathReport {
 pub(crate) struct Bench {
     worker: Worker<MemoryDevice, MemoryDevice>,
     far: MemoryDevice,
+    /// Bytes of receive and of send memory of a connection.
+    buffer: u32,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
     nic_events: Consumer<RingWords>,
@@ -103,12 +105,20 @@ impl Bench {
     /// # Errors
     /// If the NIC refuses one.
     pub(crate) fn new(connections: u32) -> Result<Bench> {
+        Bench::with_buffers(connections, BUFFER)
+    }
+
+    /// A worker with this many connections, each with `buffer` bytes of receive and of send memory, a power of two.
+    ///
+    /// # Errors
+    /// If the NIC refuses one.
+    pub(crate) fn with_buffers(connections: u32, buffer: u32) -> Result<Bench> {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, _) = memory_pair(256, FRAME, capabilities);
         let slots = connections as usize;
         let nic_memory = Arc::new(Region::private(nic::bytes(slots))?);
-        let heap = session::HEAP + slots * 2 * BUFFER as usize;
+        let heap = session::HEAP + slots * 2 * buffer as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);
         let settings = WorkerSettings {
@@ -125,6 +135,7 @@ impl Bench {
         let mut bench = Bench {
             worker,
             far,
+            buffer,
             commands: Producer::new(memory.ring(session::COMMANDS)),
             events: Consumer::new(memory.ring(session::EVENTS)),
             nic_events: Consumer::new(nic_memory.ring(nic::EVENTS)),
@@ -142,16 +153,18 @@ impl Bench {
 
     /// Does what the agent does: mirror, steal, hand off.
     fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<RingWords>, at: u32) -> Result<()> {
-        let remote = Endpoint::v4([10, 1, (at >> 8) as u8, at as u8], 1024 + at as u16);
+        let remote = Endpoint::v4([10, 1 + (at >> 16) as u8, (at >> 8) as u8, at as u8], 1024 + at as u16);
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
         let cid = Cid::new(at, 1);
         let base = nic::slot(at);
-        let memory = session::HEAP as u32 + at * 2 * BUFFER;
-        for (word, value) in [0, memory, BUFFER, memory + BUFFER, BUFFER].into_iter().enumerate() {
+        let (buffer, memory) = (self.buffer, session::HEAP as u32 + at * 2 * self.buffer);
+        for (word, value) in [0, memory, buffer, memory + buffer, buffer].into_iter().enumerate() {
             nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, std::sync::atomic::Ordering::Relaxed);
         }
         let mut bytes = [0u8; MAX_ENCODED];
-        Image::open(flow).encode(&mut bytes).context("encoding an image")?;
+        let image = Image::open(flow);
+        let window = (image.rcv_adv - image.rcv_nxt).min(buffer / 2);
+        Image { rcv_adv: image.rcv_nxt + window, ..image }.encode(&mut bytes).context("encoding an image")?;
         if nic_memory.write(base + slot::FLOW, &flow.to_bytes()).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err()
         {
             bail!("the slot lies outside NIC memory");
@@ -276,13 +289,13 @@ impl Bench {
 
     /// Queues messages of the first connection's program; their bytes lie in its send memory at their sequence numbers.
     fn queue(&mut self, count: u32, size: u32) {
-        let base = session::HEAP as u32 + BUFFER;
+        let base = session::HEAP as u32 + self.buffer;
         for _ in 0..count {
-            let length = size.min(BUFFER - (self.queued & (BUFFER - 1)));
+            let length = size.min(self.buffer - (self.queued & (self.buffer - 1)));
             for (at, length) in [(self.queued, length), (self.queued.wrapping_add(length), size - length)] {
                 if length > 0 {
                     let more = if length < size && at == self.queued { MORE } else { 0 };
-                    let message = Message::new(Operation::NicSend, self.peers[0].cid, base + (at & (BUFFER - 1)), length);
+                    let message = Message::new(Operation::NicSend, self.peers[0].cid, base + (at & (self.buffer - 1)), length);
                     let _ = self.commands.push(Message { kind: more, ..message }.to_words());
                 }
             }
@@ -291,9 +304,14 @@ impl Bench {
         self.commands.publish();
     }
 
-    fn round(&mut self, workload: Workload, next: &mut usize) -> Result<u64> {
-        let members: Vec<usize> = (0..workload.burst as usize).map(|n| (*next + n) % self.peers.len()).collect();
-        *next = (*next + workload.burst as usize) % self.peers.len();
+    /// A burst of segments, for connections at distances of `stride` beginning with `next`. Returns nanoseconds spent in the
+    /// worker.
+    ///
+    /// # Errors
+    /// If the results are not as expected.
+    pub(crate) fn round(&mut self, workload: Workload, stride: usize, next: &mut usize) -> Result<u64> {
+        let members: Vec<usize> = (0..workload.burst as usize).map(|n| (*next + n * stride) % self.peers.len()).collect();
+        *next = (*next + workload.burst as usize * stride) % self.peers.len();
         for at in &members {
             self.send(*at, workload.size);
         }
@@ -335,7 +353,7 @@ pub fn run_workload(workload: Workload, segments: u64) -> Result<u64> {
     let mut next = 0;
     let mut spent = 0;
     for _ in 0..segments / u64::from(workload.burst) {
-        spent += bench.round(workload, &mut next)?;
+        spent += bench.round(workload, 1, &mut next)?;
     }
     Ok(spent)
 }

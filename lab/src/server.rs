@@ -168,6 +168,11 @@ impl Server {
         Ok(())
     }
 
+    /// Binds it to a core, if the machine has that.
+    pub fn pin(&self, core: usize) {
+        process::pin(self.child.id() as i32, core);
+    }
+
     /// Nanoseconds of CPU that it has used.
     pub fn cpu(&self) -> Option<u64> {
         process::cpu_nanos(self.child.id())

@@ -8,8 +8,8 @@ use baton_abi::layout::Counter;
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
-use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
+use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, Place, Reply, Statistics};
 use baton_sim::{Rng, stream};
 use serde::Serialize;
@@ -85,6 +85,12 @@ pub struct SoakReport {
     pub blackout_us: Percentiles,
     /// The gaps of the connection that does not move.
     pub unmoved_gap_us: Percentiles,
+    /// Moves per second, while the streams go on.
+    pub moves_per_second: f64,
+    /// The agent's CPU time of a move in microseconds, if no process was killed.
+    pub agent_us_per_move: f64,
+    /// Share of all processors' time that the streams take while nothing moves.
+    pub load: f64,
     /// Seconds of the whole soak.
     pub seconds: f64,
 }
@@ -392,6 +398,14 @@ fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakRep
     Ok(())
 }
 
+/// Share of all processors' time in which they are busy, measured for a while.
+fn busy_share(during: Duration) -> Result<f64> {
+    let (before, since) = (process::machine_nanos()?, monotonic_micros());
+    std::thread::sleep(during);
+    let nanos = (monotonic_micros() - since) * 1000 * process::cores() as u64;
+    Ok((process::machine_nanos()? - before) as f64 / nanos as f64)
+}
+
 /// Requests moves.
 struct Mover<'a> {
     settings: &'a SoakSettings,
@@ -424,6 +438,10 @@ impl<'a> Mover<'a> {
     fn run(mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
         // Let the streams fill.
         std::thread::sleep(Duration::from_millis(200));
+        report.load = busy_share(Duration::from_millis(300))?;
+        let (agent, started) = (tool.statistics()?.agent_process, monotonic_micros());
+        let agent_nanos = || process::cpu_nanos(agent).unwrap_or(0);
+        let before = agent_nanos();
         let target = self.settings.moves;
         let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
         let in_parallel = self.ids.len().min(8);
@@ -455,6 +473,8 @@ impl<'a> Mover<'a> {
             eprintln!();
         }
         report.moves = done;
+        report.agent_us_per_move = agent_nanos().saturating_sub(before) as f64 / 1e3 / done.max(1) as f64;
+        report.moves_per_second = done as f64 * 1e6 / (monotonic_micros() - started).max(1) as f64;
         report.in_flight_share = self.both_ways as f64 / done.max(1) as f64;
         report.min_moves_per_connection = self.moves.iter().copied().min().unwrap_or(0);
         Ok(())
@@ -497,7 +517,7 @@ impl<'a> Mover<'a> {
         std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
         let before = tool.statistics()?;
         if report.kills < self.settings.kill_nic {
-            baton_linux::process::signal(before.nic_process, 9)?;
+            process::signal(before.nic_process, 9)?;
             while tool.statistics()?.nic_starts == before.nic_starts {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -505,7 +525,7 @@ impl<'a> Mover<'a> {
             // Its counters die with it.
             report.count(&before);
             report.count_transitions(&before);
-            baton_linux::process::signal(before.agent_process, 9)?;
+            process::signal(before.agent_process, 9)?;
             while tool.statistics()?.agent_process == before.agent_process {
                 std::thread::sleep(Duration::from_millis(1));
             }

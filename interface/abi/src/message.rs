@@ -6,11 +6,12 @@
 pub struct Cid(pub u32);
 
 impl Cid {
-    const SLOT_BITS: u32 = 18;
+    /// Enough for a million connections.
+    const SLOT_BITS: u32 = 20;
     /// Mask of a generation: the bits above the slot's.
     const GENERATIONS: u32 = (1 << (32 - Self::SLOT_BITS)) - 1;
 
-    /// Makes the identifier of a slot and a generation (modulo 2¹⁴).
+    /// Makes the identifier of a slot and a generation (modulo 2¹²).
     pub const fn new(slot: u32, generation: u32) -> Cid {
         Cid((slot & ((1 << Self::SLOT_BITS) - 1)) | generation << Self::SLOT_BITS)
     }
@@ -22,7 +23,7 @@ impl Cid {
 
     /// The identifier of the slot's next occupant.
     pub const fn next_generation(self) -> Cid {
-        // Modulo 2¹⁴, without 0.
+        // Modulo 2¹², without 0.
         let next = ((self.0 >> Self::SLOT_BITS) + 1) & Self::GENERATIONS;
         Cid::new(self.slot(), if next == 0 { 1 } else { next })
     }

@@ -3,18 +3,24 @@
 //! A worker that sleeps is woken by the next frame or message, which costs it and whoever wakes it some microseconds each. Under
 //! load the next ones come anyway. So the worker naps for a short time instead, in which nobody has to wake it, and then takes
 //! all that has come at once; so do the programs and peers behind it. A nap would only delay a load that waits for the worker's
-//! answer before it goes on, so naps go on only while each of them brings several frames.
+//! answer before it goes on, so naps go on only while they bring several frames each on average. A load comes in bursts, so that a
+//! single nap that brings few proves nothing: what earlier ones brought beyond that is held to their credit. After a nap that brought
+//! nothing the worker sleeps.
 
 /// Microseconds of a nap.
 pub(crate) const NAP: u64 = 50;
-/// Least number of frames that a nap must bring for the next one.
+/// Least number of frames that a nap must bring on average.
 const ENOUGH: u64 = 3;
+/// Most frames beyond that which count for later naps.
+const MOST_CREDIT: u64 = 8 * ENOUGH;
 /// The period over which frames are counted while the worker polls or sleeps, and the longest average interval of frames with
 /// which it tries a nap, microseconds.
 const PERIOD: u64 = 250;
 const INTERVAL: u64 = 25;
-/// Microseconds until the next try after a nap that brought too little.
-const PAUSE: u64 = 20_000;
+/// Microseconds until the next try after naps that brought too little: at first, and at most. Each try that fails at once doubles
+/// them.
+const LEAST_PAUSE: u64 = 500;
+const MOST_PAUSE: u64 = 20_000;
 
 /// Least microseconds of polling without work.
 const LEAST_SPIN: u64 = 2;
@@ -42,7 +48,10 @@ pub(crate) struct Rest {
     /// Number of frames at the last nap's begin, or at the period's.
     frames: u64,
     napping: bool,
+    /// Frames that the naps have brought beyond what was enough.
+    credit: u64,
     period_began: u64,
+    pause: u64,
     next_try: u64,
 }
 
@@ -55,7 +64,9 @@ impl Rest {
             idled: false,
             frames: 0,
             napping: false,
+            credit: 0,
             period_began: now,
+            pause: LEAST_PAUSE,
             next_try: now,
         }
     }
@@ -78,10 +89,15 @@ impl Rest {
         let fresh = frames.wrapping_sub(self.frames);
         if self.napping {
             self.frames = frames;
-            if fresh >= ENOUGH {
-                return Idle::Nap;
+            if let Some(credit) = (self.credit + fresh).checked_sub(ENOUGH) {
+                self.credit = credit.min(MOST_CREDIT);
+                if self.credit == MOST_CREDIT {
+                    self.pause = LEAST_PAUSE;
+                }
+                return if fresh == 0 { Idle::Sleep } else { Idle::Nap };
             }
-            (self.napping, self.period_began, self.next_try) = (false, now, now + PAUSE);
+            (self.napping, self.credit, self.period_began, self.next_try) = (false, 0, now, now + self.pause);
+            self.pause = (2 * self.pause).min(MOST_PAUSE);
         } else if now - self.period_began >= PERIOD {
             let busy = fresh * INTERVAL >= now - self.period_began;
             (self.frames, self.period_began) = (frames, now);
@@ -147,6 +163,28 @@ mod tests {
     #[test]
     fn a_load_of_many_gets_naps() {
         assert!(load(64, 300).0 > 10_000);
+    }
+
+    #[test]
+    fn a_load_in_bursts_is_not_polled_for() {
+        let (mut rest, mut frames, mut polls, mut now) = (Rest::new(100, 0), 0, 0, 0);
+        // Bursts of 4 to 36 frames over 100 microseconds, a lull of 200 microseconds between them.
+        for round in 0..1000 {
+            for at in 0..4 {
+                frames += 1 + round % 9;
+                let next = 300 * round + 25 * (at + 1) + if at == 3 { 200 } else { 0 };
+                now = now.max(300 * round + 25 * at);
+                rest.worked(now);
+                while now < next {
+                    match rest.idle(now, frames) {
+                        Idle::Poll => (polls, now) = (polls + 1, now + 1),
+                        Idle::Nap => now += NAP,
+                        Idle::Sleep => now = next,
+                    }
+                }
+            }
+        }
+        assert!(polls < now / 20, "{polls} of {now}");
     }
 
     #[test]

@@ -186,7 +186,7 @@ enum Attack {
 
 fn attacks() -> impl Strategy<Value = Attack> {
     let numbers =
-        prop_oneof![Just(0u32), Just(1), Just(u32::MAX), Just(1 << 18), Just((1 << 18) | 1), any::<u32>(), 0..1u32 << 20];
+        prop_oneof![Just(0u32), Just(1), Just(u32::MAX), Just(1 << 20), Just((1 << 20) | 1), any::<u32>(), 0..1u32 << 22];
     prop_oneof![
         (any::<u64>(), any::<u64>()).prop_map(|(a, b)| Attack::Words(a, b)),
         (0u8..25, 0u16..40, numbers.clone(), numbers.clone(), numbers)

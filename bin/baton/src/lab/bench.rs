@@ -1,5 +1,6 @@
 //! `baton bench`: one part of Baton measured against its bounds.
 
+use super::all;
 use anyhow::{Context, Result};
 use clap::Subcommand;
 
@@ -51,6 +52,44 @@ pub enum Bench {
     Bulk {
         #[command(flatten)]
         how: Beside,
+    },
+    /// Messages of 64 bytes to a program that echoes them, the same: 64 and 1024 connections, one message at a time on each.
+    Rpc {
+        #[command(flatten)]
+        how: Beside,
+    },
+    /// A ping-pong of 64 bytes between two programs that never sleep, the same. The NIC never sleeps either.
+    Pingpong {
+        #[command(flatten)]
+        how: Beside,
+    },
+    /// What one worker's TCP takes on a wire in memory: Gb/s in segments of 1448 bytes, segments/s of 64.
+    Wire {
+        #[command(flatten)]
+        how: Rounds,
+    },
+    /// What a packet costs with a million connections over 1024, on a wire in memory, which takes 12 GB; and the memory of an idle
+    /// connection.
+    Connections {
+        #[command(flatten)]
+        how: Rounds,
+    },
+    /// Moves per second between kernel and NIC of connections under load, and how long one stands still for a move.
+    Moves {
+        #[command(flatten)]
+        how: Rounds,
+        /// Moves of a round.
+        #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
+        moves: u64,
+    },
+    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves. Takes a quarter of an
+    /// hour.
+    All {
+        #[command(flatten)]
+        how: Beside,
+        /// Write a page with all figures here (HTML).
+        #[arg(long, value_name = "FILE")]
+        page: Option<std::path::PathBuf>,
     },
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
     /// minutes.
@@ -156,10 +195,10 @@ pub enum Bench {
 pub struct Beside {
     /// Print one JSON object.
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     /// Pairs of rounds; the medians count.
     #[arg(long, default_value_t = 5)]
-    rounds: usize,
+    pub rounds: usize,
     /// Seconds of a round that are measured.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
@@ -168,12 +207,29 @@ pub struct Beside {
     spin: u64,
 }
 
+impl Beside {
+    /// Measures the programs of one bench.
+    pub fn measure(&self, what: baton_lab::beside::What) -> Result<baton_lab::beside::BesideReport> {
+        let settings = baton_lab::beside::BesideSettings { rounds: self.rounds, seconds: self.seconds, spin: self.spin };
+        baton_lab::beside::run(what, &settings, |row| eprintln!("{}", baton_lab::beside::line(row)))
+    }
+}
+
+/// How often a bench without a kernel's turn is run.
+#[derive(clap::Args)]
+pub struct Rounds {
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Rounds; the median counts.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+}
+
 fn beside(what: baton_lab::beside::What, how: &Beside) -> Result<bool> {
     baton_linux::namespace::become_root_if_needed()?;
-    let Beside { json, rounds, seconds, spin } = *how;
-    let settings = baton_lab::beside::BesideSettings { rounds, seconds, spin };
-    let report = baton_lab::beside::run(what, &settings, |row| eprintln!("{}", baton_lab::beside::line(row)))?;
-    print_bars(&report.bars, &report, json)
+    let report = how.measure(what)?;
+    print_bars(&report.bars, &report, how.json)
 }
 
 /// `baton bench`. Returns whether all bounds are met.
@@ -182,6 +238,23 @@ pub fn run(what: &Bench) -> Result<bool> {
         Bench::Http { how } => beside(baton_lab::beside::What::Http, how),
         Bench::Redis { how } => beside(baton_lab::beside::What::Redis, how),
         Bench::Bulk { how } => beside(baton_lab::beside::What::Bulk, how),
+        Bench::Rpc { how } => beside(baton_lab::beside::What::Rpc, how),
+        Bench::Pingpong { how } => beside(baton_lab::beside::What::PingPong, how),
+        Bench::Wire { how } => {
+            let report = baton_lab::wire::run(how.rounds)?;
+            print_bars(&report.bars, &report, how.json)
+        }
+        Bench::Connections { how } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::connections::run(how.rounds)?;
+            print_bars(&report.bars, &report, how.json)
+        }
+        Bench::Moves { how, moves } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::moves::run(*moves, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
+            print_bars(&report.bars, &report, how.json)
+        }
+        Bench::All { how, page } => all::run(how, page.as_deref()),
         Bench::Recovery { json, scale } => {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::recovery::run(*scale, true)?;
@@ -369,6 +442,16 @@ pub enum Workload {
     },
     #[command(hide = true, name = "serve-files")]
     ServeFiles { address: std::net::SocketAddr, root: std::path::PathBuf },
+    #[command(hide = true, name = "serve-echo")]
+    ServeEcho {
+        address: std::net::SocketAddr,
+        /// Never sleep.
+        #[arg(long)]
+        spin: bool,
+        /// Offer the processor to others instead.
+        #[arg(long, requires = "spin")]
+        shares: bool,
+    },
 }
 
 /// Runs one of them.
@@ -380,6 +463,7 @@ pub fn workload(what: &Workload) -> Result<bool> {
         }
         &Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
+        &Workload::ServeEcho { address, spin, shares } => baton_lab::echo::run(address, spin, shares).map(|()| true),
         Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }

@@ -1,5 +1,6 @@
 //! The commands that are test beds, loads and measurements. Nothing else of this program uses the lab.
 
+mod all;
 pub mod bench;
 pub mod hosts;
 pub mod rmpp;

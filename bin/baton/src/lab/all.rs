@@ -1,0 +1,88 @@
+//! `baton bench all`: the benches that compare with the kernel, or have a figure to reach, on one page.
+
+use super::bench::Beside;
+use anyhow::{Context, Result};
+use baton_lab::bars::Bar;
+use baton_lab::beside::What;
+use baton_lab::page::{self, Section};
+use serde::Serialize;
+use std::path::Path;
+
+/// Moves of a round.
+const MOVES: u64 = 5_000;
+/// Bounds of `baton bench datapath`: instructions a segment of 1448 bytes with one connection and with 1024, and of 64 bytes.
+const INSTRUCTIONS: [(&str, f64); 3] = [
+    ("datapath.instr_per_segment_1", 450.0),
+    ("datapath.instr_per_segment_1024", 450.0),
+    ("datapath.instr_per_segment_64", 300.0),
+];
+
+/// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and met their bounds.
+pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
+    baton_linux::namespace::become_root_if_needed()?;
+    let programs = |what| Part::of(how.measure(what), |report| &report.bars);
+    let sections = [
+        section("datapath", "Instructions of a received segment on a wire in memory.", datapath()),
+        section(
+            "wire",
+            "One worker's TCP on a wire in memory.",
+            Part::of(baton_lab::wire::run(how.rounds), |report| &report.bars),
+        ),
+        section("rpc", "64 bytes and their echo, beside the kernel over a veth; CPU time of all.", programs(What::Rpc)),
+        section("pingpong", "One connection, programs and NIC never sleep.", programs(What::PingPong)),
+        section("http", "nginx, 256 bytes, beside the kernel over a veth; CPU time of all.", programs(What::Http)),
+        section("redis", "redis GET on 50 connections, one at a time and 16; CPU time of all.", programs(What::Redis)),
+        section("bulk", "One connection, into a program and out of it; CPU time of all.", programs(What::Bulk)),
+        section(
+            "connections",
+            "A packet with a million connections over one with 1024; bytes of an idle connection.",
+            Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
+        ),
+        section(
+            "moves",
+            "Moves of 64 connections under load, and the blackout of one. Absolute figures.",
+            Part::of(
+                baton_lab::moves::run(MOVES, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one))),
+                |report| &report.bars,
+            ),
+        ),
+    ];
+    if let Some(path) = page {
+        std::fs::write(path, page::html(&sections)).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if how.json {
+        let bars: Vec<&Bar> = sections.iter().flat_map(|section| &section.bars).collect();
+        println!("{}", serde_json::json!({ "bars": bars, "sections": sections }));
+    } else {
+        print!("{}", page::text(&sections));
+    }
+    Ok(sections.iter().all(|section| section.report.get("error").is_none() && section.bars.iter().all(|bar| bar.holds)))
+}
+
+/// A bench's bars, and all that it reports.
+struct Part {
+    bars: Vec<Bar>,
+    report: serde_json::Value,
+}
+
+impl Part {
+    fn of<T: Serialize>(report: Result<T>, bars: impl Fn(&T) -> &Vec<Bar>) -> Result<Part> {
+        let report = report?;
+        Ok(Part { bars: bars(&report).clone(), report: serde_json::to_value(&report)? })
+    }
+}
+
+fn section(name: &'static str, about: &'static str, part: Result<Part>) -> Section {
+    let Part { bars, report } = part.unwrap_or_else(|error| {
+        eprintln!("baton bench {name}: {error:#}");
+        Part { bars: Vec::new(), report: serde_json::json!({ "error": format!("{error:#}") }) }
+    });
+    Section { name, about, bars, report }
+}
+
+fn datapath() -> Result<Part> {
+    let report = baton_lab::datapath::run()?;
+    let value = |name| report.bars.iter().find(|bar| bar.name == name).map_or(f64::MAX, |bar| bar.value);
+    let bars = INSTRUCTIONS.map(|(name, bound)| Bar::most(name, bound, value(name))).to_vec();
+    Ok(Part { bars, report: serde_json::to_value(&report)? })
+}

@@ -1,0 +1,83 @@
+//! How many moves a second, and how long a connection stands still for one: a soak over a link without faults, whose streams load the
+//! machine, and its probed connection.
+
+use crate::bars::Bar;
+use crate::soak::{self, SoakReport, SoakSettings};
+use crate::statistics::quantile;
+use crate::testbed::TestbedSettings;
+use anyhow::{Result, ensure};
+use serde::Serialize;
+
+/// Connections that move.
+const CONNECTIONS: usize = 64;
+
+/// The bench's result: medians of the rounds.
+#[derive(Clone, Debug, Serialize)]
+pub struct MovesReport {
+    /// Moves per second, either way.
+    pub per_second: f64,
+    /// Least and greatest of the rounds.
+    pub per_second_spread: [f64; 2],
+    /// The agent's CPU time of a move, in microseconds. Nothing else of a move is done by one process alone.
+    pub agent_us_per_move: f64,
+    /// Share of all processors' time that the streams alone take.
+    pub load: f64,
+    /// The gaps of a connection that does not move, median, in microseconds. They are subtracted from the blackout.
+    pub unmoved_gap_us: f64,
+    /// The figures with bounds.
+    pub bars: Vec<Bar>,
+}
+
+/// Measures `moves` moves in each round.
+///
+/// # Errors
+/// If the test bed cannot be made, or a byte is lost or wrong.
+pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<MovesReport> {
+    let mut reports = Vec::new();
+    for seed in 1..=rounds.max(1) {
+        let settings = SoakSettings {
+            connections: CONNECTIONS,
+            moves,
+            seed,
+            ipv6: false,
+            fast_path: false,
+            transitions: 0,
+            kill_nic: 0,
+            kill_agent: 0,
+            bed: TestbedSettings { seed, ..TestbedSettings::default() },
+            progress: false,
+        };
+        let report = soak::run(&settings)?;
+        progress(&report);
+        ensure!(report.is_clean(), "connections were lost or their bytes wrong: {report:?}");
+        reports.push(report);
+    }
+    let all = |figure: fn(&SoakReport) -> f64| reports.iter().map(figure).collect::<Vec<_>>();
+    let median = |figure: fn(&SoakReport) -> f64| quantile(&mut all(figure), 0.5);
+    let per_second = median(|report| report.moves_per_second);
+    Ok(MovesReport {
+        per_second,
+        per_second_spread: [0.0, 1.0].map(|share| quantile(&mut all(|report| report.moves_per_second), share)),
+        agent_us_per_move: median(|report| report.agent_us_per_move),
+        load: median(|report| report.load),
+        unmoved_gap_us: median(|report| report.unmoved_gap_us.p50),
+        bars: vec![
+            Bar::least("moves.per_second", 5000.0, per_second),
+            Bar::most("moves.blackout_p50_us", 100.0, median(|report| report.blackout_us.p50)),
+            Bar::most("moves.blackout_p99_us", 1000.0, median(|report| report.blackout_us.p99)),
+        ],
+    })
+}
+
+/// A round's result in a line.
+pub fn line(report: &SoakReport) -> String {
+    format!(
+        "{:.0} moves a second at a load of {:.0} %, agent's CPU {:.0} us a move, blackout p50 {:.0} p99 {:.0} us, unmoved {:.0} us",
+        report.moves_per_second,
+        100.0 * report.load,
+        report.agent_us_per_move,
+        report.blackout_us.p50,
+        report.blackout_us.p99,
+        report.unmoved_gap_us.p50
+    )
+}

@@ -1,0 +1,111 @@
+//! The benches' results on one page: every bar with its bound, and a plot of how near it is.
+
+use crate::bars::Bar;
+use serde::Serialize;
+use std::fmt::Write;
+
+/// One bench's part of the page.
+#[derive(Debug, Serialize)]
+pub struct Section {
+    /// The bench.
+    pub name: &'static str,
+    /// What was compared, in a sentence.
+    pub about: &'static str,
+    /// Its figures with bounds.
+    pub bars: Vec<Bar>,
+    /// Its whole report; an error instead if it did not run.
+    pub report: serde_json::Value,
+}
+
+/// The page as one self-contained HTML document. Each bar is drawn against its bound, which is the line in the middle: what is right of
+/// it is missed.
+pub fn html(sections: &[Section]) -> String {
+    let mut body = String::new();
+    let (held, all) = sections
+        .iter()
+        .flat_map(|section| &section.bars)
+        .fold((0, 0), |(held, all), bar| (held + usize::from(bar.holds), all + 1));
+    let _ = writeln!(body, "<p>{held} of {all} bars hold.</p>");
+    for section in sections {
+        let _ = writeln!(body, "<h2>baton bench {}</h2>\n<p>{}</p>\n<table>", section.name, section.about);
+        if let Some(error) = section.report.get("error").and_then(|error| error.as_str()) {
+            let _ = writeln!(body, "<tr><th>did not run</th><td class=missed>{}</td></tr>", escaped(error));
+        }
+        for bar in &section.bars {
+            let (class, word) = if bar.holds { ("holds", "holds") } else { ("missed", "missed") };
+            let _ = writeln!(
+                body,
+                "<tr><th>{}</th><td>{:.3}</td><td>{}</td><td class={class}>{word}</td><td><div class=plot><i class={class} style='width:{:.0}px'></i></div></td></tr>",
+                bar.name,
+                bar.value,
+                bound(bar),
+                150.0 * excess(bar).min(2.0),
+            );
+        }
+        body += "</table>\n";
+    }
+    format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Baton: benches</title>
+<meta name=viewport content='width=device-width'>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:#1b1f24}}
+table{{border-collapse:collapse}}th,td{{padding:.2rem .9rem;border-bottom:1px solid #d0d7de;text-align:right}}
+th{{text-align:left;font-weight:500}}td.holds{{color:#1a7f37}}td.missed{{color:#b3261e;font-weight:600}}
+.plot{{width:300px;height:.9em;background:linear-gradient(#1b1f24,#1b1f24) 150px 0/1px 100% no-repeat #eef1f4}}
+.plot i{{display:block;height:100%;opacity:.6}}i.holds{{background:#1a7f37}}i.missed{{background:#b3261e}}</style>
+<h1>Baton: benches</h1>
+<p>Kernel and Baton in turn on one machine; medians of the rounds' ratios, Baton over kernel, unless a line says otherwise.</p>
+{body}</html>\n"
+    )
+}
+
+/// The bars as lines of text.
+pub fn text(sections: &[Section]) -> String {
+    let mut text = String::new();
+    for section in sections {
+        if let Some(error) = section.report.get("error").and_then(|error| error.as_str()) {
+            let _ = writeln!(text, "{}: did not run: {error}", section.name);
+        }
+        for bar in &section.bars {
+            let word = if bar.holds { "holds" } else { "missed" };
+            let _ = writeln!(text, "{:<34} {:>12.3}  {:>10}  {word}", bar.name, bar.value, bound(bar));
+        }
+    }
+    text
+}
+
+/// Whether the value has to be at most the bound, as far as value and bound show it.
+fn is_most(bar: &Bar) -> bool {
+    bar.holds == (bar.value <= bar.bound)
+}
+
+fn bound(bar: &Bar) -> String {
+    format!("{} {}", if is_most(bar) { "≤" } else { "≥" }, bar.bound)
+}
+
+/// The value over its bound, or the bound over the value where more is better: above 1 is missed.
+fn excess(bar: &Bar) -> f64 {
+    let ratio = if is_most(bar) { bar.value / bar.bound } else { bar.bound / bar.value };
+    if ratio.is_finite() { ratio.max(0.0) } else { f64::from(u8::from(!bar.holds)) * 2.0 }
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missed_bar_and_a_bench_that_failed_are_on_the_page() {
+        let bars = vec![Bar::most("a.ratio", 0.8, 1.6), Bar::least("b.rate", 2.0, 4.0)];
+        let sections = [
+            Section { name: "a", about: "A.", bars, report: serde_json::json!({}) },
+            Section { name: "c", about: "C.", bars: Vec::new(), report: serde_json::json!({ "error": "no <nginx>" }) },
+        ];
+        let page = html(&sections);
+        assert!(page.contains("1 of 2 bars hold") && page.contains("≤ 0.8") && page.contains("≥ 2"), "{page}");
+        assert!(page.contains("width:300px") && page.contains("width:75px") && page.contains("no &lt;nginx>"), "{page}");
+        assert_eq!(text(&sections).lines().filter(|line| line.ends_with("missed")).count(), 1);
+    }
+}
