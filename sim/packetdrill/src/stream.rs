@@ -83,6 +83,8 @@ pub struct Stream {
     last_sent: (u32, u32, Option<u16>),
     /// The connection has just moved: the acknowledgement that goes with it has not left yet.
     pub moved: bool,
+    /// It has been on a NIC: the modelled kernel, which makes every connection, has moved it.
+    pub offloaded: bool,
     /// As a client: the handshake is over.
     pub established: bool,
     /// connect() has reported success.
@@ -130,6 +132,7 @@ impl Stream {
             queued: false,
             last_sent: (0, 0, None),
             moved: false,
+            offloaded: false,
             established: false,
             connect_reported: false,
             cookie: None,
