@@ -261,6 +261,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         rttvar: info.rttvar / 4,
         min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
         reordering_seen: info.reord_seen > 0,
+        sent_ago: Some(info.last_data_sent.saturating_mul(1000)),
     };
     image.check().map_err(|_| Refusal::Unsettled)?;
     Ok((image, write_seq, info.total_retrans))

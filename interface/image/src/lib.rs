@@ -24,7 +24,7 @@ pub use nic::NicState;
 pub use stay::Stay;
 
 /// Version of the encoding; an image of another version is refused.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
 /// Largest length of an encoded image, in bytes.
@@ -198,6 +198,8 @@ image! {
     Delegated min_rtt: u32,
     /// Reordering was seen on the path from the peer.
     Delegated reordering_seen: bool,
+    /// Microseconds since data was last sent, or sent again; `None` if unknown.
+    Delegated sent_ago: Option<u32>,
 }
 
 impl Image {
@@ -239,6 +241,7 @@ impl Image {
             rttvar: 10,
             min_rtt: 100,
             reordering_seen: false,
+            sent_ago: None,
         }
     }
 

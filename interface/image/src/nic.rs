@@ -365,6 +365,13 @@ impl Flight {
         self.count += 1;
     }
 
+    /// The last segment was sent again: its run gives no round-trip sample.
+    pub(crate) fn sent_again_last(&mut self) {
+        if let Some(last) = self.runs[..usize::from(self.count)].last_mut() {
+            last.fate |= EVER;
+        }
+    }
+
     /// Checks that the runs are exactly the `in_flight` sequence numbers of the image, in segments of which there are not too many.
     fn check(&self, in_flight: u32) -> Result<(), ImageError> {
         let fail = |what| Err(ImageError::Inconsistent(what));

@@ -40,17 +40,19 @@ impl Stay {
         exported.reordering_seen |= self.image.reordering_seen;
         state.age(now.saturating_sub(self.since));
         state.receiving.take_from_kernel(exported.rcv_nxt != self.image.rcv_nxt, exported.rcv_nxt);
+        if self.image.state.fin_queued() {
+            state.flight.sent_again_last();
+        }
         state.timers.forget_keepalive(state.flight.runs().is_empty());
         Some(state)
     }
 
-    /// Whether the send queue's numbers are still the NIC's. A FIN in flight was sent again by the kernel, which takes none in repair mode.
+    /// Whether the send queue's numbers are still the NIC's.
     fn sent_nothing(&self, exported: &Image) -> bool {
         let (was, is) = (&self.image, exported);
-        let fin_in_flight = was.state.fin_queued() && !was.state.fin_acknowledged();
         let same_fin =
             (was.state.fin_queued(), was.state.fin_acknowledged()) == (is.state.fin_queued(), is.state.fin_acknowledged());
-        same_fin && !fin_in_flight && (was.snd_una, was.snd_nxt) == (is.snd_una, is.snd_nxt)
+        same_fin && (was.snd_una, was.snd_nxt) == (is.snd_una, is.snd_nxt)
     }
 }
 
@@ -122,12 +124,20 @@ mod tests {
             );
         }
         assert_eq!(stay.complete(&mut exported(&image), 1, 1), None, "sent again");
-        let fin = queued(State::LastAck);
-        assert_eq!(Stay::new(fin, Some(state), 0).complete(&mut exported(&fin), 0, 1), None, "the kernel sends a FIN again");
         let mut measured = Image { srtt: 55, cwnd: 12, snd_una: 0, ..exported(&image) };
         assert_eq!(stay.complete(&mut measured, 0, 1), None);
         assert_eq!((measured.cwnd, measured.srtt), (12, 55), "what the kernel has measured counts");
         assert_eq!(Stay::new(image, None, 0).complete(&mut exported(&image), 0, 1), None, "a NIC that died wrote nothing");
+    }
+
+    /// The kernel takes no FIN in repair mode: it sends it again, and its acknowledgement times nothing (Karn).
+    #[test]
+    fn a_fin_in_flight_was_sent_again() {
+        let (image, state) = rested();
+        let fin = Image { state: State::FinWait1, ..image };
+        let kept = Stay::new(fin, Some(state), 0).complete(&mut exported(&fin), 0, 1).expect("it holds");
+        let fates: [u8; 2] = core::array::from_fn(|at| kept.flight.runs()[at].fate);
+        assert_eq!((state.flight.runs()[1].fate, fates), (0, [EVER, EVER]));
     }
 
     #[test]

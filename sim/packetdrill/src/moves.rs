@@ -68,10 +68,12 @@ fn encoded(image: &Image, nic: Option<&NicState>) -> (Image, Option<NicState>) {
 }
 
 /// What a kernel shows of a connection: no TS.Recent, and a timestamp clock without its lowest bit, to which the export adds one. If it
-/// has the connection from a NIC (`imported`), the clock was set to an even value, and congestion control begins anew.
+/// has the connection from a NIC (`imported`), the clock was set to an even value, and congestion control and the time since data was sent begin anew.
 fn shown_by_kernel(image: &Image, imported: bool) -> Image {
     let clock = if imported { image.ts_clock.wrapping_add(1) } else { image.ts_clock };
-    let shown = Image { ts_recent: 0, ts_clock: (clock & !1).wrapping_add(1), ..*image };
+    // The kernel's jiffies; an import counts as a moment of sending.
+    let sent_ago = image.sent_ago.map(|ago| if imported { 0 } else { ago / 1000 * 1000 });
+    let shown = Image { sent_ago, ts_recent: 0, ts_clock: (clock & !1).wrapping_add(1), ..*image };
     if !imported {
         return shown;
     }

@@ -136,6 +136,7 @@ impl Socket {
             rttvar: 0,
             min_rtt: 0,
             reordering_seen: false,
+            sent_ago: Some(0),
             ..*image
         };
         let memory = RECEIVE_BUFFER.max(window).next_power_of_two();
