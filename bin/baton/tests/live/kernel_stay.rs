@@ -81,7 +81,7 @@ impl Moved<'_> {
 fn the_kernel_shows_what_it_sent_again_since_an_import() {
     let bed = hosts(TestbedSettings::default());
     let (server, peer) = connect(&bed, false, PORT);
-    let rules = "table inet stay { chain input { type filter hook input priority 0; tcp dport 8080 drop; } }";
+    let rules = "table inet stay { chain input { type filter hook input priority 0; tcp dport 8080 drop; }; }";
     nft(&bed.host_a, &[rules]);
     let flow = Flow { local: endpoint(server.local_addr().expect("local")), remote: endpoint(server.peer_addr().expect("peer")) };
     let moved = Moved { server: &server, flow, memory: Region::private(2 * MEMORY as usize).expect("memory") };
