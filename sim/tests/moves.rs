@@ -1,7 +1,7 @@
 //! A connection that moves from NIC to NIC goes on as if it had stayed, whatever the numbers that come with it.
 
 use baton_image::nic::{self, Phase, SendTimer};
-use baton_image::{Image, MAX_ENCODED, NicState, State as ImageState};
+use baton_image::{Image, MAX_ENCODED, NicState, State as ImageState, Stay};
 use baton_sim::pair::Pair;
 use baton_sim::{Impairments, Rng};
 use baton_tcp::{Config, Connection, Events, Instant, Segment, State};
@@ -90,6 +90,74 @@ fn the_next_nic_knows_what_was_sacked_and_lost() {
     assert!(expected.iter().any(|transmit| transmit.seq == 1) && expected.len() < 5, "{expected:?}");
     assert_eq!(found, expected);
     assert_eq!(moves.next_timeout(), stays.next_timeout());
+}
+
+/// What a kernel shows of a connection that it has from a NIC: numbers and queues, but no congestion state and no times of segments.
+fn shown_by_kernel(image: &Image) -> Image {
+    let anew = Image { cwnd: 10, ssthresh: u32::MAX, srtt: 0, rttvar: 0, min_rtt: 0, reordering_seen: false, ..*image };
+    Image { ts_recent: 0, sent_ago: Some(0), ..anew }
+}
+
+/// Three milliseconds in the kernel, in which nothing was sent: the next NIC is in the same recovery, and its timers have gone on.
+#[test]
+fn a_short_stay_in_the_kernel_leaves_recovery_as_it_was() {
+    let (mut stays, now, later) = (in_recovery(), NOW.after(200), NOW.after(3200));
+    let image = stays.to_image(&Image::open(flow()), now).expect("an image");
+    let mut shown = shown_by_kernel(&image);
+    let kept = Stay::new(image, Some(stays.nic_state(now)), now.0).complete(&mut shown, 0, later.0);
+    let mut moves = Connection::from_image(&shown, kept.as_ref(), BUFFER, later);
+    assert_eq!((moves.info(), moves.next_timeout()), (stays.info(), stays.next_timeout()));
+    let sent = |connection: &mut Connection| -> Vec<_> {
+        let all = std::iter::from_fn(|| connection.poll_transmit(later, 0));
+        all.map(|transmit| (transmit.seq, transmit.length)).filter(|(_, length)| *length > 0).collect()
+    };
+    let expected = sent(&mut stays);
+    assert!(!expected.is_empty());
+    assert_eq!(sent(&mut moves), expected);
+}
+
+/// From the kernel come 2500 bytes in flight and a FIN, sent 50 ms ago on a path of 100 ms.
+fn adopted(sent_ago: Option<u32>) -> Connection {
+    let image = Image {
+        state: ImageState::FinWait1,
+        snd_nxt: 2502,
+        snd_end: 2501,
+        srtt: 100_000,
+        rttvar: 10_000,
+        sent_ago,
+        ..Image::open(flow())
+    };
+    Connection::from_image(&image, None, BUFFER, NOW)
+}
+
+/// The tail is probed two round trips after it was sent (RFC 8985 section 7.2), or soon if it is unknown when that was.
+#[test]
+fn the_time_since_data_was_sent_counts_for_the_next_owner() {
+    let wait = |sent_ago| adopted(sent_ago).next_timeout().since(NOW);
+    assert_eq!(wait(Some(50_000)), 152_000);
+    assert_eq!(wait(Some(4_000_000_000)), 0, "a time that has passed is due at once");
+    assert_eq!(wait(None), 10_000);
+}
+
+/// The FIN is a segment of its own, and the last data that is queued is pushed when it is sent again (RFC 9293 MUST-61).
+#[test]
+fn what_was_adopted_is_sent_again_as_the_kernel_sent_it() {
+    let mut connection = adopted(Some(0));
+    while connection.poll_transmit(NOW, 0).is_some() {}
+    let mut sent_again = |acknowledged: Option<u32>| -> Vec<_> {
+        let now = connection.next_timeout();
+        match acknowledged {
+            Some(ack) => acknowledge(&mut connection, ack, &[], now),
+            None => drop(connection.on_timeout(now)),
+        }
+        let sent = std::iter::from_fn(|| connection.poll_transmit(now, 0));
+        sent.map(|transmit| (transmit.seq, transmit.length, transmit.flags)).collect()
+    };
+    assert_eq!(sent_again(None), [(2501, 0, Flags::FIN | Flags::ACK)], "the probe is the FIN alone");
+    assert_eq!(sent_again(None), [(1, MSS, Flags::ACK)], "the time-out");
+    // Forward RTO-recovery (RFC 5682) would send new data now, of which there is none.
+    let rest = [sent_again(Some(1 + MSS)), sent_again(None)].concat();
+    assert_eq!(rest.first(), Some(&(1 + MSS, 2500 - MSS, Flags::ACK | Flags::PSH)), "{rest:?}");
 }
 
 /// Numbers that a NIC could have written, and others.

@@ -6,7 +6,7 @@ use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
 use baton_handoff::shell::Saved;
-use baton_image::Image;
+use baton_image::{Image, NicState, Stay};
 use baton_linux::events;
 use baton_moves::{Custody, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
@@ -88,6 +88,8 @@ pub(crate) struct ReplayedFin {
 pub(crate) struct OnNic {
     /// The image that was handed off.
     pub image: Image,
+    /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel; until the handoff.
+    pub nic: Option<Box<NicState>>,
     pub saved: Saved,
     pub memory: Memory,
     /// Sizes to which its memory may grow.
@@ -100,31 +102,6 @@ pub(crate) struct OnNic {
     pub way: Option<Way>,
     /// Segments that its shell had dropped at the first poll.
     pub dropped: Option<u32>,
-}
-
-/// Congestion state and round-trip times of a connection's path.
-#[derive(Clone, Copy)]
-pub(crate) struct Path {
-    cwnd: u32,
-    ssthresh: u32,
-    srtt: u32,
-    rttvar: u32,
-    min_rtt: u32,
-}
-
-impl Path {
-    pub fn of(image: &Image) -> Path {
-        let Image { cwnd, ssthresh, srtt, rttvar, min_rtt, .. } = *image;
-        Path { cwnd, ssthresh, srtt, rttvar, min_rtt }
-    }
-
-    /// Writes it into the image of a connection if the kernel has measured no round trip since the connection was restored.
-    pub fn remember(self, image: &mut Image) {
-        if image.srtt == 0 && self.srtt != 0 {
-            let Path { cwnd, ssthresh, srtt, rttvar, min_rtt } = self;
-            (image.cwnd, image.ssthresh, image.srtt, image.rttvar, image.min_rtt) = (cwnd, ssthresh, srtt, rttvar, min_rtt);
-        }
-    }
 }
 
 /// Send and receive memory of a connection: (offset, size).
@@ -186,8 +163,8 @@ pub(crate) struct Connection {
     pub serial: u64,
     /// Reason why it last stayed, moved or was restored.
     pub reason: String,
-    /// Path state that the NIC had measured when the connection was restored, none of which the kernel takes.
-    pub path: Option<Path>,
+    /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
+    pub stay: Option<Box<Stay>>,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
     pub inherited: bool,
     /// It stays in the kernel for good.
@@ -239,7 +216,7 @@ impl Connection {
             since: events::monotonic_micros(),
             serial: 0,
             reason: String::new(),
-            path: None,
+            stay: None,
             inherited: false,
             stays: false,
             wanted: false,

@@ -54,6 +54,7 @@ impl Entry {
         let (saved, memory) = (self.saved.clone(), self.memory());
         Some(OnNic {
             image,
+            nic: None,
             saved,
             memory,
             limits: Limits::default(),

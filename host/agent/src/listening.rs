@@ -331,7 +331,7 @@ impl Agent {
         connection.block.set_owner(Owner::Moving);
         connection.machine = Move::made(way.is_ok() && !draining);
         let (way, muted, dropped) = (way.ok(), false, None);
-        connection.on_nic = Some(Box::new(OnNic { image, saved, memory, limits, handed_off_at, muted, way, dropped }));
+        connection.on_nic = Some(Box::new(OnNic { image, nic: None, saved, memory, limits, handed_off_at, muted, way, dropped }));
         Ok(())
     }
 

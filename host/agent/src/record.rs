@@ -9,7 +9,7 @@ use baton_linux::socket::Pieces;
 use baton_recovery::Progress;
 use baton_shm::Region;
 
-pub(crate) use baton_recovery::{read_image, read_ranges, read_record, unpublish};
+pub(crate) use baton_recovery::{read_image, read_image_with, read_ranges, read_record, unpublish, write_image};
 
 fn progress(connection: &Connection) -> Progress {
     let load = |field| connection.block.load(field);

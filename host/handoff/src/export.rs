@@ -23,6 +23,7 @@ pub struct Exporter<'a> {
     local: SocketAddr,
     peer: SocketAddr,
     write_seq: u32,
+    retransmitted: u32,
     saved: Saved,
 }
 
@@ -92,21 +93,26 @@ impl<'a> Exporter<'a> {
         shell::repair(fd, true).step("TCP_REPAIR")?;
         let read = read_image(fd, flow, link, saved);
         let again = read_image(fd, flow, link, saved);
-        read.and_then(|(image, write_seq)| {
-            let (second, second_write) = again?;
-            let moved = (image.snd_una, image.rcv_nxt, image.unread) != (second.snd_una, second.rcv_nxt, second.unread);
-            if moved || write_seq != second_write {
+        read.and_then(|(first, first_write, _)| {
+            let (image, write_seq, retransmitted) = again?;
+            let moved = (image.snd_una, image.rcv_nxt, image.unread) != (first.snd_una, first.rcv_nxt, first.unread);
+            if moved || write_seq != first_write {
                 return Err(Refusal::Unsettled);
             }
             let local = socket::local_address(fd).step("getsockname")?;
             let peer = socket::peer_address(fd).step("getpeername")?;
-            Ok(Exporter { fd, image, local, peer, write_seq, saved: saved.clone() })
+            Ok(Exporter { fd, image, local, peer, write_seq, retransmitted, saved: saved.clone() })
         })
     }
 
     /// The image that was read.
     pub fn image(&self) -> &Image {
         &self.image
+    }
+
+    /// Segments that the kernel has sent again since the socket was connected, or reconnected by an import.
+    pub fn retransmitted(&self) -> u32 {
+        self.retransmitted
     }
 
     /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as the image
@@ -196,7 +202,8 @@ pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     saved.write(fd)
 }
 
-fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32), Refusal> {
+/// The image, the number behind the send queue (a queued FIN counts), and how many segments were sent again.
+fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32, u32), Refusal> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
     // It may have arrived since the connection was examined.
     crate::examine::check_urgent(fd)?;
@@ -254,9 +261,10 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         rttvar: info.rttvar / 4,
         min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
         reordering_seen: info.reord_seen > 0,
+        sent_ago: Some(info.last_data_sent.saturating_mul(1000)),
     };
     image.check().map_err(|_| Refusal::Unsettled)?;
-    Ok((image, write_seq))
+    Ok((image, write_seq, info.total_retrans))
 }
 
 /// {snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup}.

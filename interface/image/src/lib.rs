@@ -5,7 +5,7 @@
 //! at restore. The payload of the queues is not in the image: it lies in the session's memory.
 //!
 //! [`Image`] has what a kernel and a NIC both can take up. What only a NIC's TCP knows, [`NicState`], follows it where the NIC writes the
-//! image; it grows neither the agent's nor the NIC's copy of the image.
+//! image; it grows neither the agent's nor the NIC's copy of the image. Over a stay in the kernel the agent keeps it ([`Stay`]).
 //!
 //! Sequence numbers are modulo 2³², times are in microseconds and sizes in bytes unless a field says otherwise.
 #![no_std]
@@ -13,6 +13,7 @@
 
 mod codec;
 pub mod nic;
+mod stay;
 
 use baton_wire::Flow;
 use baton_wire::frame::Link;
@@ -20,9 +21,10 @@ use codec::{Field, Reader, Writer};
 
 pub use codec::ImageError;
 pub use nic::NicState;
+pub use stay::Stay;
 
 /// Version of the encoding; an image of another version is refused.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
 /// Largest length of an encoded image, in bytes.
@@ -196,6 +198,8 @@ image! {
     Delegated min_rtt: u32,
     /// Reordering was seen on the path from the peer.
     Delegated reordering_seen: bool,
+    /// Microseconds since data was last sent, or sent again; `None` if unknown.
+    Delegated sent_ago: Option<u32>,
 }
 
 impl Image {
@@ -237,6 +241,7 @@ impl Image {
             rttvar: 10,
             min_rtt: 100,
             reordering_seen: false,
+            sent_ago: None,
         }
     }
 

@@ -1,5 +1,5 @@
 //! What only a NIC's TCP knows of a connection: the kernel neither shows it in repair mode nor takes it. It follows the image's fields
-//! where one NIC hands a connection to another, and is absent otherwise. Whoever takes a connection up without it goes on with the
+//! where one NIC hands a connection to another, or where it still holds after a stay in the kernel, and is absent otherwise. Whoever takes a connection up without it goes on with the
 //! safe assumptions of `Connection::from_image`.
 //!
 //! Every field is *delegated* ([`crate::Class`]). Two NICs have different clocks, so a moment is an age, or a time that is left,
@@ -135,6 +135,17 @@ fields!(Receiving {
     challenge_in,
 });
 
+impl Receiving {
+    /// Goes on after the kernel had the connection, which has acknowledged what it received up to `rcv_nxt`. An acknowledgement is due:
+    /// the kernel's last one may have been held back, and the peer learns our window.
+    pub(crate) fn take_from_kernel(&mut self, received: bool, rcv_nxt: u32) {
+        self.ack_due = true;
+        if received {
+            (self.unacked, self.last_ack, self.duplicate, self.silent_for) = (0, rcv_nxt, None, 0);
+        }
+    }
+}
+
 /// Timers: microseconds that are left, `None` for those that do not run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Timers {
@@ -152,6 +163,15 @@ pub struct Timers {
     pub unanswered_for: Option<u64>,
     /// Keep-alive or window probes without an answer.
     pub probes: u8,
+}
+impl Timers {
+    /// Keep-alive begins anew: the kernel ran its own meanwhile, and what was answered to that is not known. Other probes go on.
+    pub(crate) fn forget_keepalive(&mut self, nothing_in_flight: bool) {
+        self.keepalive_in = None;
+        if nothing_in_flight && self.send != SendTimer::Persist {
+            (self.probes, self.unanswered_for) = (0, None);
+        }
+    }
 }
 fields!(Timers { send, send_in, ack_in, keepalive_in, time_wait_in, unanswered_for, probes });
 
@@ -345,6 +365,13 @@ impl Flight {
         self.count += 1;
     }
 
+    /// The last segment was sent again: its run gives no round-trip sample.
+    pub(crate) fn sent_again_last(&mut self) {
+        if let Some(last) = self.runs[..usize::from(self.count)].last_mut() {
+            last.fate |= EVER;
+        }
+    }
+
     /// Checks that the runs are exactly the `in_flight` sequence numbers of the image, in segments of which there are not too many.
     fn check(&self, in_flight: u32) -> Result<(), ImageError> {
         let fail = |what| Err(ImageError::Inconsistent(what));
@@ -405,6 +432,22 @@ pub struct NicState {
 fields!(NicState { sending, receiving, timers, congestion, recovery, newest, flight });
 
 impl NicState {
+    /// Makes every age and every time that is left what it is `micros` later.
+    pub(crate) fn age(&mut self, micros: u64) {
+        let short = u32::try_from(micros).unwrap_or(u32::MAX);
+        let older = |age: &mut u32| *age = age.saturating_add(short);
+        let nearer = |left: &mut u32| *left = left.saturating_sub(short);
+        let Timers { send: _, send_in, ack_in, keepalive_in, time_wait_in, unanswered_for, probes: _ } = &mut self.timers;
+        [send_in, ack_in, time_wait_in].into_iter().flatten().for_each(nearer);
+        keepalive_in.iter_mut().for_each(|left| *left = left.saturating_sub(micros));
+        nearer(&mut self.receiving.challenge_in);
+        let long = [&mut self.congestion.epoch_age, &mut self.recovery.sent_age, unanswered_for];
+        long.into_iter().flatten().chain([&mut self.receiving.silent_for]).for_each(|age| *age = age.saturating_add(micros));
+        older(&mut self.congestion.min_rtt_age);
+        self.newest.iter_mut().for_each(|newest| older(&mut newest.age));
+        self.flight.runs[..usize::from(self.flight.count)].iter_mut().for_each(|run| older(&mut run.age));
+    }
+
     /// Checks what the fields of the image do not bound: that the segments in flight are those of the image.
     pub(crate) fn check(&self, image: &Image) -> Result<(), ImageError> {
         let ended = image.state == crate::State::Closed;

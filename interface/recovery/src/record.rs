@@ -2,7 +2,7 @@
 
 use baton_abi::layout::{block, nic, session, slot};
 use baton_abi::{Cid, Record, record};
-use baton_image::{Image, ImageError, MAX_ENCODED, State};
+use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State};
 use baton_shm::Region;
 use core::sync::atomic::Ordering;
 
@@ -39,9 +39,32 @@ pub fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u3
 /// # Errors
 /// What is wrong with its bytes.
 pub fn read_image(nic_memory: &Region, cid: Cid) -> Result<Image, ImageError> {
+    Image::decode(&image_bytes(nic_memory, cid))
+}
+
+/// The same with what only the NIC knows.
+///
+/// # Errors
+/// What is wrong with its bytes.
+pub fn read_image_with(nic_memory: &Region, cid: Cid) -> Result<(Image, Option<NicState>), ImageError> {
+    Image::decode_with(&image_bytes(nic_memory, cid))
+}
+
+/// Writes an image into a connection's slot, with what only a NIC knows if that is known.
+///
+/// # Errors
+/// [`ImageError::Truncated`], which an image with a checked state never is.
+pub fn write_image(nic_memory: &Region, cid: Cid, image: &Image, nic: Option<&NicState>) -> Result<(), ImageError> {
+    let mut bytes = [0u8; MAX_ENCODED];
+    image.encode_with(nic, &mut bytes)?;
+    let _ = nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
+    Ok(())
+}
+
+fn image_bytes(nic_memory: &Region, cid: Cid) -> [u8; MAX_ENCODED] {
     let mut bytes = [0u8; MAX_ENCODED];
     let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
-    Image::decode(&bytes)
+    bytes
 }
 
 /// How far a program has come with a connection, as the connection's block says. The program can write there whatever it likes.

@@ -29,6 +29,8 @@ pub struct TcpInfo {
     pub snd_cwnd: u32,
     /// MSS that we advertise.
     pub advmss: u32,
+    /// Milliseconds since data was last sent, or sent again; since the socket was connected if none was.
+    pub last_data_sent: u32,
     /// Segments retransmitted.
     pub total_retrans: u32,
     /// Time-outs in a row without an answer.
@@ -86,6 +88,7 @@ impl TcpInfo {
             snd_wscale: raw[6] & 15,
             rcv_wscale: raw[6] >> 4,
             snd_mss: word(16),
+            last_data_sent: word(44),
             pmtu: word(60),
             rtt: word(68),
             rttvar: word(72),

@@ -330,16 +330,20 @@ impl Connection {
 
     /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample. All of it is taken over,
     /// however much it is: an acknowledgement of what counted as unsent would be refused for ever.
-    pub(crate) fn adopt_in_flight(&mut self, now: Instant) {
+    pub(crate) fn adopt_in_flight(&mut self, sent_at: Instant) {
         let mss = self.send.mss;
-        let fin_end = self.send.end.wrapping_add(1);
+        let data_end = earlier(self.send.nxt, self.send.end);
         let mut seq = self.send.una;
-        while before(seq, self.send.nxt) {
-            let next = earlier(seq.wrapping_add(mss), self.send.nxt);
-            // The FIN shares the last record, as it did when it was sent.
-            let next = if self.send.fin_queued && next == self.send.end && self.send.nxt == fin_end { fin_end } else { next };
-            self.scoreboard.push(seq, next.wrapping_sub(seq), now, EVER | UNTIMED);
+        while before(seq, data_end) {
+            let next = earlier(seq.wrapping_add(mss), data_end);
+            // The last data that is queued is pushed, also when it is sent again (RFC 9293 MUST-61).
+            let pushed = if next == self.send.end { PUSHED } else { 0 };
+            self.scoreboard.push(seq, next.wrapping_sub(seq), sent_at, EVER | UNTIMED | pushed);
             seq = next;
+        }
+        // The kernel sends a FIN alone, unless data waits that can take it along.
+        if before(seq, self.send.nxt) {
+            self.scoreboard.push(seq, 1, sent_at, EVER | UNTIMED);
         }
     }
 }

@@ -43,7 +43,7 @@ impl Connection {
     /// Takes a connection over. `receive_buffer` is the receive memory in bytes, which must hold the unread bytes and all of the
     /// window that was advertised. `nic` is what its last owner knew beside the image, if that was a NIC; it must have been decoded
     /// with the image, which checks it. Without it, an acknowledgement goes out at once, so that the peer learns our window, and what
-    /// is in flight counts as just sent.
+    /// is in flight counts as sent when data was last sent.
     pub fn from_image(image: &Image, nic: Option<&NicState>, receive_buffer: u32, now: Instant) -> Connection {
         let agreed = Agreed { sack: image.sack, timestamps: image.timestamps, ecn: image.ecn, mss: image.mss };
         let config = Config {
@@ -110,10 +110,14 @@ impl Connection {
         self.congestion.cwnd = self.congestion.cwnd.max(2);
         self.congestion.round_end = image.snd_nxt;
         self.recovery.high_seq = image.snd_una;
-        self.adopt_in_flight(now);
+        let sent_at = now.ago(image.sent_ago.unwrap_or(0).into());
+        self.adopt_in_flight(sent_at);
         self.note_usage(self.scoreboard.len() >= image.cwnd);
-        self.rearm_send_timer(now);
-        self.probe_what_was_adopted(now);
+        self.rearm_send_timer(if self.scoreboard.is_empty() { now } else { sent_at });
+        match image.sent_ago {
+            Some(_) => self.recovery.last_sent = sent_at,
+            None => self.probe_what_was_adopted(now),
+        }
         self.start_keepalive(now);
         if image.state == ImageState::TimeWait {
             self.enter_time_wait(now);
@@ -158,6 +162,7 @@ impl Connection {
             rttvar: self.rtt.variation,
             min_rtt: self.rtt.min,
             reordering_seen: self.recovery.reordering_seen,
+            sent_ago: self.recovery.sent_age(now).map(|age| u32::try_from(age).unwrap_or(u32::MAX)),
         })
     }
 

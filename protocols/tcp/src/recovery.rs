@@ -78,6 +78,11 @@ impl Recovery {
         self.probe.is_some() || self.tail_probe_pending
     }
 
+    /// Microseconds since data was last sent; `None` for never.
+    pub fn sent_age(&self, now: Instant) -> Option<u64> {
+        (self.last_sent != Instant(0)).then(|| now.since(self.last_sent))
+    }
+
     /// As an image holds it, beside what the image's own fields have.
     pub fn to_image(&self, now: Instant) -> nic::Recovery {
         let Recovery {
@@ -105,7 +110,7 @@ impl Recovery {
             usage_end,
             retransmissions,
             delivered,
-            last_sent,
+            last_sent: _,
         } = *self;
         nic::Recovery {
             phase,
@@ -131,7 +136,7 @@ impl Recovery {
             usage_end,
             retransmissions: u32::try_from(retransmissions).unwrap_or(u32::MAX),
             delivered,
-            sent_age: (last_sent != Instant(0)).then(|| now.since(last_sent)),
+            sent_age: self.sent_age(now),
         }
     }
 

@@ -208,7 +208,7 @@ impl Connection {
         }
     }
 
-    /// Whoever had the connection before may have waited for an acknowledgement already, for how long nobody tells; and a connection
+    /// Whoever had the connection before may have waited for an acknowledgement already, and it is unknown for how long; a connection
     /// that moves often would never see a time-out. So the tail is probed soon.
     pub(crate) fn probe_what_was_adopted(&mut self, now: Instant) {
         let soon = now.after(ADOPTED_PROBE);

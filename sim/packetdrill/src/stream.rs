@@ -79,10 +79,12 @@ pub struct Stream {
     pub parent: Option<SocketId>,
     /// It was put into its listener's queue.
     pub queued: bool,
-    /// The last segment that left: what follows it, its acknowledgement and its window, none for a SYN's, which is not scaled.
+    /// What follows the last byte that left, and the last segment's acknowledgement and window, none for a SYN's, which is not scaled.
     last_sent: (u32, u32, Option<u16>),
     /// The connection has just moved: the acknowledgement that goes with it has not left yet.
     pub moved: bool,
+    /// It has been on a NIC: the modelled kernel, which makes every connection, has moved it.
+    pub offloaded: bool,
     /// As a client: the handshake is over.
     pub established: bool,
     /// connect() has reported success.
@@ -130,6 +132,7 @@ impl Stream {
             queued: false,
             last_sent: (0, 0, None),
             moved: false,
+            offloaded: false,
             established: false,
             connect_reported: false,
             cookie: None,
@@ -232,6 +235,8 @@ impl Stream {
         let (syn, fin) = (transmit.flags.contains(Flags::SYN), transmit.flags.contains(Flags::FIN));
         let end = transmit.seq.wrapping_add(transmit.length + u32::from(syn) + u32::from(fin));
         let window = (!syn).then_some(transmit.window);
+        // What is sent again does not take the sequence number of the next acknowledgement back.
+        let end = if before(end, self.last_sent.0) && !syn { self.last_sent.0 } else { end };
         let last = std::mem::replace(&mut self.last_sent, (end, transmit.ack, window));
         let bare = transmit.length == 0 && transmit.flags == Flags::ACK && transmit.options.sack.is_empty();
         // The edge may lie within a unit of the window's scale.

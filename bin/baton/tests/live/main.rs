@@ -15,6 +15,7 @@ mod full;
 mod growth;
 mod hostile;
 mod hostile_client;
+mod kernel_stay;
 mod lifecycle;
 mod messages;
 mod moves;

@@ -216,7 +216,7 @@ fn congestion_marks_are_echoed_and_reduce_the_rate() {
     scene.exchange(100_000, Place::Kernel);
 }
 
-fn nft(host: &Namespace, arguments: &[&str]) -> String {
+pub fn nft(host: &Namespace, arguments: &[&str]) -> String {
     let output = host.run(|| std::process::Command::new("nft").args(arguments).output()).expect("nft");
     assert!(output.status.success(), "nft: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).into_owned()

@@ -5,7 +5,7 @@ use crate::changes::UNKNOWN;
 use crate::connection::{Connection, Memory, OnNic};
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
-use crate::record::{queues, unpublish};
+use crate::record::{queues, unpublish, write_image};
 use baton_abi::layout::{block, nic, slot};
 use baton_abi::{Cid, Message, Operation};
 use baton_handoff::examine;
@@ -13,7 +13,7 @@ use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
 use baton_handoff::unenforced;
-use baton_image::{Image, MAX_ENCODED};
+use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_linux::tcp_info::{OPTION_SACK, TcpInfo};
@@ -159,13 +159,14 @@ impl Performer<'_> {
             // segment sent early is better than one that is held for an uncorking that is not seen.
             (image.nodelay, image.cork) = (true, false);
         }
-        if let Some(path) = self.connection.path {
-            path.remember(&mut image);
-        }
+        let retransmitted = exporter.retransmitted();
+        let stay = self.connection.stay.as_deref();
+        let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
         let limits = Limits::of(self.fd()?);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
         self.connection.on_nic = Some(Box::new(OnNic {
             image,
+            nic: nic.map(Box::new),
             saved: entry.saved.clone(),
             memory,
             limits,
@@ -204,9 +205,11 @@ impl Performer<'_> {
     pub(super) fn hand_off(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         self.connection.moves += 1;
+        let nic = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.nic.take());
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         on_nic.limits.write(self.ground.nic_memory, cid);
-        write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
+        write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic, nic.as_deref())?;
+        self.connection.stay = None;
         // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
         // move there, and not look again when that notification arrives.
         self.open.note_move(self.connection.block.number());
@@ -224,6 +227,7 @@ impl Performer<'_> {
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or(Refusal::NoRoom)?;
         let (local, peer) = (self.connection.local, self.connection.peer);
         self.image = Some(image);
+        self.connection.stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
         let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &on_nic.saved);
         self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
@@ -232,7 +236,14 @@ impl Performer<'_> {
 
 /// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for
 /// the program.
-fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
+fn write_down(
+    nic_memory: &Region,
+    session: u32,
+    connection: &Connection,
+    cid: Cid,
+    on_nic: &OnNic,
+    nic: Option<&NicState>,
+) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
     let OnNic { image, memory, saved, .. } = on_nic;
     let Memory { receive, send } = *memory;
@@ -240,9 +251,7 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     for (at, value) in parameters.into_iter().enumerate() {
         nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
     }
-    let mut bytes = [0u8; MAX_ENCODED];
-    image.encode(&mut bytes).map_err(|_| Refusal::NoRoom)?;
-    let _ = nic_memory.write(base + slot::IMAGE, &bytes);
+    write_image(nic_memory, cid, image, nic).map_err(|_| Refusal::NoRoom)?;
     let b = &connection.block;
     b.store(block::PROCESSOR, 0);
     b.store(block::READ_SEQ, image.read_seq());

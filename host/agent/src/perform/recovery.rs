@@ -39,6 +39,6 @@ impl Performer<'_> {
             }
         };
         image.check().map_err(|_| damaged("record"))?;
-        self.begin_import(image)
+        self.begin_import(image, None)
     }
 }

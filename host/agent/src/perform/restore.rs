@@ -1,12 +1,12 @@
 //! Actions of a move back to the kernel.
 
 use super::Performer;
-use crate::connection::{Path, ReplayedFin};
-use crate::record::{queues, read_image, read_ranges, read_record, unread_by_program};
+use crate::connection::ReplayedFin;
+use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
-use baton_image::Image;
+use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
@@ -49,8 +49,8 @@ impl Performer<'_> {
     }
 
     pub(super) fn import_rested(&mut self) -> Result<(), Refusal> {
-        let image = match read_image(self.ground.nic_memory, self.cid()?) {
-            Ok(image) => image,
+        let (image, nic) = match read_image_with(self.ground.nic_memory, self.cid()?) {
+            Ok(rested) => rested,
             Err(error) => {
                 // A NIC that writes an invalid image must not continue.
                 eprintln!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
@@ -58,13 +58,13 @@ impl Performer<'_> {
             }
         };
         let unread = unread_by_program(self.connection, image.read_seq().wrapping_add(image.unread), image.unread);
-        self.connection.path = Some(Path::of(&image));
-        self.begin_import(Image { unread, ..image })
+        self.begin_import(Image { unread, ..image }, nic)
     }
 
-    /// Makes the shell a connection again, from the NIC's image or from its record.
-    pub(super) fn begin_import(&mut self, image: Image) -> Result<(), Refusal> {
+    /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows, which is kept.
+    pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Refusal> {
         self.image = Some(image);
+        self.connection.stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
         let flags = self.connection.block.load(block::FLAGS);

@@ -6,7 +6,7 @@ use crate::keeper::Kept;
 use crate::kernel::Descriptor;
 use baton_abi::Cid;
 use baton_abi::layout::block;
-use baton_image::Image;
+use baton_image::{Image, NicState, Stay};
 use baton_moves::{Move, Step};
 use baton_wire::Flow;
 
@@ -42,6 +42,10 @@ pub(super) struct Connection {
     pub growing: Option<Growing>,
     /// What was read from the socket, until it is in session memory.
     pub exported: Option<Image>,
+    /// What an earlier NIC knew beside it, if that holds after the stay in the kernel; until the handoff.
+    pub nic: Option<Box<NicState>>,
+    /// What the NIC knew when it gave the connection to the kernel.
+    pub stay: Option<Box<Stay>>,
     /// The image from which the kernel's socket is made.
     pub image: Option<Image>,
     /// Where the bytes are of a connection that was in the kernel again when its agent died.
@@ -71,6 +75,8 @@ impl Connection {
             wants: (0, 0),
             growing: None,
             exported: None,
+            nic: None,
+            stay: None,
             image: None,
             journalled: None,
             forget: None,

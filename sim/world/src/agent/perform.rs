@@ -8,9 +8,11 @@ use crate::port::{Fuse, Lane, Port};
 use crate::trace::Trace;
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_image::{Image, MAX_ENCODED};
+use baton_image::{Image, NicState, Stay};
 use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
-use baton_recovery::{Progress, Replay, image_at_death, read_image, read_ranges, read_record, unpublish};
+use baton_recovery::{
+    Progress, Replay, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image,
+};
 use baton_shm::Circle;
 use std::sync::atomic::Ordering;
 
@@ -173,7 +175,7 @@ impl Performer<'_> {
             }
             Phase::Sending => {
                 let image = self.connection.image.ok_or(Refusal::NoRoom)?;
-                write_image(self.machine, cid, &image);
+                let _ = write_image(&self.machine.card().memory, cid, &image, None);
                 self.machine.card().journal.entry(cid).ok_or(Refusal::NoRoom)?.phase = phase;
             }
         }
@@ -188,7 +190,11 @@ impl Performer<'_> {
 
     /// Copies the bytes of both queues into session memory.
     fn copy(&mut self) -> Result<(), Refusal> {
-        let image = self.connection.exported.ok_or(Refusal::NoRoom)?;
+        let mut image = self.connection.exported.ok_or(Refusal::NoRoom)?;
+        let retransmitted = self.machine.kernel.retransmitted(self.connection.descriptor);
+        let stay = self.connection.stay.as_deref();
+        let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, self.machine.now.0));
+        self.connection.nic = nic.map(Box::new);
         if self.machine.card().memory_short {
             return Err(Refusal::NoRoom);
         }
@@ -220,7 +226,9 @@ impl Performer<'_> {
             memory.word32(base + slot::LIMITS + 4 * at).store(most, Ordering::Release);
         }
         self.write_parameters(on_nic.memory, base);
-        write_image(self.machine, cid, &on_nic.image);
+        let nic = self.connection.nic.take();
+        self.connection.stay = None;
+        write_image(&memory, cid, &on_nic.image, nic.as_deref()).map_err(|_| Refusal::NoRoom)?;
         let (image, b) = (&on_nic.image, &self.connection.block);
         b.store(block::READ_SEQ, image.read_seq());
         write_block(self.connection, image, on_nic.memory, cid);
@@ -246,11 +254,11 @@ impl Performer<'_> {
 
     fn import(&mut self, source: Source) -> Outcome {
         let image = match source {
-            Source::Exported => self.connection.on_nic.as_ref().map(|on_nic| on_nic.image).ok_or(Refusal::NoRoom),
+            Source::Exported => self.connection.on_nic.as_ref().map(|on_nic| (on_nic.image, None)).ok_or(Refusal::NoRoom),
             Source::Rested => self.image_at_rest(),
-            Source::Record => self.image_of_record(),
+            Source::Record => self.image_of_record().map(|image| (image, None)),
         };
-        let imported = image.and_then(|image| self.import_image(image).map(|()| image));
+        let imported = image.and_then(|(image, nic)| self.import_image(image, nic).map(|()| image));
         match imported {
             Ok(image) if source != Source::Exported && image.state.fin_acknowledged() => Outcome::DoneFinAcknowledged,
             other => other.map(|_| ()).into(),
@@ -261,12 +269,12 @@ impl Performer<'_> {
         Progress::of(&self.connection.block.memory, self.connection.number)
     }
 
-    fn image_at_rest(&mut self) -> Result<Image, Refusal> {
+    fn image_at_rest(&mut self) -> Result<(Image, Option<NicState>), Refusal> {
         let cid = self.cid()?;
         // A NIC that writes an invalid image must not continue.
-        let image = read_image(&self.machine.card().memory, cid).map_err(|_| Refusal::NicGone)?;
+        let (image, nic) = read_image_with(&self.machine.card().memory, cid).map_err(|_| Refusal::NicGone)?;
         let unread = self.progress().unread(image.read_seq().wrapping_add(image.unread), image.unread);
-        Ok(Image { unread, ..image })
+        Ok((Image { unread, ..image }, nic))
     }
 
     fn image_of_record(&mut self) -> Result<Image, Refusal> {
@@ -285,8 +293,9 @@ impl Performer<'_> {
         Ok(image)
     }
 
-    fn import_image(&mut self, image: Image) -> Result<(), Refusal> {
+    fn import_image(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Refusal> {
         self.connection.image = Some(image);
+        self.connection.stay = Some(Box::new(Stay::new(image, nic, self.machine.now.0)));
         let memory = self.connection.on_nic.as_ref().ok_or_else(|| damaged("its memory"))?.memory;
         if image.unread > memory.receive.1 || image.send_queue() > memory.send.1 {
             return Err(damaged("queues"));
@@ -478,13 +487,6 @@ impl Performer<'_> {
 
 fn done_if(done: bool) -> Outcome {
     if done { Outcome::Done } else { Outcome::NotYet }
-}
-
-fn write_image(machine: &mut Machine, cid: Cid, image: &Image) {
-    let mut bytes = [0u8; MAX_ENCODED];
-    if image.encode(&mut bytes).is_ok() {
-        let _ = machine.card().memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
-    }
 }
 
 /// Writes cid, memory and sequence numbers of the connection into its block.

@@ -39,6 +39,11 @@ impl Kernel {
         Ok(Image { ts_recent: 0, ts_clock: image.ts_clock.wrapping_add(1), ..image })
     }
 
+    /// Segments that a socket has sent again since it was connected, or imported.
+    pub fn retransmitted(&mut self, descriptor: Descriptor) -> u32 {
+        u32::try_from(self.socket(descriptor).tcp.info().total_retrans).unwrap_or(u32::MAX)
+    }
+
     /// The bytes of both queues: unread ones, then those in flight and unsent.
     pub fn queues(&mut self, descriptor: Descriptor) -> (Vec<u8>, Vec<u8>) {
         let socket = self.socket(descriptor);
@@ -136,6 +141,7 @@ impl Socket {
             rttvar: 0,
             min_rtt: 0,
             reordering_seen: false,
+            sent_ago: Some(0),
             ..*image
         };
         let memory = RECEIVE_BUFFER.max(window).next_power_of_two();

@@ -1,0 +1,152 @@
+//! A connection's stay in the kernel, between a restore and the next offload. TCP_REPAIR takes and shows neither congestion state nor
+//! what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the connection up, and completes the
+//! kernel's image with as much of it as still holds.
+
+use crate::{Image, NicState};
+
+/// What a NIC knew of a connection that was restored.
+#[derive(Clone, Copy, Debug)]
+pub struct Stay {
+    /// The image from which the kernel goes on.
+    image: Image,
+    nic: Option<NicState>,
+    /// When the image was written, in microseconds of the keeper's own clock.
+    since: u64,
+}
+
+impl Stay {
+    /// Begins a stay at `since` (microseconds). `nic` is `None` if the NIC died: its record has less.
+    pub fn new(image: Image, nic: Option<NicState>, since: u64) -> Stay {
+        Stay { image, nic, since }
+    }
+
+    /// Completes an image that was `exported` from the kernel, and returns what only the NIC knew, if that still holds: nothing was sent
+    /// and nothing acknowledged meanwhile. `retransmitted` is the number of segments that the kernel has sent again since it got the
+    /// connection, `now` is in microseconds of the clock of [`Stay::new`].
+    ///
+    /// The congestion window and the round-trip times are the NIC's until the kernel has measured a round trip of its own: it begins
+    /// anew, as after a handshake. TS.Recent, which the kernel does not show, only ever grows: the NIC's is a lower bound, which is what
+    /// PAWS needs (RFC 7323 section 5.2).
+    pub fn complete(&self, exported: &mut Image, retransmitted: u32, now: u64) -> Option<NicState> {
+        let kept = if retransmitted == 0 && self.sent_nothing(exported) { self.nic } else { None };
+        if kept.is_some() || exported.srtt == 0 && self.image.srtt != 0 {
+            let Image { cwnd, ssthresh, srtt, rttvar, min_rtt, .. } = self.image;
+            *exported = Image { cwnd, ssthresh, srtt, rttvar, min_rtt, ..*exported };
+        }
+        let mut state = kept?;
+        if exported.ts_recent == 0 {
+            exported.ts_recent = self.image.ts_recent;
+        }
+        exported.reordering_seen |= self.image.reordering_seen;
+        state.age(now.saturating_sub(self.since));
+        state.receiving.take_from_kernel(exported.rcv_nxt != self.image.rcv_nxt, exported.rcv_nxt);
+        if self.image.state.fin_queued() {
+            state.flight.sent_again_last();
+        }
+        state.timers.forget_keepalive(state.flight.runs().is_empty());
+        Some(state)
+    }
+
+    /// Whether the send queue's numbers are still the NIC's.
+    fn sent_nothing(&self, exported: &Image) -> bool {
+        let (was, is) = (&self.image, exported);
+        let same_fin =
+            (was.state.fin_queued(), was.state.fin_acknowledged()) == (is.state.fin_queued(), is.state.fin_acknowledged());
+        same_fin && (was.snd_una, was.snd_nxt) == (is.snd_una, is.snd_nxt)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::State;
+    use crate::nic::{Congestion, EVER, Flight, Newest, Receiving, Recovery, SendTimer, Timers};
+    use crate::tests::sample;
+
+    fn rested() -> (Image, NicState) {
+        let image = Image { ts_recent: 5, cwnd: 33, ssthresh: 22, ..sample() };
+        let mut flight = Flight::default();
+        flight.push(10, false, 100, EVER);
+        flight.push(6, false, u32::MAX - 10, 0);
+        let state = NicState {
+            flight,
+            newest: Some(Newest { age: 50, end: 3, rtt: 900 }),
+            congestion: Congestion { w_max: 77, epoch_age: Some(10), min_rtt_age: 20, ..Congestion::default() },
+            recovery: Recovery { reordering: 5, sent_age: Some(100), ..Recovery::default() },
+            receiving: Receiving { unacked: 7, last_ack: 70, duplicate: Some((1, 2)), quick_acks: 3, ..Receiving::default() },
+            timers: Timers { send: SendTimer::Retransmit, send_in: Some(900), keepalive_in: Some(4), ..Timers::default() },
+            ..NicState::default()
+        };
+        (image, state)
+    }
+
+    /// What the kernel shows of a connection that it took from an image a moment ago.
+    fn exported(image: &Image) -> Image {
+        let ts_clock = image.ts_clock.wrapping_add(2);
+        Image { ts_recent: 0, ts_clock, cwnd: 10, ssthresh: u32::MAX, srtt: 0, rttvar: 0, min_rtt: 0, ..*image }
+    }
+
+    #[test]
+    fn a_stay_in_which_nothing_happened_leaves_the_connection_as_it_was() {
+        let (image, state) = rested();
+        let mut shown = exported(&image);
+        let kept = Stay::new(image, Some(state), 1000).complete(&mut shown, 0, 1400).expect("it holds");
+        assert_eq!(shown, Image { ts_clock: image.ts_clock.wrapping_add(2), ..image });
+        let ages: [u32; 2] = core::array::from_fn(|at| kept.flight.runs()[at].age);
+        assert_eq!(ages, [500, u32::MAX], "segments are as much older as the stay was long");
+        assert_eq!((kept.newest.map(|newest| newest.age), kept.recovery.sent_age), (Some(450), Some(500)));
+        assert_eq!((kept.congestion.epoch_age, kept.congestion.min_rtt_age), (Some(410), 420));
+        assert_eq!((kept.congestion.w_max, kept.recovery.reordering), (77, 5));
+        assert_eq!((kept.timers.send_in, kept.timers.keepalive_in), (Some(500), None));
+        assert!(kept.receiving.ack_due, "the peer learns the window");
+        assert_eq!(kept.check(&shown), Ok(()));
+        let late = Stay::new(image, Some(state), 1000).complete(&mut exported(&image), 0, 9999).expect("it holds");
+        assert_eq!(late.timers.send_in, Some(0), "a time-out that has passed is due");
+    }
+
+    #[test]
+    fn what_the_kernel_sent_or_saw_acknowledged_ends_it() {
+        let (image, state) = rested();
+        let stay = Stay::new(image, Some(state), 0);
+        let queued = |state| Image { state, ..image };
+        let changed = [
+            Image { snd_una: image.snd_una.wrapping_add(1), ..image },
+            Image { snd_nxt: image.snd_nxt.wrapping_add(1), ..image },
+            queued(State::FinWait1),
+        ];
+        for image in changed {
+            let mut shown = exported(&image);
+            assert_eq!(stay.complete(&mut shown, 0, 1), None);
+            assert_eq!(
+                (shown.cwnd, shown.srtt, shown.ts_recent),
+                (33, 1000, 0),
+                "the path is the NIC's as long as it is unmeasured"
+            );
+        }
+        assert_eq!(stay.complete(&mut exported(&image), 1, 1), None, "sent again");
+        let mut measured = Image { srtt: 55, cwnd: 12, snd_una: 0, ..exported(&image) };
+        assert_eq!(stay.complete(&mut measured, 0, 1), None);
+        assert_eq!((measured.cwnd, measured.srtt), (12, 55), "what the kernel has measured counts");
+        assert_eq!(Stay::new(image, None, 0).complete(&mut exported(&image), 0, 1), None, "a NIC that died wrote nothing");
+    }
+
+    /// The kernel takes no FIN in repair mode: it sends it again, and its acknowledgement times nothing (Karn).
+    #[test]
+    fn a_fin_in_flight_was_sent_again() {
+        let (image, state) = rested();
+        let fin = Image { state: State::FinWait1, ..image };
+        let kept = Stay::new(fin, Some(state), 0).complete(&mut exported(&fin), 0, 1).expect("it holds");
+        let fates: [u8; 2] = core::array::from_fn(|at| kept.flight.runs()[at].fate);
+        assert_eq!((state.flight.runs()[1].fate, fates), (0, [EVER, EVER]));
+    }
+
+    #[test]
+    fn what_the_kernel_received_is_acknowledged_as_the_kernel_did() {
+        let (image, state) = rested();
+        let mut shown = exported(&Image { rcv_nxt: image.rcv_nxt.wrapping_add(100), ..image });
+        let kept = Stay::new(image, Some(state), 0).complete(&mut shown, 0, 1).expect("nothing was sent");
+        let receiving =
+            Receiving { unacked: 0, last_ack: shown.rcv_nxt, duplicate: None, ack_due: true, silent_for: 0, ..state.receiving };
+        assert_eq!(kept.receiving, receiving);
+    }
+}
