@@ -468,6 +468,10 @@ impl<B: Buffer> Endpoint<B> {
                 break;
             }
             any = true;
+            // What has ended is what the program waits for: whether more has come is asked when it polls again.
+            if !self.completions.is_empty() {
+                break;
+            }
         }
         if any {
             self.waited = 0;

@@ -118,8 +118,8 @@ fn succeed(command: &mut Command) -> Result<()> {
 /// The folder of the provider: where `make provider` puts it.
 fn provider() -> Result<PathBuf> {
     let folder = std::env::current_exe()?.parent().unwrap_or(Path::new("/")).join("../provider");
-    if !folder.join("librmpp-fi.so").exists() {
-        bail!("librmpp-fi.so is not in {}: `make provider` builds it", folder.display());
+    if let Some(missing) = ["librmpp-fi.so", "librmpp-memory.so"].into_iter().find(|name| !folder.join(name).exists()) {
+        bail!("{missing} is not in {}: `make provider` builds it", folder.display());
     }
     Ok(folder.canonicalize()?)
 }
@@ -236,11 +236,18 @@ impl MpiHosts {
             ],
         };
         words.extend(transport.iter().map(Into::into));
+        if carrier == Carrier::RmppNic {
+            words.extend(["-x", "LD_PRELOAD"].map(Into::into));
+        }
         words.push(self.folder.join("program").into());
         words.extend([load.size, load.rounds, load.work].map(|number| number.to_string().into()));
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).env("FI_PROVIDER_PATH", &self.provider).env("FI_PROVIDER", "rmpp");
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        if carrier == Carrier::RmppNic {
+            // As `baton mpi` does.
+            command.env("LD_PRELOAD", self.provider.join("librmpp-memory.so"));
+        }
         command.env("FI_RMPP_NIC", if carrier == Carrier::RmppNic { "auto" } else { "never" });
         if let Hosts::WithNic(bed) = &self.hosts {
             command.env("BATON_SOCKET", bed.socket());
