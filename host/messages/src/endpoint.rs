@@ -15,8 +15,9 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
-/// Polls in a row that find nothing, after which replies leave that nobody waits for.
-const PATIENCE: u8 = 32;
+/// Microseconds in which polls find nothing, after which replies leave that nobody waits for: longer than a short message and its
+/// answer take.
+const PATIENCE: u64 = 30;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
 
@@ -180,8 +181,8 @@ pub struct Endpoint<B: Buffer> {
     pub(crate) spill: Spill,
     pub(crate) rma: rma::Rma<B>,
     pub(crate) completions: VecDeque<Completion>,
-    /// Polls in a row that have found nothing.
-    waited: u8,
+    /// When replies leave that nobody waits for, in microseconds.
+    replies_due: u64,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -213,7 +214,7 @@ impl<B: Buffer> Endpoint<B> {
             spill: Spill::new(config.hash_key),
             rma: rma::Rma::new(regions),
             completions: VecDeque::new(),
-            waited: 0,
+            replies_due: 0,
             lost: 0,
         })
     }
@@ -457,7 +458,6 @@ impl<B: Buffer> Endpoint<B> {
     /// Receives, answers and sends what there is. Returns whether there was anything.
     pub fn progress(&mut self, now: u64) -> bool {
         let mut any = false;
-        self.waited = self.waited.saturating_add(1);
         for _ in 0..ROUNDS {
             if self.half.renew() {
                 self.policy.restart(Halves::BOTH, now);
@@ -474,7 +474,7 @@ impl<B: Buffer> Endpoint<B> {
             }
         }
         if any {
-            self.waited = 0;
+            self.replies_due = now + PATIENCE;
         }
         any
     }
@@ -494,7 +494,7 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Announces that the caller is going to sleep. False if there is something to do. [`Endpoint::end_sleep`] follows.
     pub fn prepare_sleep(&mut self, now: u64) -> bool {
-        self.waited = PATIENCE;
+        self.replies_due = now;
         self.transmit(now);
         self.half.prepare_sleep()
     }
@@ -538,8 +538,9 @@ impl<B: Buffer> Endpoint<B> {
     pub(crate) fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
         // Replies that nobody waits for leave several at a time, and not between a message and the program's answer.
+        let idle = self.completions.is_empty();
         while self.half.has_room()
-            && !(self.waited < PATIENCE && self.policy.is_patient())
+            && !(now < self.replies_due && self.policy.is_patient(idle))
             && let Some(command) = self.policy.poll_command()
         {
             self.half.handle_command(&command, now);
@@ -547,8 +548,8 @@ impl<B: Buffer> Endpoint<B> {
             self.half.emit(&self.arena);
             any = true;
         }
-        if !self.policy.is_patient() {
-            self.waited = 0;
+        if !self.policy.is_patient(idle) {
+            self.replies_due = now + PATIENCE;
         }
         any |= self.half.transmit(&self.arena);
         any | self.collect(now)
@@ -557,7 +558,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Makes room for the commands of another call.
     fn make_room(&mut self, now: u64) {
         if !self.policy.is_ready() {
-            self.waited = PATIENCE;
+            self.replies_due = now;
             self.exchange(now);
         }
     }

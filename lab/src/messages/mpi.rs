@@ -46,6 +46,8 @@ pub struct MpiCell {
     pub mb_per_s: f64,
     /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's receiving.
     pub host_cpu_ms_per_mb: f64,
+    /// The kernel's and the agent's part of it.
+    pub kernel_cpu_ms_per_mb: f64,
     /// Milliseconds of the NIC's CPU per megabyte.
     pub nic_cpu_ms_per_mb: f64,
 }
@@ -193,6 +195,7 @@ impl MpiHosts {
             least_us: printed.least_us,
             mb_per_s: printed.mb_per_s,
             host_cpu_ms_per_mb: printed.cpu_ms_per_mb + kernel,
+            kernel_cpu_ms_per_mb: kernel,
             nic_cpu_ms_per_mb: nic,
         })
     }
