@@ -18,6 +18,8 @@ use std::net::SocketAddr;
 /// Microseconds in which polls find nothing, after which replies leave that nobody waits for: longer than a short message and its
 /// answer take.
 const PATIENCE: u64 = 30;
+/// Messages that may be acknowledged late: a quarter of those that a peer may have under way.
+const MOST_REPLIES: usize = 16;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
 
@@ -537,10 +539,11 @@ impl<B: Buffer> Endpoint<B> {
     /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
     pub(crate) fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
-        // Replies that nobody waits for leave several at a time, and not between a message and the program's answer.
-        let idle = self.completions.is_empty();
+        // Replies that nobody waits for leave many at a time, and not between a message and the program's answer.
+        let many = self.completions.is_empty() && self.policy.acknowledgements() > MOST_REPLIES;
+        let all = many || now >= self.replies_due;
         while self.half.has_room()
-            && !(now < self.replies_due && self.policy.is_patient(idle))
+            && (all || !self.policy.is_patient())
             && let Some(command) = self.policy.poll_command()
         {
             self.half.handle_command(&command, now);
@@ -548,7 +551,7 @@ impl<B: Buffer> Endpoint<B> {
             self.half.emit(&self.arena);
             any = true;
         }
-        if !self.policy.is_patient(idle) {
+        if !self.policy.is_patient() {
             self.replies_due = now + PATIENCE;
         }
         any |= self.half.transmit(&self.arena);

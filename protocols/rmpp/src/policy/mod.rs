@@ -32,9 +32,6 @@ use timers::Timers;
 /// posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
 
-/// So many messages may be acknowledged later than at once: a quarter of the window.
-const MOST_PATIENT: usize = WINDOW as usize / 4;
-
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
@@ -405,19 +402,23 @@ impl Policy {
         self.poll_loan()
     }
 
-    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and few ACKs of messages that their RTS
-    /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do. `idle`: the program waits
-    /// for nothing that has ended; while it does, also more ACKs may wait.
-    pub fn is_patient(&self, idle: bool) -> bool {
+    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their RTS
+    /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
+    pub fn is_patient(&self) -> bool {
         let patient = |command: &Command| match command {
             Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
             Command::Release { confirm, .. } => !confirm,
             _ => false,
         };
-        let is_ack = |command: &&Command| matches!(command, Command::Control { header, .. } if header.kind == Kind::Ack);
-        let acks = || self.commands.iter().filter(is_ack).count();
-        let all = !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient);
-        all && (!idle || acks() <= MOST_PATIENT)
+        !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient)
+    }
+
+    /// ACKs among the commands.
+    pub fn acknowledgements(&self) -> usize {
+        self.commands
+            .iter()
+            .filter(|command| matches!(command, Command::Control { header, .. } if header.kind == Kind::Ack))
+            .count()
     }
 
     /// The next completion.

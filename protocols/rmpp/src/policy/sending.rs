@@ -67,7 +67,7 @@ impl Policy {
     /// Has the data half send a message.
     pub(super) fn push_send(&mut self, handle: u32) {
         let Some(command) = self.send_command(handle) else { return };
-        if !self.is_patient(false) {
+        if !self.is_patient() {
             return self.commands.push_back(command);
         }
         // The RTS carries the floor, which says the same as the CLEANUPs to its receiver that have not left.
