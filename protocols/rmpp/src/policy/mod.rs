@@ -12,7 +12,6 @@ mod restart;
 mod sending;
 mod timers;
 
-use crate::WINDOW;
 use crate::counters::Counters;
 use crate::data::{DataConfig, Halves, MatchConfig};
 use crate::handle;
