@@ -92,15 +92,17 @@ bench: build
 	$(BATON) bench rss --json
 	$(BATON) bench tail --json
 
-# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it (docs/mpi.md).
+# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it, and the library for LD_PRELOAD beside it (docs/mpi.md).
 define provider
 	mkdir -p target/provider
 	cp target/$(1)/librmpp_fi.so target/provider/librmpp-fi.so.new
 	mv target/provider/librmpp-fi.so.new target/provider/librmpp-fi.so
+	cp target/$(1)/librmpp_memory.so target/provider/librmpp-memory.so.new
+	mv target/provider/librmpp-memory.so.new target/provider/librmpp-memory.so
 endef
 
 provider:
-	$(CARGO) build --release --locked -p baton-fabric
+	$(CARGO) build --release --locked -p baton-fabric -p baton-mpi-memory
 	$(call provider,release)
 
 # MPI programs over RMPP on two hosts, with three MPI libraries: Debian's Open MPI, and Open MPI 5 and MPICH 5 in target/mpi.

@@ -33,6 +33,9 @@ ONE_SIDED = ["--threads", 0, "onesided"]
 
 # What the provider logs of an endpoint whose data half is on the NIC.
 ON_NIC = "data half on the NIC"
+# And when the program's large blocks lie where the NIC reaches them.
+LENT = "memory for large blocks is lent"
+MEMORY = PROVIDER / "librmpp-memory.so"
 
 
 class Mpi:
@@ -54,7 +57,7 @@ class Mpi:
         # Settings under test, such as FI_RMPP_PACKET, go on to the ranks.
         environment |= {key: value for key, value in os.environ.items() if key.startswith("FI_RMPP_")}
         if rmpp:
-            environment |= {"FI_PROVIDER_PATH": str(PROVIDER), "FI_PROVIDER": "rmpp"}
+            environment |= {"FI_PROVIDER_PATH": str(PROVIDER), "FI_PROVIDER": "rmpp", "LD_PRELOAD": str(MEMORY)}
             if self.mpich:
                 # All ranks talk over the provider, those of one host too.
                 environment |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
@@ -70,7 +73,7 @@ class Mpi:
             if rmpp:
                 command += ["--mca", "osc", "pt2pt"] if self.name == "debian" else []  # Debian turns it off.
                 command += ["--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", "rmpp"]
-                command += ["-x", "FI_PROVIDER_PATH", "-x", "FI_PROVIDER"]
+                command += ["-x", "FI_PROVIDER_PATH", "-x", "FI_PROVIDER", "-x", "LD_PRELOAD"]
                 command += [part for key in os.environ if key.startswith("FI_RMPP_") for part in ("-x", key)]
             else:
                 command += ["--mca", "pml", "ob1"]
@@ -228,7 +231,7 @@ def compare(mpi, what, command, environment, expected, on_nic=False):
     begin = time.monotonic()
     output, errors, result = run(command, environment)
     found = lines(output)
-    good = result == 0 and found == expected and (ON_NIC in errors) == on_nic
+    good = result == 0 and found == expected and (ON_NIC in errors, LENT in errors) == (on_nic, on_nic)
     print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s", flush=True)
     if not good:
         print("\n".join(f"    expected {line}" for line in expected if line not in found))

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +20,9 @@ whether it is.";
 
 /// The name by which libfabric finds a provider in FI_PROVIDER_PATH.
 const NAME: &str = "librmpp-fi.so";
+
+/// Beside it: the library by which blocks of the program's malloc(3) lie in memory that the NIC reaches.
+const MEMORY: &str = "librmpp-memory.so";
 
 /// Whether the NIC fragments, places and sends.
 #[derive(Clone, Copy, ValueEnum)]
@@ -61,11 +64,18 @@ fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, 
         ("OMPI_MCA_pml", "cm".into()),
         ("OMPI_MCA_mtl", "ofi".into()),
         ("OMPI_MCA_mtl_ofi_provider_include", "rmpp".into()),
-        // Open MPI 4.1 passes only what is named on to other hosts.
-        ("OMPI_MCA_mca_base_env_list", "FI_PROVIDER_PATH;FI_PROVIDER;FI_RMPP_NIC".into()),
         ("MPIR_CVAR_CH4_NETMOD", "ofi".into()),
         ("FI_RMPP_NIC", nic.into()),
     ];
+    // Open MPI 4.1 passes only what is named on to other hosts.
+    let mut passed = String::from("FI_PROVIDER_PATH;FI_PROVIDER;FI_RMPP_NIC");
+    if !matches!(arguments.nic, Nic::Never)
+        && let Some(libraries) = preloaded(provider)
+    {
+        all.push(("LD_PRELOAD", libraries));
+        passed += ";LD_PRELOAD";
+    }
+    all.push(("OMPI_MCA_mca_base_env_list", passed.into()));
     if arguments.no_local {
         all.push(("MPIR_CVAR_NOLOCAL", "1".into()));
     }
@@ -73,6 +83,17 @@ fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, 
         all.push(("FI_RMPP_ADDRESS", address.to_string().into()));
     }
     all
+}
+
+/// What is preloaded: the library for memory, before those that are preloaded already. None without it, or with a path that
+/// LD_PRELOAD cannot name: then messages are copied.
+fn preloaded(provider: &Path) -> Option<OsString> {
+    let library = provider.join(MEMORY).into_os_string();
+    let named = !library.to_string_lossy().contains([' ', ':']) && Path::new(&library).exists();
+    named.then(|| match std::env::var_os("LD_PRELOAD") {
+        Some(others) => [library, others].join(OsStr::new(":")),
+        None => library,
+    })
 }
 
 /// Becomes the launcher (execve). Returns only on an error.

@@ -32,6 +32,9 @@ struct State {
     signalled: bool,
     /// Threads that wait in fi_cq_sread().
     waiting: usize,
+    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no endpoint, so
+    /// that the program gets on with what it has got.
+    in_series: bool,
 }
 
 /// A queue as endpoints share it.
@@ -130,11 +133,17 @@ impl QueueShared {
         if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
             bell.clear();
         }
+        state.in_series |= taken > 0;
         match (taken, state.events.front()) {
             (0, None) => -(errno::EAGAIN as isize),
             (0, Some(Event::Failed(_))) => -(errno::EAVAIL as isize),
             _ => taken as isize,
         }
+    }
+
+    /// Whether reads before this one have got events. Asked by a read that finds none.
+    fn ends_series(&self) -> bool {
+        std::mem::take(&mut self.lock().in_series)
     }
 
     /// Waits until there is an event, a signal, or the time is over. `timeout` is in milliseconds, negative for ever.
@@ -232,7 +241,7 @@ unsafe extern "C" fn readfrom(cq: *mut FidCq, out: *mut c_void, count: usize, so
         };
         let taken = queue.shared.take(out, count, sources);
         // A read without entries is a request for progress.
-        if taken != -(errno::EAGAIN as isize) && count > 0 {
+        if count > 0 && (taken != -(errno::EAGAIN as isize) || queue.shared.ends_series()) {
             return taken;
         }
         queue.shared.poll();

@@ -10,6 +10,7 @@
 //! | `info.rs`, `settings.rs`, `addresses.rs` | fi_getinfo: what there is, for which addresses, with which settings |
 //! | `fabric.rs`, `domain.rs`, `event_queue.rs` | the objects that own others |
 //! | `region.rs` | registered memory |
+//! | `lending.rs` | memory that the NIC reaches, for the program's malloc(3) |
 //! | `vector.rs` | address vectors |
 //! | `completion_queue.rs`, `counter.rs` | how operations end |
 //! | `endpoint.rs`, `operations.rs` | an endpoint, its operations and their completions |
@@ -26,6 +27,7 @@ mod endpoint;
 mod event_queue;
 mod fabric;
 mod info;
+mod lending;
 mod libfabric;
 mod message_calls;
 mod object;

@@ -44,7 +44,7 @@ fn nic() -> Use {
 pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     let headers = if address.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
     let usual = mtu.saturating_sub(headers).clamp(SMALLEST_PACKET.into(), USUAL_PACKET.into()) as u16;
-    let mut settings = Settings { address, packet: usual, nic: nic(), ..Settings::default() };
+    let mut settings = Settings { address, packet: usual, nic: nic(), lend: Some(crate::lending::lend), ..Settings::default() };
     let packet = |packet: &u16| (SMALLEST_PACKET..=LARGEST_PACKET).contains(packet);
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
     settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=64).contains(grant)).unwrap_or(settings.grant);

@@ -5,7 +5,8 @@
 //! its length.
 //!
 //! With a NIC, the first slot is session memory, whose offsets are the NIC's own. The NIC reaches no other slot: messages that it
-//! sends or receives lie in the first one meanwhile ([`crate::staging`]).
+//! sends or receives lie in the first one meanwhile ([`crate::staging`]). A program that was lent a part of session memory, and has
+//! its buffers there, needs no copies.
 
 use crate::staging::{Staged, Staging};
 use baton_records::SessionMemory;
@@ -113,6 +114,9 @@ impl<B: Buffer> Arena<B> {
     /// The region from which the message in a slot is sent. Err if it has no place in session memory: for ever, or now.
     pub fn outgoing(&mut self, number: u32) -> Result<Region, NoPlace> {
         let program = self.whole(number);
+        if let Some(region) = self.in_session(program) {
+            return Ok(region);
+        }
         let region = self.stage(number, program)?;
         if region.offset != program.offset {
             self.copy(program.offset, region.offset, region.length);
@@ -123,7 +127,22 @@ impl<B: Buffer> Arena<B> {
     /// The region into which a message for `program`, a region of a slot, is received: [`Arena::arrived`] follows. What fits
     /// into an RTS is placed by the policy itself, which is in this process.
     pub fn incoming(&mut self, number: u32, program: Region, eager: u64) -> Result<Region, NoPlace> {
-        if program.length <= eager { Ok(program) } else { self.stage(number, program) }
+        match self.in_session(program) {
+            Some(region) => Ok(region),
+            None if program.length <= eager => Ok(program),
+            None => self.stage(number, program),
+        }
+    }
+
+    /// Where the program's own bytes lie in session memory, if it has them there: in the part that it was lent.
+    fn in_session(&self, program: Region) -> Option<Region> {
+        let Some(Slot::Shared(session)) = self.slots.first() else { return None };
+        let (number, at) = self.locate(program.offset, program.length)?;
+        let Slot::Program(buffer) = &self.slots[number] else { return None };
+        let piece = buffer.piece(at, program.length)?;
+        let offset = piece.as_ptr().addr().checked_sub(session.region().span(0, 0)?.addr().get())?;
+        session.region().span(offset, piece.len())?;
+        Some(Self::region(0, offset as u64, program.length))
     }
 
     /// Takes `placed` bytes that were received to where they belong.

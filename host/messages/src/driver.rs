@@ -1,7 +1,7 @@
 //! An endpoint shared by the program's threads, and a thread of its own that drives it while the program does not.
 //!
 //! While the program polls, the thread leaves the endpoint to it: two threads that look at the same socket would only get into
-//! each other's way. It looks every [`LOOK`] whether the program still does; once that has polled nothing for [`QUIET`], the
+//! each other's way. It looks every [`LOOK`] whether the program still does; once that has not polled for [`QUIET`], the
 //! thread waits for packets itself. So the endpoint answers its peers whatever the program does, at the latest after both.
 
 use crate::arena::Buffer;
@@ -16,6 +16,8 @@ use std::time::Duration;
 
 /// Microseconds without a call of the program after which the thread takes over.
 const QUIET: u64 = 300;
+/// The same with a NIC: a program that looks now and then is not helped by a thread that is woken between.
+const QUIET_WITH_NIC: u64 = 4000;
 /// How often the thread looks whether the program still polls.
 const LOOK: Duration = Duration::from_micros(1000);
 /// The same with a NIC, which needs the endpoint less often.
@@ -155,13 +157,14 @@ impl<T: Driven> Shared<T> {
     fn run(&self, poller: &Poller, idle: &Poller) {
         let mut tokens = Vec::new();
         let on_nic = self.lock().endpoint().is_on_nic();
+        let (quiet, look) = if on_nic { (QUIET_WITH_NIC, LOOK_WITH_NIC) } else { (QUIET, LOOK) };
         while !self.stop.load(Ordering::Acquire) {
             tokens.clear();
             let now = monotonic_micros();
             let polled = self.polled.load(Ordering::Relaxed);
             // A failed wait would make a busy loop of this one, and nothing worse.
-            let _ = if now.saturating_sub(polled) < QUIET {
-                idle.wait(Some(if on_nic { LOOK_WITH_NIC } else { LOOK }), &mut tokens)
+            let _ = if now.saturating_sub(polled) < quiet {
+                idle.wait(Some(look), &mut tokens)
             } else {
                 let (next, sleep) = self.drive(now);
                 let limit = next.map(|at| Duration::from_micros(at.saturating_sub(now).clamp(1, LONGEST)));

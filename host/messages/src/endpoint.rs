@@ -15,8 +15,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
-/// Polls in a row that find nothing, after which replies leave that nobody waits for.
-const PATIENCE: u8 = 32;
+/// Microseconds in which polls find nothing, after which replies leave that nobody waits for: longer than a short message and its
+/// answer take.
+const PATIENCE: u64 = 30;
+/// Messages that may be acknowledged late: a quarter of those that a peer may have under way.
+const MOST_REPLIES: usize = 16;
 /// Rounds that one call of [`Endpoint::progress`] does at most.
 const ROUNDS: usize = 16;
 
@@ -180,8 +183,8 @@ pub struct Endpoint<B: Buffer> {
     pub(crate) spill: Spill,
     pub(crate) rma: rma::Rma<B>,
     pub(crate) completions: VecDeque<Completion>,
-    /// Polls in a row that have found nothing.
-    waited: u8,
+    /// When replies leave that nobody waits for, in microseconds.
+    replies_due: u64,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -213,7 +216,7 @@ impl<B: Buffer> Endpoint<B> {
             spill: Spill::new(config.hash_key),
             rma: rma::Rma::new(regions),
             completions: VecDeque::new(),
-            waited: 0,
+            replies_due: 0,
             lost: 0,
         })
     }
@@ -457,7 +460,6 @@ impl<B: Buffer> Endpoint<B> {
     /// Receives, answers and sends what there is. Returns whether there was anything.
     pub fn progress(&mut self, now: u64) -> bool {
         let mut any = false;
-        self.waited = self.waited.saturating_add(1);
         for _ in 0..ROUNDS {
             if self.half.renew() {
                 self.policy.restart(Halves::BOTH, now);
@@ -468,9 +470,13 @@ impl<B: Buffer> Endpoint<B> {
                 break;
             }
             any = true;
+            // What has ended is what the program waits for: whether more has come is asked when it polls again.
+            if !self.completions.is_empty() {
+                break;
+            }
         }
         if any {
-            self.waited = 0;
+            self.replies_due = now + PATIENCE;
         }
         any
     }
@@ -490,7 +496,7 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Announces that the caller is going to sleep. False if there is something to do. [`Endpoint::end_sleep`] follows.
     pub fn prepare_sleep(&mut self, now: u64) -> bool {
-        self.waited = PATIENCE;
+        self.replies_due = now;
         self.transmit(now);
         self.half.prepare_sleep()
     }
@@ -533,9 +539,11 @@ impl<B: Buffer> Endpoint<B> {
     /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
     pub(crate) fn transmit(&mut self, now: u64) -> bool {
         let mut any = false;
-        // Replies that nobody waits for leave several at a time, and not between a message and the program's answer.
+        // Replies that nobody waits for leave many at a time, and not between a message and the program's answer.
+        let many = self.completions.is_empty() && self.policy.acknowledgements() > MOST_REPLIES;
+        let all = many || now >= self.replies_due;
         while self.half.has_room()
-            && !(self.waited < PATIENCE && self.policy.is_patient())
+            && (all || !self.policy.is_patient())
             && let Some(command) = self.policy.poll_command()
         {
             self.half.handle_command(&command, now);
@@ -544,7 +552,7 @@ impl<B: Buffer> Endpoint<B> {
             any = true;
         }
         if !self.policy.is_patient() {
-            self.waited = 0;
+            self.replies_due = now + PATIENCE;
         }
         any |= self.half.transmit(&self.arena);
         any | self.collect(now)
@@ -553,7 +561,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Makes room for the commands of another call.
     fn make_room(&mut self, now: u64) {
         if !self.policy.is_ready() {
-            self.waited = PATIENCE;
+            self.replies_due = now;
             self.exchange(now);
         }
     }

@@ -2,15 +2,17 @@
 
 use crate::arena::{Arena, Buffer, SPACE, Slot};
 use crate::half::DataHalf;
-use crate::settings::{Settings, Use};
+use crate::settings::{Lend, Settings, Use};
 use crate::staging::Staging;
 use baton_abi::layout::session;
 use baton_client::messages::{Carrier, Link};
 use baton_linux::datagrams::Datagrams;
 use baton_protocol::program::Messages;
 use baton_rmpp::Config;
+use baton_shm::Region;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 /// Buffers for RTS packets.
 pub(crate) const RTS_BUFFERS: u16 = 512;
@@ -56,7 +58,8 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
     };
     let config = on_nic(&config);
     let memory = link.memory().clone();
-    let staging = Staging::new(config.buffers + buffers(&config), memory.region().len() as u64);
+    let end = settings.lend.and_then(|lend| lend_part(memory.region(), lend)).unwrap_or(memory.region().len());
+    let staging = Staging::new(config.buffers + buffers(&config), end as u64);
     let arena = Arena::new(Slot::Shared(memory), Some(staging));
     Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link)), config, arena, without_nic })
 }
@@ -91,6 +94,18 @@ fn on_nic(config: &Config) -> Config {
         ahead: NIC_AHEAD,
         ..*config
     }
+}
+
+/// Lends the last quarter of session memory to the program. Returns where it begins, if the program takes it.
+fn lend_part(memory: &Arc<Region>, lend: Lend) -> Option<usize> {
+    let begin = (memory.len() - memory.len() / 4).next_multiple_of(4096);
+    let length = memory.len() - begin;
+    let taken = lend(memory.span(begin, length)?, length, memory.fd()?, begin as u64);
+    taken.then(|| {
+        // The program may have blocks there until the process ends.
+        std::mem::forget(memory.clone());
+        begin
+    })
 }
 
 /// Bytes of the buffers for RTS packets, in whole pages.

@@ -1,7 +1,9 @@
 //! Settings of an endpoint.
 
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
+use std::ptr::NonNull;
 
 /// Whether a NIC has the data half.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,6 +15,11 @@ pub enum Use {
     /// The NIC has it; without one there is no endpoint.
     Always,
 }
+
+/// Lends so many bytes of memory that the NIC reaches to the program: a part of the shared memory behind a descriptor, from an
+/// offset on. What is sent from there, or received there, is not copied. False: the program does not take it; else it has the part
+/// until the process ends.
+pub type Lend = fn(NonNull<u8>, usize, BorrowedFd<'_>, u64) -> bool;
 
 /// Settings of an endpoint. Sizes are bytes, times microseconds.
 #[derive(Clone, Debug)]
@@ -39,6 +46,8 @@ pub struct Settings {
     pub nic: Use,
     /// The socket of the NIC's agent: where BATON_SOCKET says, or the usual place.
     pub agent: PathBuf,
+    /// How a part of the session's memory is lent to the program, if it takes any.
+    pub lend: Option<Lend>,
 }
 
 impl Default for Settings {
@@ -55,6 +64,7 @@ impl Default for Settings {
             dead: 5_000_000,
             nic: Use::Never,
             agent: baton_client::agent_socket(),
+            lend: None,
         }
     }
 }

@@ -37,10 +37,10 @@ pub struct BenchReport {
     pub availability: Vec<Availability>,
     /// An MPI program over the provider and over TCP.
     pub mpi: Vec<MpiCell>,
-    /// The lead with the best median, and the median bandwidth of each in Mb/s.
-    pub best_lead: (u8, f64),
+    /// The lead with the best median, and its bandwidth in Mb/s.
+    pub best_lead: Option<(u8, f64)>,
     /// Bandwidth with lead 0.
-    pub lead_0: f64,
+    pub lead_0: Option<f64>,
     /// Figures and their bounds.
     pub bars: Vec<Bar>,
 }
@@ -56,44 +56,58 @@ fn of<T>(cells: &[T], wanted: impl Fn(&T) -> bool, figure: impl Fn(&T) -> f64) -
     quantile(&mut cells.iter().filter(|cell| wanted(cell)).map(figure).collect::<Vec<f64>>(), 0.5)
 }
 
-/// Measures everything in `rounds` rounds.
+/// Measures everything in `rounds` rounds, or with `only_mpi` what MPI programs get.
 ///
 /// # Errors
 /// If a test bed cannot be made, or a message is lost.
-pub fn bench(rounds: u32, progress: &dyn Fn(&str)) -> Result<BenchReport> {
-    let (mut pings, mut leads, mut available) = (Vec::new(), Vec::new(), Vec::new());
+pub fn bench(rounds: u32, only_mpi: bool, progress: &dyn Fn(&str)) -> Result<BenchReport> {
     let mpi = mpi(rounds, progress)?;
+    let bars = mpi_bars(&mpi);
+    let report = BenchReport { ping_pong: vec![], leads: vec![], availability: vec![], mpi, best_lead: None, lead_0: None, bars };
+    if only_mpi { Ok(report) } else { without_mpi(report, rounds, progress) }
+}
+
+/// Adds to a report what is measured without MPI.
+fn without_mpi(mut report: BenchReport, rounds: u32, progress: &dyn Fn(&str)) -> Result<BenchReport> {
     let link = LinkSettings { rate: LINK.0, delay: LINK.1, buffer: 8 << 20, ..LinkSettings::default() };
     for round in 0..rounds {
         for offload in [Offload::None, Offload::Receive, Offload::Both] {
             progress(&format!("round {round}: {offload:?}"));
             let conditions = Conditions { offload, ..Conditions::plain() };
-            pings.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
-            available.push(availability(&conditions, AVAILABILITY.0, AVAILABILITY.1, 3 * ROUND_TRIPS)?);
+            report.ping_pong.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
+            report.availability.push(availability(&conditions, AVAILABILITY.0, AVAILABILITY.1, 3 * ROUND_TRIPS)?);
         }
         for lead in LEADS {
             progress(&format!("round {round}: lead {lead}"));
             let conditions = Conditions { offload: Offload::Both, lead, link, ..Conditions::plain() };
-            leads.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
+            report.leads.push(ping_pong(&conditions, SIZE, ROUND_TRIPS)?);
         }
     }
-    let cpu = |offload| of(&pings, |cell| cell.offload == offload, |cell| cell.host_cpu_ms_per_mb);
-    let events = of(&pings, |cell| cell.offload == Offload::Both, |cell| cell.events_per_packet);
-    let both = of(&available, |cell| cell.offload == Offload::Both, |cell| cell.availability);
-    let bandwidth = |lead| of(&leads, |cell| cell.lead == lead, |cell| cell.megabits);
+    let BenchReport { ping_pong: pings, leads, availability: available, .. } = &report;
+    let cpu = |offload| of(pings, |cell| cell.offload == offload, |cell| cell.host_cpu_ms_per_mb);
+    let events = of(pings, |cell| cell.offload == Offload::Both, |cell| cell.events_per_packet);
+    let both = of(available, |cell| cell.offload == Offload::Both, |cell| cell.availability);
+    let bandwidth = |lead| of(leads, |cell| cell.lead == lead, |cell| cell.megabits);
     let best =
         LEADS.into_iter().skip(1).map(|lead| (lead, bandwidth(lead))).max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
-    let bars = vec![
+    let lead_0 = bandwidth(0);
+    let bars = [
         Bar::most("rmpp.host_cpu_both_over_none", 0.35, cpu(Offload::Both) / cpu(Offload::None)),
         Bar::most("rmpp.events_per_packet_both", 0.1, events),
         Bar::least("rmpp.availability_both", 0.9, both),
-        Bar::least("rmpp.lead_gain", 1.2, best.1 / bandwidth(0)),
-        Bar::most("rmpp.host_cpu_over_tcp", 0.35, ratio(&mpi, true, COST, Carrier::RmppNic, |cell| cell.host_cpu_ms_per_mb)),
-        Bar::least("rmpp.bandwidth_over_tcp", 1.0, ratio(&mpi, false, BANDWIDTH, Carrier::RmppHost, |cell| cell.mb_per_s)),
-        Bar::most("rmpp.latency_over_tcp", 1.0, ratio(&mpi, false, LATENCY, Carrier::RmppHost, |cell| cell.median_us)),
+        Bar::least("rmpp.lead_gain", 1.2, best.1 / lead_0),
     ];
-    let lead_0 = bandwidth(0);
-    Ok(BenchReport { ping_pong: pings, leads, availability: available, mpi, best_lead: best, lead_0, bars })
+    report.bars.splice(0..0, bars);
+    Ok(BenchReport { best_lead: Some(best), lead_0: Some(lead_0), ..report })
+}
+
+/// What MPI programs get over the provider, against TCP.
+fn mpi_bars(cells: &[MpiCell]) -> Vec<Bar> {
+    vec![
+        Bar::most("rmpp.host_cpu_over_tcp", 0.35, ratio(cells, true, COST, Carrier::RmppNic, |cell| cell.host_cpu_ms_per_mb)),
+        Bar::least("rmpp.bandwidth_over_tcp", 1.0, ratio(cells, false, BANDWIDTH, Carrier::RmppHost, |cell| cell.mb_per_s)),
+        Bar::most("rmpp.latency_over_tcp", 1.0, ratio(cells, false, LATENCY, Carrier::RmppHost, |cell| cell.median_us)),
+    ]
 }
 
 /// The MPI program over each carrier in turn: on a link between two kernels, and with a NIC on host A.

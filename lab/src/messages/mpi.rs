@@ -46,6 +46,8 @@ pub struct MpiCell {
     pub mb_per_s: f64,
     /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's receiving.
     pub host_cpu_ms_per_mb: f64,
+    /// The kernel's and the agent's part of it.
+    pub kernel_cpu_ms_per_mb: f64,
     /// Milliseconds of the NIC's CPU per megabyte.
     pub nic_cpu_ms_per_mb: f64,
 }
@@ -118,8 +120,8 @@ fn succeed(command: &mut Command) -> Result<()> {
 /// The folder of the provider: where `make provider` puts it.
 fn provider() -> Result<PathBuf> {
     let folder = std::env::current_exe()?.parent().unwrap_or(Path::new("/")).join("../provider");
-    if !folder.join("librmpp-fi.so").exists() {
-        bail!("librmpp-fi.so is not in {}: `make provider` builds it", folder.display());
+    if let Some(missing) = ["librmpp-fi.so", "librmpp-memory.so"].into_iter().find(|name| !folder.join(name).exists()) {
+        bail!("{missing} is not in {}: `make provider` builds it", folder.display());
     }
     Ok(folder.canonicalize()?)
 }
@@ -193,6 +195,7 @@ impl MpiHosts {
             least_us: printed.least_us,
             mb_per_s: printed.mb_per_s,
             host_cpu_ms_per_mb: printed.cpu_ms_per_mb + kernel,
+            kernel_cpu_ms_per_mb: kernel,
             nic_cpu_ms_per_mb: nic,
         })
     }
@@ -236,11 +239,18 @@ impl MpiHosts {
             ],
         };
         words.extend(transport.iter().map(Into::into));
+        if carrier == Carrier::RmppNic {
+            words.extend(["-x", "LD_PRELOAD"].map(Into::into));
+        }
         words.push(self.folder.join("program").into());
         words.extend([load.size, load.rounds, load.work].map(|number| number.to_string().into()));
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).env("FI_PROVIDER_PATH", &self.provider).env("FI_PROVIDER", "rmpp");
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        if carrier == Carrier::RmppNic {
+            // As `baton mpi` does.
+            command.env("LD_PRELOAD", self.provider.join("librmpp-memory.so"));
+        }
         command.env("FI_RMPP_NIC", if carrier == Carrier::RmppNic { "auto" } else { "never" });
         if let Hosts::WithNic(bed) = &self.hosts {
             command.env("BATON_SOCKET", bed.socket());

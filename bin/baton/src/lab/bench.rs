@@ -128,6 +128,9 @@ pub enum Bench {
         /// Rounds; the median counts.
         #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         rounds: u32,
+        /// Only what MPI programs get over RMPP, against Open MPI's TCP.
+        #[arg(long)]
+        mpi: bool,
     },
     /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table and the
     /// balanced one in turn. The weights move to other connections from time to time.
@@ -276,9 +279,9 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::moderation::run(*rounds, |one| eprintln!("{}", baton_lab::moderation::line(one)))?;
             print_bars(&report.bars, &report, *json)
         }
-        Bench::Rmpp { json, rounds } => {
+        Bench::Rmpp { json, rounds, mpi } => {
             baton_linux::namespace::become_root_if_needed()?;
-            let report = baton_lab::messages::bench(*rounds, &|line| eprintln!("{line}"))?;
+            let report = baton_lab::messages::bench(*rounds, *mpi, &|line| eprintln!("{line}"))?;
             Ok(print_bars(&report.bars, &report, *json)? && report.mismatches() == 0)
         }
         Bench::Rss { json, workers, flows, exponent, shifts } => {

@@ -25,7 +25,9 @@ impl Local {
         Local { data: Data::new(config), packets: [0; 2], copied: 0 }
     }
 
-    /// Takes packets from the socket, as long as there is room for what they bring. Returns how many there were.
+    /// Takes packets from the socket, as long as there is room for what they bring, and until there is something for the policy:
+    /// a program that waits for a short message does not wait for the system call that finds nothing behind it. Returns how many
+    /// there were.
     pub fn receive(&mut self, socket: &mut Carrier, memory: &mut impl Memory) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
@@ -34,10 +36,10 @@ impl Local {
                 *copied += bytes.len() as u64;
                 packets[0] += u64::from(data.input(&Endpoint::from(from), bytes, memory) == Disposition::Done);
             });
-            if taken == 0 {
+            count += taken;
+            if taken == 0 || self.data.has_event() {
                 break;
             }
-            count += taken;
         }
         count
     }

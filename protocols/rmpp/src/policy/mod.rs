@@ -31,9 +31,6 @@ use timers::Timers;
 /// posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
 
-/// Replies that nobody waits for may be so many before they leave.
-const MOST_PATIENT: usize = 8;
-
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
@@ -404,15 +401,23 @@ impl Policy {
         self.poll_loan()
     }
 
-    /// Whether there are commands, few, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their
-    /// RTS carried. Meanwhile others may join them, and an RTS to the same peer may say the same.
+    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their RTS
+    /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
     pub fn is_patient(&self) -> bool {
         let patient = |command: &Command| match command {
             Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
             Command::Release { confirm, .. } => !confirm,
             _ => false,
         };
-        !self.awaited && (1..=MOST_PATIENT).contains(&self.commands.len()) && self.commands.iter().all(patient)
+        !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient)
+    }
+
+    /// ACKs among the commands.
+    pub fn acknowledgements(&self) -> usize {
+        self.commands
+            .iter()
+            .filter(|command| matches!(command, Command::Control { header, .. } if header.kind == Kind::Ack))
+            .count()
     }
 
     /// The next completion.
