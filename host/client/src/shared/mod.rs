@@ -346,6 +346,18 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
+    /// Buffers to post and rings for datagrams come from the same part of session memory: none gets what another has.
+    #[test]
+    fn buffers_and_datagrams_share_their_memory() {
+        let shared = Shared::on(Arc::new(Region::private(at::HEAP + (1 << 20)).unwrap()));
+        let store = crate::buffer::Store::new(&shared);
+        let all = shared.buffers.lock().unwrap().free_bytes();
+        let buffer = store.buffer(4096).unwrap();
+        assert_eq!(shared.buffers.lock().unwrap().free_bytes(), all - 4096);
+        drop(buffer);
+        assert_eq!(shared.buffers.lock().unwrap().free_bytes(), all);
+    }
+
     /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.
     #[test]
     fn shutting_down_waits_for_room() {
