@@ -227,38 +227,74 @@ impl Bench {
         let _ = self.commands.push(message.to_words());
     }
 
-    /// The first connection's program queues `count` messages of `size` bytes while one byte is in flight; then the peer
-    /// acknowledges that, and all of them leave as one segment, or at once if one fills a segment. All of it is measured.
+    /// The first connection's program queues `count` messages of a segment's size. They leave, and the peer acknowledges every
+    /// second one, or the only one. All of it is measured.
     ///
     /// # Errors
-    /// If anything but one segment leaves.
-    pub(crate) fn send_messages(&mut self, count: u32, size: u32) -> Result<()> {
-        let fills = count * size >= 1448;
-        if !fills {
-            self.queue(1, 1);
-            self.worker.poll(self.now);
-            self.settle();
-            self.peers[0].ack = self.peers[0].ack.wrapping_add(1);
-        }
+    /// If not exactly these segments leave.
+    pub(crate) fn send_segments(&mut self, count: u32, size: u32) -> Result<()> {
         self.queue(count, size);
         self.now = self.now.after(3);
-        // A round takes 64 messages of a session.
-        for _ in 0..count.div_ceil(64) {
-            measured_poll(&mut self.worker, self.now);
-        }
-        if !fills {
-            self.send(0, 0);
-            measured_poll(&mut self.worker, self.now);
-        }
+        self.take_all();
         let (segments, _) = self.settle();
-        if segments != 1 {
+        if segments != count {
             bail!("{segments} segments left for {count} messages of {size} bytes");
         }
-        self.peers[0].ack = self.peers[0].ack.wrapping_add(count * size);
-        self.send(0, 0);
+        for _ in 0..count.div_ceil(2) {
+            self.peers[0].ack = self.peers[0].ack.wrapping_add(size * count.min(2));
+            self.send(0, 0);
+        }
         measured_poll(&mut self.worker, self.now);
         self.settle();
         Ok(())
+    }
+
+    /// Sends `messages` messages, each acknowledged, as fast as the congestion window allows, so that it grows. Nothing is measured.
+    pub(crate) fn open_window(&mut self, messages: u32, size: u32) {
+        self.queue(messages, size);
+        self.worker.poll(self.now);
+        loop {
+            let (segments, _) = self.settle();
+            if segments == 0 {
+                return;
+            }
+            self.peers[0].ack = self.peers[0].ack.wrapping_add(segments * size);
+            self.send(0, 0);
+            self.now = self.now.after(3);
+            self.worker.poll(self.now);
+        }
+    }
+
+    /// The first connection's program queues `count` messages of one byte while a byte is in flight; then the peer acknowledges
+    /// that, and all of them leave as one segment, which the peer acknowledges. All but the byte before is measured.
+    ///
+    /// # Errors
+    /// If anything but one segment leaves.
+    pub(crate) fn send_small_messages(&mut self, count: u32) -> Result<()> {
+        self.queue(1, 1);
+        self.worker.poll(self.now);
+        self.settle();
+        self.queue(count, 1);
+        self.now = self.now.after(3);
+        self.take_all();
+        let mut segments = self.settle().0;
+        for acknowledged in [1, count] {
+            self.peers[0].ack = self.peers[0].ack.wrapping_add(acknowledged);
+            self.send(0, 0);
+            measured_poll(&mut self.worker, self.now);
+            segments += self.settle().0;
+        }
+        if segments != 1 {
+            bail!("{segments} segments left for {count} messages of one byte");
+        }
+        Ok(())
+    }
+
+    /// Rounds, measured, until the worker has taken all messages of the program.
+    fn take_all(&mut self) {
+        while !self.commands.is_released(self.commands.position()) {
+            measured_poll(&mut self.worker, self.now);
+        }
     }
 
     /// Turns Nagle's rule on for the first connection, as sockets have it without TCP_NODELAY.
@@ -269,18 +305,20 @@ impl Bench {
         self.worker.poll(self.now);
     }
 
-    /// The first connection receives a segment of one byte and acknowledges it.
+    /// The first connection receives `count` segments of one byte that wait together, and acknowledges each. That is measured.
     ///
     /// # Errors
     /// If it does not.
-    pub(crate) fn acknowledge(&mut self) -> Result<()> {
-        self.send(0, 1);
+    pub(crate) fn acknowledge(&mut self, count: u32) -> Result<()> {
+        for _ in 0..count {
+            self.send(0, 1);
+        }
         self.now = self.now.after(3);
         measured_poll(&mut self.worker, self.now);
-        if self.settle() != (1, 1) {
-            bail!("a segment of one byte was not acknowledged");
+        if self.settle() != (count, count) {
+            bail!("{count} segments of one byte were not each acknowledged");
         }
-        self.read(0, 1);
+        self.read(0, count);
         self.commands.publish();
         self.worker.poll(self.now);
         self.settle();

@@ -3,7 +3,7 @@
 use crate::connection::Connection;
 use crate::heap::Heap;
 use crate::shared::Shared;
-use baton_abi::layout::{POSTS, session};
+use baton_abi::layout::POSTS;
 use baton_ring::Token;
 use baton_shm::Region;
 use std::collections::VecDeque;
@@ -22,9 +22,9 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    pub fn new(memory: Arc<Region>) -> Store {
-        let heap = Heap::new(session::heap_end(memory.len()), memory.len());
-        Store { heap: Arc::new(Mutex::new(heap)), memory }
+    /// That of a session, which its datagram rings take memory from, too.
+    pub fn new(shared: &Shared) -> Store {
+        Store { heap: shared.buffers.clone(), memory: shared.memory().clone() }
     }
 
     fn heap(&self) -> std::sync::MutexGuard<'_, Heap> {

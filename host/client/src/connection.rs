@@ -57,6 +57,8 @@ pub struct Connection {
     pub(crate) announces: AtomicBool,
     /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
     error: AtomicU32,
+    /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
+    patient: bool,
 }
 
 /// What can be done with a connection on the NIC now.
@@ -76,6 +78,18 @@ pub struct Readiness {
     pub shut: bool,
     /// It has ended, with this error number or 0.
     pub ended: Option<u32>,
+}
+
+impl Readiness {
+    /// Whether a third of send memory is free, as Linux requires (sk_stream_is_writeable).
+    pub fn is_writable(&self) -> bool {
+        self.room >= writable_room(self.send_memory)
+    }
+}
+
+/// Least free bytes of send memory with which a connection is writable.
+fn writable_room(send_memory: u32) -> u32 {
+    (send_memory / 3).max(1)
 }
 
 /// The right to use a connection: until this is dropped its owner does not change.
@@ -119,8 +133,9 @@ impl Drop for Entered<'_> {
 }
 
 impl Connection {
-    /// A connection without a number yet: see [`crate::Shared::register`].
-    pub(crate) fn unregistered(memory: Arc<Region>) -> Connection {
+    /// A connection without a number yet: see [`crate::Shared::register`]. With `patient`, whoever waits for room to send waits until
+    /// [`Readiness::is_writable`].
+    pub(crate) fn unregistered(memory: Arc<Region>, patient: bool) -> Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),
@@ -143,6 +158,7 @@ impl Connection {
             announced: zero(),
             announces: AtomicBool::new(false),
             error: AtomicU32::new(ALIVE),
+            patient,
         }
     }
 
@@ -286,6 +302,8 @@ impl Connection {
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
+        let length = self.send_memory.length();
+        self.store(block::QUIET_ABOVE, if self.patient { length - writable_room(length) } else { 0 });
         self.posted.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);

@@ -88,7 +88,7 @@ impl Session {
         let poller = Poller::new()?;
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
-        let store = Store::new(shared.memory().clone());
+        let store = Store::new(&shared);
         Ok(Session { shared, fast_path, changed, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
     }
 

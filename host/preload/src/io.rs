@@ -254,6 +254,9 @@ unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int
             }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
         }
+        if tcp.managed().is_some_and(|(connection, session)| session.shared.await_answer(connection, token())) {
+            continue;
+        }
         let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_SNDTIMEO));
         if let Err(number) = wait::block(tcp, fd, Want::Send, *limit) {
             return if done > 0 { done as ssize_t } else { fail(number) };

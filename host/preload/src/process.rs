@@ -149,6 +149,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     match opened {
         Ok(mut shared) => {
             shared.use_interface(plan.run.interface);
+            shared.wait_until_writable();
             let fds = shared.descriptors();
             let made = Box::leak(Box::new(Session { shared, fds, by_number: Mutex::default() }));
             OWNER.store(identity(), Ordering::Release);

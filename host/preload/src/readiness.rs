@@ -26,8 +26,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if state.unread >= least(tcp, &state) {
         events |= EPOLLIN | EPOLLRDNORM;
     }
-    // Writable when a third of send memory is free (sk_stream_is_writeable).
-    if ended || state.shut || state.room >= (state.send_memory / 3).max(1) {
+    if ended || state.shut || state.is_writable() {
         events |= EPOLLOUT | EPOLLWRNORM;
     }
     if state.ended.is_some_and(|error| error != 0) {

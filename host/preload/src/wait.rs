@@ -9,11 +9,15 @@ use crate::{process, real, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The eventfd of a waiting thread.
-pub(crate) struct Waiter(c_int);
+pub(crate) struct Waiter {
+    eventfd: c_int,
+    /// It may have been written.
+    signalled: AtomicBool,
+}
 
 static POOL: Mutex<Vec<Arc<Waiter>>> = Mutex::new(Vec::new());
 static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
@@ -58,17 +62,20 @@ impl Waiter {
         }
         let fd = eventfd();
         OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
-        Arc::new(Waiter(fd))
+        Arc::new(Waiter { eventfd: fd, signalled: AtomicBool::new(false) })
     }
 
     fn give(self: Arc<Waiter>) {
-        clear(self.0);
+        if self.signalled.swap(false, Ordering::AcqRel) {
+            clear(self.eventfd);
+        }
         POOL.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 
     /// Wakes its thread.
     pub fn wake(&self) {
-        signal(self.0);
+        self.signalled.store(true, Ordering::Release);
+        signal(self.eventfd);
     }
 }
 
@@ -89,15 +96,18 @@ pub(crate) fn sleep(
     ready: impl Fn() -> bool,
 ) -> Result<c_int, c_int> {
     let waiter = Waiter::take();
+    let session = session.filter(|session| !session.shared.has_ended());
+    if let Some(session) = session {
+        session.shared.count_sleeper();
+        // Before the sockets have this waiter, which would be written for events that `ready` sees.
+        session.shared.catch_up(thread::token());
+    }
     for socket in sockets {
         socket.add_waiter(&waiter);
     }
-    let session = session.filter(|session| !session.shared.has_ended());
     let programs = fds.len();
-    fds.push(pollfd { fd: waiter.0, events: libc::POLLIN, revents: 0 });
+    fds.push(pollfd { fd: waiter.eventfd, events: libc::POLLIN, revents: 0 });
     if let Some(session) = session {
-        session.shared.count_sleeper();
-        session.shared.catch_up(thread::token());
         fds.push(pollfd { fd: session.shared.bell().as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 });
         fds.push(pollfd { fd: session.shared.hangs_up().as_raw_fd(), events: 0, revents: 0 });
     }
@@ -152,7 +162,7 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     match want {
         Want::Receive(count) => state.unread >= count || state.fin || state.ended.is_some(),
         Want::Send => {
-            let has_room = state.room >= (state.send_memory / 3).max(1) && session.shared.takes(connection, thread::token());
+            let has_room = state.is_writable() && session.shared.takes(connection, thread::token());
             has_room || state.shut || state.ended.is_some()
         }
     }
@@ -172,21 +182,22 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
         fds.push(pollfd { fd, events, revents: 0 });
     }
     let ready = || tcp.moves() != known || tcp.generation() != generation || tcp.is_managed() && satisfied(tcp, want);
-    let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
-    if tcp.generation() != generation {
-        return Err(libc::EBADF);
-    }
-    match slept {
-        Ok(_)
-            if deadline.is_some_and(|deadline| now() >= deadline)
-                && !ready()
-                && fds.first().is_none_or(|entry| entry.revents == 0) =>
-        {
-            Err(libc::EAGAIN)
+    loop {
+        let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
+        if tcp.generation() != generation {
+            return Err(libc::EBADF);
         }
-        Ok(_) => Ok(()),
-        Err(libc::EINTR) if deadline.is_none() && handlers_restart() => Ok(()),
-        Err(number) => Err(number),
+        let over = || ready() || fds.first().is_some_and(|entry| entry.revents != 0);
+        match slept {
+            Ok(_) if over() => return Ok(()),
+            Ok(_) if deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
+            // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has ended,
+            // the caller finds out by trying.
+            Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
+            Ok(_) => return Ok(()),
+            Err(libc::EINTR) if deadline.is_none() && handlers_restart() => return Ok(()),
+            Err(number) => return Err(number),
+        }
     }
 }
 

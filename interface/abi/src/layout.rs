@@ -261,6 +261,9 @@ pub mod block {
 
     /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
     pub const ERROR: usize = 56;
+    /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does not ring its
+    /// doorbell, since nobody waits for so little room; 0 if each one shall.
+    pub const QUIET_ABOVE: usize = 60;
 
     /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
     pub const FLAG_FIN_RECEIVED: u32 = 1;
@@ -428,5 +431,5 @@ const _: () = {
     assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
     assert!(slot::FORWARD < nic::SLOT_BYTES);
     assert!(session::HEAP.is_multiple_of(4096));
-    assert!(block::ERROR + 4 <= session::BLOCK_BYTES);
+    assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
 };

@@ -9,6 +9,6 @@ pub mod record;
 
 pub use message::{
     ALREADY_HERE, ANSWER, Cid, Control, FETCH, FOR_AGENT, MORE, Message, NOT_YET, Operation, RestoreCause, add_length,
-    counts_bytes,
+    counts_bytes, is_plain_send, join_sends,
 };
 pub use record::Record;

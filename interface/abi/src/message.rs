@@ -292,9 +292,37 @@ pub const fn add_length(second: u64, more: u64) -> u64 {
     second.wrapping_add(more & !0xffff_ffff)
 }
 
+/// Whether a message with this first word is a `nic_send` without flags.
+#[inline(always)]
+pub const fn is_plain_send(first: u64) -> bool {
+    first as u32 == Operation::NicSend as u32
+}
+
+/// The second word of a `nic_send` of the bytes of two, given their second words. None if the second one's bytes do not lie behind
+/// the first one's, or are none.
+#[inline(always)]
+pub const fn join_sends(one: u64, next: u64) -> Option<u64> {
+    let (address, length) = (one as u32, (one >> 32) as u32);
+    let (Some(end), Some(sum)) = (address.checked_add(length), length.checked_add((next >> 32) as u32)) else { return None };
+    if end == next as u32 && sum > length { Some(address as u64 | (sum as u64) << 32) } else { None }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sends_are_joined_if_their_bytes_are_neighbours() {
+        let send = |address, length| Message::new(Operation::NicSend, Cid::new(77, 3), address, length).to_words();
+        assert!(is_plain_send(send(1, 1)[0]));
+        assert!(!is_plain_send(Message { kind: MORE, ..Message::new(Operation::NicSend, Cid(7), 0, 1) }.to_words()[0]));
+        assert!(!is_plain_send(Message::new(Operation::NicRecvd, Cid(7), 0, 1).to_words()[0]));
+        assert_eq!(join_sends(send(100, 20)[1], send(120, 3)[1]), Some(send(100, 23)[1]));
+        for (one, next) in [((100, 20), (121, 3)), ((100, 20), (119, 3)), ((100, 20), (120, 0)), ((u32::MAX, 2), (1, 3))] {
+            assert_eq!(join_sends(send(one.0, one.1)[1], send(next.0, next.1)[1]), None, "{one:?} {next:?}");
+        }
+        assert_eq!(join_sends(send(0, 2)[1], send(2, u32::MAX)[1]), None);
+    }
 
     #[test]
     fn lengths_are_added() {

@@ -171,17 +171,16 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     }
 
     /// Takes the messages that follow and have `first` as their first word, of those that were there when [`Consumer::pop`] last
-    /// read the producer's index. `take` gets their second words.
+    /// read the producer's index, until `take`, which gets their second words, refuses one.
     #[inline(always)]
-    pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64)) {
+    pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64) -> bool) {
         let words = self.words.as_ref();
         let mut tail = self.tail;
         while tail != self.head {
             let at = SLOTS + 2 * (tail & mask(words)) as usize;
-            if words[at].load(Ordering::Relaxed) != first {
+            if words[at].load(Ordering::Relaxed) != first || !take(words[at + 1].load(Ordering::Relaxed)) {
                 break;
             }
-            take(words[at + 1].load(Ordering::Relaxed));
             tail = tail.wrapping_add(1);
         }
         self.tail = tail;
@@ -286,16 +285,23 @@ mod tests {
     fn like_messages_are_taken_together() {
         let words = ring(4);
         let (mut producer, mut consumer) = (Producer::new(words.clone()), Consumer::new(words));
-        for message in [[7, 1], [7, 2], [8, 3]] {
+        for message in [[7, 1], [7, 2], [7, 9], [8, 3]] {
             producer.push(message).unwrap();
         }
         producer.publish();
         let mut taken = Vec::new();
-        consumer.pop_like(7, |second| taken.push(second));
-        assert!(taken.is_empty(), "the producer's index has not been read yet");
+        let mut take = |second| {
+            let wanted = second < 9;
+            taken.extend(wanted.then_some(second));
+            wanted
+        };
+        consumer.pop_like(7, &mut take);
+        assert_eq!(consumer.position(), 0, "the producer's index has not been read yet");
         assert_eq!(consumer.pop(), Some([7, 1]));
-        consumer.pop_like(7, |second| taken.push(second));
+        consumer.pop_like(7, &mut take);
         assert_eq!(taken, [2]);
+        assert_eq!(consumer.pop(), Some([7, 9]), "it was refused");
+        consumer.pop_like(7, |_| true);
         assert_eq!(consumer.pop(), Some([8, 3]));
     }
 

@@ -1,37 +1,48 @@
 //! Instructions of the NIC for a packet that it sends, by layer, counted as in [`crate::datapath`]: a segment of an MTU, a pure
-//! acknowledgement, and a segment of aggregated 1-byte messages.
+//! acknowledgement, and a segment of aggregated 1-byte messages. Rounds of the worker that find no work are not counted.
 
 use crate::datapath::{self, Bench};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Messages of one byte in the packet of the paper's extreme case.
 const AGGREGATED: u32 = 940;
-/// Packets of the smaller run.
+/// Packets of the smaller run; a multiple of [`BURST`].
 const PACKETS: u64 = 512;
+/// Packets that wait when the worker looks, as in a stream of data.
+const BURST: u32 = 16;
+/// Payload of a segment of an MTU.
+const MTU_PAYLOAD: u32 = 1448;
 
 /// What is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Packet {
-    /// A message of an MTU's payload, sent as one segment, and the peer's acknowledgement of it.
+    /// A message of an MTU's payload, sent as one segment: one of 16 that were queued together. The peer acknowledges every second
+    /// one.
     Mtu,
-    /// A segment that is received, and the acknowledgement that answers it.
+    /// The same, alone: the worker looks for one message, and then for the acknowledgement of this one segment.
+    LoneMtu,
+    /// A segment that is received, and the acknowledgement that answers it: one of 16 that wait together.
     PureAck,
+    /// The same, alone.
+    LonePureAck,
     /// 940 messages of one byte that arrive while data is in flight, and leave as one segment when the acknowledgement comes.
     OneByte,
 }
 
 impl Packet {
     /// All of them.
-    pub const ALL: [Packet; 3] = [Packet::Mtu, Packet::PureAck, Packet::OneByte];
+    pub const ALL: [Packet; 5] = [Packet::Mtu, Packet::LoneMtu, Packet::PureAck, Packet::LonePureAck, Packet::OneByte];
 
     /// Its name as an argument.
     pub fn name(self) -> &'static str {
         match self {
             Packet::Mtu => "mtu",
+            Packet::LoneMtu => "lone-mtu",
             Packet::PureAck => "pure-ack",
+            Packet::LonePureAck => "lone-pure-ack",
             Packet::OneByte => "one-byte",
         }
     }
@@ -53,13 +64,18 @@ pub struct Cost {
 /// # Errors
 /// If the results are not as expected.
 pub fn workload(name: &str, packets: u64) -> Result<()> {
+    let packet = Packet::ALL.into_iter().find(|packet| packet.name() == name).context("no such packet")?;
     let mut bench = Bench::new(1)?;
     bench.use_nagle();
-    for _ in 0..packets {
-        match name {
-            "mtu" => bench.send_messages(1, 1448)?,
-            "pure-ack" => bench.acknowledge()?,
-            _ => bench.send_messages(AGGREGATED, 1)?,
+    let burst = if matches!(packet, Packet::Mtu | Packet::PureAck) { BURST } else { 1 };
+    if packet == Packet::Mtu {
+        bench.open_window(2 * BURST, MTU_PAYLOAD);
+    }
+    for _ in 0..packets / u64::from(burst) {
+        match packet {
+            Packet::Mtu | Packet::LoneMtu => bench.send_segments(burst, MTU_PAYLOAD)?,
+            Packet::PureAck | Packet::LonePureAck => bench.acknowledge(burst)?,
+            Packet::OneByte => bench.send_small_messages(AGGREGATED)?,
         }
     }
     Ok(())
@@ -91,5 +107,5 @@ fn cost(packet: Packet) -> Result<Cost> {
 /// A cost in a few lines of text.
 pub fn line(cost: &Cost) -> String {
     let layers = cost.layers.iter().map(|(layer, instructions)| format!("\n      {layer:<16} {instructions:>9.1}"));
-    format!("NIC, {:<9} {:>9.0} instructions{}", cost.packet.name(), cost.instructions, layers.collect::<String>())
+    format!("NIC, {:<13} {:>9.0} instructions{}", cost.packet.name(), cost.instructions, layers.collect::<String>())
 }

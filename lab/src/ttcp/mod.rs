@@ -2,8 +2,11 @@
 //! NIC in its variants. Everything that the same amount of data costs is counted.
 //!
 //! Host CPU is that of the program, the agent, the host's TCP and the kernel's thread that processes host A's received frames; the NIC's is
-//! beside it. Events are the wake-ups of those processes: each is an interrupt or a doorbell that a sleeper was woken by. The
-//! kernel's turn is on two hosts of their own without Baton. All ways take turns, message size by message size; medians count.
+//! beside it. Events are the wake-ups of those processes: each is an interrupt or a doorbell that a sleeper was woken by. All ways
+//! take turns, message size by message size; medians count.
+//!
+//! The kernel's turn is on the same two hosts, with the NIC as an ordinary card. A veth between two hosts is measured for
+//! comparison, but does not tell their costs apart: whoever sends a frame does the work of receiving it, too.
 
 pub mod cost;
 mod plots;
@@ -17,6 +20,7 @@ use baton_abi::layout::Counter;
 use baton_client::rules::{Interface, Offload};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
+use baton_linux::interface;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::Place;
@@ -38,20 +42,23 @@ const PATIENCE: u64 = 20_000_000;
 pub struct Way {
     /// Its name.
     pub name: &'static str,
-    /// Who makes the connection; None for a host without Baton.
+    /// Who makes the connection; None for the kernel alone.
     pub offload: Option<Offload>,
+    /// Two hosts with a veth between them, without a NIC.
+    pub veth: bool,
     /// The message interface.
     pub interface: Interface,
 }
 
 /// All ways. The first is what the others are compared with.
-pub const WAYS: [Way; 6] = [
-    Way { name: "none", offload: None, interface: Interface::Batched },
-    Way { name: "handoff", offload: Some(Offload::Handoff), interface: Interface::Batched },
-    Way { name: "fast-path", offload: Some(Offload::FastPath), interface: Interface::Batched },
-    Way { name: "full", offload: Some(Offload::Full), interface: Interface::Batched },
-    Way { name: "full-handshake", offload: Some(Offload::Full), interface: Interface::Handshake },
-    Way { name: "full-aggregated", offload: Some(Offload::Full), interface: Interface::Aggregated },
+pub const WAYS: [Way; 7] = [
+    Way { name: "none", offload: None, veth: false, interface: Interface::Batched },
+    Way { name: "veth", offload: None, veth: true, interface: Interface::Batched },
+    Way { name: "handoff", offload: Some(Offload::Handoff), veth: false, interface: Interface::Batched },
+    Way { name: "fast-path", offload: Some(Offload::FastPath), veth: false, interface: Interface::Batched },
+    Way { name: "full", offload: Some(Offload::Full), veth: false, interface: Interface::Batched },
+    Way { name: "full-handshake", offload: Some(Offload::Full), veth: false, interface: Interface::Handshake },
+    Way { name: "full-aggregated", offload: Some(Offload::Full), veth: false, interface: Interface::Aggregated },
 ];
 
 /// Settings of a run.
@@ -180,7 +187,7 @@ impl Hosts {
             let bare = without_baton(&bed)?;
             if !settings.segmentation {
                 for (host, name) in bare.iter().zip([INTERFACE_A, INTERFACE_B]) {
-                    host.run(|| baton_linux::interface::set_segmentation(name, false)).context("turning TSO and GSO off")?;
+                    host.run(|| interface::set_segmentation(name, false)).context("turning TSO and GSO off")?;
                 }
             }
             hosts.bare = Some(bare);
@@ -352,7 +359,7 @@ impl Drop for Running {
 /// If a host cannot be made, a connection breaks or does not get to the NIC, or a byte is wrong.
 pub fn run(settings: &TtcpSettings, progress: impl Fn(&Cell)) -> Result<TtcpReport> {
     ensure!(!settings.ways.is_empty() && !settings.sizes.is_empty(), "nothing to measure: name a way and a message size");
-    let mut bare = Hosts::new(settings, false)?;
+    let mut bare = settings.ways.iter().any(|way| way.veth).then(|| Hosts::new(settings, false)).transpose()?;
     let mut baton = Hosts::new(settings, true)?;
     let mut cells = Vec::new();
     for &direction in &settings.directions {
@@ -361,7 +368,7 @@ pub fn run(settings: &TtcpSettings, progress: impl Fn(&Cell)) -> Result<TtcpRepo
             let mut bytes = 0;
             for _ in 0..settings.rounds.max(1) {
                 for (way, rounds) in settings.ways.iter().zip(&mut rounds) {
-                    let hosts = if way.offload.is_some() { &mut baton } else { &mut bare };
+                    let hosts = bare.as_mut().filter(|_| way.veth).unwrap_or(&mut baton);
                     let result = hosts.transfer(settings, *way, direction, size);
                     let (done, figures) =
                         result.with_context(|| format!("{} {direction:?}, messages of {size} bytes", way.name))?;
@@ -369,7 +376,7 @@ pub fn run(settings: &TtcpSettings, progress: impl Fn(&Cell)) -> Result<TtcpRepo
                     bytes = done;
                 }
             }
-            let kernel = settings.ways.iter().position(|way| way.offload.is_none());
+            let kernel = settings.ways.iter().position(|way| way.name == WAYS[0].name);
             for (way, of) in settings.ways.iter().zip(&rounds) {
                 let ratio = |figure: fn(&Figures) -> f64| {
                     let kernels = kernel.map_or(&[][..], |at| &rounds[at]);

@@ -73,6 +73,12 @@ impl Pending {
         self.fin | self.closed | (self.answers > 0)
     }
 
+    /// Whether acknowledged bytes are the only events.
+    #[inline(always)]
+    pub fn is_only_acked(&self) -> bool {
+        self.received == 0 && !self.has_rare()
+    }
+
     /// Whether there is any event.
     #[inline(always)]
     pub fn any(&self) -> bool {
@@ -119,6 +125,8 @@ pub(crate) struct Offloaded {
     slot_offset: usize,
     /// Offset in session memory of the word that tells the program the processor.
     processor_offset: usize,
+    /// Offset in session memory of [`layout::block::QUIET_ABOVE`].
+    quiet_offset: usize,
     /// The valid table of out-of-order ranges, and its length.
     ranges_table: u8,
     ranges: u8,
@@ -189,6 +197,7 @@ impl Offloaded {
             nic_memory,
             slot_offset: layout::nic::slot(slot),
             processor_offset: layout::session::block(memory.block) + layout::block::PROCESSOR,
+            quiet_offset: layout::session::block(memory.block) + layout::block::QUIET_ABOVE,
             ranges_table: 0,
             ranges: 0,
         };
@@ -199,6 +208,13 @@ impl Offloaded {
     /// Writes the processor's number plus one to the connection's block, for the program.
     pub fn publish_processor(&self, processor: u32) {
         self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
+    }
+
+    /// Whether acknowledgements so far free less send memory than the program waits for: see [`layout::block::QUIET_ABOVE`].
+    pub fn frees_too_little(&self) -> bool {
+        let most = self.session_memory.word32(self.quiet_offset).load(Ordering::Relaxed);
+        let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
+        most != 0 && queued.wrapping_sub(self.tcp.snd_una()) > most
     }
 
     /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers: as one

@@ -1,7 +1,7 @@
 //! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's connection goes
 //! on without a wrong byte. Also forwarded frames, and ICMP.
 
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{block, nic, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerOffloads, WorkerSettings};
@@ -109,11 +109,15 @@ impl Stage {
 
     /// The victim's peer sends a segment with these bytes.
     fn send_to_victim(&mut self, seq: u32, payload: &[u8]) {
+        self.send_segment(seq, 1, payload);
+    }
+
+    fn send_segment(&mut self, seq: u32, ack: u32, payload: &[u8]) {
         let length = payload.len();
         let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
         let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
         let flags = Flags::ACK | Flags::PSH;
-        let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        let header = Header { seq, ack, flags, window: 512, options: &options, ecn: 0, ident: 0 };
         self.frame.set_length(MAX_HEADER + length);
         let headers = template.emit(&header, length, self.frame.bytes_mut());
         self.frame.set_length(headers + length);
@@ -512,6 +516,41 @@ fn doorbells_are_moderated() {
     assert_eq!(rung(&mut stage), [0u32; 0]);
     stage.now = stage.now.after(10_000);
     assert_eq!(rung(&mut stage), [0u32; 0], "it was awake");
+}
+
+/// A sleeping program that waits for room is not woken by acknowledgements that free less, but by the one that frees enough, and by
+/// data.
+#[test]
+fn acknowledgements_that_free_too_little_wake_nobody() {
+    let mut stage = Stage::new();
+    let memory = stage.programs[0].memory.clone();
+    let store = |at: usize, value: u32| memory.word32(at).store(value, Ordering::SeqCst);
+    store(session::PROGRAM_SLEEPING, 1);
+    store(session::block(0) + block::QUEUED_SEQ, 1 + 3 * 1448);
+    store(session::block(0) + block::QUIET_ABOVE, 1448);
+    let message = Message::new(Operation::NicSend, Cid::new(0, 1), session::HEAP as u32 + BUFFER + 1, 3 * 1448);
+    stage.programs[0].commands.push(message.to_words()).unwrap();
+    stage.programs[0].commands.publish();
+    stage.worker.poll(stage.now);
+    let mut rung = |seq: u32, ack: u32, payload: &[u8]| {
+        stage.send_segment(seq, ack, payload);
+        stage.worker.poll(stage.now);
+        let mut rung = 0;
+        stage.worker.doorbells(stage.now, |_| rung += 1);
+        let mut acked = 0;
+        while let Some(words) = stage.programs[0].events.pop() {
+            let message = Message::from_words(words).expect("an event");
+            acked += if message.operation == Operation::OsAck { message.length } else { 0 };
+        }
+        (rung, acked)
+    };
+    assert_eq!(rung(1, 1 + 1448, &[]), (0, 1448), "two segments are left");
+    assert_eq!(rung(1, 1 + 2 * 1448, &[]), (1, 1448), "one is left");
+    store(session::block(0) + block::QUIET_ABOVE, 1);
+    assert_eq!(rung(1, 1 + 2 * 1448, b"data"), (1, 0));
+    assert_eq!(rung(5, 1 + 3 * 1448 - 10, &[]), (0, 1438), "ten bytes are left");
+    store(session::block(0) + block::QUIET_ABOVE, 0);
+    assert_eq!(rung(5, 1 + 3 * 1448, &[]), (1, 10), "each one shall");
 }
 
 /// A segment that announces urgent data is held, the agent is asked once to restore the connection, and the kernel gets the

@@ -6,8 +6,11 @@
 use crate::connection::{Connection, Due};
 use crate::time::Instant;
 
-/// Round trips that are shorter, in microseconds, need no more than a connection begins with: 256 KB fill a path of 4 Gb/s.
+/// Round trips that are shorter, in microseconds, need no larger window than a connection begins with: 256 KB fill a path of 4 Gb/s.
 const SHORT: u32 = 500;
+/// Send memory in bytes of a connection on a short path whose program fills what it has: the more there is, the less often the
+/// program has to be woken to fill it again.
+const SHORT_SEND: u32 = 1 << 21;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
 /// No connection needs more.
@@ -40,9 +43,14 @@ impl Connection {
     pub fn wanted_send_memory(&self, size: u32) -> Option<u32> {
         let queued = self.send.end.wrapping_sub(self.send.una);
         let window = self.congestion.cwnd.saturating_mul(self.send.mss);
+        if queued <= size / 2 || window <= size / 2 {
+            return None;
+        }
+        if !self.is_long_path() {
+            return (size < SHORT_SEND).then_some(SHORT_SEND);
+        }
         // Twice the window, so that the program refills one while the other is in flight.
-        let limited = queued > size / 2 && window > size / 2 && self.is_long_path();
-        limited.then(|| window.saturating_mul(FACTOR).min(MOST))
+        Some(window.saturating_mul(FACTOR).min(MOST))
     }
 
     /// Whether the path's round trip is long enough to need more memory. The smallest one counts: a busy host makes others longer.

@@ -10,9 +10,10 @@ pub const EXAMPLES: &str = "Examples:
   baton ttcp --sizes 1,64,1448,65536 --ways none,full --json
   baton ttcp --direction transmit --plot .            # writes ttcp-transmit.svg here
 
-Ways: none (the kernel, no Baton), handoff and full (--offload of `baton run`, a ring), and full with the message interfaces
-handshake and aggregated (--interface of `baton run`). Host CPU is that of program, agent and the kernel's thread for received
-frames, for the same amount of data; the NIC's is shown beside it.";
+Ways: none (the kernel, with the NIC as an ordinary card), veth (the kernel on two hosts with a veth, without a NIC), handoff,
+fast-path and full (--offload of `baton run`, a ring), and full with the message interfaces handshake and aggregated (--interface
+of `baton run`). Ratios are to none. Host CPU is that of program, agent and the kernel's thread for received frames, for the same
+amount of data; the NIC's is shown beside it.";
 
 #[derive(clap::Args)]
 pub struct TtcpArguments {

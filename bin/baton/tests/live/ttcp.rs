@@ -16,7 +16,7 @@ fn every_way_transfers_what_was_sent() {
     assert!(matches!(output.status.code(), Some(0 | 1)), "{stderr}");
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let cells = report["cells"].as_array().expect("cells");
-    for way in ["none", "handoff", "fast-path", "full", "full-handshake", "full-aggregated"] {
+    for way in ["none", "veth", "handoff", "fast-path", "full", "full-handshake", "full-aggregated"] {
         for direction in ["transmit", "receive"] {
             for (size, bytes) in [(1, 1500), (3000, 4_500_000), (65_536, 64 << 20)] {
                 let same =
@@ -38,5 +38,5 @@ fn an_unknown_way_is_refused() {
     let output = ttcp(&["--ways", "none,half"]);
     assert_eq!(output.status.code(), Some(2));
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.contains("--ways \"half\": use some of none, handoff"), "{stderr}");
+    assert!(stderr.contains("--ways \"half\": use some of none, veth, handoff"), "{stderr}");
 }

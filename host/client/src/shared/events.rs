@@ -68,7 +68,10 @@ impl Shared {
         let mut last = None;
         while let Some([first, mut second]) = events.ring.pop() {
             if counts_bytes(first) {
-                events.ring.pop_like(first, |more| second = add_length(second, more));
+                events.ring.pop_like(first, |more| {
+                    second = add_length(second, more);
+                    true
+                });
             }
             let about =
                 Message::from_words([first, second]).and_then(|message| self.on_event(&mut events, &connections, &message));

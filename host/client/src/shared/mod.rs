@@ -56,6 +56,8 @@ pub struct Shared {
     /// The part of session memory that the agent gives out nothing of.
     pub(crate) buffers: Arc<Mutex<Heap>>,
     interface: Interface,
+    /// Whoever waits for room to send waits until a connection is writable.
+    patient: bool,
     /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
     full_until: AtomicU64,
 }
@@ -170,6 +172,7 @@ impl Shared {
             early: AtomicBool::new(false),
             listener,
             interface: Interface::default(),
+            patient: false,
             full_until: AtomicU64::new(0),
         }
     }
@@ -177,6 +180,12 @@ impl Shared {
     /// Chooses how sends cross to the NIC, before the first one.
     pub fn use_interface(&mut self, interface: Interface) {
         self.interface = interface;
+    }
+
+    /// Promises, before there are connections, that whoever waits for room to send waits until [`Readiness::is_writable`]. Then a
+    /// sleeping program is not woken by acknowledgements that free less.
+    pub fn wait_until_writable(&mut self) {
+        self.patient = true;
     }
 
     /// A session on private memory, without an agent.
@@ -301,7 +310,7 @@ mod tests {
     #[test]
     fn an_early_move_is_seen() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
-        let connection = Connection::unregistered(memory.clone());
+        let connection = Connection::unregistered(memory.clone(), false);
         connection.set_number(3);
         assert!(!connection.has_moved());
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
@@ -337,6 +346,18 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
+    /// Buffers to post and rings for datagrams come from the same part of session memory: none gets what another has.
+    #[test]
+    fn buffers_and_datagrams_share_their_memory() {
+        let shared = Shared::on(Arc::new(Region::private(at::HEAP + (1 << 20)).unwrap()));
+        let store = crate::buffer::Store::new(&shared);
+        let all = shared.buffers.lock().unwrap().free_bytes();
+        let buffer = store.buffer(4096).unwrap();
+        assert_eq!(shared.buffers.lock().unwrap().free_bytes(), all - 4096);
+        drop(buffer);
+        assert_eq!(shared.buffers.lock().unwrap().free_bytes(), all);
+    }
+
     /// With no room in the ring the connection is not shut down, and a later attempt shuts it down.
     #[test]
     fn shutting_down_waits_for_room() {
@@ -367,7 +388,7 @@ mod tests {
         let memory = Arc::new(Region::private(at::HEAP + 8192).unwrap());
         let mut shared = Shared::on(memory.clone());
         shared.use_interface(interface);
-        let connection = Connection::unregistered(memory.clone());
+        let connection = Connection::unregistered(memory.clone(), false);
         connection.set_number(0);
         let fields = [(block::OWNER, Owner::Nic as u32), (block::CID, Cid::new(0, 1).0)];
         let heap = at::HEAP as u32;
@@ -463,7 +484,7 @@ mod tests {
     fn slots_are_reused() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
         let connection = |number, cid: Cid| {
-            let connection = Connection::unregistered(memory.clone());
+            let connection = Connection::unregistered(memory.clone(), false);
             connection.set_number(number);
             memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
             connection.refresh();

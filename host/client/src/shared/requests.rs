@@ -65,7 +65,7 @@ impl Shared {
     /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps these for
     /// ever, and lets each represent one connection after another.
     pub fn unregistered(&self) -> Arc<Connection> {
-        Arc::new(Connection::unregistered(self.memory.clone()))
+        Arc::new(Connection::unregistered(self.memory.clone(), self.patient))
     }
 
     /// As [`Shared::register`], for a connection from [`Shared::unregistered`] that represents no other now.

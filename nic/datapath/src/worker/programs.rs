@@ -8,7 +8,7 @@ use crate::offloaded::Pending;
 use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
-use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation};
+use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation, is_plain_send, join_sends};
 use baton_device::Device;
 use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, needs_doorbell};
@@ -179,7 +179,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
-            let Some(words) = session.commands.pop() else {
+            let before = session.commands.position();
+            let Some(words) = pop_joined(&mut session.commands) else {
                 if session.commands.is_corrupt() {
                     self.send_queued(unsent, now);
                     self.stop_session(id);
@@ -188,7 +189,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 break;
             };
             worked = true;
-            let last_of_many = session.commands.position().is_multiple_of(ANSWERED);
+            let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
             let accepted = Message::from_words(words).is_some_and(|message| {
                 if last_of_many || message.operation == Operation::NicSend && message.kind & ANSWER != 0 {
                     answer = Some(message.cid);
@@ -205,15 +206,29 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
+        if let Some(cid) = answer {
+            // The program may wait for this, so it comes before the segments.
+            self.record_queued(unsent, now);
+            if let Some(session) = self.programs.sessions[id].as_mut() {
+                session.commands.release();
+                session.answer(cid);
+            }
+        }
         self.send_queued(unsent, now);
         if worked && let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
-            if let Some(cid) = answer {
-                session.answer(cid);
-            }
         }
         worked
+    }
+
+    /// Publishes the recovery record of the connection in slot `unsent`, if there is one.
+    fn record_queued(&mut self, unsent: Option<u32>, now: Instant) {
+        if let Some(Some(slot)) = unsent.and_then(|index| self.connections.slots.get_mut(index as usize))
+            && let Custody::Active(offloaded) = &mut slot.custody
+        {
+            offloaded.publish(now);
+        }
     }
 
     /// Sends what has been queued on the connection in slot `unsent`, if there is one.
@@ -356,10 +371,14 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn send_events_of(&mut self, index: u32) -> Result<bool, Full> {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Ok(false) };
         let cid = slot.cid;
+        let lent = matches!(slot.custody, Custody::Lent(_));
         let Some(offloaded) = slot.offloaded() else { return Ok(false) };
         let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return Ok(false) };
         let fetches = offloaded.fetches;
-        let sent = session.send(cid, &mut offloaded.pending);
+        // A program that is about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection
+        // is known to the host's TCP only.
+        let silent = offloaded.pending.is_only_acked() && session.sleeps() && !lent && offloaded.frees_too_little();
+        let sent = session.send(cid, &mut offloaded.pending, silent);
         slot.dirty = sent.is_err();
         sent.map(|()| fetches)
     }
@@ -374,14 +393,37 @@ impl Session {
         }
     }
 
-    /// Sends pending events, as far as the ring has room.
+    /// Whether the program seems to sleep.
+    fn sleeps(&self) -> bool {
+        self.memory.word32(session::PROGRAM_SLEEPING).load(Ordering::Relaxed) != 0
+    }
+
+    /// Sends pending events, as far as the ring has room. If that is `silent` the doorbell is not rung for them, unless the ring
+    /// is full.
     #[inline(always)]
-    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
-        self.unsignalled += u64::from(pending.received) + 1;
+    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending, silent: bool) -> Result<(), Full> {
+        let bytes = u64::from(pending.received);
         let sent = send(&mut self.events, cid, pending);
         self.events.publish();
+        if !silent || sent.is_err() {
+            self.unsignalled += bytes + 1;
+        }
         sent
     }
+}
+
+/// Takes the next message. Sends of one connection that follow each other in the ring, and their bytes in memory, count as one.
+#[inline]
+fn pop_joined(commands: &mut Consumer<RingWords>) -> Option<[u64; 2]> {
+    let [first, mut second] = commands.pop()?;
+    if is_plain_send(first) {
+        commands.pop_like(first, |next| {
+            let joined = join_sends(second, next).filter(|joined| (joined >> 32) as usize <= MAX_SEND);
+            second = joined.unwrap_or(second);
+            joined.is_some()
+        });
+    }
+    Some([first, second])
 }
 
 /// Sends pending events, and removes each from `pending` as it is sent: with a full ring the rest remains.
