@@ -3,7 +3,7 @@
 
 use crate::agent::Agent;
 use crate::connecting::ABORTED;
-use crate::connection::{Block, Connection, Memory, Stage};
+use crate::connection::{Block, Carried, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
 use crate::perform::hand_to_kernel;
@@ -19,7 +19,7 @@ use baton_linux::socket;
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
-use baton_protocol::program::{Answer, Reply, Request};
+use baton_protocol::program::{Answer, Reply, Request, Until};
 use baton_shm::Region;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, HashMap};
@@ -112,14 +112,17 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
                 session.opening = opening;
             }
         }
-        Kept::Connection(of, number) => {
+        Kept::Connection(of, number, until) => {
             let fd = next()?;
             let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
             let (Some(session), Ok(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
             // A socket whose connection has ended on the NIC has no peer any more, and no frames of it are sent.
             let Some(peer) = names.1.ok().or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
             let process = session.process;
-            adopt(session, number, Some(fd), process, (local, peer));
+            let connection = adopt(session, number, Some(fd), process, (local, peer));
+            if let Some(connection) = connection {
+                (connection.stays, connection.inherited) = (until == Until::Never, until == Until::Alone);
+            }
         }
         Kept::Attached(of, number, process, local, peer) => {
             if let Some(session) = sessions.get_mut(&of) {
@@ -131,8 +134,14 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
     Ok(())
 }
 
-fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, (local, peer): (SocketAddr, SocketAddr)) {
-    let Some(open) = &session.open else { return };
+fn adopt(
+    session: &mut Session,
+    number: u32,
+    fd: Option<OwnedFd>,
+    process: u32,
+    (local, peer): (SocketAddr, SocketAddr),
+) -> Option<&mut Connection> {
+    let open = session.open.as_ref()?;
     let block = Block::new(open.memory.clone(), number);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
@@ -143,6 +152,7 @@ fn adopt(session: &mut Session, number: u32, fd: Option<OwnedFd>, process: u32, 
         ..Connection::new(number, fd, flow, local, peer, block)
     };
     session.connections.put(connection);
+    session.connections.get_mut(number as usize)?.as_mut()
 }
 
 impl Agent {
@@ -229,7 +239,7 @@ impl Agent {
             }
             connection.on_nic = Some(Box::new(on_nic));
         } else {
-            connection.journalled = Some(Box::new(entry));
+            connection.carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
         }
         connection.machine = Move::adopted(phase, phase == Phase::Sending && finished);
         connection.cid = Some(cid);

@@ -5,7 +5,7 @@ mod requests;
 
 use crate::adoption::Inherited;
 use crate::cgroups::Cgroups;
-use crate::changes::Watched;
+use crate::changes::{ELSEWHERE, Watched};
 use crate::chaos::Chaos;
 use crate::connection::{Asker, Connection};
 use crate::datagrams::Datagrams;
@@ -25,12 +25,12 @@ use crate::slab::Slab;
 use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
-use baton_abi::{Cid, Control, Operation, RestoreCause};
+use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::{interface, netlink, process, rtnetlink};
-use baton_moves::{Event, Refusal};
+use baton_moves::{Arrived, Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Descriptor;
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
@@ -88,6 +88,8 @@ pub(crate) struct Agent {
     pub datagrams: Datagrams,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
+    /// Sessions that have ended, with connections that are on their way to the kernel.
+    leaving: Vec<u32>,
     pub shape: Shape,
     /// Shutdown was requested: connections stay in the kernel.
     pub draining: bool,
@@ -204,6 +206,7 @@ pub fn run() -> Result<()> {
         guards,
         looks: Looks::default(),
         cut_off: Vec::new(),
+        leaving: Vec::new(),
         listeners: Listeners::default(),
         datagrams: Datagrams::default(),
         users,
@@ -247,6 +250,8 @@ impl Agent {
             let limit =
                 [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait()].into_iter().flatten().min();
             self.poller.wait(limit, &mut tokens)?;
+            // First: an answer that is there is not late, however long this process did not run.
+            self.handle_nic_messages();
             for token in std::mem::take(&mut tokens) {
                 match token {
                     LISTENER => {
@@ -286,6 +291,7 @@ impl Agent {
             self.work_on_moves();
             self.clear_attended();
             self.end_what_is_cut_off();
+            self.remove_sessions();
             if self.nic_is_dead() {
                 self.recover()?;
             }
@@ -490,76 +496,112 @@ impl Agent {
         Some(connection)
     }
 
-    /// Handles the NIC's unsolicited messages: a broken command ring, a connection that it wants to restore, that has ended or
-    /// that needs more memory.
+    /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore, that has
+    /// ended or that needs more memory.
     pub(crate) fn handle_nic_messages(&mut self) {
         self.nic.receive();
-        while let Some(message) = self.nic.inbox.pop_front() {
-            if let Some(session) = cut_off(&message) {
-                self.cut_off.push((session, "its command ring makes no sense"));
-                continue;
+        while let Some(arrived) = self.nic.inbox.pop() {
+            match arrived {
+                Arrived::Answer(cid, answer) => self.on_answer(cid, answer),
+                Arrived::Event(message) => self.on_nic_message(&message),
             }
-            if (message.operation, Control::from_number(message.kind)) == (Operation::OsControl, Some(Control::Made)) {
-                match (message.address, self.find(message.cid)) {
-                    (0, Some((session, number))) => self.opened(session, number),
-                    (0, None) => self.drop_made(message.cid),
-                    (listener, _) => self.made(message.cid, listener, message.length != 0),
-                }
-                continue;
+        }
+    }
+
+    fn on_nic_message(&mut self, message: &Message) {
+        if let Some(session) = cut_off(message) {
+            return self.cut_off.push((session, "its command ring makes no sense"));
+        }
+        let control = Control::from_number(message.kind);
+        if (message.operation, control) == (Operation::OsControl, Some(Control::Made)) {
+            return match (message.address, self.find(message.cid)) {
+                (0, Some((session, number))) => self.opened(session, number),
+                (0, None) => self.drop_made(message.cid),
+                (listener, _) => self.made(message.cid, listener, message.length != 0),
+            };
+        }
+        let refuses = |what| control == Some(Control::Refused) && message.length == what as u32;
+        if message.operation == Operation::OsControl && refuses(Control::Grant) {
+            return self.not_granted(message.cid);
+        }
+        let Some((session, number)) = self.find(message.cid) else { return };
+        match (message.operation, control) {
+            (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
+                self.return_soon(session, number, "urgent data from its peer");
             }
-            let Some((session, number)) = self.find(message.cid) else { continue };
-            match (message.operation, Control::from_number(message.kind)) {
-                (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
-                    self.return_soon(session, number, "urgent data from its peer");
-                }
-                (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
-                (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
-                (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
-                (Operation::OsControl, Some(Control::Refused)) if message.length == Control::Close as u32 => {
-                    self.return_soon(session, number, "the NIC cannot close it");
-                }
-                (Operation::OsControl, Some(Control::Grow)) => {
-                    if let Some(connection) = self.connection(session, number) {
-                        connection.wants = (message.address, message.length);
-                    }
-                    self.drive(session, number, Event::Grow);
-                }
-                _ => {}
+            (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
+            (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
+            (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
+            (Operation::OsControl, _) if refuses(Control::Connect) => self.open_in_kernel(session, number),
+            (Operation::OsControl, _) if refuses(Control::Close) => {
+                self.return_soon(session, number, "the NIC cannot close it");
             }
+            (Operation::OsControl, _) if refuses(Control::Mtu) => self.return_soon(session, number, ELSEWHERE),
+            (Operation::OsControl, Some(Control::Grow)) => {
+                if let Some(connection) = self.connection(session, number) {
+                    connection.wants = (message.address, message.length);
+                }
+                self.drive(session, number, Event::Grow);
+            }
+            _ => {}
         }
     }
 
     /// Finds session and number of the connection on the NIC with this cid, from the handoff parameters in its slot.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
-        let (session, number) = journal::handed_off(&self.hardware.memory, self.settings.nic.slots, cid)?;
+        let (session, number) = journal::occupant(&self.hardware.memory, self.settings.nic.slots, cid)?;
         let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
         (found.cid == Some(cid)).then_some((session, number))
     }
 
-    /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have. With
-    /// `ending` the agent ends and the program continues.
+    /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have, and the session
+    /// is removed when they are there. With `ending` the agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
+        if !ending && self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.ends) {
+            return;
+        }
         self.end_connections(number, ending);
         self.stop_listening(number, None);
         self.end_datagrams(number, None, false);
-        if !self.sessions.get(number as usize).is_some_and(Option::is_some) {
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
+        if !std::mem::replace(&mut session.ends, true) {
+            let _ = self.poller.remove(session.channel.as_fd());
+        }
+        self.cut_off.retain(|(other, _)| *other != number);
+        self.leaving.push(number);
+        self.remove_sessions();
+    }
+
+    /// Removes sessions that have ended and have no connections any more, and whose numbers the NIC does not know any more.
+    pub(crate) fn remove_sessions(&mut self) {
+        for number in std::mem::take(&mut self.leaving) {
+            let Some(Some(session)) = self.sessions.get(number as usize) else { continue };
+            let idle = session.connections.iter().flatten().next().is_none();
+            if !idle || session.open.is_some() && self.nic.detach(number).is_err() {
+                self.leaving.push(number);
+            } else if session.open.is_none() {
+                self.remove_session(number);
+            }
+        }
+        while let Some(number) = self.nic.take_detached() {
+            self.remove_session(number);
+        }
+    }
+
+    fn remove_session(&mut self, number: u32) {
+        // The NIC may have been asked to forget one that could not be opened, and goes on.
+        if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| !session.ends) {
             return;
         }
-        if let Some(session) = self.sessions.remove(number) {
-            let _ = self.poller.remove(session.channel.as_fd());
-            self.keep(&Kept::Ended(number), &[]);
-            self.users.leaves(session.user, session.open.is_some());
-            if session.open.is_some() {
-                self.groups.left(session.opening.group);
+        let Some(session) = self.sessions.remove(number) else { return };
+        self.keep(&Kept::Ended(number), &[]);
+        self.users.leaves(session.user, session.open.is_some());
+        if session.open.is_some() {
+            self.groups.left(session.opening.group);
+            if let Some(messages) = &session.opening.messages {
+                self.shape.unsteer(&messages_flow(messages.address.into()));
             }
-            if session.open.is_some() {
-                if let Some(messages) = &session.opening.messages {
-                    self.shape.unsteer(&messages_flow(messages.address.into()));
-                }
-                let _ = self.nic.control(Control::Detach, Cid(0), number);
-                self.nic.forget_session(number);
-            }
-            self.cut_off.retain(|(other, _)| *other != number);
+            self.nic.forget_session(number);
         }
     }
 
@@ -604,7 +646,7 @@ impl Agent {
                 // The program asks the next NIC for its hosts again.
                 open.hosts.clear();
             }
-            if let Some(Session { open: Some(open), opening, .. }) = session
+            if let Some(Session { open: Some(open), opening, ends: false, .. }) = session
                 && let Err(error) = next.attach(number as u32, open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.

@@ -8,7 +8,7 @@ use crate::session::{NOT_READING, Sent, Session};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, socket};
-use baton_moves::{Event, Refusal};
+use baton_moves::Refusal;
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
 use std::collections::{BTreeSet, HashSet};
 use std::io;
@@ -119,7 +119,7 @@ impl Agent {
         }
     }
 
-    /// Stores a connection's descriptor while a move takes place; None drops it afterwards.
+    /// Stores a connection's descriptor while a move takes place; None drops it.
     pub(crate) fn lent(&mut self, session: u32, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
             && session.opening.attacher
@@ -128,17 +128,24 @@ impl Agent {
         }
     }
 
-    /// Moves a connection while its program is stopped: the move takes place now, or not at all.
+    /// Drops the descriptor of a connection that does not move any more: its program goes on.
+    pub(crate) fn return_descriptor(&mut self, session: u32, number: u32) {
+        if let Some(connection) = self.connection(session, number)
+            && connection.attached
+            && !connection.closed
+            && connection.machine.goal().is_none()
+        {
+            connection.fd = None;
+        }
+    }
+
+    /// Moves a connection while its program is stopped, which waits for the answer: the move takes place at once, or not at all.
     pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<OwnedFd>, asker: Asker) {
         self.lent(session, number, fd);
         if let Some((reply, _)) = self.request_move(session, number, to, asker) {
             self.answer(asker.0, asker.1, reply, &[]);
         }
-        // Out-of-order data in the kernel is not waited for.
-        if self.stage(session, number) == Some(Stage::Offloading) {
-            self.drive(session, number, Event::CallOff(Refusal::OutOfOrder));
-        }
-        self.lent(session, number, None);
+        self.return_descriptor(session, number);
     }
 
     /// Restores a connection whose socket its program has closed into a socket of the agent's, which the kernel then closes as it

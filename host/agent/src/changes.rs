@@ -6,7 +6,7 @@ use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
 use crate::session::Host;
-use baton_abi::Control;
+use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
@@ -106,11 +106,13 @@ fn doubt(connection: &mut Connection) {
     connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
+/// Why a connection is restored whose frames would go another way now.
+pub(crate) const ELSEWHERE: &str = "its route has changed";
+
 /// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the kernel, and
 /// unmuted when it has one again; path MTU and the devices at which its frames are received follow the route. An error, the
 /// reason, if its frames need another device or header: then it has to be restored to the kernel.
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
-    const ELSEWHERE: &str = "its route has changed";
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
     let Some(on_nic) = connection.running() else { return Ok(()) };
@@ -125,7 +127,8 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
         Err(Refusal::Marked(_)) => return Err("its program has set SO_MARK"),
         _ => return Err(ELSEWHERE),
     };
-    if muted != on_nic.muted && ground.nic.control(Control::Interface, cid, interface).is_ok() {
+    let command = |control, value| Message::control(Operation::NicControl, control, cid, value, 0);
+    if muted != on_nic.muted && ground.nic.post(command(Control::Interface, interface)).is_ok() {
         on_nic.muted = muted;
         connection.reason = now.as_ref().map_or_else(ToString::to_string, |_| "its route is there again".into());
     }
@@ -135,7 +138,8 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
         ground.shape.steer(&connection.flow, &now.path, Steer::Steal).map_err(|_| ELSEWHERE)?;
     }
     if was.is_some_and(|was| was.mtu != now.mtu) {
-        ground.nic.control(Control::Mtu, cid, now.mtu).map_err(|_| ELSEWHERE)?;
+        // If the NIC refuses it, the connection is restored.
+        ground.nic.post(command(Control::Mtu, now.mtu)).map_err(|_| ELSEWHERE)?;
     }
     Ok(())
 }

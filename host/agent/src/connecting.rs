@@ -9,15 +9,15 @@ use crate::agent::Agent;
 use crate::connection::Connection;
 use crate::memory::Limits;
 use crate::record::{read_image, unpublish};
-use baton_abi::Control;
 use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::{Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening;
 use baton_image::{Image, MAX_ENCODED};
 use baton_linux::socket;
 use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
-use baton_protocol::program::{Place, Reply};
+use baton_protocol::program::{Place, Reply, Until};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -68,14 +68,15 @@ impl Agent {
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
         let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error))?;
-        if let Err(refusal) = self.nic.control(Control::Connect, cid, retries) {
+        // If the NIC refuses it, the kernel opens the connection.
+        if let Err(refusal) = self.nic.post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)) {
             self.nic.give_slot(cid);
             return Err(refusal);
         }
         let (number, serial) = (connection.number, connection.serial);
         let kept = connection.fd()?.try_clone_to_owned().map_err(|error| system("dup", &error))?;
         self.sessions[session as usize].as_mut().ok_or(Refusal::NoRoom)?.connections.put(connection);
-        self.keep(&Kept::Connection(session, number), &[kept.as_fd()]);
+        self.keep(&Kept::Connection(session, number, Until::Again), &[kept.as_fd()]);
         self.note_registered(session, number, serial);
         Ok(number)
     }

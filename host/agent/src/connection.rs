@@ -5,6 +5,7 @@ use crate::memory::Limits;
 use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
+use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events;
@@ -84,6 +85,17 @@ pub(crate) struct ReplayedFin {
     pub until: u64,
 }
 
+/// State of a move while it waits for the program or the NIC.
+#[derive(Default)]
+pub(crate) struct Carried {
+    pub way: Option<Way>,
+    /// Its entry in the journal; that of the agent before, if that had restored the connection.
+    pub entry: Option<Entry>,
+    /// An import into the kernel's socket that is not finished, and the image of which it is made.
+    pub importer: Option<Importer>,
+    pub image: Option<Image>,
+}
+
 /// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
     /// The image that was handed off.
@@ -146,8 +158,8 @@ pub(crate) struct Connection {
     pub growing: Option<Growing>,
     /// The peer's FIN that is on its way to the kernel's socket.
     pub fin: Option<Box<ReplayedFin>>,
-    /// The journal entry of a connection whose agent died, until it is in the kernel.
-    pub journalled: Option<Box<Entry>>,
+    /// What its move goes on with after it has waited.
+    pub carried: Option<Box<Carried>>,
     pub waiting: Waiting,
     /// Number of changes to its block, written there so that the program reads it again.
     pub moves: u32,
@@ -207,7 +219,7 @@ impl Connection {
             wants: (0, 0),
             growing: None,
             fin: None,
-            journalled: None,
+            carried: None,
             waiting: Waiting::default(),
             moves: block.load(layout::MOVES),
             made_by: Place::Kernel,

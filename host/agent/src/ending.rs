@@ -51,16 +51,20 @@ impl Agent {
         while !left.is_empty() {
             left.retain(|(session, number)| {
                 match self.stage(*session, *number) {
-                    Some(Stage::Offloading) => self.call_off(*session, *number),
+                    Some(Stage::Offloading) => {
+                        self.call_off(*session, *number);
+                        self.drive(*session, *number, Event::Tick);
+                    }
                     // Begins or continues its move; its program may have to leave an operation first.
                     Some(Stage::Nic) => self.begin_restore(*session, *number, None),
                     // The memory of one that has ended keeps what its program has not read.
                     Some(Stage::Kernel | Stage::Ended) | None => {}
                 }
                 self.handle_nic_messages();
-                self.is_on_nic(*session, *number)
+                self.is_on_nic(*session, *number) || self.awaits_nic(*session, *number)
             });
-            if monotonic_micros() >= deadline {
+            // A NIC that does not answer is ended, and its connections are recovered.
+            if monotonic_micros() >= deadline && !left.iter().any(|(session, number)| self.awaits_nic(*session, *number)) {
                 break;
             }
             if self.nic_is_dead() && self.recover().is_err() {
@@ -75,6 +79,7 @@ impl Agent {
             self.end_session(number, true);
         }
         self.nic.end();
+        self.remove_sessions();
     }
 
     pub(crate) fn all_connections(&self) -> Vec<(u32, u32)> {
@@ -86,6 +91,12 @@ impl Agent {
 
     fn is_on_nic(&self, session: u32, number: u32) -> bool {
         self.stage(session, number) == Some(Stage::Nic)
+    }
+
+    fn awaits_nic(&self, session: u32, number: u32) -> bool {
+        let session = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let connection = session.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        connection.is_some_and(|connection| connection.machine.awaits().is_some())
     }
 
     pub(crate) fn has_ended(&self, session: u32, number: u32) -> bool {

@@ -117,18 +117,13 @@ impl Agent {
             }
             Stage::Kernel => {
                 self.begin_offload(session, number, None);
-                if !flips && self.stage(session, number) == Some(Stage::Kernel) {
+                // It is looked at again then, whether it has come there or not.
+                if !flips && self.stage(session, number) != Some(Stage::Nic) {
                     self.retries.add(LATER, session, number, serial);
                 }
             }
             Stage::Nic if !flips && connection.must_return.is_none() => return,
-            Stage::Nic => {
-                let wanted = connection.must_return.is_some();
-                self.begin_restore(session, number, None);
-                if wanted && self.try_again(session, number, serial) {
-                    return;
-                }
-            }
+            Stage::Nic => self.begin_restore(session, number, None),
             Stage::Offloading => {}
             Stage::Ended => return,
         }
@@ -151,15 +146,15 @@ impl Agent {
         }
     }
 
-    /// Schedules a retry if a connection that has to be restored is still on the NIC. Returns whether it is.
-    fn try_again(&mut self, session: u32, number: u32, serial: u64) -> bool {
-        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
-        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        let still = connection.is_some_and(|connection| connection.stage() == Stage::Nic);
-        if still {
+    /// Schedules what follows the end of a move of a connection that had to leave the NIC.
+    pub(crate) fn follow_return(&mut self, session: u32, number: u32) {
+        let Some(connection) = self.connection(session, number) else { return };
+        let serial = connection.serial;
+        if connection.stage() == Stage::Nic {
             self.retries.add(AGAIN, session, number, serial);
+        } else {
+            self.try_later(session, number);
         }
-        still
     }
 
     /// Restores a connection that has to leave the NIC, now or as soon as possible.
@@ -174,8 +169,5 @@ impl Agent {
             return;
         }
         self.begin_restore(session, number, None);
-        if !self.try_again(session, number, serial) {
-            self.try_later(session, number);
-        }
     }
 }

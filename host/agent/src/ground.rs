@@ -5,7 +5,6 @@ use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::nic::NicProcess;
-use baton_abi::{Cid, Control};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
@@ -135,33 +134,5 @@ impl Ground<'_> {
             .fd()
             .and_then(|fd| socket::inode(fd).map_err(|error| system("fstat", &error)))
             .is_ok_and(|inode| process::others_hold(inode, &ours))
-    }
-
-    /// Makes the NIC copy the connection's frames; its flow is in the slot.
-    pub fn mirror(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
-        self.nic.control(Control::Mirror, cid, 0)?;
-        let steered = self.shape.steer(flow, path, Steer::Mirror);
-        if steered.is_err() {
-            self.cancel(cid, flow, false);
-        }
-        steered
-    }
-
-    /// Makes the NIC, and not the kernel, receive the connection's frames.
-    pub fn steal(&mut self, cid: Cid, flow: &Flow, path: &Path) -> Result<(), Refusal> {
-        self.nic.control(Control::Steal, cid, 0)?;
-        self.shape.steer(flow, path, Steer::Steal)
-    }
-
-    /// Makes the NIC drop its state of a connection that it does not run; see [`Control::Cancel`].
-    pub fn cancel(&mut self, cid: Cid, flow: &Flow, forgotten: bool) {
-        self.shape.unsteer(flow);
-        let _ = self.nic.control(Control::Cancel, cid, u32::from(forgotten));
-    }
-
-    /// Makes the NIC release a connection that the kernel has again.
-    pub fn release(&mut self, cid: Cid, flow: &Flow) -> Result<(), Refusal> {
-        self.shape.unsteer(flow);
-        self.nic.control(Control::Release, cid, 0).map(|_| ())
     }
 }

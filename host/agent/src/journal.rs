@@ -144,8 +144,8 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
     (Cid(entry.cid).slot() == at).then_some((phase, entry))
 }
 
-/// Returns session and number of the connection that was last handed off in the slot of this cid.
-pub(crate) fn handed_off(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u32, u32)> {
+/// Returns session and number of the connection that had the slot of this cid last.
+pub(crate) fn occupant(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u32, u32)> {
     if cid.slot() as usize >= slots {
         return None;
     }

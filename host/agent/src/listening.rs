@@ -14,7 +14,7 @@ use crate::record::{read_image, unpublish};
 use crate::session::Session;
 use crate::way::Way;
 use baton_abi::layout::{Owner, block};
-use baton_abi::{Cid, Control};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening::Listening;
 use baton_handoff::{export, shell};
@@ -24,7 +24,7 @@ use baton_linux::{diagnosis, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Listen;
-use baton_protocol::program::{Place, Reply};
+use baton_protocol::program::{Place, Reply, Until};
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
@@ -179,10 +179,20 @@ impl Agent {
             let Some(cid) = self.nic.take_slot() else { return };
             // A record that is there is of an earlier occupant.
             unpublish(&self.hardware.memory, cid.slot());
-            if self.nic.control(Control::Grant, cid, id).is_err() {
+            if self.nic.post(Message::control(Operation::NicControl, Control::Grant, cid, id, 0)).is_err() {
                 return self.nic.give_slot(cid);
             }
             listener.granted.push(cid);
+        }
+    }
+
+    /// Handles the NIC's refusal of a slot for a listener.
+    pub(crate) fn not_granted(&mut self, cid: Cid) {
+        for listener in self.listeners.by_id.values_mut() {
+            if let Some(at) = listener.granted.iter().position(|granted| *granted == cid) {
+                listener.granted.swap_remove(at);
+                return self.nic.give_slot(cid);
+            }
         }
     }
 
@@ -206,10 +216,7 @@ impl Agent {
 
     /// Drops a connection that the NIC has made: its frames are the kernel's.
     pub(crate) fn drop_made(&mut self, cid: Cid) {
-        // A NIC that has died has no slot of it any more.
-        if matches!(self.nic.control(Control::Cancel, cid, 0), Ok(_) | Err(Refusal::NicGone)) {
-            self.nic.give_slot(cid);
-        }
+        self.nic.drop_connection(cid);
     }
 
     /// Gives a session's program the next connection of a listener.
@@ -264,7 +271,7 @@ impl Agent {
             entry.connections.remove(number);
             return Err(refusal);
         }
-        self.keep(&Kept::Connection(session, number), &[theirs.as_fd()]);
+        self.keep(&Kept::Connection(session, number, Until::Again), &[theirs.as_fd()]);
         self.note_registered(session, number, serial);
         Ok((number, theirs))
     }
@@ -408,9 +415,9 @@ impl Agent {
             std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
             let mut held = VecDeque::new();
             for one in waiting {
-                let done =
-                    self.nic.control(Control::Mirror, one.cid, 0).and_then(|_| self.nic.control(Control::Steal, one.cid, 0));
-                if done.is_ok() {
+                let command = |control| Message::control(Operation::NicControl, control, one.cid, 0, 0);
+                // No frame flows yet. The NIC refuses the handoff of one that it does not hold.
+                if self.nic.post(command(Control::Mirror)).and_then(|()| self.nic.post(command(Control::Steal))).is_ok() {
                     held.push_back(one);
                 }
             }

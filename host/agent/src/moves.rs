@@ -1,13 +1,15 @@
 //! Scheduling of moves. Programs' requests come first; moves that are under way, suggested or due get a slice of each round of
 //! the agent's loop, which bounds the time that a request waits, however many connections there are.
 //!
-//! A move never blocks on a program: if the program is inside an operation on the connection, the move is resumed in a later
-//! round.
+//! A move never waits for a program or for the NIC: if the program is inside an operation on the connection, or the NIC has not
+//! answered, the move is resumed in a later round.
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage, Then};
+use crate::journal;
 use crate::memory;
 use crate::perform::Performer;
+use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
 use baton_moves::{Barrier, Conclusion, Event, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
@@ -84,7 +86,9 @@ impl Agent {
         let mut performer = Performer::new(ground, open, session, connection, fd, &region);
         machine.run(event, &mut performer);
         let concluded = performer.concluded.take();
-        drop(performer);
+        if machine.goal().is_some() {
+            performer.pause();
+        }
         let Some(connection) = self.connection(session, number) else { return };
         connection.machine = machine;
         let key = (session, number, connection.serial);
@@ -100,6 +104,16 @@ impl Agent {
         if must_recover && let Err(error) = self.recover() {
             // The start is retried at the end of this round.
             eprintln!("baton agent: the next NIC does not start: {error:#}");
+        }
+    }
+
+    /// Passes the NIC's answer to the connection that has the slot of this cid.
+    pub(crate) fn on_answer(&mut self, cid: Cid, answer: Result<(), Refusal>) {
+        let Some((session, number)) = journal::occupant(&self.hardware.memory, self.settings.nic.slots, cid) else { return };
+        let of_slot = |connection: &&mut Connection| connection.cid.is_some_and(|its| its.slot() == cid.slot());
+        if self.connection(session, number).filter(of_slot).is_some() {
+            self.attend(session);
+            self.drive(session, number, Event::Answered(answer));
         }
     }
 
@@ -132,6 +146,8 @@ impl Agent {
     pub(crate) fn begin_offload(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let patience = self.settings.patience;
         let Some(connection) = self.connection(session, number) else { return };
+        // An attacher's program stands still: out-of-order data in the kernel is not waited for.
+        let patience = if connection.attached { 0 } else { patience };
         if connection.opening {
             let moved = Err(Refusal::State("SYN-SENT"));
             return self.note_end(session, number, moved, asker.into_iter().collect());
@@ -202,6 +218,15 @@ impl Agent {
 
     /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
+        let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return.is_some());
+        self.answer_askers(session, number, conclusion);
+        if must_return {
+            self.follow_return(session, number);
+        }
+        self.return_descriptor(session, number);
+    }
+
+    fn answer_askers(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         let (waiting, flow) = (std::mem::take(&mut connection.waiting), connection.flow);
         let (askers, then) = (waiting.askers, waiting.then);
@@ -253,7 +278,13 @@ impl Agent {
         self.open_in_kernel_for(session, number, &then);
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}
-            Some(Stage::Offloading) => self.call_off(session, number),
+            Some(Stage::Offloading) => {
+                if let Some(connection) = self.connection(session, number) {
+                    connection.waiting.then.push((then, attempts));
+                }
+                self.call_off(session, number);
+                return None;
+            }
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
@@ -318,6 +349,10 @@ impl Agent {
             Until::Alone => (connection.stays, connection.inherited) = (false, true),
             Until::Never => connection.stays = true,
         }
+        if until != Until::Again {
+            self.keep_connection(session, number);
+        }
+        let Some(connection) = self.connection(session, number) else { return Reply::Done };
         if connection.stage() == Stage::Nic {
             return Reply::Failed { reason: connection.reason.clone() };
         }

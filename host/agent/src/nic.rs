@@ -12,7 +12,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
-use baton_moves::Refusal;
+use baton_moves::{Inbox, Refusal};
 use baton_offloads::Offloads;
 use baton_protocol::nic::{Hop, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
@@ -25,8 +25,12 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Time after which a NIC that has not answered a command counts as dead, in microseconds.
-const ANSWER_LIMIT: u64 = 2_000_000;
+/// Time for which the answer to a command is looked for before its move goes on in a later round, in microseconds: a NIC that has
+/// nothing else to do answers sooner.
+const GLANCE: u64 = 50;
+
+/// Commands that an action of a move sends at most.
+const COMMANDS: u64 = 2;
 
 /// The devices and memory that outlive any one NIC process.
 pub(crate) struct Hardware {
@@ -62,8 +66,13 @@ pub(crate) struct NicProcess {
     settings: NicSettings,
     /// Present once a session has asked for partial offload.
     host_tcp: Option<HostTcp>,
-    /// Notifications that the NIC sent without a command.
-    pub inbox: VecDeque<Message>,
+    /// Answers and notifications that have not been handled.
+    pub inbox: Inbox,
+    /// Connections without a move that the NIC drops. Their slots are free once it has answered; false: it has not been asked yet.
+    dropping: BTreeMap<u32, bool>,
+    /// Sessions that end on the NIC, in the order in which it answers, and those that have ended there.
+    detaching: VecDeque<u32>,
+    detached: Vec<u32>,
     /// Number of connections that it has room for, as advertised.
     pub room: u32,
     free: FreeSlots,
@@ -151,7 +160,10 @@ impl NicProcess {
             bell: hardware.nic_bell.try_clone()?,
             settings: settings.nic.clone(),
             host_tcp: None,
-            inbox: VecDeque::new(),
+            inbox: Inbox::default(),
+            dropping: BTreeMap::new(),
+            detaching: VecDeque::new(),
+            detached: Vec::new(),
             room: slots,
             free: FreeSlots::read(&hardware.memory, slots),
             ended: false,
@@ -182,6 +194,11 @@ impl NicProcess {
     /// Ends the process and the host's TCP, and waits until they are gone.
     pub fn end(&mut self) {
         self.ended = true;
+        self.inbox.nic_died();
+        self.detached.extend(self.detaching.drain(..));
+        for cid in std::mem::take(&mut self.dropping).into_keys() {
+            self.give_slot(Cid(cid));
+        }
         if let Some(host_tcp) = &mut self.host_tcp {
             host_tcp.end();
         }
@@ -213,6 +230,51 @@ impl NicProcess {
     /// Takes over the free slots of the last NIC, with their cids, so that no cid is used twice.
     pub fn inherit_slots(&mut self, last: &mut NicProcess) {
         self.free = std::mem::take(&mut last.free);
+        self.detached = std::mem::take(&mut last.detached);
+    }
+
+    /// Makes the NIC drop a connection that it has made; its frames are the kernel's. Its slot is free once that is done.
+    pub fn drop_connection(&mut self, cid: Cid) {
+        if self.ended {
+            return self.give_slot(cid);
+        }
+        self.dropping.insert(cid.0, false);
+        self.ask_to_drop();
+    }
+
+    /// Sends what found the ring of commands full.
+    fn ask_to_drop(&mut self) {
+        let mut dropping = std::mem::take(&mut self.dropping);
+        for (cid, asked) in dropping.iter_mut().filter(|(_, asked)| !**asked) {
+            *asked = self.post(Message::control(Operation::NicControl, Control::Cancel, Cid(*cid), 0, 0)).is_ok();
+        }
+        self.dropping = dropping;
+    }
+
+    /// Makes the NIC forget a session. Its number is free once [`NicProcess::take_detached`] has it.
+    ///
+    /// # Errors
+    /// [`Refusal::NoRoom`] if the ring is full.
+    pub fn detach(&mut self, session: u32) -> Result<(), Refusal> {
+        match self.post(Message::control(Operation::NicControl, Control::Detach, Cid(0), session, 0)) {
+            Err(Refusal::NicGone) => self.detached.push(session),
+            Err(refusal) => return Err(refusal),
+            Ok(()) => self.detaching.push_back(session),
+        }
+        if let Some(host_tcp) = &self.host_tcp {
+            host_tcp.detach(session);
+        }
+        Ok(())
+    }
+
+    /// Whether the NIC still has to forget a session of this number.
+    pub fn is_detaching(&self, session: u32) -> bool {
+        self.detaching.contains(&session)
+    }
+
+    /// Takes a session that the NIC has forgotten.
+    pub fn take_detached(&mut self) -> Option<u32> {
+        self.detached.pop()
     }
 
     /// Starts forwarding frames.
@@ -367,48 +429,29 @@ impl NicProcess {
         Ok(())
     }
 
-    /// Sends a command and waits for its answer.
-    ///
-    /// # Errors
-    /// [`Refusal::Refused`] with the NIC's reason, [`Refusal::NicGone`] if it died.
-    pub fn command(&mut self, message: Message) -> Result<u32, Refusal> {
-        self.post(message)?;
-        let deadline = monotonic_micros() + ANSWER_LIMIT;
-        let mut spins = 0u32;
-        loop {
-            while let Some(answer) = self.next_event() {
-                let answers = answer.cid == message.cid && answer.length == u32::from(message.kind);
-                match (answer.operation, Control::from_number(answer.kind)) {
-                    (Operation::OsControl, Some(Control::Done)) if answers => return Ok(answer.address),
-                    (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::NOT_YET => {
-                        return Err(Refusal::Acknowledged);
-                    }
-                    (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == baton_abi::ALREADY_HERE => {
-                        return Err(Refusal::StillThere);
-                    }
-                    (Operation::OsControl, Some(Control::Refused)) if answers => return Err(Refusal::Refused(answer.address)),
-                    _ => self.inbox.push_back(answer),
-                }
-            }
-            spins += 1;
-            std::hint::spin_loop();
-            if spins.is_multiple_of(4096) {
-                std::thread::yield_now();
-                if self.is_dead() || monotonic_micros() > deadline {
-                    // A NIC that hangs must not continue later.
-                    self.end();
-                    return Err(Refusal::NicGone);
-                }
-            }
-        }
+    /// Whether the ring has room for all commands of an action, or there is no ring any more.
+    pub fn has_room(&mut self) -> bool {
+        self.ended || self.commands.has_room(COMMANDS)
     }
 
-    /// Sends a control command and waits for its answer.
-    ///
-    /// # Errors
-    /// See [`NicProcess::command`].
-    pub fn control(&mut self, control: Control, cid: Cid, value: u32) -> Result<u32, Refusal> {
-        self.command(Message::control(Operation::NicControl, control, cid, value, 0))
+    /// Sends a command whose answer [`NicProcess::inbox`] returns as one. See [`NicProcess::post`] for the errors.
+    pub fn ask(&mut self, command: Message) -> Result<(), Refusal> {
+        self.post(command)?;
+        self.inbox.expect(&command);
+        Ok(())
+    }
+
+    /// Looks for the answer to a command about this cid for a moment.
+    pub fn glance(&mut self, cid: Cid) -> Option<Result<(), Refusal>> {
+        let deadline = monotonic_micros() + GLANCE;
+        loop {
+            self.receive();
+            let answer = self.inbox.take_answer(cid);
+            if answer.is_some() || monotonic_micros() > deadline {
+                return answer;
+            }
+            std::hint::spin_loop();
+        }
     }
 
     fn next_event(&mut self) -> Option<Message> {
@@ -417,23 +460,44 @@ impl NicProcess {
             self.events.release();
             match Message::from_words(words) {
                 Some(Message { operation: Operation::OsResource, length, .. }) => self.room = length,
+                Some(message) if self.is_own(&message) => {}
                 Some(message) => return Some(message),
                 None => {}
             }
         }
     }
 
-    /// Moves the NIC's notifications into the inbox, at most as many as its ring holds.
+    /// Handles the answers to commands that no connection of the agent's has sent.
+    fn is_own(&mut self, message: &Message) -> bool {
+        let answers = matches!(Control::from_number(message.kind), Some(Control::Done | Control::Refused));
+        if message.operation != Operation::OsControl || !answers {
+            return false;
+        }
+        if message.length == Control::Detach as u32 {
+            self.detached.extend(self.detaching.pop_front());
+            return true;
+        }
+        // Refused: the NIC had nothing of it any more.
+        let dropped = message.length == Control::Cancel as u32 && self.dropping.remove(&message.cid.0).is_some();
+        if dropped {
+            self.give_slot(message.cid);
+        }
+        dropped
+    }
+
+    /// Moves the NIC's messages into the inbox, at most as many as its ring holds.
     pub fn receive(&mut self) {
-        let waiting = std::iter::from_fn(|| self.next_event()).take(RING_MESSAGES).collect::<Vec<_>>();
-        self.inbox.extend(waiting);
+        for _ in 0..RING_MESSAGES {
+            let Some(message) = self.next_event() else { break };
+            self.inbox.add(message);
+        }
+        if self.dropping.values().any(|asked| !asked) {
+            self.ask_to_drop();
+        }
     }
 
     /// Drops notifications about a session, so that they do not apply to the next one of this number.
     pub fn forget_session(&mut self, session: u32) {
         self.inbox.retain(|message| cut_off(message) != Some(session));
-        if let Some(host_tcp) = &self.host_tcp {
-            host_tcp.detach(session);
-        }
     }
 }

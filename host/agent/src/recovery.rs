@@ -2,7 +2,7 @@
 //! memory.
 
 use crate::agent::Agent;
-use crate::connection::Stage;
+use crate::connection::{Connection, Stage};
 use crate::ground::Shape;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
@@ -35,6 +35,7 @@ impl Agent {
         self.open_all_in_kernel();
         self.start_next_nic()?;
         self.drive_all(&Event::NicStarted);
+        self.await_answers(|_| true);
         self.listen_again();
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
@@ -43,9 +44,24 @@ impl Agent {
         self.nic.let_frames_flow()?;
         self.fetch_what_was_on_the_nic();
         self.drive_all(&Event::FramesFlow);
+        // Their programs stand still until then.
+        self.await_answers(|connection| connection.attached);
         self.clear_attended();
         self.return_what_was_lent();
         Ok(())
+    }
+
+    /// Waits until the next NIC has answered its commands about those connections for which `of` is true. This is part of its start:
+    /// before frames flow it has to hold those of the connections that the last one had.
+    fn await_answers(&mut self, of: impl Fn(&Connection) -> bool) {
+        for (session, number) in self.all_connections() {
+            let due = |connection: &&mut Connection| of(connection) && connection.machine.awaits().is_some();
+            while self.connection(session, number).filter(due).is_some() && !self.nic.is_dead() {
+                self.handle_nic_messages();
+                self.drive(session, number, Event::Tick);
+                std::thread::yield_now();
+            }
+        }
     }
 
     /// Passes an event to all connections that are on the NIC, or on their way there.

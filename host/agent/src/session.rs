@@ -26,6 +26,8 @@ pub(crate) struct Session {
     /// None until the program has opened its session (a tool never does).
     pub open: Option<OpenSession>,
     pub connections: Connections,
+    /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
+    pub ends: bool,
 }
 
 /// Reason for ending a session whose program does not read its answers.
@@ -52,7 +54,15 @@ impl Session {
     /// Makes a session that its program has not opened yet.
     pub fn new(channel: Channel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
-        Ok(Session { channel, process, user, opening: Opening::alone(), open: None, connections: Connections::default() })
+        Ok(Session {
+            channel,
+            process,
+            user,
+            opening: Opening::alone(),
+            open: None,
+            connections: Connections::default(),
+            ends: false,
+        })
     }
 }
 

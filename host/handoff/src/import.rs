@@ -40,28 +40,28 @@ impl<T> Step<T> for io::Result<T> {
 }
 
 /// A connection that is in the kernel again and receives, but does not send yet.
-pub struct Importer<'a> {
-    fd: BorrowedFd<'a>,
+pub struct Importer {
     image: Image,
-    unsent: Pieces<'a>,
+    /// Bytes at the front of the send queue that the kernel has already.
+    given: usize,
     saved: Saved,
 }
 
-impl<'a> Importer<'a> {
+impl Importer {
     /// Turns the shell back into a connection: numbers, options, unread bytes, bytes in flight. After that it receives, so
     /// frames may flow, and [`Importer::finish`] lets it send.
     ///
     /// # Errors
     /// The step that the kernel refused.
     pub fn begin(
-        fd: BorrowedFd<'a>,
+        fd: BorrowedFd<'_>,
         image: &Image,
         local: SocketAddr,
         peer: SocketAddr,
         unread: &Pieces<'_>,
-        unacknowledged: &Pieces<'a>,
+        unacknowledged: &Pieces<'_>,
         saved: &Saved,
-    ) -> Result<Importer<'a>, ImportError> {
+    ) -> Result<Importer, ImportError> {
         let saved = &saved.with_reuse_of_shell(fd);
         shell::repair(fd, true).step("TCP_REPAIR")?;
         // FINs are not imported: the peer's is replayed to the kernel, ours is sent again by shutdown.
@@ -86,19 +86,20 @@ impl<'a> Importer<'a> {
         }
         saved.remember(fd);
         shell::unblock_input(fd, saved).step("SO_DETACH_FILTER")?;
-        Ok(Importer { fd, image: *image, unsent: unacknowledged.skip(sent), saved: saved.clone() })
+        Ok(Importer { image: *image, given: sent, saved: saved.clone() })
     }
 
-    /// Leaves repair mode, sends what was unsent, and shuts down what was shut down.
+    /// Leaves repair mode, sends what was unsent, and shuts down what was shut down. `unacknowledged` is the send queue as it was
+    /// when the import began.
     ///
     /// # Errors
     /// The step that the kernel refused.
-    pub fn finish(self) -> Result<(), ImportError> {
-        shell::repair(self.fd, false).step("TCP_REPAIR")?;
-        self.saved.write(self.fd).step("SO_REUSEADDR")?;
-        let mut unsent = self.unsent;
+    pub fn finish(self, fd: BorrowedFd<'_>, unacknowledged: &Pieces<'_>) -> Result<(), ImportError> {
+        shell::repair(fd, false).step("TCP_REPAIR")?;
+        self.saved.write(fd).step("SO_REUSEADDR")?;
+        let mut unsent = unacknowledged.skip(self.given);
         while unsent.length() > 0 {
-            let sent = match socket::send_pieces(self.fd, &unsent, libc::MSG_DONTWAIT) {
+            let sent = match socket::send_pieces(fd, &unsent, libc::MSG_DONTWAIT) {
                 Ok(sent) => sent,
                 // The peer has reset the connection meanwhile; the socket reports that to the program as usual.
                 Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => return Ok(()),
@@ -107,7 +108,7 @@ impl<'a> Importer<'a> {
             unsent = unsent.skip(sent);
         }
         if self.image.state.fin_queued() {
-            match socket::shutdown_write(self.fd) {
+            match socket::shutdown_write(fd) {
                 // The peer has reset it meanwhile, or acknowledged our FIN and closed.
                 Err(error) if error.kind() == io::ErrorKind::NotConnected => {}
                 other => other.step("shutdown")?,
@@ -126,8 +127,8 @@ pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
     let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
     shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
-    let done = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
-    Importer { fd, image: *image, unsent: unacknowledged.skip(done), saved: saved.clone() }.finish()
+    let given = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
+    Importer { image: *image, given, saved: saved.clone() }.finish(fd, unacknowledged)
 }
 
 fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {

@@ -56,7 +56,7 @@ impl Held {
                 self.sessions.insert(number, Session { itself: vec![(kept, descriptors)], ..Session::default() });
             }
             Kept::Memory(number, _) => self.sessions.entry(number).or_default().itself.push((kept, descriptors)),
-            Kept::Connection(session, number) | Kept::Attached(session, number, ..) => {
+            Kept::Connection(session, number, _) | Kept::Attached(session, number, ..) => {
                 self.sessions.entry(session).or_default().connections.insert(number, (kept, descriptors));
             }
             Kept::Forgotten(session, number) => {
@@ -98,7 +98,7 @@ impl Held {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_protocol::program::Opening;
+    use baton_protocol::program::{Opening, Until};
 
     fn held(held: &Held) -> Vec<Kept> {
         held.iter().map(|(kept, _)| kept.clone()).collect()
@@ -111,9 +111,9 @@ mod tests {
             Kept::Session(2),
             Kept::Session(1),
             Kept::Memory(1, Opening::alone()),
-            Kept::Connection(1, 2),
-            Kept::Connection(1, 3),
-            Kept::Connection(2, 2),
+            Kept::Connection(1, 2, Until::Again),
+            Kept::Connection(1, 3, Until::Again),
+            Kept::Connection(2, 2, Until::Again),
             Kept::Group(7, 0, None),
             Kept::Group(8, 0, None),
         ];
@@ -122,13 +122,22 @@ mod tests {
         all.note(Kept::Forgotten(1, 2), Vec::new());
         all.note(Kept::GroupEnded(8), Vec::new());
         all.note(Kept::Ready, Vec::new());
-        let of_first = [Kept::Session(1), Kept::Memory(1, Opening::alone()), Kept::Connection(1, 3)];
-        let of_second = [Kept::Session(2), Kept::Connection(2, 2)];
+        let of_first = [Kept::Session(1), Kept::Memory(1, Opening::alone()), Kept::Connection(1, 3, Until::Again)];
+        let of_second = [Kept::Session(2), Kept::Connection(2, 2, Until::Again)];
         assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..], &of_second[..]].concat());
         all.note(Kept::Ended(2), Vec::new());
         assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..]].concat());
         all.note(Kept::Ended(1), Vec::new());
         assert!(!all.has_sessions());
+    }
+
+    /// A connection that another process holds is not to move once the next agent has it.
+    #[test]
+    fn a_connection_is_held_as_it_was_last() {
+        let mut all = Held::default();
+        let connection = |until| Kept::Connection(1, 2, until);
+        [Until::Again, Until::Never, Until::Alone].into_iter().for_each(|until| all.note(connection(until), Vec::new()));
+        assert_eq!(held(&all), [connection(Until::Alone)]);
     }
 
     #[test]

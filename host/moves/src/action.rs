@@ -15,8 +15,8 @@ pub enum Source {
     Record,
 }
 
-/// Something to be done. Each is done at once; only [`Action::Cover`], [`Action::Acknowledge`] and [`Action::Leave`] may be answered with
-/// [`Outcome::NotYet`].
+/// Something to be done. Those that ask something of the NIC ([`Action::asks_nic`]) may have the outcome [`Outcome::Sent`]; any may
+/// have [`Outcome::NotYet`], and is then repeated.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Action {
     /// Kernel and agent: whether the connection may move, by which route; reserve a slot.
@@ -119,6 +119,8 @@ pub enum Outcome {
     DoneFinAcknowledged,
     /// Not yet: ask again a moment later.
     NotYet,
+    /// The NIC has been sent a command. [`crate::Event::Answered`] says what has come of it.
+    Sent,
     /// It cannot be done.
     Refused(Refusal),
 }
@@ -137,6 +139,9 @@ pub trait World {
     /// Performs an action of the connection.
     fn perform(&mut self, action: &Action) -> Outcome;
 
+    /// Completes an action whose outcome was [`Outcome::Sent`], now that the NIC has answered.
+    fn answered(&mut self, action: &Action, answer: Result<(), Refusal>) -> Outcome;
+
     /// The time, microseconds of a clock that does not run back. Performing takes time: a program's time to leave begins when it is kept out.
     fn now(&self) -> u64;
 
@@ -147,6 +152,23 @@ pub trait World {
 }
 
 impl Action {
+    /// Whether the NIC is sent a command for it: then its outcome may be [`Outcome::Sent`].
+    pub fn asks_nic(&self) -> bool {
+        matches!(
+            self,
+            Action::Mirror
+                | Action::Steal
+                | Action::HandOff
+                | Action::Rest
+                | Action::Release
+                | Action::Replay
+                | Action::Cancel
+                | Action::Resume
+                | Action::StealAgain
+                | Action::End
+        )
+    }
+
     /// The step that the action leads to from another one, if it leads anywhere.
     pub(crate) fn reaches(&self, from: Step) -> Step {
         use Step::*;

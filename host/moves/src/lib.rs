@@ -4,6 +4,8 @@
 //! [`Step::Kernel`] to [`Step::Nic`], a *restore* back. A refusal turns the walk around, so each step has its inverse. The death of
 //! the NIC or of the agent puts the connection at a defined step, from which the same walk leads to the kernel.
 //!
+//! A move never waits for the NIC: a command goes out, its answer is an [`Event`], and so is that there was none in time.
+//!
 //! Whoever performs the actions (the agent, the simulator, the model in the tests) implements [`World`]. There is no I/O and no clock
 //! here: times are arguments, in microseconds.
 //!
@@ -20,12 +22,14 @@ extern crate alloc;
 
 mod action;
 mod backoff;
+mod inbox;
 mod machine;
 mod refusal;
 mod step;
 
 pub use action::{Action, Conclusion, Outcome, Source, World};
 pub use backoff::Backoff;
-pub use machine::{Barrier, Event, GROW_LIMIT, Goal, Move, QUIESCE_LIMIT, QUIET};
+pub use inbox::{Arrived, Inbox};
+pub use machine::{ANSWER_LIMIT, Barrier, Event, GROW_LIMIT, Goal, Move, QUIESCE_LIMIT, QUIET};
 pub use refusal::Refusal;
 pub use step::{Custody, Death, Fate, Phase, Step};

@@ -15,6 +15,9 @@ pub const GROW_LIMIT: u64 = 1_000;
 /// Microseconds of mirroring after which the kernel is made to send its SACK blocks: a connection without traffic sends none by itself.
 pub const QUIET: u64 = 5_000;
 
+/// Microseconds after which a NIC that has not answered a command counts as dead.
+pub const ANSWER_LIMIT: u64 = 2_000_000;
+
 /// Where a connection is going.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Goal {
@@ -80,6 +83,8 @@ pub enum Event {
     FramesFlow,
     /// What has come of the last action.
     Outcome(Outcome),
+    /// The NIC's answer to the command that the last action has sent.
+    Answered(Result<(), Refusal>),
 }
 
 /// A connection's place, and its move if one is under way. An event gives the next action; its outcome is the next event. Other events
@@ -90,6 +95,10 @@ pub struct Move {
     goal: Option<Goal>,
     /// The action whose outcome is awaited.
     pending: Option<Action>,
+    /// The NIC has been sent a command for that action: until when it has to answer, microseconds.
+    answer_by: Option<u64>,
+    /// The action to which the NIC has not answered in time. Its outcome is known once the NIC is dead.
+    unanswered: Option<Action>,
     barrier: Option<Barrier>,
     /// What gives the frames to the kernel, and replays what it has missed.
     release: Action,
@@ -99,6 +108,8 @@ pub struct Move {
     anew: bool,
     /// A growth has taken memory.
     enlarged: bool,
+    /// It is to go to the kernel after what is under way, which cannot turn around any more.
+    then_restore: bool,
     /// It is on its way to the kernel after a death.
     recovering: bool,
     /// The program does not have to leave in time.
@@ -129,11 +140,14 @@ impl Move {
             step: Step::Kernel,
             goal: None,
             pending: None,
+            answer_by: None,
+            unanswered: None,
             barrier: None,
             release: Action::Release,
             fin_first: false,
             anew: false,
             enlarged: false,
+            then_restore: false,
             recovering: false,
             forced: false,
             asked: false,
@@ -193,6 +207,16 @@ impl Move {
         self.barrier
     }
 
+    /// The action for which the NIC has been sent a command that it has not answered.
+    pub fn awaits(&self) -> Option<&Action> {
+        self.pending.as_ref().filter(|_| self.answer_by.is_some())
+    }
+
+    /// Until when the NIC has to answer that command, microseconds.
+    pub fn answer_due(&self) -> Option<u64> {
+        self.answer_by
+    }
+
     /// Whether its program did not leave in time lately: no move of it is to be begun now.
     pub fn is_put_off(&self, now: u64) -> bool {
         self.backoff.is_on(now)
@@ -200,21 +224,40 @@ impl Move {
 
     /// Performs what an event brings about, until something has to be waited for.
     pub fn run(&mut self, event: Event, world: &mut impl World) {
-        let mut next = self.on(event, world.now());
+        let mut next = match event {
+            Event::Answered(answer) => {
+                let Some(action) = self.awaits().cloned() else { return };
+                let outcome = world.answered(&action, answer);
+                self.take_outcome(outcome, world)
+            }
+            event => self.on(event, world.now()),
+        };
         while let Some(action) = next {
             let outcome = world.perform(&action);
-            let before = self.step;
-            next = self.on(Event::Outcome(outcome), world.now());
-            if self.step != before {
-                world.reached(self.step);
-            }
+            next = self.take_outcome(outcome, world);
         }
+    }
+
+    fn take_outcome(&mut self, outcome: Outcome, world: &mut impl World) -> Option<Action> {
+        let before = self.step;
+        let next = self.on(Event::Outcome(outcome), world.now());
+        if self.step != before {
+            world.reached(self.step);
+        }
+        next
     }
 
     /// The next action, at `now` in microseconds. None: something has to happen first.
     pub fn on(&mut self, event: Event, now: u64) -> Option<Action> {
         match event {
+            Event::Answered(answer) if self.awaits().is_some() => return self.on(Event::Outcome(answer.into()), now),
+            Event::Answered(_) => return None,
+            Event::Outcome(Outcome::Sent) => {
+                self.answer_by = Some(now + ANSWER_LIMIT);
+                return None;
+            }
             Event::Outcome(outcome) => {
+                self.answer_by = None;
                 let action = self.pending.take()?;
                 if !self.settle(action, outcome, now) {
                     return self.pending.clone();
@@ -226,13 +269,23 @@ impl Move {
             Event::CallOff(refusal) if self.goal == Some(Goal::Nic) && self.step < Step::Stolen => self.turn_around(refusal),
             Event::Ended if matches!(self.step, Step::Nic | Step::Leaving) => self.goal = Some(Goal::End),
             Event::Forgotten if self.step == Step::Ended => *self = Move { backoff: self.backoff, ..Move::new() },
-            Event::GiveUp if self.step.is_on_nic() => (self.goal, self.barrier) = (Some(Goal::GiveUp), None),
+            Event::GiveUp if self.step.is_on_nic() => {
+                (self.goal, self.barrier, self.answer_by) = (Some(Goal::GiveUp), None, None);
+            }
             Event::NicDied => self.nic_died(),
             Event::NicStarted => self.pass(Barrier::Started),
             Event::FramesFlow => self.pass(Barrier::Flow),
             Event::Grow | Event::CallOff(_) | Event::Ended | Event::Forgotten | Event::GiveUp | Event::Tick => {}
         }
-        self.pending = self.choose();
+        if let Some(limit) = self.answer_by {
+            if now < limit {
+                return None;
+            }
+            (self.unanswered, self.answer_by) = (self.pending.take(), None);
+            self.end_nic();
+        } else {
+            self.pending = self.choose();
+        }
         self.pending.clone()
     }
 
@@ -263,6 +316,9 @@ impl Move {
             // The program is kept out already.
             self.goal = Some(Goal::Check);
             self.deadline = now + QUIESCE_LIMIT;
+        } else {
+            let offloading = self.goal == Some(Goal::Nic) && self.step >= Step::Stolen;
+            self.then_restore |= offloading || matches!(self.goal, Some(Goal::Grow | Goal::Stay));
         }
         self.forced |= forced;
     }
@@ -282,12 +338,31 @@ impl Move {
     /// What the NIC had goes to the kernel; what it had not got yet stays there. What the NIC is not needed for goes on.
     fn nic_died(&mut self) {
         use Step::*;
+        self.lose_answer();
+        self.pass(Barrier::Dead);
         match self.step {
+            // Nothing of it is left to be restored.
+            _ if matches!(self.goal, Some(Goal::End | Goal::GiveUp)) => {}
+            // It may be on its way back already, for another reason.
+            Reserved | Mirrored | Covered | Quiescing | Quiesced if self.goal == Some(Goal::Kernel) => {}
             Reserved | Mirrored | Covered | Quiescing | Quiesced => self.turn_around(Refusal::NicGone),
             HandedOff | Nic | Leaving | Left | Rested | Grown | Orphaned | Barred | Retaken | Vacated => {
                 (self.step, self.goal, self.barrier) = (Orphaned, Some(Goal::Kernel), None);
                 (self.because, self.lost, self.recovering, self.fin_first) = (None, None, true, false);
             }
+            _ => {}
+        }
+    }
+
+    /// The NIC will not answer any more. What is left of it shows whether it has done what it was asked; what only the NIC had to do
+    /// is done.
+    fn lose_answer(&mut self) {
+        let sent = self.pending.take().filter(|_| self.answer_by.take().is_some());
+        match self.unanswered.take().or(sent) {
+            Some(Action::HandOff) => self.step = Step::HandedOff,
+            Some(Action::Release) => self.release = Action::Replay,
+            Some(action @ (Action::Cancel | Action::Replay)) => self.step = action.reaches(self.step),
+            // The steps before the others lead on.
             _ => {}
         }
     }
@@ -387,6 +462,8 @@ impl Move {
             }
             Outcome::NotYet => self.not_yet(&action, now),
             Outcome::Refused(refusal) => self.refused(&action, refusal),
+            // Taken in before: the answer is the outcome.
+            Outcome::Sent => false,
         }
     }
 
@@ -424,6 +501,11 @@ impl Move {
             _ => {}
         }
         self.goal = None;
+        if core::mem::take(&mut self.then_restore) && self.step == Step::Nic {
+            let forced = self.forced;
+            self.begin(Goal::Check);
+            self.forced = forced;
+        }
     }
 
     fn not_yet(&mut self, action: &Action, now: u64) -> bool {

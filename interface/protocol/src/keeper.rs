@@ -1,6 +1,6 @@
 //! What the keeper holds for the next agent: descriptors, under names.
 
-use crate::program::{Flip, Opening};
+use crate::program::{Flip, Opening, Until};
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -24,8 +24,9 @@ pub enum Kept {
     Group(u64, u32, Option<Flip>),
     /// The group is no more.
     GroupEnded(u64),
-    /// A connection of a session: session, number; its descriptor.
-    Connection(u32, u32),
+    /// A connection of a session: session, number, and when it may be offloaded; its descriptor. It takes the place of what was held
+    /// under the same number.
+    Connection(u32, u32, Until),
     /// A connection of an attacher: session, number, its program's process, its addresses. It comes without a descriptor.
     Attached(u32, u32, u32, SocketAddr, SocketAddr),
     /// The programs beside the kernel are at a device, by its index: their two links.

@@ -7,7 +7,7 @@ use baton_abi::layout::host_tcp;
 use baton_abi::{Control, Message};
 use baton_image::{Image, MAX_ENCODED, NicState};
 use baton_shm::Region;
-use baton_tcp::{Connection, Instant};
+use baton_tcp::{Connection, Instant, State as TcpState};
 use core::sync::atomic::Ordering;
 
 /// Where the TCP of a connection runs.
@@ -107,7 +107,9 @@ impl Offloaded {
     /// Writes the state for its next owner to the slot's place in `shared`, after messages (sent with `send`) of what does not fit
     /// there. False, and nothing is sent, if the connection has ended.
     pub fn pass_on(&self, shared: &Region, now: Instant, mut send: impl FnMut(Control, u32, u32)) -> bool {
-        let Some(image) = self.tcp.to_image(&self.image, now) else { return false };
+        // A reset may have ended it just now.
+        let image = Some(&self.tcp).filter(|tcp| tcp.state() != TcpState::Closed).and_then(|tcp| tcp.to_image(&self.image, now));
+        let Some(image) = image else { return false };
         let mut bytes = [0u8; MAX_ENCODED];
         if image.encode_with(Some(&self.tcp.nic_state(now)), &mut bytes).is_err() {
             return false;

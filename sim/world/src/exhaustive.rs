@@ -130,6 +130,7 @@ fn scenario(traffic: Traffic, crashes: &[Planned]) -> Scenario {
         chunk: 1_500,
         think: 600,
         aborts_at: None,
+        fork: None,
     };
     let port = 1000;
     let programs = vec![

@@ -9,6 +9,8 @@ pub enum Fault {
     KillNic,
     /// The NIC is killed before or after it sends its next frames: after this many such points.
     LightFuse(u32),
+    /// The NIC's process is stopped for this long, microseconds, and goes on then: in the meantime it answers nothing.
+    StopNic(u64),
     /// The agent is killed, and its NIC dies with it.
     KillAgent,
     /// The agent is killed after this many further actions.
@@ -29,6 +31,8 @@ pub enum Fault {
     Cut(u64),
     /// The MTU of the paths from the host, bytes.
     Mtu(u16),
+    /// The connections are spread anew over the NIC's workers: eight digits of an indirection table.
+    Spread(u32),
 }
 
 /// A fault of a host at a time in microseconds.
@@ -49,7 +53,13 @@ pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64, ipv6
 }
 
 fn draw(rng: &mut Rng, ipv6: bool) -> Fault {
-    match rng.below(20) {
+    match rng.below(22) {
+        21 => Fault::Spread(rng.next_u64() as u32),
+        // Some for so long that the agent ends it.
+        20 => {
+            let longest = [2_000, 50_000, 3_000_000][rng.below(3) as usize];
+            Fault::StopNic(rng.below(longest))
+        }
         0..2 => Fault::KillNic,
         2..6 => Fault::LightFuse(rng.below(40) as u32),
         6..7 => Fault::KillAgent,

@@ -11,6 +11,17 @@ pub(crate) struct Kept {
     pub session: u32,
     pub descriptor: Descriptor,
     pub flow: Flow,
+    /// When it may be offloaded.
+    pub until: Until,
+}
+
+/// When a connection may be offloaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Until {
+    Now,
+    /// When no other process holds its socket.
+    Alone,
+    Never,
 }
 
 /// What an agent tells the keeper.

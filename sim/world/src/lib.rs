@@ -9,6 +9,7 @@ mod block;
 mod client;
 mod exhaustive;
 mod fault;
+mod fork;
 mod heap;
 mod icmp;
 mod journal;

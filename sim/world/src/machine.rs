@@ -98,7 +98,7 @@ impl Machine {
         let wire = Port { incoming: wire_in, outgoing: wire_out, fuse: card.fuse.clone() };
         // Commands that the last NIC left unread were meant for that NIC only.
         baton_ring::Consumer::new(card.memory.ring(nic::COMMANDS)).skip_all();
-        card.nic = Some(Nic::start(host, wire, &card.memory, &card.sessions, offloads, now));
+        card.nic = Some(Nic::start(&host, &wire, &card.memory, &card.sessions, offloads, now));
         trace.note(self.now.0, self.number, &Happening::Life("a NIC starts"));
     }
 
@@ -121,6 +121,11 @@ impl Machine {
         if card.nic.take().is_some() {
             trace.note(self.now.0, self.number, &Happening::Life("the NIC dies"));
         }
+    }
+
+    /// Whether the NIC's process was ever stopped: it may be late with its answers.
+    pub fn nic_has_been_stopped(&self) -> bool {
+        self.card.as_ref().and_then(|card| card.nic.as_ref()).is_some_and(Nic::has_been_stopped)
     }
 
     pub fn has_nic(&self) -> bool {
@@ -158,7 +163,7 @@ impl Machine {
 
     /// Whether a NIC takes frames from the devices' queues.
     fn frames_flow(&self) -> bool {
-        self.card.as_ref().and_then(|card| card.nic.as_ref()).is_some_and(Nic::flows)
+        self.card.as_ref().and_then(|card| card.nic.as_ref()).is_some_and(|nic| nic.flows(self.now))
     }
 
     /// When kernel or NIC have something to do next, microseconds.

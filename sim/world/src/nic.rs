@@ -1,10 +1,13 @@
-//! The NIC process: a real worker of the datapath, which can die between two rounds or in the middle of one.
+//! The NIC process: real workers of the datapath, and with partial offload the host's TCP, which die together, between two rounds or in
+//! the middle of one.
 
 use crate::port::{Killed, Port};
 use crate::scenario::Offloads;
-use baton_datapath::{Worker, WorkerSettings};
+use baton_abi::layout;
+use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings, crossbar};
 use baton_device::MAX_FRAME;
 use baton_lro::LroSettings;
+use baton_rss::{Key, RssSettings};
 use baton_shm::Region;
 use baton_tcp::Instant;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,62 +26,85 @@ pub(crate) enum End {
     Panicked(String),
 }
 
-/// A running NIC.
+/// A running NIC: its workers, and the host's TCP, which dies with it.
 pub(crate) struct Nic {
-    worker: Worker<Port, Port>,
+    workers: Vec<Worker<Port, Port>>,
+    host_tcp: Option<Worker<NoKernel, HostWire>>,
     flows: bool,
-    /// When a timer is due next. Finding out takes the worker longer than a round, and it changes only in rounds that find work.
+    /// When a timer is due next. Finding out takes the workers longer than a round, and it changes only in rounds that find work.
     due: u64,
+    /// Until when the process is stopped, microseconds; 0 if it never was.
+    stopped_until: u64,
 }
 
 impl Nic {
     /// Starts a NIC on the devices and the memory, with the programs' sessions attached. No frame flows yet.
     pub fn start(
-        host: Port,
-        wire: Port,
+        host: &Port,
+        wire: &Port,
         memory: &Arc<Region>,
         sessions: &[Arc<Region>],
-        Offloads { lro: mode, moderation }: Offloads,
+        offloads: Offloads,
         now: Instant,
     ) -> Nic {
-        let hash_key = [1, 2, 3, 4];
-        let settings = WorkerSettings {
-            slots: SLOTS,
-            hash_key,
-            lro: LroSettings { mode, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
-            moderation,
-            // What waits for the kernel may be an aggregate.
-            frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
-            ..WorkerSettings::default()
-        };
-        let mut worker = Worker::new(host, wire, memory.clone(), settings, now);
+        let settings = settings(&offloads);
+        let mut workers = workers(host, wire, memory, &settings, offloads.workers.max(1), now);
+        let host_tcp = offloads.fast_path.then(|| host_tcp(&mut workers[0], memory, &settings, now));
+        let mut nic = Nic { workers, host_tcp, flows: false, due: 0, stopped_until: 0 };
         for (number, session) in sessions.iter().enumerate() {
-            worker.attach(number as u32, session.clone());
+            nic.workers[0].attach(number as u32, session.clone());
+            if let Some(host_tcp) = &mut nic.host_tcp {
+                host_tcp.attach(number as u32, session.clone());
+                nic.workers[0].keep_fast_path(number as u32);
+            }
         }
-        Nic { worker, flows: false, due: 0 }
+        nic
+    }
+
+    /// Spreads connections over the workers by this indirection table, repeated: up to eight hexadecimal digits.
+    pub fn spread(&mut self, table: u32) {
+        if let Ok(indirection) = format!("{table:x}").parse() {
+            let spread = RssSettings { indirection, ..RssSettings::default() };
+            self.workers[0].set_rss(&spread, &Key::MICROSOFT);
+            self.due = 0;
+        }
     }
 
     /// Lets frames flow.
     pub fn let_frames_flow(&mut self, now: Instant) {
-        self.worker.start(now);
+        self.workers[0].start(now);
         (self.flows, self.due) = (true, now.0);
     }
 
-    /// Whether frames flow.
-    pub fn flows(&self) -> bool {
-        self.flows
+    /// Whether frames flow at this time.
+    pub fn flows(&self, now: Instant) -> bool {
+        self.flows && self.stopped_until <= now.0
+    }
+
+    /// Stops the process until `time`, microseconds: it does nothing, and does not die of it.
+    pub fn stop(&mut self, time: u64) {
+        self.stopped_until = self.stopped_until.max(time);
+    }
+
+    /// Whether the process was ever stopped.
+    pub fn has_been_stopped(&self) -> bool {
+        self.stopped_until > 0
     }
 
     /// Runs rounds until there is nothing to do.
     pub fn run(&mut self, now: Instant) -> Result<(), End> {
+        if self.stopped_until > now.0 {
+            return Ok(());
+        }
         let mut worked = self.due <= now.0;
         let rounds = catch_unwind(AssertUnwindSafe(|| {
-            while self.worker.poll(now) {
+            while self.round(now) {
                 worked = true;
             }
         }));
         if worked && rounds.is_ok() {
-            self.due = self.worker.next_timeout().unwrap_or(u64::MAX);
+            let workers = self.workers.iter().filter_map(Worker::next_timeout);
+            self.due = workers.chain(self.host_tcp.iter().filter_map(Worker::next_timeout)).min().unwrap_or(u64::MAX);
         }
         rounds.map_err(|payload| match payload.downcast::<Killed>() {
             Ok(_) => End::Killed,
@@ -86,9 +112,76 @@ impl Nic {
         })
     }
 
-    pub fn next_timeout(&self) -> u64 {
-        self.due
+    /// One round of every worker, in an order that differs from time to time. Returns whether there was anything to do.
+    fn round(&mut self, now: Instant) -> bool {
+        let several = self.workers.len() > 1;
+        let first = now.0 as usize % self.workers.len();
+        let (back, front) = self.workers.split_at_mut(first);
+        let mut worked = false;
+        for worker in front.iter_mut().chain(back) {
+            worked |= if several { worker.poll_with_peers(now) } else { worker.poll(now) };
+        }
+        if let Some(host_tcp) = &mut self.host_tcp {
+            worked |= host_tcp.poll_lent(now);
+            assert!(!host_tcp.is_broken(), "the NIC has lent a connection that cannot be taken");
+        }
+        worked
     }
+
+    pub fn next_timeout(&self) -> u64 {
+        self.due.max(self.stopped_until)
+    }
+}
+
+fn settings(offloads: &Offloads) -> WorkerSettings {
+    let (hash_key, moderation) = ([1, 2, 3, 4], offloads.moderation);
+    WorkerSettings {
+        slots: SLOTS,
+        hash_key,
+        lro: LroSettings { mode: offloads.lro, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
+        moderation,
+        // What waits for the kernel may be an aggregate.
+        frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
+        ..WorkerSettings::default()
+    }
+}
+
+/// Makes the workers. All frames arrive at the first one.
+fn workers(
+    host: &Port,
+    wire: &Port,
+    memory: &Arc<Region>,
+    settings: &WorkerSettings,
+    number: usize,
+    now: Instant,
+) -> Vec<Worker<Port, Port>> {
+    let new = |host, wire| Worker::new(host, wire, memory.clone(), *settings, now);
+    if number == 1 {
+        return vec![new(host.clone(), wire.clone())];
+    }
+    let peers = crossbar(number, &Key::MICROSOFT, None).into_iter().enumerate();
+    let join = |(at, peers)| {
+        let (host, wire) = if at == 0 { (host.clone(), wire.clone()) } else { (host.sending_only(), wire.sending_only()) };
+        let mut worker = new(host, wire);
+        worker.join(peers, now);
+        worker
+    };
+    let mut workers: Vec<_> = peers.map(join).collect();
+    workers[0].set_rss(&RssSettings::default(), &Key::MICROSOFT);
+    workers
+}
+
+/// Makes the host's TCP, and connects it with the NIC's only worker.
+fn host_tcp(
+    worker: &mut Worker<Port, Port>,
+    memory: &Arc<Region>,
+    settings: &WorkerSettings,
+    now: Instant,
+) -> Worker<NoKernel, HostWire> {
+    let shared = Arc::new(Region::private(layout::host_tcp::bytes(SLOTS)).expect("memory for a simulated host's TCP"));
+    worker.set_host_tcp(shared.clone());
+    let settings = WorkerSettings { slots: SLOTS, hash_key: settings.hash_key, ..WorkerSettings::default() };
+    Worker::host_tcp(memory.clone(), shared, settings, now)
 }
 
 /// The message of a panic.

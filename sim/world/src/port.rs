@@ -78,10 +78,18 @@ impl Fuse {
 }
 
 /// A device of the NIC's: what it receives comes from one lane, what it sends goes into another.
+#[derive(Clone)]
 pub(crate) struct Port {
     pub incoming: Lane,
     pub outgoing: Lane,
     pub fuse: Fuse,
+}
+
+impl Port {
+    /// The same device for a worker that receives nothing from it.
+    pub fn sending_only(&self) -> Port {
+        Port { incoming: Lane::new(0), ..self.clone() }
+    }
 }
 
 impl Device for Port {

@@ -3,20 +3,24 @@
 use crate::agent::{Agent, Answer, Request};
 use crate::block::Block;
 use crate::client::{Client, View};
-use crate::keeper::Kept;
+use crate::fork::{Fork, Holder};
+use crate::keeper::{Kept, Until};
 use crate::kernel::{Descriptor, Errno};
 use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, block};
 use baton_sim::{Rng, stream};
 use baton_tcp::State;
-use baton_wire::Endpoint;
+use baton_wire::{Endpoint, Flow};
 
 /// Time of the first and of the longest pause before an operation that would block is repeated, microseconds.
 const FIRST_PAUSE: u64 = 100;
 const LONGEST_PAUSE: u64 = 20_000;
 /// An operation that takes time takes at most this, microseconds.
 const LONGEST_OPERATION: u64 = 3_000;
+
+/// What a child's number with the agent is greater by than its parent's.
+const CHILDREN: u32 = 100;
 
 /// How a program gets its connection.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +45,7 @@ pub(crate) struct Plan {
     pub think: u64,
     /// Bytes sent and received after which it resets the connection.
     pub aborts_at: Option<u64>,
+    pub fork: Option<Fork>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,6 +53,10 @@ enum Life {
     Opening,
     Registering,
     Open,
+    /// It is about to fork: its connection is to be in the kernel.
+    Forking,
+    /// It has forked, and goes on with its connection.
+    Allowing,
     Forgetting,
     Closed,
 }
@@ -65,11 +74,13 @@ pub(crate) struct Program {
     pub host: usize,
     /// Number of its connection, in all of the world.
     pub number: u32,
+    /// Number of its connection with the agent and in its session: a child has its own.
+    pub registration: u32,
     pub session: u32,
     plan: Plan,
     life: Life,
     pub descriptor: Option<Descriptor>,
-    pub flow: Option<baton_wire::Flow>,
+    pub flow: Option<Flow>,
     pub block: Option<Block>,
     pub view: Option<View>,
     pub sent: u64,
@@ -81,6 +92,12 @@ pub(crate) struct Program {
     inside: Option<(Call, Owner)>,
     /// The request that waits for its answer, and the agent that was asked.
     asked: Option<(Request, u32)>,
+    /// The fork that it has still to make.
+    forks: Option<Fork>,
+    /// It is the child, and has inherited its connection.
+    inherits: bool,
+    /// The other process that has its socket.
+    pub other: Option<Holder>,
     pub wake: u64,
     pause: u64,
     rng: Rng,
@@ -96,12 +113,33 @@ pub(crate) struct Hosted<'a> {
     pub trace: &'a mut Trace,
 }
 
+impl Hosted<'_> {
+    /// Asks the agent, unless it is the one that was asked already.
+    pub fn ask(&mut self, number: u32, request: Request, asked: &mut u32) {
+        if let Some(agent) = &mut self.agent
+            && *asked != self.generation
+            && agent.is_announced()
+        {
+            *asked = self.generation;
+            agent.request(number, request);
+        }
+    }
+
+    /// Takes the agent's answer about a connection.
+    pub fn take_answer(&mut self, number: u32, wanted: impl Fn(&Answer) -> bool) -> Option<Answer> {
+        let answers = &mut self.agent.as_mut()?.answers;
+        let at = answers.iter().position(|(other, answer)| *other == number && wanted(answer))?;
+        Some(answers.remove(at).1)
+    }
+}
+
 impl Program {
     pub fn new(host: usize, number: u32, session: u32, plan: Plan, seed: u64) -> Program {
         let mut rng = Rng::new(seed);
         Program {
             host,
             number,
+            registration: number,
             session,
             plan,
             life: Life::Opening,
@@ -117,6 +155,9 @@ impl Program {
             error: None,
             inside: None,
             asked: None,
+            forks: plan.fork,
+            inherits: false,
+            other: None,
             wake: rng.below(10_000),
             pause: FIRST_PAUSE,
             rng,
@@ -124,7 +165,7 @@ impl Program {
     }
 
     pub fn is_closed(&self) -> bool {
-        self.life == Life::Closed
+        self.life == Life::Closed && self.other.is_none()
     }
 
     pub fn is_open(&self) -> bool {
@@ -138,19 +179,33 @@ impl Program {
 
     /// Whether its host's kernel may answer its peer with a RST.
     pub fn may_reset(&self) -> bool {
-        self.life == Life::Closed
+        self.is_closed()
+    }
+
+    /// When it does something next, microseconds.
+    pub fn next(&self) -> u64 {
+        self.wake.min(self.other.as_ref().map_or(u64::MAX, Holder::wake))
     }
 
     /// Runs the program. Returns a failure that it has found.
     pub fn run(&mut self, mut hosted: Hosted<'_>) -> Result<(), String> {
         let now = hosted.machine.now.0;
+        if self.other.as_mut().is_some_and(|other| other.close(&mut hosted)) {
+            self.other = None;
+        }
         if self.wake > now {
             return Ok(());
         }
+        let session = self.session;
         self.take_answer(&mut hosted);
+        if self.session != session {
+            // A child, which goes on with a session of its own.
+            self.wake = now + 1;
+            return Ok(());
+        }
         match self.life {
             Life::Opening => self.open(&mut hosted),
-            Life::Registering | Life::Forgetting => {
+            Life::Registering | Life::Forgetting | Life::Forking | Life::Allowing => {
                 self.repeat_request(&mut hosted);
                 self.sleep(now);
             }
@@ -181,47 +236,46 @@ impl Program {
         }
         let Some(descriptor) = self.descriptor else { return self.sleep(now.0) };
         let socket = machine.kernel.socket(descriptor);
-        if socket.state() == State::Closed {
+        // What a child has inherited was open, whatever it is now.
+        if socket.state() == State::Closed && !self.inherits {
             self.error = Some(Errno::TimedOut);
             return self.close(hosted);
         }
-        if !socket.is_established() {
+        if !socket.is_established() && !self.inherits {
             return self.sleep(now.0);
         }
         let flow = socket.flow();
         self.flow = Some(flow);
         self.go_on(now.0);
         match &hosted.client {
-            Some(client) => {
-                let block = Block { memory: client.memory.clone(), number: self.number };
-                self.view = Some(View::new(block.clone()));
-                self.block = Some(block);
-                self.life = Life::Registering;
-                self.asked = Some((Request::Register(Kept { session: self.session, descriptor, flow }), u32::MAX));
+            Some(_) => {
+                let until = if self.inherits { Until::Alone } else { Until::Now };
+                self.register(descriptor, flow, until, hosted);
             }
             None => self.life = Life::Open,
         }
     }
 
+    fn register(&mut self, descriptor: Descriptor, flow: Flow, until: Until, hosted: &Hosted<'_>) {
+        let Some(client) = &hosted.client else { return };
+        let block = Block { memory: client.memory.clone(), number: self.registration };
+        self.view = Some(View::new(block.clone()));
+        self.block = Some(block);
+        self.life = Life::Registering;
+        self.asked = Some((Request::Register(Kept { session: self.session, descriptor, flow, until }), u32::MAX));
+    }
+
     /// Asks an agent that has not been asked yet.
     fn repeat_request(&mut self, hosted: &mut Hosted<'_>) {
-        if let (Some((request, asked)), Some(agent)) = (&mut self.asked, &mut hosted.agent)
-            && *asked != hosted.generation
-            && agent.is_announced()
-        {
-            *asked = hosted.generation;
-            agent.request(self.number, *request);
+        if let Some((request, asked)) = &mut self.asked {
+            hosted.ask(self.registration, *request, asked);
         }
     }
 
     fn take_answer(&mut self, hosted: &mut Hosted<'_>) {
-        let Some(agent) = &mut hosted.agent else { return };
-        let Some(at) = agent.answers.iter().position(|(number, _)| *number == self.number) else { return };
-        let (_, answer) = agent.answers.remove(at);
+        let Some(answer) = hosted.take_answer(self.registration, |_| true) else { return };
         match (answer, self.life) {
-            (Answer::Registered, Life::Registering) => {
-                (self.life, self.asked, self.pause) = (Life::Open, None, FIRST_PAUSE);
-            }
+            (Answer::Registered, Life::Registering) | (Answer::Allowed, Life::Allowing) => self.reopen(),
             (Answer::Forgotten { lost }, Life::Forgetting) => {
                 self.asked = None;
                 if lost {
@@ -229,7 +283,53 @@ impl Program {
                 }
                 self.close(hosted);
             }
+            (Answer::GivenBack(Some(true)), Life::Forking) => self.fork(hosted),
+            (Answer::GivenBack(Some(false)), Life::Forking) => self.asked = Some((Request::GiveBack, u32::MAX)),
+            (Answer::GivenBack(None), Life::Forking) => {
+                // It has ended: a child would find nothing in its socket.
+                self.forks = None;
+                self.reopen();
+            }
             _ => {}
+        }
+    }
+
+    fn reopen(&mut self) {
+        (self.life, self.asked, self.pause) = (Life::Open, None, FIRST_PAUSE);
+    }
+
+    /// Begins to fork: like the library, it wants its connection in the kernel before.
+    fn begin_fork(&mut self, hosted: &mut Hosted<'_>) {
+        if self.block.is_none() {
+            return self.fork(hosted);
+        }
+        self.life = Life::Forking;
+        self.asked = Some((Request::GiveBack, u32::MAX));
+        self.repeat_request(hosted);
+        self.go_on(hosted.machine.now.0);
+    }
+
+    /// Forks, now that the kernel has the connection.
+    fn fork(&mut self, hosted: &mut Hosted<'_>) {
+        let (Some(descriptor), Some(fork)) = (self.descriptor, self.forks.take()) else { return };
+        self.note(hosted, "forks after", self.sent + self.received);
+        let until = hosted.machine.now.0 + fork.lasts;
+        match (fork.heir, self.block.is_some()) {
+            (Some(session), true) => {
+                self.other = Some(Holder::new(descriptor, Some(self.registration), until, hosted));
+                (self.registration, self.session) = (self.registration + CHILDREN, session);
+                (self.life, self.asked, self.block, self.view) = (Life::Opening, None, None, None);
+                // The child registers the connection in the next step, with its own session.
+                self.inherits = true;
+            }
+            (_, registered) => {
+                self.other = Some(Holder::new(descriptor, None, until, hosted));
+                if registered {
+                    (self.life, self.asked) = (Life::Allowing, Some((Request::Allow, u32::MAX)));
+                } else {
+                    self.reopen();
+                }
+            }
         }
     }
 
@@ -266,6 +366,10 @@ impl Program {
         if past || self.error.is_some() || self.shut && self.at_end {
             self.aborting = past;
             self.finish(hosted);
+            return Ok(());
+        }
+        if self.forks.is_some_and(|fork| self.sent + self.received >= fork.at) {
+            self.begin_fork(hosted);
             return Ok(());
         }
         let Some(call) = self.choose() else {

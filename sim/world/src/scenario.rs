@@ -2,6 +2,7 @@
 
 use crate::exhaustive;
 use crate::fault::{self, Planned};
+use crate::fork::Fork;
 use crate::program::{Opening, Plan};
 use baton_lro::Mode;
 use baton_sim::{Impairments, Rng};
@@ -22,11 +23,16 @@ pub(crate) struct Placed {
     pub plan: Plan,
 }
 
-/// The offloads of all NICs, for the connections that the kernels have.
+/// How all NICs are made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Offloads {
+    /// Large receive and moderation, for the connections that the kernels have.
     pub lro: Mode,
     pub moderation: baton_moderation::Mode,
+    /// Number of workers; 0 counts as 1.
+    pub workers: usize,
+    /// The NIC, which has one worker then, keeps only the fast path of its connections; the rest is the host's TCP's.
+    pub fast_path: bool,
 }
 
 /// A run's plan.
@@ -104,7 +110,10 @@ impl Scenario {
 }
 
 fn offloads(rng: &mut Rng) -> Offloads {
+    let (workers, fast_path) = [(1, false), (1, true), (2, false), (4, false)][rng.below(4) as usize];
     Offloads {
+        workers,
+        fast_path,
         lro: [Mode::Off, Mode::Off, Mode::InOrder, Mode::Reorder][rng.below(4) as usize],
         moderation: match rng.below(4) {
             0 => baton_moderation::Mode::Static { time: 1 + rng.below(500) as u32, frames: 1 + rng.below(20) as u32 },
@@ -127,6 +136,13 @@ fn impairments(rng: &mut Rng) -> Impairments {
         duplicate,
         corrupt,
     }
+}
+
+/// A program's fork, if it makes one. `bytes`: what it sends and receives.
+fn fork(rng: &mut Rng, bytes: u64) -> Option<Fork> {
+    let (at, heir, lasts) = (rng.below(bytes + 1), rng.below(SESSIONS as u64 - 1) as u32, rng.below(300_000));
+    let kind = rng.below(10);
+    (kind < 3).then_some(Fork { at, heir: (kind > 0).then_some(heir), lasts })
 }
 
 /// The programs of a connection between two hosts.
@@ -154,6 +170,7 @@ fn pair(rng: &mut Rng, at: u16, hosts: usize, ipv6: bool) -> [Placed; 2] {
             chunk: [100, 3_000, 30_000][rng.below(3) as usize],
             think: [50, 500, 20_000][rng.below(3) as usize],
             aborts_at: aborts.filter(|_| side == aborting),
+            fork: fork(rng, amounts[0] + amounts[1]),
         },
     })
 }

@@ -194,7 +194,7 @@ impl World {
     fn next(&self) -> u64 {
         let faults = self.scenario.faults.get(self.next_fault).map_or(u64::MAX, |(at, _, _)| *at);
         let calm = if self.calm { u64::MAX } else { self.scenario.end_of_faults };
-        let programs = self.programs.iter().map(|program| program.wake).min().unwrap_or(u64::MAX);
+        let programs = self.programs.iter().map(Program::next).min().unwrap_or(u64::MAX);
         let moves = if self.calm { u64::MAX } else { self.moves_at.iter().copied().min().unwrap_or(u64::MAX) };
         let hosts = self.hosts.iter().map(Host::next).min().unwrap_or(u64::MAX);
         faults.min(calm).min(programs).min(moves).min(hosts).min(self.network.next_arrival())
@@ -229,6 +229,11 @@ impl World {
         match fault {
             Fault::KillNic => host.machine.kill_nic(&mut self.trace),
             Fault::LightFuse(points) => host.machine.card().fuse.light(points),
+            Fault::StopNic(time) => {
+                if let Some(nic) = &mut host.machine.card().nic {
+                    nic.stop(self.now + time);
+                }
+            }
             Fault::KillAgent => self.kill_agent(at),
             Fault::KillAgentAfter(more) => host.agent_dies_at = Some(actions + more),
             Fault::KillNicAfter(more) => host.nic_dies_at = Some(actions + more),
@@ -252,6 +257,11 @@ impl World {
             Fault::Cut(time) => {
                 host.network_returns_at = self.now + time;
                 self.network.cut(at, true);
+            }
+            Fault::Spread(table) => {
+                if let Some(nic) = &mut host.machine.card().nic {
+                    nic.spread(table);
+                }
             }
             Fault::Mtu(mtu) => self.network.set_mtu(at, mtu),
         }
@@ -369,8 +379,11 @@ impl World {
             }
             *due = self.now + 1 + self.rng.below(2 * self.scenario.moves_every);
             if let Some(agent) = self.hosts[at].agent.as_mut().filter(|_| program.is_open()) {
-                let to = if agent.is_on_nic(program.number) { Request::Restore } else { Request::Offload };
-                agent.request(program.number, to);
+                // The process that does not use the connection any more may have registered it, too.
+                let other = program.other.as_ref().and_then(|other| other.registration).filter(|_| self.rng.chance(300_000));
+                let number = other.unwrap_or(program.registration);
+                let to = if agent.is_on_nic(number) { Request::Restore } else { Request::Offload };
+                agent.request(number, to);
             }
         }
     }

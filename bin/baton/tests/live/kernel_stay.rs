@@ -52,7 +52,7 @@ impl Moved<'_> {
         let saved = exporter.purge().map_err(|(_, refusal)| refusal).expect("a shell");
         let (local, peer) = (self.server.local_addr().expect("local"), self.server.peer_addr().expect("peer"));
         let importer = Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved).expect("an import");
-        importer.finish().expect("its end");
+        importer.finish(fd, &unacknowledged).expect("its end");
         image
     }
 

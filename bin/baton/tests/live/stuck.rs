@@ -1,9 +1,10 @@
-//! Programs that stay inside an operation on a connection that is to be moved.
+//! Programs that stay inside an operation on a connection that is to be moved, and a NIC that does not answer.
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::{block, session};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_linux::process;
 use baton_protocol::program::{Opening, Place};
 use baton_shm::Region;
 use std::fs::File;
@@ -88,4 +89,60 @@ fn a_close_is_not_delayed_for_ever() {
     assert!(begun.elapsed() >= Duration::from_millis(19), "it is waited for, a little");
     let left = bed.tool().expect("a tool").connections().expect("a list");
     assert!(left.is_empty(), "{left:?}");
+}
+
+const SIGSTOP: i32 = 19;
+const SIGCONT: i32 = 18;
+
+/// A program with a session and a connection in the kernel.
+fn registered(bed: &Testbed, port: u16) -> (Shared, Arc<Connection>, [TcpStream; 2]) {
+    let (server, peer) = connect(bed, false, port);
+    let shared = Shared::connect(&bed.socket(), Opening::alone(), Listener(Box::new(|_| ()))).expect("a session");
+    let connection = shared.register(server.as_fd(), false).expect("a registration");
+    (shared, connection, [server, peer])
+}
+
+fn nic_process(bed: &Testbed) -> u32 {
+    bed.tool().expect("a tool").statistics().expect("statistics").nic_process
+}
+
+/// While the NIC is stopped, and moves wait for its answers, other programs register connections and close them, and tools list them.
+/// The moves go on when the NIC does.
+#[test]
+fn a_nic_that_is_stopped_delays_only_what_needs_it() {
+    let bed = hosts(TestbedSettings::default());
+    let moving: Vec<_> = (0..4).map(|at| registered(&bed, 8000 + at)).collect();
+    let (other, _, _streams) = registered(&bed, 8100);
+    let nic = nic_process(&bed);
+    process::signal(nic, SIGSTOP).expect("a signal");
+    std::thread::scope(|scope| {
+        let moves = moving.iter().map(|(shared, connection, _)| scope.spawn(|| shared.move_to(connection.number(), Place::Nic)));
+        let moves: Vec<_> = moves.collect();
+        // If one of these waited for the NIC, it would be ended first, after two seconds, and the moves refused.
+        for round in 0..5 {
+            let (server, _peer) = connect(&bed, false, 9000 + round);
+            let connection = other.register(server.as_fd(), false).expect("a registration");
+            assert_eq!(bed.tool().expect("a tool").connections().expect("a list").len(), 6);
+            other.forget(&connection, 1).expect("forgotten");
+        }
+        assert!(moves.iter().all(|waits| !waits.is_finished()), "a move has not waited for the NIC");
+        process::signal(nic, SIGCONT).expect("a signal");
+        moves.into_iter().for_each(|moved| moved.join().expect("no panic").expect("a move"));
+    });
+    assert_eq!(nic_process(&bed), nic);
+}
+
+/// A NIC that does not answer for two seconds is ended, and what it had goes on in the kernel.
+#[test]
+fn a_nic_that_stays_stopped_is_ended() {
+    let bed = hosts(TestbedSettings::default());
+    let program = Program::start(&bed, 8000);
+    let (shared, connection, _streams) = registered(&bed, 8001);
+    let nic = nic_process(&bed);
+    process::signal(nic, SIGSTOP).expect("a signal");
+    let moved = shared.move_to(connection.number(), Place::Nic);
+    assert_eq!(moved.expect_err("there is no NIC").kind(), io::ErrorKind::WouldBlock);
+    assert_ne!(nic_process(&bed), nic);
+    shared.move_to(connection.number(), Place::Nic).expect("the next NIC takes it");
+    program.shared.move_to(program.connection.number(), Place::Kernel).expect("it is there");
 }

@@ -9,8 +9,8 @@ use crate::record::read_record;
 use crate::session::{NOT_READING, OpenSession, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
+use baton_abi::Cid;
 use baton_abi::layout::{COUNTERS, Owner, block, nic, slot};
-use baton_abi::{Cid, Control};
 use baton_handoff::examine;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
@@ -18,10 +18,12 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{diagnosis, files, interface, process, socket};
-use baton_moves::Refusal;
+use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
-use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, VERSION};
+use baton_protocol::program::{
+    Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION,
+};
 use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -66,7 +68,9 @@ impl Agent {
     /// Serves one request of a session, or ends the session if its program is gone.
     pub(super) fn serve(&mut self, number: u32) {
         self.attend(number);
-        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        let Some(session) = self.sessions.get(number as usize).and_then(Option::as_ref).filter(|session| !session.ends) else {
+            return;
+        };
         match session.channel.try_receive::<Request>() {
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
@@ -199,7 +203,7 @@ impl Agent {
             Ask::GiveBack { connection, reason, until } => {
                 self.lent(number, connection, descriptors.pop());
                 let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
-                self.lent(number, connection, None);
+                self.return_descriptor(number, connection);
                 reply.map(|reply| (reply, Vec::new()))
             }
             Ask::Goodbye => {
@@ -310,12 +314,15 @@ impl Agent {
         let (mut open, theirs) = OpenSession::new(bytes)?;
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.filter(|_| opening.messages.is_some());
+        if self.nic.is_detaching(number) {
+            anyhow::bail!("the NIC has not let go of this session's last memory; try again");
+        }
         self.nic.attach(number, &open, opening)?;
         self.watch_host_tcp();
         if let Some(messages) = &opening.messages
             && let Err(refusal) = self.steal_messages(messages.address, &open)
         {
-            let _ = self.nic.control(Control::Detach, Cid(0), number);
+            let _ = self.nic.detach(number);
             anyhow::bail!("the NIC cannot receive messages beside the kernel: {refusal}");
         }
         Ok((open, theirs))
@@ -366,14 +373,26 @@ impl Agent {
         if attacher {
             self.lent(number, place, None);
             self.keep(&Kept::Attached(number, place, process, local, peer), &[]);
-        } else if let Some(Some(session)) = self.sessions.get(number as usize)
-            && let Some(Some(connection)) = session.connections.get(place as usize)
-            && let Ok(fd) = connection.fd()
-        {
-            self.keep(&Kept::Connection(number, place), &[fd]);
+        } else {
+            self.keep_connection(number, place);
         }
         self.note_registered(number, place, serial);
         Reply::Registered { connection: place }
+    }
+
+    /// Has the keeper hold a connection for the next agent, and when it may be offloaded.
+    pub(crate) fn keep_connection(&self, session: u32, number: u32) {
+        let found = self.sessions.get(session as usize).and_then(Option::as_ref);
+        let found = found.and_then(|session| session.connections.get(number as usize)?.as_ref());
+        let Some(connection) = found.filter(|connection| !connection.attached) else { return };
+        let until = match (connection.stays, connection.inherited) {
+            (true, _) => Until::Never,
+            (false, true) => Until::Alone,
+            (false, false) => Until::Again,
+        };
+        if let Ok(fd) = connection.fd() {
+            self.keep(&Kept::Connection(session, number, until), &[fd]);
+        }
     }
 
     /// Counts a connection in its session's group, and schedules its first random move if the group has them.
@@ -433,7 +452,7 @@ impl Agent {
                 return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
             }
             (Stage::Offloading, Place::Nic) => connection.waiting.askers.push(asker),
-            (Stage::Offloading, Place::Kernel) => {
+            (Stage::Offloading, Place::Kernel) if connection.machine.step() < Step::Stolen => {
                 self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
             }
@@ -442,7 +461,8 @@ impl Agent {
                 return Some((Reply::Stayed { reason, transient: false }, Vec::new()));
             }
             (Stage::Kernel, Place::Nic) => self.begin_offload(session, number, Some(asker)),
-            (Stage::Nic, Place::Kernel) => self.begin_restore(session, number, Some(asker)),
+            // What cannot be called off any more is restored when it is there.
+            (Stage::Nic | Stage::Offloading, Place::Kernel) => self.begin_restore(session, number, Some(asker)),
         }
         None
     }

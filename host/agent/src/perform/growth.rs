@@ -8,9 +8,9 @@ use crate::journal;
 use crate::memory;
 use crate::record::{read_image, read_ranges, read_record};
 use baton_abi::layout::{block, nic, slot};
-use baton_abi::{Cid, Control};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_image::Image;
-use baton_moves::Refusal;
+use baton_moves::{Action, Outcome, Refusal};
 use baton_shm::Circle;
 use std::sync::atomic::Ordering;
 
@@ -71,7 +71,7 @@ impl Performer<'_> {
             (on_nic.memory, growing.unused) = (new, replaced);
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
-        self.ground.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
+        self.ground.nic.inbox.rename(cid, next);
         self.write_location(base, &image, new, next);
         Ok(())
     }
@@ -120,14 +120,15 @@ impl Performer<'_> {
         self.connection.block.store(block::MOVES, self.connection.moves);
     }
 
-    /// Makes the NIC continue in the larger memory, and frees the old one.
-    pub(super) fn resume(&mut self) -> Result<(), Refusal> {
-        let (next, old) = (self.cid()?, self.connection.growing.as_ref().map(|growing| growing.cid).ok_or(Refusal::NicGone)?);
-        // Notifications with the new cid may reach the program before this returns.
+    /// Makes the NIC continue in the larger memory. The old one is free when it has.
+    pub(super) fn resume(&mut self) -> Outcome {
+        let (Some(next), Some(growing)) = (self.connection.cid, &self.connection.growing) else {
+            return Outcome::Refused(Refusal::NicGone);
+        };
+        let command = Message::control(Operation::NicControl, Control::Resume, growing.cid, next.0, 0);
+        // Notifications with the new cid may reach the program before the answer comes.
         self.open.note_move(self.connection.block.number());
-        self.ground.nic.control(Control::Resume, old, next.0)?;
-        self.shrink();
-        Ok(())
+        self.send(&Action::Resume, command)
     }
 }
 

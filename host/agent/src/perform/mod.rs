@@ -6,15 +6,15 @@ mod offload;
 mod recovery;
 mod restore;
 
-use crate::connection::Connection;
+use crate::connection::{Carried, Connection};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::memory;
 use crate::record::{read_image, unpublish};
 use crate::session::OpenSession;
 use crate::way::Way;
-use baton_abi::Cid;
 use baton_abi::layout::{Owner, block};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell;
@@ -42,7 +42,7 @@ pub(crate) struct Performer<'a> {
     way: Option<Way>,
     entry: Option<Entry>,
     exporter: Option<Exporter<'a>>,
-    importer: Option<Importer<'a>>,
+    importer: Option<Importer>,
     /// The image from which the kernel's socket is restored.
     image: Option<Image>,
 }
@@ -58,9 +58,9 @@ impl<'a> Performer<'a> {
         region: &'a Region,
     ) -> Performer<'a> {
         let step = connection.machine.step();
+        let Carried { way, entry, importer, image } = *connection.carried.take().unwrap_or_default();
         // Set for a connection that was in the kernel again when its agent died.
-        let entry = connection.journalled.take().map(|entry| *entry);
-        let image = entry.as_ref().and_then(|entry| read_image(ground.nic_memory, Cid(entry.cid)).ok());
+        let image = image.or_else(|| read_image(ground.nic_memory, Cid(entry.as_ref()?.cid)).ok());
         Performer {
             ground,
             open,
@@ -71,11 +71,37 @@ impl<'a> Performer<'a> {
             refused: None,
             fd,
             region,
-            way: None,
+            way,
             entry,
             exporter: None,
-            importer: None,
+            importer,
             image,
+        }
+    }
+
+    /// Leaves with the connection what its move goes on with once it need not wait any more.
+    pub fn pause(self) {
+        let Performer { connection, way, entry, importer, image, .. } = self;
+        connection.carried = Some(Box::new(Carried { way, entry, importer, image }));
+    }
+
+    /// Sends the NIC the command of an action, and looks for the answer for a moment.
+    fn send(&mut self, action: &Action, command: Message) -> Outcome {
+        match self.ground.nic.ask(command) {
+            Ok(()) => match self.ground.nic.glance(command.cid) {
+                Some(answer) => self.answered(action, answer),
+                None => Outcome::Sent,
+            },
+            Err(Refusal::NoRoom) => Outcome::NotYet,
+            Err(refusal) => self.answered(action, Err(refusal)),
+        }
+    }
+
+    /// Sends a control command about the connection; see [`Performer::send`].
+    fn ask(&mut self, action: Action, control: Control, value: u32) -> Outcome {
+        match self.connection.cid {
+            Some(cid) => self.send(&action, Message::control(Operation::NicControl, control, cid, value, 0)),
+            None => self.answered(&action, Err(Refusal::NoRoom)),
         }
     }
 
@@ -125,9 +151,14 @@ impl<'a> Performer<'a> {
         }
     }
 
+    /// Makes the NIC drop what it has of the connection, without waiting for its answer: what it is asked about the slot from now on
+    /// it does afterwards. `forgotten`: the kernel has lost its out-of-order queue.
     fn cancel(&mut self, forgotten: bool) {
+        self.ground.shape.unsteer(&self.connection.flow);
         if let Some(cid) = self.connection.cid {
-            self.ground.cancel(cid, &self.connection.flow, forgotten);
+            let command = Message::control(Operation::NicControl, Control::Cancel, cid, u32::from(forgotten), 0);
+            let _ = self.ground.nic.post(command);
+            self.ground.nic.inbox.stop_waiting(cid);
         }
     }
 
@@ -154,9 +185,8 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Releases a connection that has ended on the NIC; its memory stays until the program has read it.
+    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has read it.
     fn end(&mut self) {
-        self.cancel(false);
         self.clear();
         self.give_slot();
         let _ = match self.fd {
@@ -189,57 +219,57 @@ impl<'a> Performer<'a> {
 
 impl World for Performer<'_> {
     fn perform(&mut self, action: &Action) -> Outcome {
-        let result = match action {
-            Action::Reserve => self.reserve(),
+        // An action that could send only some of its commands would be repeated.
+        if action.asks_nic() && !self.ground.nic.has_room() {
+            return Outcome::NotYet;
+        }
+        let outcome = match action {
             Action::Mirror => self.mirror(),
-            Action::Cover => return if self.is_covered() { Outcome::Done } else { Outcome::NotYet },
-            Action::Acknowledge => return if self.acknowledge() { Outcome::Done } else { Outcome::NotYet },
-            Action::KeepOut => {
-                self.keep_out();
-                Ok(())
-            }
-            Action::Leave => return if self.has_left() { Outcome::Done } else { Outcome::NotYet },
+            Action::Cover => done_if(self.is_covered()),
+            Action::Acknowledge => done_if(self.acknowledge()),
+            Action::Leave => done_if(self.has_left()),
             Action::Steal => self.steal(),
-            Action::Note(phase) => self.note(*phase),
-            Action::Export => self.export(),
-            Action::Copy => self.copy(),
-            Action::Purge => self.purge(),
             Action::HandOff => self.hand_off(),
-            Action::LetIn(Owner::Kernel) if !self.has_end_of_stream() => return Outcome::NotYet,
-            Action::LetIn(owner) => {
-                self.let_in(*owner);
-                Ok(())
-            }
-            Action::Check => self.check(),
+            Action::LetIn(Owner::Kernel) if !self.has_end_of_stream() => Outcome::NotYet,
             Action::Rest => self.rest(),
-            Action::Import(source) => return self.import(*source),
+            Action::Import(source) => self.import(*source),
             Action::Release => self.release(),
-            Action::Replay => {
-                self.replay();
-                Ok(())
+            Action::Replay => self.replay(),
+            Action::Cancel | Action::End => {
+                self.ground.shape.unsteer(&self.connection.flow);
+                self.ask(action.clone(), Control::Cancel, 0)
             }
-            Action::Cancel => {
-                self.cancel(false);
-                Ok(())
-            }
-            Action::Finish => self.finish(),
-            Action::FinishAnew => self.finish_anew(),
-            Action::Abandon => self.abandon(),
-            Action::Enlarge => self.enlarge(),
-            Action::Grow => self.grow(),
             Action::Resume => self.resume(),
-            Action::StealAgain => {
-                self.steal_again();
-                Ok(())
-            }
+            Action::StealAgain => self.steal_again(),
             Action::Conclude(conclusion) => {
                 self.concluded = Some(conclusion.clone());
+                Outcome::Done
+            }
+            other => self.perform_on_host(other).into(),
+        };
+        if let Outcome::Refused(refusal) = &outcome {
+            self.refused = Some((action.clone(), refusal.clone()));
+        }
+        outcome
+    }
+
+    fn answered(&mut self, action: &Action, answer: Result<(), Refusal>) -> Outcome {
+        let result = match (action, answer) {
+            (Action::Mirror, Ok(())) => self.mirrored(),
+            (Action::Steal, Ok(())) => self.stolen(),
+            (Action::HandOff, Ok(())) => self.handed_off(),
+            (Action::Resume, Ok(())) => {
+                self.shrink();
                 Ok(())
             }
-            other => {
-                self.give_back(other);
+            (Action::End, _) => {
+                self.end();
                 Ok(())
             }
+            // Whatever the answer, the NIC has nothing of the connection any more.
+            (Action::Release, Err(refusal)) if refusal != Refusal::NicGone => Ok(()),
+            (Action::Cancel | Action::Replay | Action::StealAgain, _) => Ok(()),
+            (_, answer) => answer,
         };
         if let Err(refusal) = &result {
             self.refused = Some((action.clone(), refusal.clone()));
@@ -258,6 +288,27 @@ impl World for Performer<'_> {
 }
 
 impl Performer<'_> {
+    /// Performs the actions that ask nothing of the NIC and are not repeated.
+    fn perform_on_host(&mut self, action: &Action) -> Result<(), Refusal> {
+        match action {
+            Action::Reserve => return self.reserve(),
+            Action::KeepOut => self.keep_out(),
+            Action::Note(phase) => return self.note(*phase),
+            Action::Export => return self.export(),
+            Action::Copy => return self.copy(),
+            Action::Purge => return self.purge(),
+            Action::LetIn(owner) => self.let_in(*owner),
+            Action::Check => return self.check(),
+            Action::Finish => return self.finish(),
+            Action::FinishAnew => return self.finish_anew(),
+            Action::Abandon => return self.abandon(),
+            Action::Enlarge => return self.enlarge(),
+            Action::Grow => return self.grow(),
+            other => self.give_back(other),
+        }
+        Ok(())
+    }
+
     /// Performs the actions that cannot be refused: they release slot, memory, journal entry and NIC.
     fn give_back(&mut self, action: &Action) {
         match action {
@@ -268,11 +319,12 @@ impl Performer<'_> {
                 self.give_slot();
             }
             Action::Shrink => self.shrink(),
-            Action::End => self.end(),
             Action::GiveUp => self.give_up(),
             Action::EndNic => {
-                if let Some((action, refusal)) = &self.refused {
-                    eprintln!("baton agent: the NIC is ended: {action:?} of {}: {refusal}", self.connection.flow);
+                let flow = self.connection.flow;
+                match &self.refused {
+                    Some((action, refusal)) => eprintln!("baton agent: the NIC is ended: {action:?} of {flow}: {refusal}"),
+                    None => eprintln!("baton agent: the NIC is ended: it has not answered a command about {flow}"),
                 }
                 self.ground.nic.end();
             }
@@ -295,6 +347,10 @@ impl Performer<'_> {
             other => other.into(),
         }
     }
+}
+
+fn done_if(done: bool) -> Outcome {
+    if done { Outcome::Done } else { Outcome::NotYet }
 }
 
 /// Gives the program access to the connection in the kernel, and notifies it.

@@ -6,8 +6,9 @@ use crate::connection::{Connection, Memory, OnNic};
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
 use crate::record::{queues, unpublish, write_image};
+use crate::way::Way;
 use baton_abi::layout::{block, nic, slot};
-use baton_abi::{Cid, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::examine;
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
@@ -18,8 +19,9 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_linux::tcp_info::{OPTION_SACK, TcpInfo};
 use baton_linux::{conntrack, diagnosis};
-use baton_moves::{Phase, Refusal};
+use baton_moves::{Action, Outcome, Phase, Refusal};
 use baton_shm::Region;
+use baton_steering::Steer;
 use std::sync::atomic::Ordering;
 
 const SOL_SOCKET: i32 = 1;
@@ -34,6 +36,10 @@ impl Performer<'_> {
         self.connection.cid = Some(cid);
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
+        // By these the NIC's answers find the connection.
+        for (at, value) in [(0, self.session), (5, self.connection.number)] {
+            self.ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+        }
         self.ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
         // A record that is there is of an earlier occupant.
         unpublish(self.ground.nic_memory, cid.slot());
@@ -67,9 +73,21 @@ impl Performer<'_> {
         Ok(())
     }
 
-    pub(super) fn mirror(&mut self) -> Result<(), Refusal> {
+    /// Makes the NIC copy the connection's frames; its flow is in the slot.
+    pub(super) fn mirror(&mut self) -> Outcome {
+        if self.way.is_none() {
+            return Outcome::Refused(Refusal::NoRoute);
+        }
+        self.ask(Action::Mirror, Control::Mirror, 0)
+    }
+
+    /// The NIC copies what it is given of the connection.
+    pub(super) fn mirrored(&mut self) -> Result<(), Refusal> {
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
-        self.ground.mirror(self.connection.cid.ok_or(Refusal::NoRoom)?, &self.connection.flow, &way.path)?;
+        if let Err(refusal) = self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Mirror) {
+            self.cancel(false);
+            return Err(refusal);
+        }
         // Its segments will bypass the host's connection tracker.
         let _ = conntrack::be_liberal(&self.connection.flow);
         Ok(())
@@ -105,7 +123,17 @@ impl Performer<'_> {
     }
 
     /// Diverts the connection's frames to the NIC alone. The program is kept out: the connection's blackout begins.
-    pub(super) fn steal(&mut self) -> Result<(), Refusal> {
+    pub(super) fn steal(&mut self) -> Outcome {
+        match self.may_steal() {
+            Ok(way) => {
+                self.way = Some(way);
+                self.ask(Action::Steal, Control::Steal, 0)
+            }
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+
+    fn may_steal(&mut self) -> Result<Way, Refusal> {
         // Firewall, route or socket options may have changed since the move began.
         if self.connection.unproved.is_some() {
             return Err(Refusal::Unproved);
@@ -113,9 +141,13 @@ impl Performer<'_> {
         let way = self.ground.way_of(self.connection)?;
         let fd = self.fd()?;
         examine::check_receiving(fd).and_then(|()| unenforced::check(fd))?;
-        self.ground.steal(self.cid()?, &self.connection.flow, &way.path)?;
-        self.way = Some(way);
-        Ok(())
+        Ok(way)
+    }
+
+    /// The NIC holds what it is given of the connection.
+    pub(super) fn stolen(&mut self) -> Result<(), Refusal> {
+        let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
+        self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Steal)
     }
 
     /// Saves the socket's settings that the move changes, and writes them to the journal.
@@ -202,7 +234,14 @@ impl Performer<'_> {
         purged
     }
 
-    pub(super) fn hand_off(&mut self) -> Result<(), Refusal> {
+    pub(super) fn hand_off(&mut self) -> Outcome {
+        match self.prepare_handoff() {
+            Ok(cid) => self.send(&Action::HandOff, Message::new(Operation::NicHandoff, cid, 0, 0)),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+
+    fn prepare_handoff(&mut self) -> Result<Cid, Refusal> {
         let cid = self.cid()?;
         self.connection.moves += 1;
         let nic = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.nic.take());
@@ -213,7 +252,11 @@ impl Performer<'_> {
         // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
         // move there, and not look again when that notification arrives.
         self.open.note_move(self.connection.block.number());
-        self.ground.nic.command(Message::new(Operation::NicHandoff, cid, 0, 0))?;
+        Ok(cid)
+    }
+
+    /// The NIC has the connection.
+    pub(super) fn handed_off(&mut self) -> Result<(), Refusal> {
         if self.connection.attached {
             let _ = shell::show_closing(self.fd()?);
         }

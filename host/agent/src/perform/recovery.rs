@@ -3,25 +3,25 @@
 use super::Performer;
 use super::restore::damaged;
 use crate::record::{image_at_death, read_record};
-use baton_abi::Control;
 use baton_abi::layout::nic;
-use baton_moves::Refusal;
+use baton_abi::{Control, Message, Operation};
+use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::{gather, posts_of};
 use baton_steering::Path;
 
 impl Performer<'_> {
     /// Makes the next NIC hold the connection's frames, under a new cid: none may reach the kernel while the socket is being
     /// restored.
-    pub(super) fn steal_again(&mut self) {
-        let (Some(cid), Some(on_nic)) = (self.connection.cid, &self.connection.on_nic) else { return };
+    pub(super) fn steal_again(&mut self) -> Outcome {
+        let (Some(cid), Some(on_nic)) = (self.connection.cid, &self.connection.on_nic) else { return Outcome::Done };
         let next = cid.next_generation();
         let wherever = Path { leaves_by: on_nic.image.link.interface, anywhere: true, ..Path::default() };
         let path = on_nic.way.map_or(wherever, |way| way.path);
         self.ground.shape.steal_again(&self.connection.flow, &path);
         // The slot has held the flow since the handoff. Should this NIC die, too, the next round starts from here.
-        let _ = self.ground.nic.control(Control::Mirror, next, 0);
-        let _ = self.ground.nic.control(Control::Steal, next, 0);
         self.connection.cid = Some(next);
+        let _ = self.ground.nic.post(Message::control(Operation::NicControl, Control::Mirror, next, 0, 0));
+        self.ask(Action::StealAgain, Control::Steal, 0)
     }
 
     /// Restores the connection from record, block and memory; or, if its NIC never ran it, from the image that was handed off.

@@ -9,7 +9,7 @@ use baton_handoff::import::{self, ImportError, Importer};
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::tcp_info::TcpInfo;
-use baton_moves::Refusal;
+use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
 
@@ -33,8 +33,8 @@ impl Performer<'_> {
     }
 
     /// Makes the NIC stop the connection, write its image and hold the frames that arrive.
-    pub(super) fn rest(&mut self) -> Result<(), Refusal> {
-        let cid = self.cid()?;
+    pub(super) fn rest(&mut self) -> Outcome {
+        let Ok(cid) = self.cid() else { return Outcome::Refused(Refusal::NoRoom) };
         // The replay has to arrive by a device from which the socket receives now.
         if self.connection.growing.is_none()
             && let Ok((routing, route)) = self.ground.route_of(self.connection)
@@ -42,10 +42,10 @@ impl Performer<'_> {
         {
             let comes_by = self.ground.device_of_replay(on_nic, &routing, &route);
             if comes_by != on_nic.image.link.interface || on_nic.muted {
-                let _ = self.ground.nic.control(Control::Interface, cid, comes_by);
+                let _ = self.ground.nic.post(Message::control(Operation::NicControl, Control::Interface, cid, comes_by, 0));
             }
         }
-        self.ground.nic.command(Message::new(Operation::NicRestore, cid, 0, 0)).map(|_| ())
+        self.send(&Action::Rest, Message::new(Operation::NicRestore, cid, 0, 0))
     }
 
     pub(super) fn import_rested(&mut self) -> Result<(), Refusal> {
@@ -77,17 +77,14 @@ impl Performer<'_> {
     }
 
     /// Makes the NIC release the connection and replay the held frames to the kernel.
-    pub(super) fn release(&mut self) -> Result<(), Refusal> {
-        match self.ground.release(self.cid()?, &self.connection.flow) {
-            Err(Refusal::NicGone) => Err(Refusal::NicGone),
-            // Whatever the answer, the NIC has nothing of the connection any more.
-            _ => Ok(()),
-        }
+    pub(super) fn release(&mut self) -> Outcome {
+        self.ground.shape.unsteer(&self.connection.flow);
+        self.ask(Action::Release, Control::Release, 0)
     }
 
     /// Replays to the kernel what an import does not carry, in place of a NIC that has died or has never run the connection: the data
     /// that the NIC held out of order, and a FIN.
-    pub(super) fn replay(&mut self) {
+    pub(super) fn replay(&mut self) -> Outcome {
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(image) = &self.image
             && let Err(error) = self.replay_from(image)
@@ -95,9 +92,7 @@ impl Performer<'_> {
             eprintln!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
-        if let Some(cid) = self.connection.cid {
-            let _ = self.ground.nic.control(Control::Cancel, cid, 1);
-        }
+        self.ask(Action::Replay, Control::Cancel, 1)
     }
 
     fn replay_from(&self, image: &Image) -> io::Result<()> {
@@ -150,7 +145,9 @@ impl Performer<'_> {
     /// Finishes the import: from here on the kernel sends for the connection.
     pub(super) fn finish(&mut self) -> Result<(), Refusal> {
         let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
-        importer.finish().map_err(Refusal::from)
+        let (Some(image), Some(on_nic)) = (&self.image, &self.connection.on_nic) else { return Err(damaged("import")) };
+        let (_, unacknowledged) = queues(self.region, on_nic.memory, image).ok_or_else(|| damaged("queues"))?;
+        importer.finish(self.fd()?, &unacknowledged).map_err(Refusal::from)
     }
 
     /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the kernel.

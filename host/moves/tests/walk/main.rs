@@ -4,7 +4,9 @@
 mod model;
 
 use baton_abi::layout::Owner;
-use baton_moves::{Action, Barrier, Conclusion, Custody, Death, Event, Fate, Move, Outcome, Phase, Refusal, Source, Step};
+use baton_moves::{
+    ANSWER_LIMIT, Action, Barrier, Conclusion, Custody, Death, Event, Fate, Move, Outcome, Phase, Refusal, Source, Step,
+};
 use model::{Slot, Socket, World};
 use proptest::prelude::*;
 use std::collections::VecDeque;
@@ -26,6 +28,8 @@ struct Rig {
     /// A byte for each action: what goes wrong, and what traffic there is. None when it is used up.
     schedule: VecDeque<u8>,
     agent_died: bool,
+    /// The command that the NIC has not answered, and its outcome if it has been carried out already.
+    sent: Option<(Action, Option<Outcome>)>,
     lost: bool,
     conclusions: Vec<Conclusion>,
     /// The step after which somebody died last, and the actions since.
@@ -57,6 +61,7 @@ impl Rig {
             deaths: deaths.to_vec(),
             schedule: schedule.iter().copied().collect(),
             agent_died: false,
+            sent: None,
             lost: false,
             conclusions: Vec::new(),
             last_death: None,
@@ -75,15 +80,41 @@ impl Rig {
                 self.conclusions.push(conclusion.clone());
             }
             next = self.machine.on(Event::Outcome(outcome), self.now);
-            self.world.check(self.machine.step(), self.lost);
+            self.check();
             self.world.traffic(fault % 2 == 1);
-            self.world.check(self.machine.step(), self.lost);
+            self.check();
             self.die(fault);
             self.actions += 1;
             if self.agent_died {
                 return;
             }
         }
+    }
+
+    /// Checks the world, unless the NIC is ahead of the machine.
+    fn check(&self) {
+        self.world.check_senders(self.machine.step());
+        if !matches!(self.sent, Some((_, Some(_)))) {
+            self.world.check(self.machine.step(), self.lost);
+        }
+    }
+
+    /// The NIC gets a command, and carries it out at once or just before it answers.
+    fn send(&mut self, action: &Action, at_once: bool) -> Outcome {
+        let outcome = at_once.then(|| self.world.perform(action));
+        self.sent = Some((action.clone(), outcome));
+        Outcome::Sent
+    }
+
+    /// The NIC answers the command that it was sent. If it `hangs`, it does not.
+    fn answer(&mut self, hangs: bool) {
+        if hangs {
+            self.now += ANSWER_LIMIT;
+            return self.feed(Event::Tick);
+        }
+        let (action, outcome) = self.sent.take().expect("what is awaited has been sent");
+        let outcome = outcome.unwrap_or_else(|| self.world.perform(&action));
+        self.feed(Event::Outcome(outcome));
     }
 
     fn perform(&mut self, action: &Action, fault: u8) -> Outcome {
@@ -98,6 +129,18 @@ impl Rig {
                     return Outcome::Refused(refusal);
                 }
             }
+            // Steering follows the NIC's answer when frames are to go there, and comes first when they are to leave it.
+            (72..84, Action::Steal | Action::HandOff | Action::Rest | Action::Resume | Action::StealAgain)
+            | (72..84, Action::Release | Action::Replay | Action::Cancel)
+                if self.world.nic_lives =>
+            {
+                return self.send(action, true);
+            }
+            (84..96, Action::Mirror | Action::Steal | Action::HandOff | Action::Rest | Action::Resume | Action::StealAgain)
+                if self.world.nic_lives =>
+            {
+                return self.send(action, false);
+            }
             _ => {}
         }
         self.world.perform(action)
@@ -111,6 +154,7 @@ impl Rig {
             _ => planned,
         };
         let Some(death) = death else { return };
+        self.sent = None;
         match death {
             Death::Nic => self.world.kill_nic(),
             Death::Agent => {
@@ -152,6 +196,7 @@ impl Rig {
             if self.agent_died {
                 self.adopt();
             } else if !self.world.nic_lives {
+                self.sent = None;
                 self.feed(Event::NicDied);
                 if !self.agent_died {
                     self.world.nic_lives = true;
@@ -160,6 +205,10 @@ impl Rig {
                 let event = if barrier == Barrier::Started { Event::NicStarted } else { Event::FramesFlow };
                 assert_ne!(barrier, Barrier::Dead, "the NIC that was to be ended lives");
                 self.feed(event);
+            } else if self.machine.awaits().is_some() {
+                self.feed(Event::Tick);
+                let hangs = self.schedule.pop_front().is_some_and(|fault| fault < 40);
+                self.answer(hangs);
             } else if self.machine.waits() {
                 self.now += LOOK;
                 self.feed(Event::Tick);
@@ -430,6 +479,80 @@ fn a_lost_connection_leaves_nothing_behind() {
     }
 }
 
+/// A NIC that takes its time, and carries a command out at once or just before it answers.
+#[test]
+fn an_answer_that_comes_late_changes_nothing() {
+    for slow in [72, 84] {
+        let mut rig = Rig::new(&[], &[slow; 200]);
+        for (event, step) in [(OFFLOAD, Step::Nic), (Event::Grow, Step::Nic), (RESTORE, Step::Kernel)] {
+            rig.go(event);
+            assert_eq!(rig.machine.step(), step);
+        }
+        assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Grown, Conclusion::Moved]);
+    }
+}
+
+/// A NIC that does not answer a command, whichever, has its time, and counts as dead then.
+#[test]
+fn a_nic_that_does_not_answer_is_ended() {
+    for slow in [72, 84] {
+        for at in 0..40 {
+            // Until the command with this number, every one is answered.
+            let mut schedule = vec![255u8; at];
+            schedule.push(slow);
+            let mut rig = Rig::new(&[], &schedule);
+            let mut ended = false;
+            for event in [OFFLOAD, Event::Grow, RESTORE] {
+                rig.feed(event);
+                if rig.machine.awaits().is_some() {
+                    rig.now += ANSWER_LIMIT - 1;
+                    rig.feed(Event::Tick);
+                    assert!(rig.machine.awaits().is_some() && !ended, "it has its time");
+                    rig.now += 1;
+                    rig.feed(Event::Tick);
+                    assert_eq!(rig.machine.barrier(), Some(Barrier::Dead));
+                    ended = true;
+                }
+                rig.settle();
+            }
+            assert_eq!(rig.machine.step(), Step::Kernel);
+            assert_eq!(rig.world.done.contains(&Action::EndNic), ended);
+        }
+    }
+}
+
+/// A move back that is asked for while the NIC has a command of a growth or of an offload follows that.
+#[test]
+fn a_restore_follows_what_cannot_turn_around() {
+    for (event, at, awaited) in [(Event::Grow, 3, Action::Rest), (Event::Grow, 5, Action::Resume), (OFFLOAD, 11, Action::HandOff)]
+    {
+        let mut rig = Rig::new(&[], &[]);
+        if event == Event::Grow {
+            rig.go(OFFLOAD);
+        }
+        rig.schedule = vec![255u8; at].into_iter().chain([84]).collect();
+        rig.feed(event);
+        assert_eq!(rig.machine.awaits(), Some(&awaited));
+        rig.go(Event::Restore { forced: true });
+        assert_eq!(rig.machine.step(), Step::Kernel, "after {awaited:?}");
+        assert_eq!(rig.conclusions.last(), Some(&Conclusion::Moved));
+    }
+}
+
+/// Whoever calls a move off while the NIC has a command of it waits for the answer.
+#[test]
+fn a_move_that_is_called_off_takes_back_what_the_nic_was_asked() {
+    let mut rig = Rig::new(&[], &[255, 84]);
+    rig.feed(OFFLOAD);
+    assert_eq!(rig.machine.awaits(), Some(&Action::Mirror));
+    rig.feed(Event::CallOff(Refusal::CalledOff));
+    assert_eq!((rig.machine.step(), rig.world.slot), (Step::Reserved, Slot::Empty));
+    rig.settle();
+    assert_eq!((rig.machine.step(), rig.world.slot), (Step::Kernel, Slot::Empty));
+    assert!(rig.world.done.contains(&Action::Mirror) && rig.world.done.contains(&Action::Cancel));
+    assert_eq!(rig.conclusions, [Conclusion::Stays(Refusal::CalledOff)]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
@@ -477,6 +600,10 @@ impl baton_moves::World for Slow {
     fn perform(&mut self, action: &Action) -> Outcome {
         self.now.set(self.now.get() + 15_000);
         self.world.perform(action)
+    }
+
+    fn answered(&mut self, action: &Action, _: Result<(), Refusal>) -> Outcome {
+        panic!("{action:?} has not been sent");
     }
 
     fn now(&self) -> u64 {

@@ -2,7 +2,7 @@
 
 use crate::block::Block;
 use crate::journal::{Memory, OnNic};
-use crate::keeper::Kept;
+use crate::keeper::{Kept, Until};
 use crate::kernel::Descriptor;
 use baton_abi::Cid;
 use baton_abi::layout::block;
@@ -28,11 +28,21 @@ pub(super) enum Stage {
     Ended,
 }
 
+/// What a program wants of a connection that is in the kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Wish {
+    /// It closes it.
+    Forget,
+    /// Another process is about to have it, too.
+    GiveBack,
+}
+
 pub(super) struct Connection {
     pub number: u32,
     pub session: u32,
     pub descriptor: Descriptor,
     pub flow: Flow,
+    pub until: Until,
     pub block: Block,
     pub machine: Move,
     pub cid: Option<Cid>,
@@ -52,8 +62,8 @@ pub(super) struct Connection {
     pub journalled: Option<OnNic>,
     /// Number of changes to its block.
     pub moves: u32,
-    /// The program has asked that it is forgotten; attempts to restore it for that.
-    pub forget: Option<u8>,
+    /// What the program wants that needs it in the kernel; attempts to restore it for that.
+    pub wish: Option<(Wish, u8)>,
     /// It has to leave the NIC, and when that is tried again, microseconds.
     pub must_return: Option<u64>,
     /// There is no connection any more, because it could not be restored.
@@ -67,6 +77,7 @@ impl Connection {
             session: kept.session,
             descriptor: kept.descriptor,
             flow: kept.flow,
+            until: kept.until,
             moves: block.load(block::MOVES),
             block,
             machine: Move::new(),
@@ -79,10 +90,15 @@ impl Connection {
             stay: None,
             image: None,
             journalled: None,
-            forget: None,
+            wish: None,
             must_return: None,
             lost: false,
         }
+    }
+
+    /// What the keeper holds of it.
+    pub fn kept(&self) -> Kept {
+        Kept { session: self.session, descriptor: self.descriptor, flow: self.flow, until: self.until }
     }
 
     pub fn stage(&self) -> Stage {

@@ -3,23 +3,19 @@
 use crate::journal::Journal;
 use crate::machine::Machine;
 use crate::nic::SLOTS;
-use crate::trace::Trace;
 use baton_abi::layout::nic;
-use baton_abi::{Cid, Control, Message, NOT_YET, Operation};
-use baton_moves::Refusal;
+use baton_abi::{Cid, Message, Operation};
+use baton_moves::{Inbox, Refusal};
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// Rounds in which a NIC that lives has answered.
-const ROUNDS: usize = 8;
 
 pub(crate) struct NicLink {
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
-    /// Messages that the NIC sent without a command.
-    pub inbox: VecDeque<Message>,
+    /// Answers and messages that have not been handled.
+    pub inbox: Inbox,
     /// Connections that the NIC has room for, as advertised.
     room: u32,
     /// Free slots, with the cid of their next occupant.
@@ -31,7 +27,7 @@ impl NicLink {
         NicLink {
             commands: Producer::new(memory.ring(nic::COMMANDS)),
             events: Consumer::new(memory.ring(nic::EVENTS)),
-            inbox: VecDeque::new(),
+            inbox: Inbox::default(),
             room: SLOTS as u32,
             free: (0..SLOTS as u32).map(|slot| (slot, journal.next_cid(slot))).collect(),
         }
@@ -60,52 +56,26 @@ impl NicLink {
         self.room = SLOTS as u32;
     }
 
-    /// Sends a command and waits for its answer.
-    pub fn command(&mut self, machine: &mut Machine, message: Message, trace: &mut Trace) -> Result<u32, Refusal> {
+    /// Whether the ring has room for all commands of an action.
+    pub fn has_room(&mut self) -> bool {
+        self.commands.has_room(2)
+    }
+
+    /// Sends a command.
+    pub fn post(&mut self, machine: &Machine, message: Message) -> Result<(), Refusal> {
         if !machine.has_nic() {
             return Err(Refusal::NicGone);
         }
-        if self.commands.push(message.to_words()).is_err() {
-            return Err(Refusal::NoRoom);
-        }
+        self.commands.push(message.to_words()).map_err(|_| Refusal::NoRoom)?;
         self.commands.publish();
-        for _ in 0..ROUNDS {
-            machine.run_nic(trace);
-            if let Some(answer) = self.find_answer(&message) {
-                return answer;
-            }
-            if !machine.has_nic() {
-                return Err(Refusal::NicGone);
-            }
-        }
-        machine.failure = Some(format!("the NIC of host {} does not answer {message:?}", machine.number));
-        Err(Refusal::NicGone)
+        Ok(())
     }
 
-    pub fn control(
-        &mut self,
-        machine: &mut Machine,
-        control: Control,
-        cid: Cid,
-        value: u32,
-        trace: &mut Trace,
-    ) -> Result<u32, Refusal> {
-        self.command(machine, Message::control(Operation::NicControl, control, cid, value, 0), trace)
-    }
-
-    fn find_answer(&mut self, message: &Message) -> Option<Result<u32, Refusal>> {
-        while let Some(answer) = self.next_event() {
-            let answers = answer.cid == message.cid && answer.length == u32::from(message.kind);
-            match (answer.operation, Control::from_number(answer.kind)) {
-                (Operation::OsControl, Some(Control::Done)) if answers => return Some(Ok(answer.address)),
-                (Operation::OsControl, Some(Control::Refused)) if answers && answer.address == NOT_YET => {
-                    return Some(Err(Refusal::Acknowledged));
-                }
-                (Operation::OsControl, Some(Control::Refused)) if answers => return Some(Err(Refusal::Refused(answer.address))),
-                _ => self.inbox.push_back(answer),
-            }
-        }
-        None
+    /// Sends a command whose answer is waited for.
+    pub fn ask(&mut self, machine: &Machine, message: Message) -> Result<(), Refusal> {
+        self.post(machine, message)?;
+        self.inbox.expect(&message);
+        Ok(())
     }
 
     fn next_event(&mut self) -> Option<Message> {
@@ -120,15 +90,15 @@ impl NicLink {
         }
     }
 
-    /// Whether the NIC has sent messages without a command.
+    /// Whether the NIC has sent messages.
     pub fn has_message(&self) -> bool {
         !self.inbox.is_empty() || self.events.has_message()
     }
 
     /// Moves the NIC's messages into the inbox.
-    pub fn listen(&mut self) {
+    pub fn receive(&mut self) {
         while let Some(message) = self.next_event() {
-            self.inbox.push_back(message);
+            self.inbox.add(message);
         }
     }
 

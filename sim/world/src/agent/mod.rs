@@ -8,17 +8,17 @@ mod perform;
 use crate::block::Block;
 use crate::heap::Heap;
 use crate::journal::Memory;
-use crate::keeper::{Keeper, Kept};
+use crate::keeper::{Keeper, Kept, Until};
 use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_moves::{Action, Barrier, Conclusion, Event, Move, Phase, Refusal};
+use baton_moves::{Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
 use baton_shm::RingWords;
 use baton_sim::Rng;
-use connection::{Connection, Stage};
+use connection::{Connection, Stage, Wish};
 use link::NicLink;
 use perform::Performer;
 use std::collections::{BTreeMap, VecDeque};
@@ -45,6 +45,10 @@ pub(crate) enum Request {
     Offload,
     Restore,
     Forget,
+    /// It is to be in the kernel, and to stay there: another process is about to have it, too.
+    GiveBack,
+    /// It may be offloaded again, once no other process has it.
+    Allow,
 }
 
 /// What a program is answered.
@@ -55,6 +59,9 @@ pub(crate) enum Answer {
     Forgotten {
         lost: bool,
     },
+    /// The connection is in the kernel, or is not. None: it has ended.
+    GivenBack(Option<bool>),
+    Allowed,
 }
 
 /// Something to be done after what is being done.
@@ -66,6 +73,8 @@ enum Task {
     DriveAll(Event),
     EndNic,
     StartNic,
+    /// Waits until the next NIC has answered, before frames flow.
+    AwaitAnswers,
     /// Drops what programs have queued for the NIC that died: their blocks say the same.
     ForgetCommands,
     DropStaleFrames,
@@ -196,6 +205,7 @@ impl Agent {
             Task::ForgetCommands,
             Task::StartNic,
             Task::DriveAll(Event::NicStarted),
+            Task::AwaitAnswers,
             Task::DropStaleFrames,
             Task::LetFramesFlow,
             Task::DriveAll(Event::FramesFlow),
@@ -231,15 +241,25 @@ impl Agent {
 
     /// When the agent has something to do next, microseconds.
     pub fn next_due(&self, machine: &Machine) -> u64 {
-        let busy = self.chain.is_some() || !self.tasks.is_empty() || !machine.has_nic();
-        if busy || self.announced && (!self.requests.is_empty() || self.nic.has_message()) {
+        let waits = matches!(self.tasks.front(), Some(Task::AwaitAnswers)) && self.awaits();
+        let busy = self.chain.is_some() || !waits && !self.tasks.is_empty() || !machine.has_nic();
+        if busy || self.nic.has_message() || self.announced && !waits && !self.requests.is_empty() {
             return self.due.max(machine.now.0);
         }
+        let answers = self.connections.values().filter_map(|connection| connection.machine.answer_due());
         let connections = self.connections.values();
         let retries = connections.filter_map(|connection| connection.must_return.filter(|_| connection.stage() == Stage::Nic));
-        let works = |connection: &Connection| connection.machine.waits() || connection.forget.is_some();
+        let works = |connection: &Connection| {
+            let waits = connection.machine.waits() || connection.wish.is_some();
+            waits && connection.machine.answer_due().is_none()
+        };
         let ticks = self.connections.values().any(works).then_some(self.due.max(machine.now.0));
-        retries.chain(ticks).min().unwrap_or(u64::MAX)
+        retries.chain(ticks).chain(answers).min().unwrap_or(u64::MAX)
+    }
+
+    /// Whether the NIC has not answered a command.
+    fn awaits(&self) -> bool {
+        self.connections.values().any(|connection| connection.machine.answer_due().is_some())
     }
 
     /// Does the next step, if its time has come.
@@ -252,15 +272,19 @@ impl Agent {
         if let Some((number, action)) = self.chain.take() {
             return self.perform(number, &action, machine, trace);
         }
-        if let Some(task) = self.tasks.pop_front() {
+        let waits = matches!(self.tasks.front(), Some(Task::AwaitAnswers)) && self.awaits() && machine.has_nic();
+        if let Some(task) = if waits { None } else { self.tasks.pop_front() } {
             return self.do_task(task, machine, trace);
         }
         if !machine.has_nic() {
             return self.schedule_recovery();
         }
-        self.nic.listen();
-        if let Some(message) = self.nic.inbox.pop_front() {
-            return self.hear(&message, now);
+        self.nic.receive();
+        match self.nic.inbox.pop() {
+            Some(Arrived::Answer(cid, answer)) => return self.answered(cid, answer, machine, trace),
+            Some(Arrived::Event(message)) => return self.on_message(&message, machine),
+            None if waits => return self.tick_late(machine),
+            None => {}
         }
         if let Some((number, request)) = self.requests.pop_front() {
             return self.serve(number, request, machine, keeper);
@@ -269,10 +293,19 @@ impl Agent {
         self.settle_requests(machine, keeper, trace);
     }
 
+    /// Lets a move go on to which the NIC has not answered in time.
+    fn tick_late(&mut self, machine: &mut Machine) {
+        let now = machine.now.0;
+        let late = |connection: &&Connection| connection.machine.answer_due().is_some_and(|due| due <= now);
+        if let Some(number) = self.connections.values().find(late).map(|connection| connection.number) {
+            self.drive(number, Event::Tick, machine);
+        }
+    }
+
     /// Lets the moves that wait go on, and restores what must return.
     fn look(&mut self, now: u64) {
         for (number, connection) in &mut self.connections {
-            if connection.machine.waits() {
+            if connection.machine.waits() && connection.machine.answer_due().is_none_or(|due| due <= now) {
                 self.tasks.push_back(Task::Drive(*number, Event::Tick));
             } else if connection.must_return.is_some_and(|at| at <= now) {
                 match connection.stage() {
@@ -301,7 +334,12 @@ impl Agent {
                     self.tasks.push_front(Task::DriveMoved(*number, event.clone()));
                 }
             }
-            Task::EndNic => machine.kill_nic(trace),
+            Task::EndNic => {
+                machine.kill_nic(trace);
+                self.nic.inbox.nic_died();
+            }
+            // There is nothing to wait for any more.
+            Task::AwaitAnswers => {}
             Task::StartNic => {
                 machine.start_nic(trace);
                 self.nic.restarted();
@@ -343,6 +381,11 @@ impl Agent {
 
     fn drive(&mut self, number: u32, event: Event, machine: &mut Machine) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
+        let late = connection.machine.answer_due().is_some_and(|due| due <= machine.now.0);
+        if late && machine.has_nic() && !machine.nic_has_been_stopped() {
+            let awaited = connection.machine.awaits();
+            machine.failure = Some(format!("the NIC of host {} does not answer {awaited:?}", machine.number));
+        }
         let next = connection.machine.on(event, machine.now.0);
         self.follow(number, next);
     }
@@ -367,6 +410,31 @@ impl Agent {
         trace.explain(machine.now.0, machine.number, || format!("agent: connection {number}: {action:?}"));
         self.actions += 1;
         let outcome = Performer { agent: self, connection: &mut connection, machine, trace }.perform(action);
+        self.take_outcome(connection, action, outcome, machine, trace);
+    }
+
+    /// Passes the NIC's answer to the connection whose move has asked.
+    fn answered(&mut self, cid: Cid, answer: Result<(), Refusal>, machine: &mut Machine, trace: &mut Trace) {
+        let of_slot = |connection: &&Connection| connection.cid.is_some_and(|its| its.slot() == cid.slot());
+        let Some(number) = self.connections.values().find(of_slot).map(|connection| connection.number) else { return };
+        let Some(mut connection) = self.connections.remove(&number) else { return };
+        let Some(action) = connection.machine.awaits().cloned() else {
+            self.connections.insert(number, connection);
+            return;
+        };
+        let outcome = Performer { agent: self, connection: &mut connection, machine, trace }.answered(&action, answer);
+        self.take_outcome(connection, &action, outcome, machine, trace);
+    }
+
+    fn take_outcome(
+        &mut self,
+        mut connection: Connection,
+        action: &Action,
+        outcome: Outcome,
+        machine: &Machine,
+        trace: &mut Trace,
+    ) {
+        let number = connection.number;
         let before = connection.machine.step();
         let next = connection.machine.on(Event::Outcome(outcome), machine.now.0);
         let step = connection.machine.step();
@@ -390,25 +458,25 @@ impl Agent {
                 connection.lost = true;
                 self.lost.push(format!("{}: {refusal}", connection.flow.local));
             }
-            Conclusion::Stays(Refusal::Busy) => connection.forget = connection.forget.map(|_| ATTEMPTS),
+            Conclusion::Stays(Refusal::Busy) => connection.wish = connection.wish.map(|(wish, _)| (wish, ATTEMPTS)),
             Conclusion::Stays(_) | Conclusion::Grown => {}
         }
     }
 
-    /// A message that the NIC sent by itself.
-    fn hear(&mut self, message: &Message, now: u64) {
+    /// Handles a message that the NIC sent by itself.
+    fn on_message(&mut self, message: &Message, machine: &mut Machine) {
         let of = |connection: &&mut Connection| connection.cid == Some(message.cid);
         let Some(connection) = self.connections.values_mut().find(of) else { return };
         match (message.operation, Control::from_number(message.kind)) {
-            (Operation::OsRestore, _) => connection.must_return = Some(now),
+            (Operation::OsRestore, _) => connection.must_return = Some(machine.now.0),
             (Operation::OsControl, Some(Control::Closed)) => {
-                let ended = Task::Drive(connection.number, Event::Ended);
-                self.tasks.push_back(ended);
+                let number = connection.number;
+                self.drive(number, Event::Ended, machine);
             }
             (Operation::OsControl, Some(Control::Grow)) => {
                 connection.wants = (message.address, message.length);
-                let grow = Task::Drive(connection.number, Event::Grow);
-                self.tasks.push_back(grow);
+                let number = connection.number;
+                self.drive(number, Event::Grow, machine);
             }
             _ => {}
         }
@@ -426,44 +494,86 @@ impl Agent {
                 }
                 self.answers.push((number, Answer::Registered));
             }
-            Request::Offload => self.tasks.push_back(Task::Drive(number, Event::Offload { patience: PATIENCE })),
-            Request::Restore => self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false })),
+            Request::Offload => {
+                let stays = |connection: &Connection| connection.until == Until::Never;
+                if !self.connections.get(&number).is_some_and(stays) {
+                    self.drive(number, Event::Offload { patience: PATIENCE }, machine);
+                }
+            }
+            Request::Restore => self.drive(number, Event::Restore { forced: false }, machine),
             Request::Forget => match self.connections.get_mut(&number) {
-                Some(connection) => connection.forget = connection.forget.or(Some(0)),
+                Some(connection) => connection.wish = Some((Wish::Forget, 0)),
                 // It was removed by an earlier request whose answer was lost.
                 None => self.answers.push((number, Answer::Forgotten { lost: false })),
             },
+            Request::GiveBack => match self.connections.get_mut(&number) {
+                Some(connection) => connection.wish = Some((Wish::GiveBack, 0)),
+                None => self.answers.push((number, Answer::GivenBack(None))),
+            },
+            Request::Allow => {
+                self.set_until(number, Until::Alone, machine, keeper);
+                self.answers.push((number, Answer::Allowed));
+            }
         }
     }
 
-    /// Restores the connections that programs close, then forgets them.
+    /// Sets when a connection may be offloaded, for this agent and the next.
+    fn set_until(&mut self, number: u32, until: Until, machine: &Machine, keeper: &mut Keeper) {
+        if let Some(connection) = self.connections.get_mut(&number) {
+            connection.until = until;
+            keeper.registered(number, connection.kept(), machine.now.0);
+        }
+    }
+
+    /// Restores the connections for which their programs wait.
     fn settle_requests(&mut self, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
-        let wanted: Vec<u32> = self.connections.iter().filter(|(_, found)| found.forget.is_some()).map(|(at, _)| *at).collect();
-        for number in wanted {
-            if let Some(connection) = self.connections.get_mut(&number) {
-                match (connection.stage(), connection.forget) {
-                    (Stage::Nic, Some(attempts)) if connection.machine.goal().is_none() => {
-                        connection.forget = Some(attempts + 1);
-                        let event = if attempts < ATTEMPTS { Event::Restore { forced: true } } else { Event::GiveUp };
-                        self.tasks.push_back(Task::Drive(number, event));
-                    }
-                    (Stage::Offloading, _) => {
-                        self.tasks.push_back(Task::Drive(number, Event::CallOff(Refusal::CalledOff)));
-                    }
-                    (Stage::Ended, _) => {
-                        let event = Event::Forgotten;
-                        connection.machine.on(event, machine.now.0);
-                        let session = connection.session as usize;
-                        if let Some(memory) = self.ended.remove(&number) {
-                            self.heaps[session].give(memory.receive);
-                            self.heaps[session].give(memory.send);
-                        }
-                        self.forgotten(number, machine, keeper, trace);
-                    }
-                    (Stage::Kernel, _) => self.forgotten(number, machine, keeper, trace),
-                    _ => {}
+        let wanted = self.connections.iter().filter_map(|(number, found)| Some((*number, found.wish?, found.stage())));
+        for (number, (wish, attempts), stage) in wanted.collect::<Vec<_>>() {
+            match (stage, wish) {
+                (Stage::Nic, _) => self.restore_for(number, wish, attempts),
+                (Stage::Offloading, _) => {
+                    self.tasks.push_back(Task::Drive(number, Event::CallOff(Refusal::CalledOff)));
+                }
+                (Stage::Ended, Wish::Forget) => {
+                    self.forget_what_ended(number, machine);
+                    self.forgotten(number, machine, keeper, trace);
+                }
+                (Stage::Ended, Wish::GiveBack) => self.answer_wish(number, Answer::GivenBack(None)),
+                (Stage::Kernel, Wish::Forget) => self.forgotten(number, machine, keeper, trace),
+                (Stage::Kernel, Wish::GiveBack) => {
+                    self.set_until(number, Until::Never, machine, keeper);
+                    let lost = self.connections.get(&number).is_some_and(|connection| connection.lost);
+                    self.answer_wish(number, Answer::GivenBack((!lost).then_some(true)));
                 }
             }
+        }
+    }
+
+    fn restore_for(&mut self, number: u32, wish: Wish, attempts: u8) {
+        let Some(connection) = self.connections.get_mut(&number).filter(|found| found.machine.goal().is_none()) else { return };
+        connection.wish = Some((wish, attempts + 1));
+        let event = match wish {
+            _ if attempts < ATTEMPTS => Event::Restore { forced: wish == Wish::Forget },
+            Wish::Forget => Event::GiveUp,
+            Wish::GiveBack => return self.answer_wish(number, Answer::GivenBack(Some(false))),
+        };
+        self.tasks.push_back(Task::Drive(number, event));
+    }
+
+    fn answer_wish(&mut self, number: u32, answer: Answer) {
+        if let Some(connection) = self.connections.get_mut(&number) {
+            connection.wish = None;
+        }
+        self.answers.push((number, answer));
+    }
+
+    fn forget_what_ended(&mut self, number: u32, machine: &Machine) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        connection.machine.on(Event::Forgotten, machine.now.0);
+        let heap = &mut self.heaps[connection.session as usize];
+        if let Some(memory) = self.ended.remove(&number) {
+            heap.give(memory.receive);
+            heap.give(memory.send);
         }
     }
 

@@ -3,6 +3,7 @@
 use super::Agent;
 use super::connection::{Connection, Growing};
 use crate::journal::{Entry, Memory, OnNic};
+use crate::keeper::Until;
 use crate::machine::Machine;
 use crate::port::{Fuse, Lane, Port};
 use crate::trace::Trace;
@@ -35,34 +36,32 @@ pub(super) struct Performer<'a> {
 
 impl Performer<'_> {
     pub fn perform(&mut self, action: &Action) -> Outcome {
+        if action.asks_nic() && !self.agent.nic.has_room() {
+            return Outcome::NotYet;
+        }
         match action {
             Action::Reserve => self.reserve().into(),
-            Action::Mirror => self.control(Control::Mirror, 0).map(|_| ()).into(),
+            Action::Mirror => self.ask(action, Control::Mirror, 0),
             Action::Cover => done_if(self.is_covered()),
             Action::Acknowledge => done_if(self.acknowledge()),
-            Action::KeepOut => {
-                self.connection.block.set_owner(Owner::Moving);
-                Outcome::Done
-            }
             Action::Leave => done_if(self.connection.block.is_left()),
-            Action::Steal => self.steal().into(),
+            Action::Steal => self.steal(),
             Action::Note(phase) => self.note(*phase).into(),
             Action::Export => self.export().into(),
             Action::Copy => self.copy().into(),
             Action::Purge => self.machine.kernel.purge(self.connection.descriptor).into(),
-            Action::HandOff => self.hand_off().into(),
-            Action::LetIn(owner) => {
-                self.let_in(*owner);
-                Outcome::Done
-            }
+            Action::HandOff => self.hand_off(),
             Action::Check => if self.machine.kernel.routed { Ok(()) } else { Err(Refusal::NoRoute) }.into(),
-            Action::Rest => self.rest().into(),
+            Action::Rest => self.rest(),
             Action::Import(source) => self.import(*source),
-            Action::Release => self.release().into(),
+            Action::Release => self.ask(action, Control::Release, 0),
+            Action::Replay => self.replay(),
+            Action::Cancel | Action::End => self.ask(action, Control::Cancel, 0),
             Action::Finish | Action::FinishAnew => self.finish().into(),
             Action::Enlarge => self.enlarge().into(),
             Action::Grow => self.grow().into(),
-            Action::Resume => self.resume().into(),
+            Action::Resume => self.resume(),
+            Action::StealAgain => self.steal_again(),
             other => {
                 self.give_back(other);
                 Outcome::Done
@@ -70,15 +69,26 @@ impl Performer<'_> {
         }
     }
 
+    /// Completes an action that has sent the NIC a command, now that the NIC has answered.
+    pub fn answered(&mut self, action: &Action, answer: Result<(), Refusal>) -> Outcome {
+        match (action, &answer) {
+            (Action::Resume, Ok(())) => self.shrink(),
+            (Action::End, _) => self.end(),
+            (Action::Release, Err(Refusal::NicGone)) => return answer.into(),
+            _ => {}
+        }
+        match action {
+            Action::End | Action::Release | Action::Cancel | Action::Replay | Action::StealAgain => Outcome::Done,
+            _ => answer.into(),
+        }
+    }
+
     /// Performs the actions that cannot be refused.
     fn give_back(&mut self, action: &Action) {
         match action {
-            Action::Replay => self.replay(),
-            Action::Cancel => {
-                let _ = self.control(Control::Cancel, 0);
-            }
+            Action::KeepOut => self.connection.block.set_owner(Owner::Moving),
+            Action::LetIn(owner) => self.let_in(*owner),
             Action::Abandon => self.machine.kernel.abandon(self.connection.descriptor),
-            Action::StealAgain => self.steal_again(),
             Action::Clear => self.clear(),
             Action::GiveMemory => self.give_memory(),
             Action::Free => {
@@ -86,7 +96,6 @@ impl Performer<'_> {
                 self.give_slot();
             }
             Action::Shrink => self.shrink(),
-            Action::End => self.end(),
             Action::GiveUp => self.give_up(),
             Action::EndNic => self.machine.kill_nic(self.trace),
             _ => {}
@@ -97,13 +106,21 @@ impl Performer<'_> {
         self.connection.cid.ok_or(Refusal::NoRoom)
     }
 
-    fn command(&mut self, message: Message) -> Result<u32, Refusal> {
-        self.agent.nic.command(self.machine, message, self.trace)
+    /// Sends the NIC the command of an action.
+    fn send(&mut self, action: &Action, command: Message) -> Outcome {
+        match self.agent.nic.ask(self.machine, command) {
+            Ok(()) => Outcome::Sent,
+            Err(Refusal::NoRoom) => Outcome::NotYet,
+            Err(refusal) => self.answered(action, Err(refusal)),
+        }
     }
 
-    fn control(&mut self, control: Control, value: u32) -> Result<u32, Refusal> {
-        let cid = self.cid()?;
-        self.agent.nic.control(self.machine, control, cid, value, self.trace)
+    /// Sends the NIC a control command about the connection.
+    fn ask(&mut self, action: &Action, control: Control, value: u32) -> Outcome {
+        match self.connection.cid {
+            Some(cid) => self.send(action, Message::control(Operation::NicControl, control, cid, value, 0)),
+            None => self.answered(action, Err(Refusal::NoRoom)),
+        }
     }
 
     /// The offset of the connection's slot.
@@ -113,6 +130,10 @@ impl Performer<'_> {
 
     fn reserve(&mut self) -> Result<(), Refusal> {
         self.machine.kernel.examine(self.connection.descriptor, self.machine.now)?;
+        let shared = self.machine.kernel.socket(self.connection.descriptor).holders() > 1;
+        if shared && self.connection.until == Until::Alone {
+            return Err(Refusal::Shared);
+        }
         let cid = self.agent.nic.take_slot().ok_or(Refusal::NoRoom)?;
         self.connection.cid = Some(cid);
         let (base, memory) = (self.slot()?, &self.machine.card().memory);
@@ -151,9 +172,11 @@ impl Performer<'_> {
         }
     }
 
-    fn steal(&mut self) -> Result<(), Refusal> {
-        self.machine.kernel.examine(self.connection.descriptor, self.machine.now)?;
-        self.control(Control::Steal, 0).map(|_| ())
+    fn steal(&mut self) -> Outcome {
+        match self.machine.kernel.examine(self.connection.descriptor, self.machine.now) {
+            Ok(()) => self.ask(&Action::Steal, Control::Steal, 0),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
     }
 
     fn note(&mut self, phase: Phase) -> Result<(), Refusal> {
@@ -217,7 +240,14 @@ impl Performer<'_> {
         self.connection.block.memory.circle(offset, size).ok_or(Refusal::NoRoom)
     }
 
-    fn hand_off(&mut self) -> Result<(), Refusal> {
+    fn hand_off(&mut self) -> Outcome {
+        match self.prepare_handoff() {
+            Ok(cid) => self.send(&Action::HandOff, Message::new(Operation::NicHandoff, cid, 0, 0)),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+
+    fn prepare_handoff(&mut self) -> Result<Cid, Refusal> {
         let cid = self.cid()?;
         self.connection.moves += 1;
         let on_nic = self.connection.on_nic.clone().ok_or(Refusal::NoRoom)?;
@@ -237,7 +267,7 @@ impl Performer<'_> {
         if !self.machine.card().handed_off.insert(cid.0) {
             self.machine.failure = Some(format!("cid {} of host {} is used twice", cid.0, self.machine.number));
         }
-        self.command(Message::new(Operation::NicHandoff, cid, 0, 0)).map(|_| ())
+        Ok(cid)
     }
 
     fn write_parameters(&mut self, Memory { receive, send }: Memory, base: usize) {
@@ -247,9 +277,11 @@ impl Performer<'_> {
         }
     }
 
-    fn rest(&mut self) -> Result<(), Refusal> {
-        let cid = self.cid()?;
-        self.command(Message::new(Operation::NicRestore, cid, 0, 0)).map(|_| ())
+    fn rest(&mut self) -> Outcome {
+        match self.cid() {
+            Ok(cid) => self.send(&Action::Rest, Message::new(Operation::NicRestore, cid, 0, 0)),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
     }
 
     fn import(&mut self, source: Source) -> Outcome {
@@ -312,15 +344,8 @@ impl Performer<'_> {
         Ok(bytes)
     }
 
-    fn release(&mut self) -> Result<(), Refusal> {
-        match self.control(Control::Release, 0) {
-            Err(Refusal::NicGone) => Err(Refusal::NicGone),
-            _ => Ok(()),
-        }
-    }
-
     /// Replays to the kernel, in place of a NIC that has died, what that NIC held out of order.
-    fn replay(&mut self) {
+    fn replay(&mut self) -> Outcome {
         if let (Some(image), Ok(base), Some(memory)) = (self.connection.image, self.slot(), self.memory())
             && let Ok(receive) = self.circle(memory.receive)
         {
@@ -332,7 +357,7 @@ impl Performer<'_> {
             replay.send(&mut kernel, |seq, out| receive.read(seq, out));
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
-        let _ = self.control(Control::Cancel, 1);
+        self.ask(&Action::Replay, Control::Cancel, 1)
     }
 
     fn memory(&self) -> Option<Memory> {
@@ -347,11 +372,12 @@ impl Performer<'_> {
         Ok(())
     }
 
-    fn steal_again(&mut self) {
-        let Some(cid) = self.connection.cid else { return };
-        self.connection.cid = Some(cid.next_generation());
-        let _ = self.control(Control::Mirror, 0);
-        let _ = self.control(Control::Steal, 0);
+    fn steal_again(&mut self) -> Outcome {
+        let Some(next) = self.connection.cid.map(Cid::next_generation) else { return Outcome::Done };
+        self.connection.cid = Some(next);
+        let mirror = Message::control(Operation::NicControl, Control::Mirror, next, 0, 0);
+        let _ = self.agent.nic.post(self.machine, mirror);
+        self.ask(&Action::StealAgain, Control::Steal, 0)
     }
 
     fn clear(&mut self) {
@@ -378,9 +404,8 @@ impl Performer<'_> {
         }
     }
 
-    /// Releases a connection that has ended on the NIC; its memory stays until the program has read it.
+    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has read it.
     fn end(&mut self) {
-        let _ = self.control(Control::Cancel, 0);
         self.clear();
         self.give_slot();
         self.machine.kernel.end(self.connection.descriptor);
@@ -391,7 +416,10 @@ impl Performer<'_> {
 
     fn give_up(&mut self) {
         self.connection.block.set_owner(Owner::Nic);
-        let _ = self.control(Control::Cancel, 1);
+        if let Some(cid) = self.connection.cid {
+            let _ = self.agent.nic.post(self.machine, Message::control(Operation::NicControl, Control::Cancel, cid, 1, 0));
+            self.agent.nic.inbox.stop_waiting(cid);
+        }
         self.clear();
         self.give_slot();
         self.machine.kernel.end(self.connection.descriptor);
@@ -445,7 +473,7 @@ impl Performer<'_> {
             growing.unused = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
         }
         // Queued messages with the old cid are about the same connection.
-        self.agent.nic.inbox.iter_mut().filter(|message| message.cid == cid).for_each(|message| message.cid = next);
+        self.agent.nic.inbox.rename(cid, next);
         self.write_parameters(new, base);
         let b = self.connection.block.clone();
         self.machine.card().memory.word32(base + slot::READ).store(b.load(block::READ_SEQ), Ordering::Release);
@@ -477,11 +505,12 @@ impl Performer<'_> {
         Ok(())
     }
 
-    fn resume(&mut self) -> Result<(), Refusal> {
-        let (next, old) = (self.cid()?, self.connection.growing.as_ref().map(|growing| growing.cid).ok_or(Refusal::NicGone)?);
-        self.agent.nic.control(self.machine, Control::Resume, old, next.0, self.trace)?;
-        self.shrink();
-        Ok(())
+    fn resume(&mut self) -> Outcome {
+        let (Some(next), Some(growing)) = (self.connection.cid, &self.connection.growing) else {
+            return Outcome::Refused(Refusal::NicGone);
+        };
+        let command = Message::control(Operation::NicControl, Control::Resume, growing.cid, next.0, 0);
+        self.send(&Action::Resume, command)
     }
 }
 

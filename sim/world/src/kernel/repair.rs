@@ -64,6 +64,7 @@ impl Kernel {
     pub fn purge(&mut self, descriptor: Descriptor) -> Result<(), Refusal> {
         let socket = self.socket(descriptor);
         assert_eq!(socket.place, Place::Exported, "only what was exported is purged");
+        assert_eq!(socket.holders(), 1, "a socket that two processes hold has become a shell");
         socket.place = Place::Shell;
         socket.send.clear();
         Ok(())

@@ -51,8 +51,10 @@ pub(crate) struct Socket {
     pub(super) had_disorder: bool,
     ident: u16,
     error: Option<Errno>,
-    /// The program has closed its descriptor.
-    closed: bool,
+    /// Processes that have a descriptor of it.
+    holders: u32,
+    /// One of them has closed it with SO_LINGER and no time: the last one's close resets the peer.
+    aborts: bool,
 }
 
 impl Socket {
@@ -68,8 +70,19 @@ impl Socket {
             had_disorder: false,
             ident: 0,
             error: None,
-            closed: false,
+            holders: 1,
+            aborts: false,
         }
+    }
+
+    /// A child of its process has inherited the descriptor.
+    pub fn inherit(&mut self) {
+        self.holders += 1;
+    }
+
+    /// Processes that have a descriptor of it.
+    pub fn holders(&self) -> u32 {
+        self.holders
     }
 
     pub fn flow(&self) -> Flow {
@@ -86,7 +99,7 @@ impl Socket {
 
     /// Whether nobody has a use for the socket any more.
     pub fn is_over(&self) -> bool {
-        self.closed && (self.place == Place::Gone || self.place == Place::Live && self.tcp.state() == State::Closed)
+        self.holders == 0 && (self.place == Place::Gone || self.place == Place::Live && self.tcp.state() == State::Closed)
     }
 
     pub fn next_timeout(&self) -> u64 {
@@ -210,12 +223,17 @@ impl Socket {
         self.tcp.shutdown();
     }
 
-    /// `close`: with unread data, or if `abort`, the peer is reset (RFC 1122 section 4.2.2.13), else a FIN goes out.
+    /// `close`. That of the last process sends a FIN; or a RST if there is unread data (RFC 1122 section 4.2.2.13), or if one has
+    /// asked for it: `abort`.
     pub fn close(&mut self, abort: bool) {
-        self.closed = true;
+        self.holders -= 1;
+        self.aborts |= abort;
+        if self.holders > 0 {
+            return;
+        }
         if self.place != Place::Live {
             self.place = Place::Gone;
-        } else if abort || self.tcp.readable() > 0 {
+        } else if self.aborts || self.tcp.readable() > 0 {
             self.tcp.abort();
         } else {
             self.tcp.shutdown();
