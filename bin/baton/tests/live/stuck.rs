@@ -113,14 +113,15 @@ fn a_nic_that_is_stopped_delays_only_what_needs_it() {
     let bed = hosts(TestbedSettings::default());
     let moving: Vec<_> = (0..4).map(|at| registered(&bed, 8000 + at)).collect();
     let (other, _, _streams) = registered(&bed, 8100);
+    // Made now: their packets pass the NIC.
+    let later: Vec<_> = (0..5).map(|at| connect(&bed, false, 9000 + at)).collect();
     let nic = nic_process(&bed);
     process::signal(nic, SIGSTOP).expect("a signal");
     std::thread::scope(|scope| {
         let moves = moving.iter().map(|(shared, connection, _)| scope.spawn(|| shared.move_to(connection.number(), Place::Nic)));
         let moves: Vec<_> = moves.collect();
         // If one of these waited for the NIC, it would be ended first, after two seconds, and the moves refused.
-        for round in 0..5 {
-            let (server, _peer) = connect(&bed, false, 9000 + round);
+        for (server, _) in &later {
             let connection = other.register(server.as_fd(), false).expect("a registration");
             assert_eq!(bed.tool().expect("a tool").connections().expect("a list").len(), 6);
             other.forget(&connection, 1).expect("forgotten");
