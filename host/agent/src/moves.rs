@@ -285,6 +285,8 @@ impl Agent {
                 self.call_off(session, number);
                 return None;
             }
+            // Its program may still read what it had received.
+            Some(Stage::Ended) if matches!(then, Then::GiveBack { .. }) => {}
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {

@@ -80,6 +80,15 @@ fn without_a_route_nothing_is_sent() {
             while !reason(&scene).contains("no route") && !reason(&scene).contains("not one of this host's") {
                 assert!(Instant::now() < deadline, "{away:?}: {}", reason(&scene));
             }
+            // The NIC is told at the same moment, and may still send until it has read that.
+            let mut quiet = Instant::now();
+            while quiet.elapsed() < Duration::from_millis(20) {
+                scene.send(1);
+                if scene.peer_receives() > 0 {
+                    quiet = Instant::now();
+                }
+                assert!(Instant::now() < deadline, "beside: {beside}, {away:?}: it goes on sending");
+            }
             scene.send(1000);
             // Long enough for some retransmissions.
             std::thread::sleep(Duration::from_millis(700));

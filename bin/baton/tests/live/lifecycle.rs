@@ -17,10 +17,15 @@ const SIGTERM: i32 = 15;
 const SIGSTOP: i32 = 19;
 
 /// Kills keeper and agent, and the NIC if it is given. The agent is stopped first, since it would restore connections once the
-/// keeper is dead. The keeper is killed first, since it would start another agent.
+/// keeper is dead. The keeper is killed first, since it would start another agent. The NIC may have ended by itself by then.
 fn kill_at_once(helpers: &[u32]) {
     process::signal(helpers[1], SIGSTOP).expect("a signal");
-    helpers.iter().for_each(|helper| process::signal(*helper, SIGKILL).expect("a signal"));
+    for (at, helper) in helpers.iter().enumerate() {
+        match process::signal(*helper, SIGKILL) {
+            Err(error) if at == 2 && error.raw_os_error() == Some(libc::ESRCH) => {}
+            result => result.expect("a signal"),
+        }
+    }
     wait_for("the end of those who were killed", || !helpers.iter().any(|helper| process::lives(*helper)));
 }
 

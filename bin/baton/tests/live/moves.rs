@@ -1,14 +1,15 @@
 //! Moves of real kernel connections in every state and condition.
 
-use crate::common::{Scene, connect, hosts, scene, scene_at};
+use crate::common::{KEYS, Scene, connect, hosts, scene, scene_at};
 use baton_agent::{Crash, Step};
-use baton_client::Session;
+use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{self, TestbedSettings, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;
+use baton_sim::stream;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
@@ -391,16 +392,14 @@ fn closing_an_ended_connection_sends_nothing() {
     assert_eq!(resets_sent(&bed.host_b), before, "the peer had to answer something with a RST");
 }
 
-/// The peer resets while the NIC has the connection.
-#[test]
-fn a_reset_reaches_the_program() {
-    let mut scene = scene(TestbedSettings::default());
-    scene.move_to(Place::Nic);
+/// Makes the closing of the peer's socket a reset.
+fn close_with_a_reset(peer: &std::net::TcpStream) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     let raw: [u8; 8] = [linger.l_onoff.to_ne_bytes(), linger.l_linger.to_ne_bytes()].concat().try_into().expect("eight bytes");
-    socket::set_bytes(scene.peer.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &raw).expect("SO_LINGER");
-    let Scene { mut session, id, peer, bed, .. } = scene;
-    drop(peer);
+    socket::set_bytes(peer.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &raw).expect("SO_LINGER");
+}
+
+fn expect_reset(session: &mut Session, id: ConnectionId) {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         match session.receive(id, &mut [0; 16]) {
@@ -409,6 +408,55 @@ fn a_reset_reaches_the_program() {
             other => panic!("not a reset but {other:?}"),
         }
     }
+}
+
+/// The peer resets while the NIC has the connection.
+#[test]
+fn a_reset_reaches_the_program() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    close_with_a_reset(&scene.peer);
+    let Scene { mut session, id, peer, bed, .. } = scene;
+    drop(peer);
+    expect_reset(&mut session, id);
+    session.close(id).expect("close");
+    drop(bed);
+}
+
+/// A connection ends on the NIC, by TCP_USER_TIMEOUT, and the program, which has not read yet, sets an option that only the kernel
+/// can do: what it has not read stays there for it, also when another connection takes memory.
+#[test]
+fn what_a_connection_had_received_when_it_ended_can_be_read_after_a_request_to_restore_it() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.session.set_option(scene.id, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 300).expect("TCP_USER_TIMEOUT");
+    scene.move_to(Place::Nic);
+    assert_eq!(scene.peer_sends(5000), 5000);
+    let (other, other_peer) = connect(&scene.bed, false, 8081);
+    let Scene { mut session, id, peer, bed, .. } = scene;
+    let mut buffer = [0; 5000];
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while session.receive(id, &mut buffer[..1]).is_err() {
+        assert!(Instant::now() < deadline, "nothing arrives");
+    }
+    baton_handoff::shell::block_input(peer.as_fd()).expect("a deaf peer");
+    while session.send(id, b"x").map_or_else(|error| error.kind() == io::ErrorKind::WouldBlock, |_| true) {
+        assert!(Instant::now() < deadline, "it does not end");
+    }
+    session.set_option(id, libc::IPPROTO_IP, libc::IP_MINTTL, 10).expect("an option of the shell");
+    // It takes the freed memory, if any, and fills it.
+    let other = session.adopt(other.into()).expect("another connection");
+    session.move_to(other, Place::Nic).expect("its memory");
+    let (mut sent, mut received) = ([0; 2], [0; 2]);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while received.iter().any(|bytes| *bytes < 1 << 20) {
+        assert!(Instant::now() < deadline, "sent {sent:?}, received {received:?}");
+        sent[0] += session.send(other, &[0xee; 5000]).unwrap_or(0);
+        sent[1] += socket::send(other_peer.as_fd(), &[0xee; 5000]).unwrap_or(0);
+        received[0] += socket::receive(other_peer.as_fd(), &mut buffer).unwrap_or(0);
+        received[1] += session.receive(other, &mut buffer).unwrap_or(0);
+    }
+    let got = session.receive(id, &mut buffer).expect("what it had received");
+    assert_eq!((got, stream::mismatches(KEYS[1], 1, &buffer[..got])), (4999, 0));
     session.close(id).expect("close");
     drop(bed);
 }

@@ -55,7 +55,7 @@ pub fn connect(bed: &Testbed, ipv6: bool, port: u16) -> (TcpStream, TcpStream) {
 }
 
 /// Keys of the two streams: from the program, from the peer.
-const KEYS: [u64; 2] = [11, 1 << 40];
+pub const KEYS: [u64; 2] = [11, 1 << 40];
 
 fn later(result: io::Result<usize>) -> usize {
     match result {
