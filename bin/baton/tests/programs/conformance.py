@@ -59,6 +59,13 @@ def wait(sock, events):
     poll.poll(PATIENCE)
 
 
+def until_processed():
+    """Waits until the kernel has finished with each frame that it had begun to receive: receiving is in an RCU read section, and this
+    waits for those to end. The wake-up, which is the edge, comes after what it announces can be seen; a reset wakes twice."""
+    SYS_MEMBARRIER, GLOBAL = 324, 1
+    libc.syscall(SYS_MEMBARRIER, GLOBAL, 0, 0)
+
+
 def reset(sock):
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
@@ -358,6 +365,8 @@ def case(situation, operation, watch):
     seen = watch(s)
     results = []
     situation(s, p)
+    if watch is WATCHES["edge"]:
+        until_processed()
     results.append(seen())
     between(True)
     results.append(attempt(operation, s))
