@@ -73,12 +73,6 @@ impl Pending {
         self.fin | self.closed | (self.answers > 0)
     }
 
-    /// Whether acknowledged bytes are the only events.
-    #[inline(always)]
-    pub fn is_only_acked(&self) -> bool {
-        self.received == 0 && !self.has_rare()
-    }
-
     /// Whether there is any event.
     #[inline(always)]
     pub fn any(&self) -> bool {

@@ -128,8 +128,8 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
-    /// There may be a gate, a host's TCP, sessions for messages or UDP sockets. Set with each of them, so that a round without them
-    /// asks once.
+    /// There may be a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring had no room. Set
+    /// with each of them, so that a round without them asks once.
     has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
     processor: u32,
@@ -259,11 +259,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        if self.has_extras && self.output.wire.is_gated() {
-            self.begin_gated_round(now);
-        }
-        if !self.agent.backlog.is_empty() {
-            self.flush_backlog();
+        if self.has_extras {
+            self.begin_extras(now);
         }
         if self.started {
             worked = self.poll_wire(now);
@@ -286,6 +283,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
+    /// Begins a round of a worker that has what most have not.
+    #[cold]
+    fn begin_extras(&mut self, now: Instant) {
+        if self.output.wire.is_gated() {
+            self.begin_gated_round(now);
+        }
+        if !self.agent.backlog.is_empty() {
+            self.flush_backlog();
+        }
+    }
+
     /// Polls what most workers do not have. Returns whether there was any work.
     #[cold]
     fn poll_extras(&mut self, now: Instant) -> bool {
@@ -299,8 +307,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
         }
-        let connections = self.output.wire.is_gated() || self.host_tcp.is_some();
-        self.has_extras = connections || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
+        let rest = self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
+        self.has_extras = rest || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
         worked
     }
 

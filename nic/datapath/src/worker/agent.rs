@@ -57,6 +57,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return crossbar.peers.send(FRONT, Call::Agent(message));
         }
         self.agent.send(message);
+        self.has_extras |= !self.agent.backlog.is_empty();
     }
 
     /// Sends the messages that found the agent's ring full, as far as it has room.

@@ -35,15 +35,26 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
+    /// Processes a batch of frames from the kernel. Returns whether there was any.
     #[inline]
     pub(super) fn poll_host(&mut self, now: Instant) -> bool {
-        for count in 0..self.settings.batch {
+        let any = self.to_kernel.device.receive(&mut self.frame);
+        if any {
+            self.on_host_frames(now);
+        }
+        any
+    }
+
+    /// Processes the frame that was received, and those that follow it in a batch.
+    #[inline(never)]
+    fn on_host_frames(&mut self, now: Instant) {
+        self.on_host_frame(now);
+        for _ in 1..self.settings.batch {
             if !self.to_kernel.device.receive(&mut self.frame) {
-                return count > 0;
+                return;
             }
             self.on_host_frame(now);
         }
-        true
     }
 
     /// The lookup layer: gives the frame from the wire to its connection, or to the kernel.

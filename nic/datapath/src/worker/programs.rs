@@ -179,8 +179,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
-            let before = session.commands.position();
-            let Some(words) = pop_joined(&mut session.commands) else {
+            let Some(words) = session.commands.pop() else {
                 if session.commands.is_corrupt() {
                     self.send_queued(unsent, now);
                     self.stop_session(id);
@@ -189,6 +188,8 @@ impl<H: Device, W: Device> Worker<H, W> {
                 break;
             };
             worked = true;
+            let before = session.commands.position() - 1;
+            let words = pop_more(&mut session.commands, words);
             let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
             let accepted = Message::from_words(words).is_some_and(|message| {
                 if last_of_many || message.operation == Operation::NicSend && message.kind & ANSWER != 0 {
@@ -206,6 +207,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
+        if !worked {
+            return false;
+        }
         if let Some(cid) = answer {
             // The program may wait for this, so it comes before the segments.
             self.record_queued(unsent, now);
@@ -215,11 +219,11 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
         }
         self.send_queued(unsent, now);
-        if worked && let Some(session) = self.programs.sessions[id].as_mut() {
+        if let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
         }
-        worked
+        true
     }
 
     /// Publishes the recovery record of the connection in slot `unsent`, if there is one.
@@ -339,10 +343,20 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
-            match self.send_events_of(index) {
-                Ok(false) => {}
-                Ok(true) => self.take_up(index, now),
-                Err(Full) => self.programs.ring_full.push(index),
+            let Some(slot) = self.connections.slots[index as usize].as_mut() else { continue };
+            let cid = slot.cid;
+            let Some(offloaded) = slot.offloaded() else { continue };
+            if offloaded.pending.received == 0 {
+                self.send_other_events(index, now);
+                continue;
+            }
+            let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { continue };
+            let fetches = offloaded.fetches;
+            slot.dirty = session.send_received(cid, &mut offloaded.pending).is_err();
+            if slot.dirty {
+                self.programs.ring_full.push(index);
+            } else if fetches {
+                self.take_up(index, now);
             }
         }
         if !self.programs.ring_full.is_empty() {
@@ -366,21 +380,29 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the pending events of a connection. Returns whether its program may have queued more without a message.
-    #[inline(always)]
-    fn send_events_of(&mut self, index: u32) -> Result<bool, Full> {
-        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return Ok(false) };
-        let cid = slot.cid;
-        let lent = matches!(slot.custody, Custody::Lent(_));
-        let Some(offloaded) = slot.offloaded() else { return Ok(false) };
-        let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return Ok(false) };
-        let fetches = offloaded.fetches;
-        // A program that is about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection
-        // is known to the host's TCP only.
-        let silent = offloaded.pending.is_only_acked() && session.sleeps() && !lent && offloaded.frees_too_little();
-        let sent = session.send(cid, &mut offloaded.pending, silent);
-        slot.dirty = sent.is_err();
-        sent.map(|()| fetches)
+    /// Sends the pending events of a connection without received bytes. If acknowledgements are the only events, the program sleeps, and
+    /// they free less send memory than it waits for, the doorbell is not rung for them, unless the ring is full. A program that is
+    /// about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection is known to the
+    /// host's TCP only.
+    #[inline(never)]
+    fn send_other_events(&mut self, index: u32, now: Instant) {
+        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        let (cid, active) = (slot.cid, matches!(slot.custody, Custody::Active(_)));
+        let Some(offloaded) = slot.offloaded() else { return };
+        let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return };
+        let (fetches, unsignalled) = (offloaded.fetches, session.unsignalled);
+        let silent = active && !offloaded.pending.has_rare() && session.sleeps() && offloaded.frees_too_little();
+        slot.dirty = session.send(cid, &mut offloaded.pending).is_err();
+        if slot.dirty {
+            self.programs.ring_full.push(index);
+            return;
+        }
+        if silent {
+            session.unsignalled = unsignalled;
+        }
+        if fetches {
+            self.take_up(index, now);
+        }
     }
 }
 
@@ -398,24 +420,35 @@ impl Session {
         self.memory.word32(session::PROGRAM_SLEEPING).load(Ordering::Relaxed) != 0
     }
 
-    /// Sends pending events, as far as the ring has room. If that is `silent` the doorbell is not rung for them, unless the ring
-    /// is full.
+    /// Sends pending events, of which received bytes are one, as far as the ring has room.
     #[inline(always)]
-    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending, silent: bool) -> Result<(), Full> {
-        let bytes = u64::from(pending.received);
+    fn send_received(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+        let received = std::mem::take(&mut pending.received);
+        self.unsignalled += u64::from(received) + 1;
+        let message = Message::new(Operation::OsRecv, cid, pending.received_at, received);
+        let mut sent = self.events.push(message.to_words());
+        if sent.is_err() {
+            pending.received = received;
+        } else if pending.any() {
+            sent = send(&mut self.events, cid, pending);
+        }
+        self.events.publish();
+        sent
+    }
+
+    /// Sends pending events, as far as the ring has room.
+    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+        self.unsignalled += u64::from(pending.received) + 1;
         let sent = send(&mut self.events, cid, pending);
         self.events.publish();
-        if !silent || sent.is_err() {
-            self.unsignalled += bytes + 1;
-        }
         sent
     }
 }
 
-/// Takes the next message. Sends of one connection that follow each other in the ring, and their bytes in memory, count as one.
+/// Adds to a message those that follow it in the ring, if they are sends of the same connection whose bytes follow each other in
+/// memory, too.
 #[inline]
-fn pop_joined(commands: &mut Consumer<RingWords>) -> Option<[u64; 2]> {
-    let [first, mut second] = commands.pop()?;
+fn pop_more(commands: &mut Consumer<RingWords>, [first, mut second]: [u64; 2]) -> [u64; 2] {
     if is_plain_send(first) {
         commands.pop_like(first, |next| {
             let joined = join_sends(second, next).filter(|joined| (joined >> 32) as usize <= MAX_SEND);
@@ -423,11 +456,10 @@ fn pop_joined(commands: &mut Consumer<RingWords>) -> Option<[u64; 2]> {
             joined.is_some()
         });
     }
-    Some([first, second])
+    [first, second]
 }
 
 /// Sends pending events, and removes each from `pending` as it is sent: with a full ring the rest remains.
-#[inline(always)]
 fn send(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
     if pending.received > 0 {
         events.push(Message::new(Operation::OsRecv, cid, pending.received_at, pending.received).to_words())?;
