@@ -1,7 +1,8 @@
 //! Exports a connection from the kernel: its numbers, then its queues, then the purge that leaves a shell.
 
 use crate::examine::system;
-use crate::shell::{self, Queue, Saved};
+use crate::import::is_scaled;
+use crate::shell::{self, Beginning, Queue, Saved};
 use baton_image::{Image, State};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::{self, TcpInfo};
@@ -163,7 +164,8 @@ impl<'a> Exporter<'a> {
     pub fn purge(self) -> Result<Saved, (Saved, Refusal)> {
         let steps = || -> Result<(), Refusal> {
             socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
-            shell::reassociate(self.fd, self.local, self.peer, self.write_seq, self.image.rcv_nxt, None).step("reconnect")?;
+            let beginning = Beginning { snd: self.write_seq, rcv: self.image.rcv_nxt, scaled: is_scaled(&self.image) };
+            shell::reassociate(self.fd, self.local, self.peer, beginning, None).step("reconnect")?;
             self.saved.remember(self.fd);
             // The shell stays in repair mode, which sets SO_REUSEADDR. The program's value is put back for programs that read
             // the option or bind the port.

@@ -1,6 +1,6 @@
 //! Imports a connection into the kernel, on the same descriptor.
 
-use crate::shell::{self, Queue, Saved};
+use crate::shell::{self, Beginning, Queue, Saved};
 use baton_image::Image;
 use baton_linux::socket::{self, Pieces};
 use baton_moves::Refusal;
@@ -70,7 +70,8 @@ impl Importer {
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
         // An IPv6 socket works out its segment size when it connects, and cannot be set later.
         let mss = (!image.flow.is_v4()).then_some(image.mss);
-        shell::reassociate(fd, local, peer, snd_start, first_unread, mss).step("reconnect")?;
+        let beginning = Beginning { snd: snd_start, rcv: first_unread, scaled: is_scaled(image) };
+        shell::reassociate(fd, local, peer, beginning, mss).step("reconnect")?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
         make_room(fd, unread.length(), libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, 2).step("SO_RCVBUFFORCE")?;
         make_room(fd, unacknowledged.length(), libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 1).step("SO_SNDBUFFORCE")?;
@@ -131,6 +132,10 @@ pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces
     Importer { image: *image, given, saved: saved.clone() }.finish(fd, unacknowledged)
 }
 
+pub(crate) fn is_scaled(image: &Image) -> bool {
+    image.snd_wscale != 0 || image.rcv_wscale != 0
+}
+
 fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
     let mut raw = Vec::with_capacity(32);
     let mut option = |code: u32, value: u32| {
@@ -138,7 +143,7 @@ fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
         raw.extend_from_slice(&value.to_ne_bytes());
     };
     option(2, u32::from(image.mss));
-    if image.snd_wscale != 0 || image.rcv_wscale != 0 {
+    if is_scaled(image) {
         option(3, u32::from(image.rcv_wscale) << 16 | u32::from(image.snd_wscale));
     }
     if image.sack {

@@ -219,7 +219,17 @@ pub fn make(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, r
     Ok(saved)
 }
 
-/// Dissolves the association and makes it anew at the given numbers, with empty queues. In repair mode, so nothing is sent.
+/// What a connection begins anew with when it is made without a handshake.
+#[derive(Clone, Copy)]
+pub(crate) struct Beginning {
+    /// Next sequence numbers of both directions.
+    pub snd: u32,
+    pub rcv: u32,
+    /// Whether its windows are scaled (RFC 7323 section 2).
+    pub scaled: bool,
+}
+
+/// Dissolves the association and makes it anew from the beginning given, with empty queues. In repair mode, so nothing is sent.
 /// `mss` is the peer's MSS option, if the segment size has to be worked out from it now.
 ///
 /// # Errors
@@ -228,12 +238,11 @@ pub(crate) fn reassociate(
     fd: BorrowedFd<'_>,
     local: SocketAddr,
     peer: SocketAddr,
-    snd: u32,
-    rcv: u32,
+    beginning: Beginning,
     mss: Option<u16>,
 ) -> io::Result<()> {
     let segment = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
-    dissolve(fd, snd, rcv)?;
+    dissolve(fd, beginning)?;
     // While closed, the socket returns the limit that the program has set, if any.
     let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     let limit = if shown == segment { 0 } else { shown };
@@ -247,7 +256,7 @@ pub(crate) fn reassociate(
     if !connected {
         if !kept_port {
             // The port belongs to a listener (an accepted connection): share it.
-            dissolve(fd, snd, rcv)?;
+            dissolve(fd, beginning)?;
             socket::bind(fd, local)?;
         }
         socket::connect(fd, peer)?;
@@ -294,10 +303,15 @@ pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
     repair(fd, false)
 }
 
-fn dissolve(fd: BorrowedFd<'_>, snd: u32, rcv: u32) -> io::Result<()> {
+fn dissolve(fd: BorrowedFd<'_>, beginning: Beginning) -> io::Result<()> {
     socket::disconnect(fd)?;
-    set_queue_seq(fd, Queue::Send, snd)?;
-    set_queue_seq(fd, Queue::Receive, rcv)
+    if !beginning.scaled {
+        // The kernel chooses the shift of its windows when it connects, and only a handshake would tell it that the peer does not
+        // scale: with a window of 64 KB at most it chooses none.
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, i32::from(u16::MAX))?;
+    }
+    set_queue_seq(fd, Queue::Send, beginning.snd)?;
+    set_queue_seq(fd, Queue::Receive, beginning.rcv)
 }
 
 /// Connects without binding, so that a port that the program did not bind stays one that connections to other peers may share.

@@ -47,6 +47,8 @@ pub struct TcpInfo {
     pub reord_seen: u32,
     /// Segments that came out of order since the socket was connected.
     pub rcv_ooopack: u32,
+    /// The peer's window, in bytes.
+    pub snd_wnd: u32,
 }
 
 /// Negotiated: timestamps.
@@ -74,7 +76,7 @@ impl TcpInfo {
 
     /// Parses a `struct tcp_info`; fields that the kernel does not have are 0.
     pub fn parse(given: &[u8]) -> TcpInfo {
-        let mut raw = [0u8; 228];
+        let mut raw = [0u8; 232];
         let length = given.len().min(raw.len());
         raw[..length].copy_from_slice(&given[..length]);
         let word = |at: usize| u32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
@@ -100,6 +102,7 @@ impl TcpInfo {
             dsack_dups: word(216),
             reord_seen: word(220),
             rcv_ooopack: word(224),
+            snd_wnd: word(228),
         }
     }
 }

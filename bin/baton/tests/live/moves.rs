@@ -69,6 +69,23 @@ fn bytes_are_equal_with_options_off() {
     }
 }
 
+/// A peer that does not scale windows takes the kernel's for what they are, not for a part of it.
+#[test]
+fn without_window_scaling_windows_are_as_large_as_before() {
+    let sysctl = ("ipv4/tcp_window_scaling", "0".to_string());
+    let mut scene = scene(TestbedSettings { peer_sysctls: vec![sysctl], ..TestbedSettings::default() });
+    let window = |scene: &mut Scene| {
+        scene.fill(20_000);
+        scene.drain();
+        TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").snd_wnd
+    };
+    let before = window(&mut scene);
+    for to in [Place::Nic, Place::Kernel, Place::Nic, Place::Kernel] {
+        scene.move_to(to);
+        assert!(window(&mut scene) > before / 2, "{to:?}");
+    }
+}
+
 /// More than a megabyte unread and more than a megabyte unsent, both with a closed window, in both directions of the move.
 #[test]
 fn full_queues_move() {
