@@ -59,7 +59,8 @@ fn frame(kind: usize, seed: u8) -> Vec<u8> {
 #[test]
 fn the_tap_driver_hashes_as_the_nic_does() {
     let host = Namespace::new().expect("a namespace (root is needed)");
-    let cases = [(From::Wire, Key::MICROSOFT), (From::Host, Key::SYMMETRIC), (From::Host, Key(std::array::from_fn(|at| at as u8)))];
+    let cases =
+        [(From::Wire, Key::MICROSOFT), (From::Host, Key::SYMMETRIC), (From::Host, Key(std::array::from_fn(|at| at as u8)))];
     // Each has a TAP of its own name: a process that another test starts may keep the last one's descriptors for a moment.
     for (name, (from, key)) in ["rss0", "rss1", "rss2"].into_iter().zip(cases) {
         let registers = baton_steering::rss::registers(4 * (BUCKETS + 16 * NIBBLES)).expect("registers");
