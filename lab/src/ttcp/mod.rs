@@ -8,6 +8,7 @@
 //! The kernel's turn is on the same two hosts, with the NIC as an ordinary card. A veth between two hosts is measured for
 //! comparison, but does not tell their costs apart: whoever sends a frame does the work of receiving it, too.
 
+pub mod buffering;
 pub mod cost;
 mod plots;
 pub mod program;
@@ -17,7 +18,7 @@ use crate::statistics::quantile;
 use crate::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_b, without_baton};
 use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
-use baton_client::rules::{Interface, Offload};
+use baton_client::rules::{Interface, Nagle, Offload};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
 use baton_linux::interface;
@@ -48,18 +49,29 @@ pub struct Way {
     pub veth: bool,
     /// The message interface.
     pub interface: Interface,
+    /// Where small sends are kept back.
+    pub nagle: Nagle,
 }
 
 /// All ways. The first is what the others are compared with.
-pub const WAYS: [Way; 7] = [
-    Way { name: "none", offload: None, veth: false, interface: Interface::Batched },
-    Way { name: "veth", offload: None, veth: true, interface: Interface::Batched },
-    Way { name: "handoff", offload: Some(Offload::Handoff), veth: false, interface: Interface::Batched },
-    Way { name: "fast-path", offload: Some(Offload::FastPath), veth: false, interface: Interface::Batched },
-    Way { name: "full", offload: Some(Offload::Full), veth: false, interface: Interface::Batched },
-    Way { name: "full-handshake", offload: Some(Offload::Full), veth: false, interface: Interface::Handshake },
-    Way { name: "full-aggregated", offload: Some(Offload::Full), veth: false, interface: Interface::Aggregated },
+pub const WAYS: [Way; 10] = [
+    NONE,
+    Way { name: "veth", veth: true, ..NONE },
+    Way { name: "handoff", offload: Some(Offload::Handoff), ..NONE },
+    Way { name: "fast-path", offload: Some(Offload::FastPath), ..NONE },
+    FULL,
+    Way { name: "full-handshake", interface: Interface::Handshake, ..FULL },
+    Way { name: "full-aggregated", interface: Interface::Aggregated, nagle: Nagle::Host, ..FULL },
+    Way { name: "full-nagle-host", nagle: Nagle::Host, ..FULL },
+    Way { name: "full-handshake-nagle-host", interface: Interface::Handshake, nagle: Nagle::Host, ..FULL },
+    Way { name: "full-aggregated-nagle-nic", interface: Interface::Aggregated, ..FULL },
 ];
+
+/// The kernel alone.
+const NONE: Way = Way { name: "none", offload: None, veth: false, interface: Interface::Batched, nagle: Nagle::Nic };
+
+/// Connections that the NIC makes, with the usual interface.
+const FULL: Way = Way { name: "full", offload: Some(Offload::Full), ..NONE };
 
 /// Settings of a run.
 #[derive(Clone, Debug)]
@@ -115,6 +127,8 @@ pub struct Figures {
     pub nic_busy_ms: f64,
     /// Wake-ups of the host's processes.
     pub events: f64,
+    /// Messages that the program has sent to the NIC.
+    pub messages: f64,
     /// Doorbells that the NIC has rung for the program.
     pub doorbells: f64,
     /// Wake-ups of the NIC.
@@ -133,6 +147,7 @@ impl Figures {
             nic_ms: median(|f| f.nic_ms),
             nic_busy_ms: median(|f| f.nic_busy_ms),
             events: median(|f| f.events),
+            messages: median(|f| f.messages),
             doorbells: median(|f| f.doorbells),
             nic_wakeups: median(|f| f.nic_wakeups),
             packets: median(|f| f.packets),
@@ -214,7 +229,8 @@ impl Hosts {
         let mut command = Command::new(&baton);
         if let (Some((bed, _)), Some(offload)) = (&self.bed, way.offload) {
             command.arg("run").arg("--socket").arg(bed.socket()).args(["--rule", "established", "--eager"]);
-            command.args(["--offload", offload.name(), "--interface", way.interface.name(), "--"]).arg(&baton);
+            command.args(["--offload", offload.name(), "--interface", way.interface.name(), "--nagle", way.nagle.name(), "--"]);
+            command.arg(&baton);
         }
         let (direction, size, bytes) = what;
         let direction = if direction == Direction::Transmit { "transmit" } else { "receive" };
@@ -277,6 +293,7 @@ impl Hosts {
             snapshot.nic = cpu(statistics.nic_process);
             snapshot.nic_wakeups = wakeups(statistics.nic_process);
             snapshot.nic_busy = counter(Counter::BusyNanoseconds);
+            snapshot.messages = counter(Counter::Messages);
             snapshot.doorbells = counter(Counter::Doorbells);
         }
         Ok(snapshot)
@@ -292,6 +309,7 @@ struct Snapshot {
     nic: u64,
     nic_busy: u64,
     events: u64,
+    messages: u64,
     doorbells: u64,
     nic_wakeups: u64,
     packets: u64,
@@ -307,6 +325,7 @@ impl Snapshot {
             nic_ms: of(|s| s.nic) / 1e6,
             nic_busy_ms: of(|s| s.nic_busy) / 1e6,
             events: of(|s| s.events),
+            messages: of(|s| s.messages),
             doorbells: of(|s| s.doorbells),
             nic_wakeups: of(|s| s.nic_wakeups),
             packets: of(|s| s.packets),
@@ -389,6 +408,9 @@ pub fn run(settings: &TtcpSettings, progress: impl Fn(&Cell)) -> Result<TtcpRepo
             }
         }
     }
-    let costs = if settings.costs { cost::measure()? } else { Vec::new() };
-    Ok(TtcpReport::new(cells, costs))
+    let mut report = TtcpReport::new(cells, if settings.costs { cost::measure()? } else { Vec::new() });
+    if settings.costs {
+        report.buffering = buffering::measure()?;
+    }
+    Ok(report)
 }

@@ -7,7 +7,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 
 /// Colours of the ways, in their order.
-const COLOURS: [RGBColor; 8] = [
+const COLOURS: [RGBColor; 10] = [
     RGBColor(0x8a, 0x8f, 0x98),
     RGBColor(0x1a, 0x7f, 0x37),
     RGBColor(0x1f, 0x6f, 0xeb),
@@ -16,6 +16,8 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(0xd9, 0x73, 0x0d),
     RGBColor(0x00, 0x8b, 0x8b),
     RGBColor(0x1b, 0x1f, 0x24),
+    RGBColor(0xbf, 0x39, 0x89),
+    RGBColor(0x6f, 0x8e, 0x23),
 ];
 
 /// One figure's metric: its title, its unit, and its value.
@@ -31,12 +33,13 @@ fn per_megabyte(cell: &Cell, count: fn(&Figures) -> f64) -> f64 {
     count(&cell.figures) * 1e6 / cell.bytes.max(1) as f64
 }
 
-const METRICS: [Metric; 7] = [
+const METRICS: [Metric; 8] = [
     ("Bandwidth", "Mb/s", |cell| cell.figures.megabits),
     ("Host CPU", "ns per byte", |cell| per_byte(cell, |f| f.host_ms)),
     ("Host CPU over the kernel's", "ratio", |cell| cell.host_ratio),
     ("NIC CPU in rounds with work", "ns per byte", |cell| per_byte(cell, |f| f.nic_busy_ms)),
     ("Wake-ups of the host", "per MB", |cell| per_megabyte(cell, |f| f.events)),
+    ("Messages to the NIC", "per MB", |cell| per_megabyte(cell, |f| f.messages)),
     ("Doorbells to the program", "per MB", |cell| per_megabyte(cell, |f| f.doorbells)),
     ("Packets", "per MB", |cell| per_megabyte(cell, |f| f.packets)),
 ];

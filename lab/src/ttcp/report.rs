@@ -1,5 +1,6 @@
 //! What `baton ttcp` reports: cells, bars, a table.
 
+use super::buffering::Buffering;
 use super::cost::{Cost, Packet};
 use super::program::Direction;
 use super::{Cell, WAYS};
@@ -31,6 +32,8 @@ pub struct TtcpReport {
     pub crossover_handshake_bytes: Option<f64>,
     /// Instructions of the NIC by packet, if they were counted.
     pub costs: Vec<Cost>,
+    /// Instructions of the NIC for a message by buffering strategy, if they were counted.
+    pub buffering: Vec<Buffering>,
     /// The figures with bounds, of those that were measured.
     pub bars: Vec<Bar>,
 }
@@ -60,7 +63,7 @@ impl TtcpReport {
         let counted = |packet| costs.iter().find(|cost| cost.packet == packet).map(|cost| cost.instructions);
         let counted = COST_BARS.iter().filter_map(|(name, packet, bound)| Some(Bar::most(name, *bound, counted(*packet)?)));
         bars.extend(counted);
-        TtcpReport { cells, costs, crossover_handshake_bytes: crossover, bars }
+        TtcpReport { cells, costs, buffering: Vec::new(), crossover_handshake_bytes: crossover, bars }
     }
 }
 
@@ -82,8 +85,8 @@ fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
 pub fn line(cell: &Cell) -> String {
     let f = &cell.figures;
     format!(
-        "{:<9} {:<16} {:>6} B {:>9.1} Mb/s  host {:>8.2} ms ({:>5.2} of the kernel's)  NIC {:>8.2} ms, busy {:>8.2}  events {:>7.0}  \
-         doorbells {:>6.0}  NIC woken {:>6.0}  packets {:>7.0}",
+        "{:<9} {:<25} {:>6} B {:>9.1} Mb/s  host {:>8.2} ms ({:>5.2} of the kernel's)  NIC {:>8.2} ms, busy {:>8.2}  events {:>7.0}  \
+         messages {:>7.0}  doorbells {:>6.0}  NIC woken {:>6.0}  packets {:>7.0}",
         format!("{:?}", cell.direction).to_lowercase(),
         cell.way,
         cell.size,
@@ -93,6 +96,7 @@ pub fn line(cell: &Cell) -> String {
         f.nic_ms,
         f.nic_busy_ms,
         f.events,
+        f.messages,
         f.doorbells,
         f.nic_wakeups,
         f.packets

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use baton_lab::ttcp::program::Direction;
-use baton_lab::ttcp::{TtcpSettings, WAYS, cost, line, run, svg};
+use baton_lab::ttcp::{TtcpSettings, WAYS, buffering, cost, line, run, svg};
 use std::path::PathBuf;
 
 pub const EXAMPLES: &str = "Examples:
@@ -12,7 +12,7 @@ pub const EXAMPLES: &str = "Examples:
 
 Ways: none (the kernel, with the NIC as an ordinary card), veth (the kernel on two hosts with a veth, without a NIC), handoff,
 fast-path and full (--offload of `baton run`, a ring), and full with the message interfaces handshake and aggregated (--interface
-of `baton run`). Ratios are to none. Host CPU is that of program, agent and the kernel's thread for received frames, for the same
+of `baton run`), each with Nagle's rule where it usually is, or as named in the other place (--nagle of `baton run`). Ratios are to none. Host CPU is that of program, agent and the kernel's thread for received frames, for the same
 amount of data; the NIC's is shown beside it.";
 
 #[derive(clap::Args)]
@@ -35,8 +35,8 @@ pub struct TtcpArguments {
     /// Without TSO and GSO on either side: every frame is at most an MTU long.
     #[arg(long)]
     no_segmentation: bool,
-    /// Count the NIC's instructions for a packet, too; needs valgrind.
-    #[arg(long)]
+    /// Count the NIC's instructions, too: for a packet by function, and for a message by buffering strategy; needs valgrind.
+    #[arg(long, visible_alias = "cost")]
     costs: bool,
     /// Write the figures to this directory: ttcp-transmit.svg, ttcp-receive.svg.
     #[arg(long, value_name = "DIRECTORY")]
@@ -91,7 +91,9 @@ pub fn ttcp(arguments: &TtcpArguments) -> Result<bool> {
             std::fs::write(&path, svg(&report, *direction)?).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    report.costs.iter().for_each(|cost| eprintln!("{}", cost::line(cost)));
+    if arguments.costs {
+        eprintln!("{}\n{}", cost::table(&report.costs), buffering::table(&report.buffering));
+    }
     super::bench::print_bars(&report.bars, &report, arguments.json)
 }
 
@@ -107,13 +109,15 @@ pub struct ProgramArguments {
 /// Instructions that `baton ttcp --costs` counts.
 #[derive(clap::Args)]
 pub struct WorkloadArguments {
+    /// A packet, or a buffering strategy and a message size with a slash between them.
     packet: String,
     packets: u64,
 }
 
 /// Runs them.
 pub fn workload(arguments: &WorkloadArguments) -> Result<bool> {
-    cost::workload(&arguments.packet, arguments.packets).map(|()| true)
+    let workload = if arguments.packet.contains('/') { buffering::workload } else { cost::workload };
+    workload(&arguments.packet, arguments.packets).map(|()| true)
 }
 
 /// Runs that program.

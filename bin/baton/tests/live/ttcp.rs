@@ -16,7 +16,9 @@ fn every_way_transfers_what_was_sent() {
     assert!(matches!(output.status.code(), Some(0 | 1)), "{stderr}");
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let cells = report["cells"].as_array().expect("cells");
-    for way in ["none", "veth", "handoff", "fast-path", "full", "full-handshake", "full-aggregated"] {
+    let full = ["full", "full-handshake", "full-aggregated"];
+    let other_nagle = ["full-nagle-host", "full-handshake-nagle-host", "full-aggregated-nagle-nic"];
+    for way in ["none", "veth", "handoff", "fast-path"].into_iter().chain(full).chain(other_nagle) {
         for direction in ["transmit", "receive"] {
             for (size, bytes) in [(1, 1500), (3000, 4_500_000), (65_536, 64 << 20)] {
                 let same =
@@ -26,6 +28,17 @@ fn every_way_transfers_what_was_sent() {
                 assert!(cell["megabits"].as_f64() > Some(0.0) && cell["host_ms"].as_f64() > Some(0.0), "{cell}");
             }
         }
+    }
+    // Where sends are kept back is seen in the messages that cross to the NIC.
+    let messages = |way: &str| {
+        let one = |cell: &&serde_json::Value| cell["way"] == way && cell["direction"] == "transmit" && cell["size"] == 1;
+        cells.iter().find(one).and_then(|cell| cell["messages"].as_f64()).expect("messages")
+    };
+    for way in ["full", "full-handshake"] {
+        assert!(messages(way) >= 1500.0, "{way}: each byte is a message, and there were {}", messages(way));
+    }
+    for way in ["full-nagle-host", "full-handshake-nagle-host", "full-aggregated"] {
+        assert!(messages(way) < 750.0, "{way}: {} messages for 1500 bytes", messages(way));
     }
     let bars = report["bars"].as_array().expect("bars");
     for name in ["ttcp.host_ratio_batched_1B", "ttcp.host_ratio_batched_64KB", "ttcp.events_ratio_64KB"] {
