@@ -209,7 +209,7 @@ impl Region {
     /// The `length` bytes at `at` as a circular buffer. None if they lie outside of the region, or `length` is no power of two.
     pub fn circle(self: &Arc<Self>, at: u32, length: u32) -> Option<Circle> {
         let base = self.span(at as usize, length as usize)?;
-        length.is_power_of_two().then(|| Circle { base, mask: length - 1, at, _region: self.clone() })
+        length.is_power_of_two().then(|| Circle { base, mask: length - 1, at, region: self.clone() })
     }
 
     /// Returns the pages of a range to the system; they read as zero afterwards.
@@ -238,10 +238,10 @@ pub struct Circle {
     mask: u32,
     /// Offset of the buffer in the region.
     at: u32,
-    _region: Arc<Region>,
+    region: Arc<Region>,
 }
 
-// SAFETY: `base` points into the mapping, which is not bound to a thread and which `_region` keeps alive; its bytes are only
+// SAFETY: `base` points into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are only
 // copied from and to.
 unsafe impl Send for Circle {}
 
@@ -260,9 +260,19 @@ impl Circle {
     /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
-        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `_region` keeps
-        // mapped.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region` keeps mapped.
         unsafe { write_around(self.base, self.mask, seq, bytes) };
+    }
+
+    /// The places of the `length` bytes from sequence number `seq` on, which other processes may write at any time: in two pieces, the
+    /// second of which is empty or at the buffer's beginning. None if they are more than fit.
+    pub fn places(&self, seq: u32, length: u32) -> Option<[&[AtomicU8]; 2]> {
+        let first = before_end(self.mask, seq, length as usize);
+        let rest = length as usize - first;
+        if length.saturating_sub(1) > self.mask {
+            return None;
+        }
+        Some([self.region.bytes(self.offset_of(seq) as usize, first)?, self.region.bytes(self.at as usize, rest)?])
     }
 
     /// Reads the bytes from sequence number `seq` on.
@@ -523,6 +533,22 @@ mod tests {
         let mut around = [0u8; 18];
         region.read(63, &mut around).unwrap();
         assert_eq!((around[0], around[17]), (0, 0), "nothing outside of the buffer is touched");
+    }
+
+    #[test]
+    fn the_places_of_bytes_are_where_a_circle_reads_them() {
+        let region = Arc::new(Region::private(4096).unwrap());
+        let circle = region.circle(64, 16).unwrap();
+        for (seq, length, first) in [(32, 16, 16), (35, 16, 13), (47, 2, 1), (u32::MAX, 5, 1), (33, 0, 0)] {
+            let places = circle.places(seq, length).unwrap();
+            assert_eq!(places.map(<[_]>::len), [first, length as usize - first]);
+            let values = || (0..length).map(|at| (seq as u8).wrapping_add(7 * at as u8));
+            places.into_iter().flatten().zip(values()).for_each(|(place, value)| place.store(value, Ordering::Relaxed));
+            let mut out = vec![0; length as usize];
+            circle.read(seq, &mut out);
+            assert!(out.into_iter().eq(values()));
+        }
+        assert!(circle.places(0, 17).is_none() && circle.places(3, u32::MAX).is_none());
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! Memory of connections on the NIC grows with what their paths hold, as the kernel's would.
 
 use crate::common::{Scene, scene, scene_at};
-use baton_agent::{Crash, Step};
+use baton_agent::{Crash, Fault, Step};
 use baton_lab::testbed::TestbedSettings;
 use baton_linux::socket;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// A test bed with a round trip of 20 ms.
@@ -51,7 +53,7 @@ fn windows_grow_with_the_path() {
         let mut scene = scene_at(long_path(), ipv6, 8080);
         scene.move_to(Place::Nic);
         transfer(&mut scene, 20 << 20);
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+        assert_eq!(scene.settled_place(), Some(Place::Nic));
         let memory = memory(&mut scene);
         assert!(memory.iter().all(|bytes| *bytes > 900 << 10), "receive and send memory take {memory:?} bytes");
         scene.drain();
@@ -85,11 +87,39 @@ fn buffers_that_the_program_has_set_do_not_grow() {
     scene.drain();
 }
 
+/// Bytes of session memory that have pages. The agent of the scene has one session.
+fn session_bytes(scene: &Scene) -> u64 {
+    let agent = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
+    let descriptors = std::fs::read_dir(format!("/proc/{agent}/fd")).expect("the agent's descriptors");
+    let is_session = |path: &Path| std::fs::read_link(path).is_ok_and(|name| name.to_string_lossy().contains("baton-session"));
+    let mut paths = descriptors.flatten().map(|entry| entry.path());
+    let path = paths.find(|path| is_session(path)).expect("the session's memory");
+    std::fs::metadata(path).expect("its size").blocks() * 512
+}
+
+/// The pages of an idle connection's memory go back to the system; the connection goes on.
+#[test]
+fn an_idle_connection_returns_its_pages() {
+    let mut scene = scene(TestbedSettings::default());
+    scene.move_to(Place::Nic);
+    for _ in 0..2 {
+        transfer(&mut scene, 1 << 20);
+        let used = session_bytes(&scene);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while session_bytes(&scene) + (480 << 10) > used {
+            assert!(Instant::now() < deadline, "of {used} bytes {} are left", session_bytes(&scene));
+            scene.session.poll(Some(Duration::from_millis(50)), &mut Vec::new()).expect("poll");
+        }
+    }
+    scene.exchange(300_000, Place::Kernel);
+    scene.exchange(300_000, Place::Nic);
+}
+
 /// The NIC or the agent dies when the bytes have been copied and the connection has not gone on yet: no byte is lost.
 #[test]
 fn deaths_while_memory_grows_lose_nothing() {
     for agent in [false, true] {
-        let crash = Some(Crash { after: Step::Grown, agent });
+        let crash = Some(Crash { after: Step::Grown, fault: if agent { Fault::AgentDies } else { Fault::NicDies } });
         let mut scene = scene(TestbedSettings { crash, ..long_path() });
         scene.move_to(Place::Nic);
         let before = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");

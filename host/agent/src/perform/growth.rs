@@ -1,16 +1,18 @@
-//! Enlarges the memory of a connection on the NIC. The connection rests while its bytes are copied: the program is kept out,
-//! frames that arrive are held. Until it continues both memories hold the same bytes, so a recovery may use either.
+//! Enlarges the memory of a connection on the NIC, or returns the pages of its memory to the system. The connection rests while its
+//! bytes are copied: the program is kept out, frames that arrive are held. Until it continues both memories hold the same bytes, so
+//! a recovery may use either.
 
 use super::Performer;
 use super::offload::write_block;
-use crate::connection::{Growing, Memory};
+use crate::connection::{Growing, Memory, Wants};
 use crate::journal;
 use crate::memory;
-use crate::record::{read_image, read_ranges, read_record};
+use crate::record::{read_image, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_image::Image;
 use baton_moves::{Action, Outcome, Refusal};
+use baton_recovery::empty_memory;
 use baton_shm::Circle;
 use std::sync::atomic::Ordering;
 
@@ -18,11 +20,15 @@ use std::sync::atomic::Ordering;
 const PIECE: usize = 1 << 16;
 
 impl Performer<'_> {
-    /// Allocates larger receive memory, send memory or both.
+    /// Allocates larger receive memory, send memory or both. If only pages are to be returned, the memory stays the same.
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
-        let (cid, (receive, send)) = (self.cid()?, self.connection.wants);
+        let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         let (old, limits) = (on_nic.memory, on_nic.limits);
+        let Wants::Larger(receive, send) = self.connection.wants else {
+            self.connection.growing = Some(Growing { cid, unused: [None; 2], larger: old, copied: None });
+            return Ok(());
+        };
         let larger_receive = memory::enlarge(&mut self.open.heap, old.receive.1, receive, limits.receive);
         let larger_send = memory::enlarge(&mut self.open.heap, old.send.1, send, limits.send);
         let unused = [larger_receive, larger_send];
@@ -64,16 +70,34 @@ impl Performer<'_> {
         let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
         let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
+        if new == old {
+            self.return_pages(base, &image, old);
+        }
         self.copy_over(base, &image, old, growing).ok_or(Refusal::NicGone)?;
         journal::grown(nic_memory, cid.slot(), next, new);
         self.connection.cid = Some(next);
         if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
             (on_nic.memory, growing.unused) = (new, replaced);
+            if new == old {
+                on_nic.idleness.note_returned(&image);
+            }
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
         self.ground.nic.inbox.rename(cid, next);
         self.write_location(base, &image, new, next);
         Ok(())
+    }
+
+    /// Returns the pages of a resting connection's empty memory to the system. Nobody can write there now: the program is kept out,
+    /// and the NIC holds the frames that arrive.
+    fn return_pages(&self, base: usize, image: &Image, memory: Memory) {
+        let nic_memory = self.ground.nic_memory;
+        let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record));
+        let unread = unread_by_program(self.connection, image.read_seq().wrapping_add(image.unread), image.unread);
+        let (receive, send) = empty_memory(image, unread, ranges.as_deref());
+        for (offset, size) in [receive.then_some(memory.receive), send.then_some(memory.send)].into_iter().flatten() {
+            self.open.memory.discard(offset as usize, size as usize);
+        }
     }
 
     /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones that have not been

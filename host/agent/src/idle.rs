@@ -1,0 +1,81 @@
+//! When a connection on the NIC counts as idle, so that the pages of its memory are returned to the system.
+
+use crate::connection::Connection;
+use crate::record::read_record;
+use baton_abi::layout::{block, nic};
+use baton_image::Image;
+use baton_shm::Region;
+
+/// Microseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes, and of
+/// another one.
+const PATIENCE: [u64; 2] = [1_000_000, 10_000_000];
+/// Bytes sent and received since the last return that are worth a return soon.
+const MUCH: u32 = 1 << 16;
+
+/// What a connection has carried, and since when it has carried nothing.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Idleness {
+    /// Sequence numbers up to which bytes had been received and acknowledged at the last poll, and the time at which these were seen
+    /// first, in microseconds of the monotonic clock.
+    seen: (u32, u32),
+    since: u64,
+    /// The same numbers when the memory last had no pages.
+    returned: (u32, u32),
+}
+
+impl Idleness {
+    /// Of a connection that is handed off with an image.
+    pub fn new(image: &Image) -> Idleness {
+        let begins = (image.read_seq(), image.snd_una);
+        Idleness { seen: begins, since: 0, returned: begins }
+    }
+
+    /// Notes that the pages of a connection that rests with this image were returned.
+    pub fn note_returned(&mut self, image: &Image) {
+        self.returned = (image.rcv_nxt, image.snd_una);
+    }
+
+    /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are empty.
+    fn is_due(&mut self, seen: (u32, u32), now: u64) -> bool {
+        if self.seen != seen {
+            (self.seen, self.since) = (seen, now);
+        }
+        let used = seen.0.wrapping_sub(self.returned.0).saturating_add(seen.1.wrapping_sub(self.returned.1));
+        used > 0 && now.saturating_sub(self.since) >= PATIENCE[usize::from(used < MUCH)]
+    }
+}
+
+impl Connection {
+    /// Whether its pages should be returned now: it has used some, its queues are empty, and it has carried nothing for a while.
+    /// This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
+    pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
+        let settled = self.machine.goal().is_none() && !self.closed && !self.opening;
+        let Some(cid) = self.cid.filter(|_| settled) else { return false };
+        let Some(record) = read_record(nic_memory, nic::slot(cid.slot())) else { return false };
+        // A FIN occupies a sequence number, and no byte.
+        let unread = record.rcv_nxt.wrapping_sub(self.block.load(block::READ_SEQ));
+        let unacknowledged = self.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_una);
+        let empty = unread <= 1 && unacknowledged.wrapping_add(1) <= 1 && record.ranges == 0;
+        let Some(on_nic) = self.running() else { return false };
+        on_nic.idleness.is_due((record.rcv_nxt, record.snd_una), now) && empty
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_returned_once_for_what_was_used() {
+        let mut idleness = Idleness { seen: (10, 20), since: 0, returned: (10, 20) };
+        assert!(!idleness.is_due((10, 20), 100_000_000), "nothing was used");
+        let much = (10u32.wrapping_sub(5), 20 + MUCH);
+        assert!(!idleness.is_due(much, 101_000_000) && !idleness.is_due(much, 101_999_999), "it may go on");
+        assert!(idleness.is_due(much, 102_000_000));
+        idleness.returned = much;
+        assert!(!idleness.is_due(much, 200_000_000), "they are returned");
+        let little = (much.0, much.1 + 1);
+        assert!(!idleness.is_due(little, 201_000_000) && !idleness.is_due(little, 202_000_000));
+        assert!(idleness.is_due(little, 211_000_000));
+    }
+}
