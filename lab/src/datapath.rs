@@ -2,7 +2,7 @@
 //! wire is memory, timestamps are on, there is one acknowledgement per segment, the device computes checksums.
 //!
 //! Instructions are counted by callgrind, exactly and repeatably. The same work is run with N and with 3N segments, and the
-//! difference is divided by 2N. Layers are distinguished by source file.
+//! difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer division).
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, session, slot};
@@ -15,7 +15,7 @@ use baton_linux::events::monotonic_nanos;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use baton_tcp::Instant;
-use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::frame::{Header, Link, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -89,6 +89,8 @@ pub(crate) struct Bench {
     /// The sequence number behind the last byte that the first connection's program has queued.
     queued: u32,
     now: Instant,
+    /// The device verifies checksums.
+    verifies: bool,
 }
 
 struct Peer {
@@ -113,7 +115,15 @@ impl Bench {
     /// # Errors
     /// If the NIC refuses one.
     pub(crate) fn with_buffers(connections: u32, buffer: u32) -> Result<Bench> {
-        let capabilities = Capabilities { checksum: true, segmentation: 0 };
+        Bench::with_device(connections, buffer, Capabilities { checksum: true, segmentation: 0 })
+    }
+
+    /// The same with a device that has these offloads. One that computes no checksums delivers frames with unverified ones, which
+    /// the worker checks.
+    ///
+    /// # Errors
+    /// If the NIC refuses one.
+    pub(crate) fn with_device(connections: u32, buffer: u32, capabilities: Capabilities) -> Result<Bench> {
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, _) = memory_pair(256, FRAME, capabilities);
         let slots = connections as usize;
@@ -143,6 +153,7 @@ impl Bench {
             frame: Frame::with_capacity(FRAME),
             queued: 1,
             now,
+            verifies: capabilities.checksum,
         };
         let mut agent = Producer::new(nic_memory.ring(nic::COMMANDS));
         for at in 0..connections {
@@ -216,7 +227,10 @@ impl Bench {
         self.frame.set_length(MAX_HEADER + size as usize);
         let headers = peer.template.emit(&header, size as usize, self.frame.bytes_mut());
         self.frame.set_length(headers + size as usize);
-        self.frame.checksum = Checksum::Verified;
+        self.frame.checksum = if self.verifies { Checksum::Verified } else { Checksum::Unknown };
+        if !self.verifies {
+            finish_checksum(self.frame.bytes_mut(), peer.template.tcp_offset(), TCP_CHECKSUM);
+        }
         peer.seq = peer.seq.wrapping_add(size);
         self.far.transmit(&mut self.frame);
     }
@@ -403,14 +417,18 @@ fn count_workload(workload: Workload, segments: u64) -> Result<BTreeMap<String, 
         [("--connections", connections.into()), ("--size", size.into()), ("--burst", burst.into()), ("--segments", segments)];
     let arguments = numbers.into_iter().flat_map(|(name, value): (&str, u64)| [name.to_owned(), value.to_string()]);
     let arguments: Vec<String> = ["bench-workload".to_owned()].into_iter().chain(arguments).collect();
-    count("*measured_poll*", &arguments)
+    count("*measured_poll*", &arguments, layer)
 }
 
-/// Instructions by layer of the functions that `measured` names, in this program run with these arguments.
+/// Instructions of the functions that `measured` names, in this program run with these arguments, by `group`.
 ///
 /// # Errors
 /// If valgrind is missing, or the program fails.
-pub(crate) fn count(measured: &str, arguments: &[String]) -> Result<BTreeMap<String, u64>> {
+pub(crate) fn count(
+    measured: &str,
+    arguments: &[String],
+    group: impl Fn(&Source) -> &'static str,
+) -> Result<BTreeMap<String, u64>> {
     let directory = std::env::temp_dir().join(format!("baton-callgrind-{}", std::process::id()));
     std::fs::create_dir_all(&directory)?;
     let out = directory.join("out");
@@ -430,36 +448,57 @@ pub(crate) fn count(measured: &str, arguments: &[String]) -> Result<BTreeMap<Str
     if !status.success() {
         bail!("the workload failed under valgrind");
     }
-    Ok(by_file(&text?))
+    Ok(by_source(&text?, group))
 }
 
-/// Sums the self cost of every line of a callgrind file by the source file that it came from, inlined code included.
-fn by_file(text: &str) -> BTreeMap<String, u64> {
-    let mut names: BTreeMap<String, String> = BTreeMap::new();
+/// Where an instruction comes from.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Source {
+    /// The source file of its line, which may have been inlined.
+    pub file: String,
+    /// The function that contains it, after inlining, and that function's source file.
+    pub function: String,
+    pub function_file: String,
+}
+
+/// Sums the self cost of every line of a callgrind file by the `group` of its source.
+fn by_source(text: &str, group: impl Fn(&Source) -> &'static str) -> BTreeMap<String, u64> {
+    // Files and functions are numbered, and named where they first appear, which may be as the target of a call.
+    let (mut files, mut functions) = (BTreeMap::new(), BTreeMap::new());
     let mut sums = BTreeMap::new();
-    let mut file = String::new();
+    let mut source = Source::default();
+    let mut current = group(&source);
     let mut skip = false;
     for line in text.lines() {
-        if let Some(("fl" | "fi" | "fe", value)) = line.split_once('=') {
+        if let Some((key @ ("fl" | "fi" | "fe" | "cfi" | "cfl" | "fn" | "cfn"), value)) = line.split_once('=') {
+            let names = if key.ends_with("fn") { &mut functions } else { &mut files };
             let (id, name) = value.split_once(' ').unwrap_or((value, ""));
             if !name.is_empty() {
-                names.insert(id.to_string(), name.to_string());
+                names.insert(id, name);
             }
-            file = names.get(id).cloned().unwrap_or_default();
+            let name = names.get(id).copied().unwrap_or_default().to_owned();
+            match key {
+                "fl" | "fi" | "fe" => source.file = name,
+                // It is in the file that was named last, which is not repeated.
+                "fn" => (source.function, source.function_file) = (name, source.file.clone()),
+                _ => continue,
+            }
+            current = group(&source);
         } else if line.starts_with("calls=") {
+            // The next line has the callee's cost.
             skip = true;
         } else if line.starts_with(|first: char| first.is_ascii_digit() || first == '+' || first == '-' || first == '*')
             && !std::mem::take(&mut skip)
             && let Some(cost) = line.split_whitespace().nth(1).and_then(|cost| cost.parse::<u64>().ok())
         {
-            *sums.entry(layer(&file).to_string()).or_insert(0) += cost;
+            *sums.entry(current.to_owned()).or_insert(0) += cost;
         }
     }
     sums
 }
 
-/// The layer that a source file belongs to.
-fn layer(file: &str) -> &'static str {
+/// The layer that a source belongs to: that of its file.
+pub(crate) fn layer(source: &Source) -> &'static str {
     let layers = [
         ("wire/src", "wire"),
         ("protocols/tcp", "tcp"),
@@ -473,7 +512,7 @@ fn layer(file: &str) -> &'static str {
         ("platform/device", "device"),
         ("mem", "copying"),
     ];
-    layers.iter().find(|(part, _)| file.contains(part)).map_or("library", |(_, layer)| layer)
+    layers.iter().find(|(part, _)| source.file.contains(part)).map_or("library", |(_, layer)| layer)
 }
 
 /// Measures one workload.
@@ -527,4 +566,42 @@ pub fn run() -> Result<DatapathReport> {
         bar("datapath.instr_per_segment_64_1024", 3),
     ];
     Ok(DatapathReport { workloads, bars })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A function's own lines, lines that were inlined into it, and a call, whose cost belongs to the callee.
+    const PROFILE: &str = "\
+events: Ir
+fl=(1) a/input.rs
+fn=(1) input
+10 5
+fi=(2) core/num.rs
++3 7
+fe=(1)
+* 1
+cfi=(3) b/output.rs
+cfn=(2) output
+calls=2 40
+12 1000
+fi=(3)
+13 2
+fn=(2)
+40 900
+41 100
+";
+
+    #[test]
+    fn a_profile_is_summed_by_source() {
+        let by_file = by_source(PROFILE, |source| if source.file == "core/num.rs" { "library" } else { "ours" });
+        assert_eq!(by_file, BTreeMap::from([("ours".into(), 5 + 1 + 2 + 1000), ("library".into(), 7)]));
+        let by_function = by_source(PROFILE, |source| match (&*source.function, &*source.function_file) {
+            ("input", "a/input.rs") => "input",
+            ("output", "b/output.rs") => "output",
+            _ => "?",
+        });
+        assert_eq!(by_function, BTreeMap::from([("input".into(), 15), ("output".into(), 1000)]));
+    }
 }

@@ -123,12 +123,22 @@ impl Plain {
         Some((Plain { seq, ack, window, timestamps, length: payload.len() as u32 }, payload))
     }
 
+    /// Offsets of the TCP header and of the payload in the segment's frame.
+    fn offsets(&self, key: FlowKey) -> (usize, usize) {
+        let tcp = if key.is_v4() { ETHERNET + IPV4 } else { ETHERNET + IPV6 };
+        (tcp, tcp + if self.timestamps.is_some() { TCP + TIMESTAMPS } else { TCP })
+    }
+
+    /// Bytes of headers in front of the payload, Ethernet included.
+    pub fn headers(&self, key: FlowKey) -> usize {
+        self.offsets(key).1
+    }
+
     /// Whether the TCP checksum is right. To be asked only where no device has verified it.
     #[cold]
     pub fn checksum_holds(self, key: FlowKey, frame: &[u8]) -> bool {
-        let tcp = if key.is_v4() { ETHERNET + IPV4 } else { ETHERNET + IPV6 };
-        let headers = if self.timestamps.is_some() { TCP + TIMESTAMPS } else { TCP };
-        let segment = &frame[tcp..tcp + headers + self.length as usize];
+        let (tcp, payload) = self.offsets(key);
+        let segment = &frame[tcp..payload + self.length as usize];
         key.pseudo_header(segment.len()).bytes(segment).finish() == 0
     }
 }
@@ -192,6 +202,7 @@ mod tests {
                 assert_eq!((plain.seq, plain.ack, plain.window), (whole.seq, whole.ack, whole.window));
                 assert_eq!(plain.timestamps, whole.options.timestamps);
                 assert_eq!(payload, b"hello");
+                assert_eq!(&frame[plain.headers(key)..], payload);
                 assert!(plain.checksum_holds(key, frame));
                 frame[length - 1] ^= 4;
                 assert!(!plain.checksum_holds(key, frame));

@@ -1,7 +1,7 @@
 //! A worker's wire: the device itself, or, where the settings ask for one, an emulated link in front of it.
 
 use baton_backends::Wire;
-use baton_device::{Capabilities, Device, Frame};
+use baton_device::{Arrival, Capabilities, Device, Frame, Payload};
 use baton_netem::link::Counters;
 use baton_netem::{EmulatedWire, Impairments};
 use baton_protocol::nic::LinkSettings;
@@ -73,6 +73,35 @@ impl Device for Line {
         match self {
             Line::Device(wire) => wire.receive(frame),
             Line::Emulated(link) => link.receive(frame),
+        }
+    }
+
+    #[inline]
+    fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
+        match self {
+            Line::Device(wire) => wire.receive_or_show(frame),
+            Line::Emulated(link) => link.receive_or_show(frame),
+        }
+    }
+
+    fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
+        match self {
+            Line::Device(wire) => wire.receive_apart(headers, payload),
+            Line::Emulated(link) => link.receive_apart(headers, payload),
+        }
+    }
+
+    fn transmits_apart(&self) -> bool {
+        match self {
+            Line::Device(wire) => wire.transmits_apart(),
+            Line::Emulated(link) => link.transmits_apart(),
+        }
+    }
+
+    fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+        match self {
+            Line::Device(wire) => wire.transmit_apart(frame, payload),
+            Line::Emulated(link) => link.transmit_apart(frame, payload),
         }
     }
 

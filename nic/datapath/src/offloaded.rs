@@ -4,13 +4,15 @@ use crate::growth::Growth;
 use crate::partial::Path;
 use crate::posted::Receive;
 use baton_abi::layout::{self, slot as at};
-use baton_abi::record;
+use baton_device::Payload;
 use baton_image::Image;
 use baton_shm::{Region, WordArray};
-use baton_tcp::{Connection, Instant};
+use baton_tcp::Connection;
 use baton_wire::frame::Template;
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
+
+mod record;
 
 /// A contiguous part of the send queue: where its bytes lie in the session's memory, and the sequence number of the first.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,9 +21,6 @@ pub(crate) struct Pair {
     pub length: u32,
     pub seq: u32,
 }
-
-/// Offset of the first copy of the record, in words from the slot's beginning.
-const RECORDS: usize = at::RECORDS / 8;
 
 /// The events that have not been sent to the program.
 #[derive(Clone, Copy, Debug, Default)]
@@ -299,27 +298,48 @@ impl Offloaded {
 
     /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does not have
     /// them, which no program can bring about but by corrupting its own connection.
-    pub fn fetch(&self, mut seq: u32, mut out: &mut [u8]) -> bool {
+    pub fn fetch(&self, seq: u32, mut out: &mut [u8]) -> bool {
+        let copied = self.each_piece(seq, out.len() as u32, |at, length| {
+            let (piece, rest) = core::mem::take(&mut out).split_at_mut(length);
+            out = rest;
+            self.session_memory.read(at, piece).ok()
+        });
+        copied.is_some()
+    }
+
+    /// The places of the `length` bytes of the send queue from sequence number `seq` on. None if they lie in more than two pieces, or
+    /// as in [`Offloaded::fetch`].
+    pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
+        let mut places: Payload<'_> = [&[], &[]];
+        let mut free = places.iter_mut();
+        self.each_piece(seq, length, |at, length| {
+            *free.next()? = self.session_memory.bytes(at, length)?;
+            Some(())
+        })?;
+        Some(places)
+    }
+
+    /// Gives `each` offset and length of the pieces of session memory in which the `length` bytes of the send queue from sequence number
+    /// `seq` on lie, in order, until it returns None. None also if the queue does not have them.
+    #[inline(always)]
+    fn each_piece(&self, mut seq: u32, mut length: u32, mut each: impl FnMut(usize, usize) -> Option<()>) -> Option<()> {
         let mask = layout::PAIRS as u8 - 1;
         let mut index = self.pair_first;
-        while !out.is_empty() {
+        while length > 0 {
             if index == self.pair_next {
-                return false;
+                return None;
             }
             let pair = self.pairs[usize::from(index & mask)];
             let skip = seq.wrapping_sub(pair.seq);
             if skip < pair.length {
-                let length = out.len().min((pair.length - skip) as usize);
-                let (piece, rest) = out.split_at_mut(length);
-                if self.session_memory.read((pair.address + skip) as usize, piece).is_err() {
-                    return false;
-                }
-                out = rest;
-                seq = seq.wrapping_add(length as u32);
+                let piece = length.min(pair.length - skip);
+                each((pair.address + skip) as usize, piece as usize)?;
+                seq = seq.wrapping_add(piece);
+                length -= piece;
             }
             index = index.wrapping_add(1);
         }
-        true
+        Some(())
     }
 
     /// `nic_post`: a buffer for the bytes that follow those of earlier buffers. False if as many answers wait as buffers can be
@@ -335,59 +355,8 @@ impl Offloaded {
         true
     }
 
-    /// Publishes the recovery record. No segment may leave that the published record does not cover.
-    #[inline(always)]
-    pub fn publish(&mut self, now: Instant) {
-        if self.ranges > 0 || self.tcp.has_out_of_order() {
-            self.store_ranges();
-        }
-        let mut record = self.tcp.record(now);
-        record.ranges_table = self.ranges_table;
-        record.ranges = self.ranges;
-        let published = self.published + 1;
-        self.published = published;
-        let words = &*self.record;
-        let copy = if published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
-        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
-        for (word, value) in copy.iter().zip(record.to_words()).take(torn) {
-            word.store(value, Ordering::Relaxed);
-        }
-        words[at::PUBLISHED / 8].store(published, Ordering::Release);
-    }
-
-    /// The valid table of out-of-order ranges, for [`Offloaded::continue_record`].
-    pub fn ranges_table(&self) -> u32 {
-        self.ranges_table.into()
-    }
-
-    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
-    /// written.
-    pub fn continue_record(&mut self, ranges_table: u32) {
-        self.published = self.record[at::PUBLISHED / 8].load(Ordering::Acquire);
-        self.ranges_table = ranges_table as u8 & 1;
-    }
-
     /// Number of the connection's slot.
     pub fn slot(&self) -> u32 {
         ((self.slot_offset - layout::nic::SLOTS) / layout::nic::SLOT_BYTES) as u32
-    }
-
-    /// Marks the slot as having no connection to recover.
-    pub fn unpublish(&self) {
-        self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
-    }
-
-    /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes valid with the
-    /// record. When the NIC dies, the others are sent again by the peer (RFC 2018 section 8).
-    #[cold]
-    fn store_ranges(&mut self) {
-        self.ranges_table ^= 1;
-        let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;
-        let words = self.nic_memory.words(base, at::MOST_RANGES);
-        self.ranges = 0;
-        for (word, (left, right)) in words.iter().zip(self.tcp.out_of_order()) {
-            word.store(u64::from(left) | u64::from(right) << 32, Ordering::Relaxed);
-            self.ranges += 1;
-        }
     }
 }

@@ -2,6 +2,7 @@
 //! certain sequence numbers instead.
 
 use baton_abi::layout::{self, slot as at};
+use baton_device::Payload;
 use baton_recovery::{Post, gather, pieces};
 use baton_shm::{Circle, Region};
 use core::sync::atomic::Ordering;
@@ -47,6 +48,11 @@ impl Receive {
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         if self.count == 0 { self.circle.write(seq, bytes) } else { self.scatter(seq, bytes) }
+    }
+
+    /// The places of the `length` bytes from sequence number `seq` on. None where buffers are posted.
+    pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
+        if self.count == 0 { self.circle.places(seq, length) } else { None }
     }
 
     /// Writes received bytes where buffers are posted.

@@ -3,9 +3,11 @@
 
 use crate::ring::{self, MAX_SENT, Next, ReceiveRing, SendRing};
 use crate::vnet::{self, MAX_GSO, VNET_HEADER, VnetDevice};
-use baton_device::{Capabilities, Device, Frame, HEADROOM};
+use baton_device::{Arrival, BEGINNING, Capabilities, Device, Frame, HEADROOM, Payload};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::atomic::AtomicU8;
 
 /// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
 /// The descriptor must be non-blocking.
@@ -56,9 +58,43 @@ impl PacketDevice {
             && ring.has_gathered()
         {
             // What it has not sent is still in the ring.
-            let _ = send(&self.fd, &[], self.gathered_for);
+            let _ = send(&self.fd, &mut [], self.gathered_for, [&[], &[]]);
             self.lost += ring.sent();
         }
+    }
+
+    /// Sends a frame, its virtio header and what follows it at once, without the ring.
+    fn send_parts(&self, frame: &mut Frame, header: [u8; VNET_HEADER], payload: Payload<'_>) -> bool {
+        let (interface, length) = (frame.interface, frame.length());
+        let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
+        front[..VNET_HEADER].copy_from_slice(&header);
+        let socket = self.to_send.as_ref().map_or(&self.fd, |(_, plain)| plain);
+        send(socket, front, interface, payload)
+    }
+
+    /// Receives the large frame that the ring has shown, whole. False if it is lost.
+    fn receive_shown(&mut self, frame: &mut Frame) -> bool {
+        let length = frame.length();
+        let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
+        self.take_queued(front, [&[], &[]]) == Some(VNET_HEADER + length)
+    }
+
+    /// Takes the frame that the ring has shown from the socket's queue: its virtio header and beginning into `front`, the rest into
+    /// `payload`. Returns the bytes that were received, fewer or more than there is room for if it is not as the ring has shown it.
+    ///
+    /// A process that ended before it gave back the slot of a frame that it had received leaves a slot without a frame. So frames that
+    /// do not begin as the ring has shown are lost, until ring and queue are empty.
+    fn take_queued(&mut self, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
+        let ring = self.received.as_mut()?;
+        let got = loop {
+            let got = receive_parts(&self.fd, front, payload);
+            let beginning = &front[VNET_HEADER..];
+            if got.is_none() || ring.is_shown(&beginning[..BEGINNING.min(beginning.len())]) {
+                break got;
+            }
+        };
+        ring.release();
+        got
     }
 
     /// The descriptor, to be polled for frames.
@@ -110,20 +146,46 @@ impl Device for PacketDevice {
 
     #[inline]
     fn receive(&mut self, frame: &mut Frame) -> bool {
-        let Some(ring) = &mut self.received else { return receive_queued(&self.fd, frame) };
+        loop {
+            match self.receive_or_show(frame) {
+                Arrival::Nothing => return false,
+                Arrival::Frame => return true,
+                Arrival::Large if self.receive_shown(frame) => return true,
+                Arrival::Large => {}
+            }
+        }
+    }
+
+    #[inline]
+    fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
+        let Some(ring) = &mut self.received else {
+            return if receive_queued(&self.fd, frame) { Arrival::Frame } else { Arrival::Nothing };
+        };
         loop {
             match ring.receive(frame) {
-                Next::Nothing => return false,
-                Next::Frame => return true,
-                Next::Queued(interface) => {
-                    if receive_queued(&self.fd, frame) {
-                        frame.interface = interface;
-                        return true;
-                    }
-                }
+                Next::Nothing => return Arrival::Nothing,
+                Next::Frame => return Arrival::Frame,
+                Next::Queued => return Arrival::Large,
                 Next::Lost => {}
             }
         }
+    }
+
+    fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
+        let mut front = [0u8; VNET_HEADER + BEGINNING];
+        let front = &mut front[..VNET_HEADER + headers];
+        self.take_queued(front, payload) == Some(front.len() + payload[0].len() + payload[1].len())
+    }
+
+    fn transmits_apart(&self) -> bool {
+        self.segmentation
+    }
+
+    fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+        let header = vnet::encode(frame);
+        // Frames are sent in order.
+        self.send_gathered();
+        self.send_parts(frame, header, payload)
     }
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
@@ -146,11 +208,8 @@ impl Device for PacketDevice {
             }
             return gathered;
         }
-        let (interface, datagrams) = (frame.interface, frame.segmentation.is_some_and(|segmentation| segmentation.udp));
-        let bytes = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
-        bytes[..VNET_HEADER].copy_from_slice(&header);
-        let socket = self.to_send.as_ref().map_or(&self.fd, |(_, plain)| plain);
-        let sent = send(socket, bytes, interface);
+        let datagrams = frame.segmentation.is_some_and(|segmentation| segmentation.udp);
+        let sent = self.send_parts(frame, header, [&[], &[]]);
         if !sent && datagrams {
             self.takes_datagrams &= io::Error::last_os_error().kind() != io::ErrorKind::InvalidInput;
         }
@@ -164,15 +223,46 @@ impl Device for PacketDevice {
     }
 }
 
-/// Sends a frame behind its virtio header to an interface. Without bytes: what is in the socket's ring.
-fn send(fd: &OwnedFd, bytes: &[u8], interface: u32) -> bool {
+/// Sends a frame behind its virtio header to an interface: `front`, then `payload`. Without bytes: what is in the socket's ring.
+fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) -> bool {
     let to = link_address(interface);
-    let size = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-    // SAFETY: sendto(2) reads the live slice, and `to`, a `sockaddr_ll` of the size given.
-    let sent = unsafe {
-        libc::sendto(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT, (&raw const to).cast(), size)
-    };
-    sent == bytes.len() as isize
+    let (mut parts, length) = parts(front, payload);
+    let message = message(&to, &mut parts);
+    // SAFETY: sendmsg(2) reads `to` and `parts`, which live for the call; these are memory that is borrowed for it.
+    let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT) };
+    sent == length as isize
+}
+
+/// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns its length there, and that
+/// of the header; what does not fit is cut off. None if no frame waits.
+fn receive_parts(fd: &OwnedFd, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
+    let (mut parts, _) = parts(front, payload);
+    let mut message = message(std::ptr::null(), &mut parts);
+    // SAFETY: recvmsg(2) writes into `parts`: `front` is borrowed mutably, and the bytes of `payload` are atomics, which others may
+    // write at any time.
+    let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+    usize::try_from(got).ok()
+}
+
+/// What a system call reads or writes one after the other, and its length in bytes.
+fn parts(front: &mut [u8], payload: Payload<'_>) -> ([libc::iovec; 3], usize) {
+    let place = |part: &[AtomicU8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
+    let first = libc::iovec { iov_base: front.as_mut_ptr().cast(), iov_len: front.len() };
+    let parts = [first, place(payload[0]), place(payload[1])];
+    (parts, parts.iter().map(|part| part.iov_len).sum())
+}
+
+/// A message to `to`, if that is not null, or from anybody.
+fn message(to: *const libc::sockaddr_ll, parts: &mut [libc::iovec; 3]) -> libc::msghdr {
+    libc::msghdr {
+        msg_name: to.cast_mut().cast(),
+        msg_namelen: if to.is_null() { 0 } else { size_of::<libc::sockaddr_ll>() as libc::socklen_t },
+        msg_iov: parts.as_mut_ptr(),
+        msg_iovlen: parts.len(),
+        msg_control: null_mut(),
+        msg_controllen: 0,
+        msg_flags: 0,
+    }
 }
 
 /// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames for it go
@@ -205,13 +295,13 @@ impl Device for BesideKernel {
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let interface = frame.interface;
+        let Some(source) = frame.bytes_mut().get_mut(6..12) else { return false };
+        source[..2].copy_from_slice(&self.mark);
         // A frame sent on the loopback device is received there.
         if interface == LOOPBACK {
             // Who replays frames counts on it that the kernel then has them.
             return self.outgoing.transmit(frame) && self.outgoing.flush() == 0;
         }
-        let Some(source) = frame.bytes_mut().get_mut(6..12) else { return false };
-        source[..2].copy_from_slice(&self.mark);
         source[2..].copy_from_slice(&interface.to_ne_bytes());
         self.injector.transmit(frame)
     }
@@ -277,6 +367,34 @@ macro_rules! either {
                 match self {
                     $name::Inline(device) => device.receive(frame),
                     $name::Beside(device) => device.receive(frame),
+                }
+            }
+
+            fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
+                match self {
+                    $name::Inline(device) => device.receive_or_show(frame),
+                    $name::Beside(device) => device.receive_or_show(frame),
+                }
+            }
+
+            fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
+                match self {
+                    $name::Inline(device) => device.receive_apart(headers, payload),
+                    $name::Beside(device) => device.receive_apart(headers, payload),
+                }
+            }
+
+            fn transmits_apart(&self) -> bool {
+                match self {
+                    $name::Inline(device) => device.transmits_apart(),
+                    $name::Beside(device) => device.transmits_apart(),
+                }
+            }
+
+            fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+                match self {
+                    $name::Inline(device) => device.transmit_apart(frame, payload),
+                    $name::Beside(device) => device.transmit_apart(frame, payload),
                 }
             }
 

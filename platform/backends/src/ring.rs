@@ -1,7 +1,7 @@
 //! The frames that a packet socket has received and is to send, in rings shared with the kernel (`baton_linux::packet_ring`).
 
 use crate::vnet::{self, VNET_HEADER};
-use baton_device::Frame;
+use baton_device::{BEGINNING, Frame};
 use baton_linux::packet_ring::{BYTES, OWN_WORD, SEND_SLOTS, SENDING, SLOT, SLOTS};
 use baton_shm::Region;
 use std::io;
@@ -35,8 +35,8 @@ pub(crate) enum Next {
     Nothing,
     /// A frame, which was copied.
     Frame,
-    /// The frame is in the socket's queue. It came from the interface with this index.
-    Queued(u32),
+    /// The frame is in the socket's queue. Its beginning was copied, and it has the slot until [`ReceiveRing::release`].
+    Queued,
     /// A frame that was cut off, for which the socket's queue had no room.
     Lost,
 }
@@ -67,7 +67,7 @@ impl ReceiveRing {
         ReceiveRing { memory, at }
     }
 
-    /// Takes the next frame into `frame`.
+    /// Takes the next frame into `frame`, or the beginning of one that is queued.
     #[inline]
     pub fn receive(&mut self, frame: &mut Frame) -> Next {
         let slot = self.at * SLOT;
@@ -76,10 +76,29 @@ impl ReceiveRing {
             return Next::Nothing;
         }
         let next = self.take(slot, status, frame);
+        if next != Next::Queued {
+            self.release();
+        }
+        next
+    }
+
+    /// Gives the slot of the last frame back to the kernel.
+    #[inline]
+    pub fn release(&mut self) {
+        let slot = self.at * SLOT;
         self.at = (self.at + 1) % SLOTS;
         self.memory.word32(OWN_WORD).store(self.at as u32, Ordering::Relaxed);
         self.memory.word32(slot).store(0, Ordering::Release);
-        next
+    }
+
+    /// Whether the queued frame whose slot was looked at last begins like `frame`, of which there are at most [`BEGINNING`] bytes.
+    pub fn is_shown(&self, frame: &[u8]) -> bool {
+        let slot = self.at * SLOT;
+        let mut at = [0u8; 4];
+        let _ = self.memory.read(slot + FRAME_AT, &mut at);
+        let at = usize::from(u16::from_ne_bytes([at[0], at[1]]));
+        let mut shown = [0u8; BEGINNING];
+        shown.get_mut(..frame.len()).is_some_and(|shown| self.memory.read(slot + at, shown).is_ok() && shown == frame)
     }
 
     #[inline]
@@ -87,21 +106,25 @@ impl ReceiveRing {
         let mut header = [0u8; HEADER];
         let _ = self.memory.read(slot, &mut header);
         let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|byte| header[at + byte]));
-        let interface = word(INTERFACE);
-        if status & QUEUED != 0 {
-            return Next::Queued(interface);
-        }
         let (captured, at) = (word(CAPTURED) as usize, (word(FRAME_AT) & 0xffff) as usize);
+        let (length, queued) = (word(LENGTH) as usize, status & QUEUED != 0);
+        let copied = if queued { BEGINNING.min(captured) } else { captured };
         let inside = at >= HEADER + VNET_HEADER && at + captured <= SLOT;
-        if !inside || captured < word(LENGTH) as usize || captured > frame.capacity() {
+        if !inside || !queued && captured < length || copied > frame.capacity() {
             return Next::Lost;
         }
         let mut offloads = [0u8; VNET_HEADER];
         let _ = self.memory.read(slot + at - VNET_HEADER, &mut offloads);
-        frame.set_length(captured);
+        frame.set_length(copied);
         let _ = self.memory.read(slot + at, frame.bytes_mut());
         vnet::decode(&offloads, frame);
-        frame.interface = interface;
+        frame.interface = word(INTERFACE);
+        if queued {
+            // A longer one is cut off when it is received, and lost.
+            let capacity = frame.capacity();
+            frame.set_length(length.min(capacity));
+            return Next::Queued;
+        }
         Next::Frame
     }
 }
@@ -241,7 +264,9 @@ mod tests {
         let mut ring = ring();
         let mut frame = Frame::with_capacity(1000);
         fill(&ring, 0, FILLED | QUEUED, 60_000, 1900, 96);
-        assert_eq!(ring.receive(&mut frame), Next::Queued(7));
+        assert_eq!(ring.receive(&mut frame), Next::Queued);
+        assert_eq!((frame.length(), frame.interface), (1000, 7));
+        ring.release();
         let wrong = [(60, 50, 96), (60, 60, 61), (60, 60, 2000), (60, u32::MAX, 96), (60, 60, u16::MAX), (1500, 1500, 96)];
         for (number, (length, captured, at)) in wrong.into_iter().enumerate() {
             fill(&ring, 1 + number, FILLED, length, captured, at);

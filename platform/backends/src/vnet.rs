@@ -25,8 +25,8 @@ const GSO_SIZE: usize = 4;
 const CSUM_START: usize = 6;
 const CSUM_OFFSET: usize = 8;
 
-/// Largest payload of a frame that is handed over uncut, in bytes.
-pub(crate) const MAX_GSO: u32 = 60_000;
+/// Largest payload of a frame that is handed over uncut, in bytes: with the longest headers it fits an IP packet.
+pub(crate) const MAX_GSO: u32 = 65_400;
 
 /// A TAP queue or a packet socket. The descriptor must be non-blocking.
 #[derive(Debug)]

@@ -1,11 +1,12 @@
 //! Packet sockets with rings against the kernel: a veth pair in a namespace of its own.
 
 use baton_backends::PacketDevice;
-use baton_device::{Checksum, Device, Frame, MAX_FRAME, Segmentation};
+use baton_device::{Arrival, Checksum, Device, Frame, MAX_FRAME, Segmentation};
 use baton_linux::namespace::Namespace;
 use baton_linux::{interface, packet_ring, rtnetlink};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// An Ethernet type that no protocol of the kernel's takes.
 const TYPE: [u8; 2] = [0x88, 0xb5];
@@ -114,9 +115,11 @@ fn frames_keep_their_order_and_bytes_in_both_directions() {
     assert!(came.iter().all(|frame| frame.interface == wire.ends[0]));
 }
 
+/// Bytes of a large frame's headers.
+const HEADERS: usize = 54;
+
 /// An IPv4 TCP frame with a payload that stands for several segments.
 fn large(interface: u32, payload: usize) -> Frame {
-    const HEADERS: usize = 54;
     let mut large = frame(interface, 7, HEADERS + payload);
     let bytes = large.bytes_mut();
     bytes[12..14].copy_from_slice(&[8, 0]);
@@ -141,6 +144,63 @@ fn large_frames_pass_whole_and_in_their_place() {
     assert!(same_bytes(&came, &frames));
     assert_eq!(came[1].segmentation.map(|large| large.size), Some(1400));
     assert_eq!(came[1].interface, wire.ends[1]);
+}
+
+/// The bytes in memory that is shared.
+fn shared(bytes: &[u8]) -> Vec<AtomicU8> {
+    bytes.iter().map(|byte| AtomicU8::new(*byte)).collect()
+}
+
+#[test]
+fn the_payload_of_large_frames_goes_elsewhere_and_comes_from_elsewhere() {
+    let Some(wire) = Wire::new() else { return };
+    let sockets = [wire.socket(0, true), wire.socket(1, true)];
+    let (mut one, mut other) = (wire.over_rings(&sockets[0], 0), wire.over_rings(&sockets[1], 1));
+    let whole = large(wire.ends[0], 60_000);
+    let (headers, payload) = whole.bytes().split_at(HEADERS);
+    let mut frames = [frame(wire.ends[0], 1, 60), whole.clone(), frame(wire.ends[0], 2, 60)];
+    let memory = shared(payload);
+    for pieces in [[&memory[..], &[]], [&memory[..10_000], &memory[10_000..]]] {
+        assert!(one.transmits_apart());
+        assert!(one.transmit(&mut frames[0]));
+        let mut front = whole.clone();
+        front.set_length(HEADERS);
+        assert!(one.transmit_apart(&mut front, pieces));
+        assert!(one.transmit(&mut frames[2]));
+        assert_eq!(one.flush(), 0);
+
+        let mut came = Frame::with_capacity(MAX_FRAME);
+        assert_eq!(other.receive_or_show(&mut came), Arrival::Frame);
+        // As often as it is looked at.
+        for _ in 0..2 {
+            assert_eq!(other.receive_or_show(&mut came), Arrival::Large);
+            assert_eq!((came.length(), came.interface, &came.bytes()[..HEADERS]), (whole.length(), wire.ends[1], headers));
+            assert_eq!((came.checksum, came.segmentation.map(|large| large.size)), (whole.checksum, Some(1400)));
+        }
+        let places = shared(&vec![0; payload.len()]);
+        assert!(other.receive_apart(HEADERS, [&places[..7], &places[7..]]));
+        assert!(places.iter().map(|place| place.load(Ordering::Relaxed)).eq(payload.iter().copied()));
+        assert_eq!(other.receive_or_show(&mut came), Arrival::Frame);
+        assert_eq!(came.bytes(), frames[2].bytes());
+        assert_eq!(other.receive_or_show(&mut came), Arrival::Nothing);
+    }
+}
+
+/// A process that ended before it gave back the slot of a frame that it had received costs no frame but those that wait.
+#[test]
+fn a_slot_without_its_frame_is_passed_over() {
+    let Some(wire) = Wire::new() else { return };
+    let socket = wire.socket(0, true);
+    let (mut ringed, mut plain) = (wire.over_rings(&socket, 0), wire.plain(1));
+    let send = |plain: &mut PacketDevice, payload| assert!(plain.transmit(&mut large(wire.ends[1], payload)));
+    send(&mut plain, 30_000);
+    assert!(rustix::io::read(&socket, &mut [0; 100]).is_ok());
+    send(&mut plain, 40_000);
+    assert!(take_all(&mut ringed).is_empty());
+    for payload in [50_000, 60_000] {
+        send(&mut plain, payload);
+        assert_eq!(take_all(&mut ringed).iter().map(|frame| frame.length()).collect::<Vec<_>>(), [HEADERS + payload]);
+    }
 }
 
 /// Whatever the device does, frames are lost at most, and later ones are sent.

@@ -7,6 +7,7 @@ extern crate alloc;
 use alloc::boxed::Box;
 use alloc::vec;
 use core::ops::{Deref, DerefMut};
+use core::sync::atomic::AtomicU8;
 
 /// Bytes in front of every frame's data in its buffer, where a backend may put its own header.
 pub const HEADROOM: usize = 16;
@@ -16,6 +17,12 @@ pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 
 /// Interface of a frame that no wire accepts.
 pub const NOWHERE: u32 = u32::MAX;
+
+/// Bytes of a large frame that are there when it is shown: the headers of every ordinary segment.
+pub const BEGINNING: usize = 128;
+
+/// Payload that lies in memory that others may write at any time, in up to two pieces: those of a circular buffer.
+pub type Payload<'a> = [&'a [AtomicU8]; 2];
 
 /// The state of a frame's TCP or UDP checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -182,6 +189,17 @@ pub struct Capabilities {
     pub segmentation: u32,
 }
 
+/// What a device had when it was asked for a frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arrival {
+    /// No frame waits.
+    Nothing,
+    /// A frame, which was received.
+    Frame,
+    /// A large frame waits, and its beginning is shown.
+    Large,
+}
+
 /// A device that sends and receives frames.
 pub trait Device {
     /// The offloads that it supports.
@@ -195,6 +213,34 @@ pub trait Device {
 
     /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if no frame waits.
     fn receive(&mut self, frame: &mut Frame) -> bool;
+
+    /// Receives one frame as [`Device::receive`] does, or shows a large one. That goes on waiting, but `frame` has its length, its
+    /// offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value. [`Device::receive_apart`] or
+    /// [`Device::receive`] takes it.
+    #[inline]
+    fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
+        if self.receive(frame) { Arrival::Frame } else { Arrival::Nothing }
+    }
+
+    /// Receives the payload of the frame that is being shown: what follows its first `headers` bytes, of which there are at most
+    /// [`BEGINNING`]. `payload` must have that length. False if the frame is lost; then the bytes there have any value.
+    fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
+        let _ = (headers, payload);
+        false
+    }
+
+    /// Whether it can send a frame whose payload lies elsewhere.
+    #[inline]
+    fn transmits_apart(&self) -> bool {
+        false
+    }
+
+    /// As [`Device::transmit`], for a frame whose headers are in `frame` and whose payload lies in `payload`. Only for a device that
+    /// [`Device::transmits_apart`].
+    fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+        let _ = (frame, payload);
+        false
+    }
 
     /// Sends a frame, whose buffer may be exchanged. False if the device had no room: then the frame is lost, as on any wire.
     fn transmit(&mut self, frame: &mut Frame) -> bool;
@@ -228,6 +274,22 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn receive(&mut self, frame: &mut Frame) -> bool {
         (**self).receive(frame)
+    }
+
+    fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
+        (**self).receive_or_show(frame)
+    }
+
+    fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
+        (**self).receive_apart(headers, payload)
+    }
+
+    fn transmits_apart(&self) -> bool {
+        (**self).transmits_apart()
+    }
+
+    fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+        (**self).transmit_apart(frame, payload)
     }
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {

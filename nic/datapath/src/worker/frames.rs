@@ -7,10 +7,10 @@ use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
-use baton_device::{Checksum, Device};
+use baton_device::{Arrival, Checksum, Device};
 use baton_rss::From;
 use baton_tcp::seq::{at_or_before, before};
-use baton_tcp::{Events, Instant, Segment};
+use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
 use core::sync::atomic::Ordering;
 
@@ -25,14 +25,31 @@ impl<H: Device, W: Device> Worker<H, W> {
             return true;
         }
         for count in 0..self.settings.batch {
-            if !self.output.wire.device.receive(&mut self.frame) {
-                return count > 0;
-            }
-            if !self.has_extras || self.output.wire.admits(&mut self.frame) {
-                self.on_wire_frame(now);
+            match self.output.wire.device.receive_or_show(&mut self.frame) {
+                Arrival::Nothing => return count > 0,
+                Arrival::Frame => self.admit_wire_frame(now),
+                Arrival::Large => self.on_large_frame(now),
             }
         }
         true
+    }
+
+    #[inline(always)]
+    fn admit_wire_frame(&mut self, now: Instant) {
+        if !self.has_extras || self.output.wire.admits(&mut self.frame) {
+            self.on_wire_frame(now);
+        }
+    }
+
+    /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
+    /// receive memory, without the copy from the frame.
+    #[inline(never)]
+    fn on_large_frame(&mut self, now: Instant) {
+        if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
+            self.counters.add(Counter::WireReceived, 1);
+        } else if self.output.wire.device.receive(&mut self.frame) {
+            self.admit_wire_frame(now);
+        }
     }
 
     /// Processes a batch of frames from the kernel. Returns whether there was any.
@@ -61,7 +78,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline]
     pub(super) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if !self.fast_path(now) {
+        if !self.fast_path::<false>(now) {
             self.on_wire_frame_slow(now);
         }
     }
@@ -82,8 +99,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. False, and
     /// nothing is done, for any other frame.
+    ///
+    /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the frame may be lost.
     #[inline(always)]
-    fn fast_path(&mut self, now: Instant) -> bool {
+    fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
         let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
@@ -99,8 +118,19 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        if SHOWN {
+            let headers = plain.headers(key);
+            let whole = verified && headers + plain.length as usize == bytes.len() && tcp.expects(&plain);
+            // Free memory of the connection's, also if the frame is lost.
+            let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole) else { return false };
+            if !self.output.wire.device.receive_apart(headers, places) {
+                return false;
+            }
+        }
         let place = |seq| {
-            receive.write(seq, payload);
+            if !SHOWN {
+                receive.write(seq, payload);
+            }
             pending.note_delivered(receive, seq, plain.length);
         };
         let Some(predicted) = tcp.predict(&plain, now, place) else { return false };
@@ -317,10 +347,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
 /// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel gets the
 /// segment. The kernel knows best what a reset means to the program and its socket. The NIC has no urgent data: a segment that
-/// announces some goes to the kernel before any of its bytes is accepted.
+/// announces some goes to the kernel before any of its bytes is accepted. In TIME-WAIT a reset means nothing to the program: the
+/// connection has ended in order.
 pub(super) fn needs_kernel(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
     if segment.flags.contains(Flags::RST) {
-        return (segment.seq == tcp.rcv_nxt()).then_some(RestoreCause::Reset);
+        return (segment.seq == tcp.rcv_nxt() && tcp.state() != State::TimeWait).then_some(RestoreCause::Reset);
     }
     let current = at_or_before(tcp.rcv_nxt(), segment.end()) && at_or_before(segment.seq, tcp.rcv_adv());
     (segment.flags.contains(Flags::URG) && current).then_some(RestoreCause::Urgent)

@@ -1,0 +1,63 @@
+//! A connection's recovery record, as its owner writes it.
+
+use super::Offloaded;
+use baton_abi::layout::slot as at;
+use baton_abi::record;
+use baton_tcp::Instant;
+use core::sync::atomic::Ordering;
+
+/// Offset of the first copy of the record, in words from the slot's beginning.
+const RECORDS: usize = at::RECORDS / 8;
+
+impl Offloaded {
+    /// Publishes the recovery record. No segment may leave that the published record does not cover.
+    #[inline(always)]
+    pub fn publish(&mut self, now: Instant) {
+        if self.ranges > 0 || self.tcp.has_out_of_order() {
+            self.store_ranges();
+        }
+        let mut record = self.tcp.record(now);
+        record.ranges_table = self.ranges_table;
+        record.ranges = self.ranges;
+        let published = self.published + 1;
+        self.published = published;
+        let words = &*self.record;
+        let copy = if published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
+        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
+        for (word, value) in copy.iter().zip(record.to_words()).take(torn) {
+            word.store(value, Ordering::Relaxed);
+        }
+        words[at::PUBLISHED / 8].store(published, Ordering::Release);
+    }
+
+    /// The valid table of out-of-order ranges, for [`Offloaded::continue_record`].
+    pub fn ranges_table(&self) -> u32 {
+        self.ranges_table.into()
+    }
+
+    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
+    /// written.
+    pub fn continue_record(&mut self, ranges_table: u32) {
+        self.published = self.record[at::PUBLISHED / 8].load(Ordering::Acquire);
+        self.ranges_table = ranges_table as u8 & 1;
+    }
+
+    /// Marks the slot as having no connection to recover.
+    pub fn unpublish(&self) {
+        self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
+    }
+
+    /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes valid with the
+    /// record. When the NIC dies, the others are sent again by the peer (RFC 2018 section 8).
+    #[cold]
+    fn store_ranges(&mut self) {
+        self.ranges_table ^= 1;
+        let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;
+        let words = self.nic_memory.words(base, at::MOST_RANGES);
+        self.ranges = 0;
+        for (word, (left, right)) in words.iter().zip(self.tcp.out_of_order()) {
+            word.store(u64::from(left) | u64::from(right) << 32, Ordering::Relaxed);
+            self.ranges += 1;
+        }
+    }
+}
