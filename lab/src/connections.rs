@@ -39,6 +39,10 @@ const IDLE: usize = 128;
 /// Bytes that each of them has carried before, each way: more than its memory, so that all of that was used.
 const CARRIED: usize = 512 << 10;
 
+/// Microseconds for which memory has not become less when it counts as settled: longer than a connection may be idle without giving
+/// back what it does not use.
+const SETTLED: u64 = 3_000_000;
+
 /// The bench's result.
 #[derive(Clone, Debug, Serialize)]
 pub struct ConnectionsReport {
@@ -126,7 +130,7 @@ fn idle_memory() -> Result<Idle> {
     for (id, client) in ids.iter().zip(&clients[1..]) {
         carry(&mut session, *id, client)?;
     }
-    let used = memory(&mut tool)?;
+    let used = settled_memory(&mut session, &mut tool)?;
     let each = |later: u64, earlier: u64| (later as f64 - earlier as f64) / ids.len() as f64;
     let all = |of: &[(String, u64)]| of.iter().map(|(_, bytes)| bytes).sum::<u64>();
     Ok(Idle {
@@ -172,6 +176,22 @@ fn carry(session: &mut Session, id: ConnectionId, client: &TcpStream) -> Result<
         ensure!(monotonic_micros() < deadline, "a connection carries nothing: {program:?} {peer:?}");
     }
     Ok(())
+}
+
+/// Bytes of each process's memory once it has not become less for a while: what idle connections do not use goes back to the system.
+fn settled_memory(session: &mut Session, tool: &mut Tool) -> Result<Vec<(String, u64)>> {
+    let all = |of: &[(String, u64)]| of.iter().map(|(_, bytes)| bytes).sum::<u64>();
+    let mut least = memory(tool)?;
+    let mut since = monotonic_micros();
+    while monotonic_micros() - since < SETTLED {
+        session.poll(Some(Duration::from_millis(100)), &mut Vec::new())?;
+        let now = memory(tool)?;
+        if all(&now) + (1 << 16) < all(&least) {
+            since = monotonic_micros();
+            least = now;
+        }
+    }
+    Ok(least)
 }
 
 /// Bytes of each process's memory. What several have counts for each in part.

@@ -94,7 +94,7 @@ fn measure(rules: u32) -> Result<Measured> {
             let mut arguments = vec!["bench-filter-workload".to_owned(), "--rules".into(), rules.to_string()];
             arguments.extend(["--segments".into(), segments.to_string()]);
             arguments.extend(new.then(|| "--new".to_owned()));
-            Ok::<u64, anyhow::Error>(datapath::count("*measured_judge*", &arguments)?.values().sum())
+            Ok::<u64, anyhow::Error>(datapath::count("*measured_judge*", &arguments, datapath::layer)?.values().sum())
         };
         const SEGMENTS: u64 = 4096;
         Ok::<f64, anyhow::Error>((count(3 * SEGMENTS)? - count(SEGMENTS)?) as f64 / (2 * SEGMENTS) as f64)

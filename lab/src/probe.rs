@@ -42,6 +42,8 @@ struct Probed {
     id: ConnectionId,
     /// Probes sent, and bytes echoed and answered.
     sent: u64,
+    /// What the peer has still to send of the next probe.
+    unsent: Vec<u8>,
     pending: Vec<u8>,
     echoed: u64,
     answered: u64,
@@ -52,12 +54,16 @@ struct Probed {
 impl Probed {
     /// One turn: the peer sends, the program answers, the peer reads the answers.
     fn turn(&mut self, session: &mut Session, now: u64) -> io::Result<()> {
-        let mut probe = [0u8; PROBE];
-        probe[..8].copy_from_slice(&self.sent.to_le_bytes());
-        // A full queue means that the program has not answered for long; more probes would add nothing.
-        match socket::send(self.client.as_fd(), &probe) {
-            Ok(PROBE) => self.sent += 1,
-            Ok(_) => return Err(io::Error::other("a probe was cut")),
+        if self.unsent.is_empty() {
+            self.unsent.resize(PROBE, 0);
+            self.unsent[..8].copy_from_slice(&self.sent.to_le_bytes());
+        }
+        // A full queue means that the program has not answered for long; more probes would add nothing. It may have room for a part.
+        match socket::send(self.client.as_fd(), &self.unsent) {
+            Ok(sent) => {
+                self.unsent.drain(..sent);
+                self.sent += u64::from(self.unsent.is_empty());
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error),
         }
@@ -118,7 +124,16 @@ pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>, delay
     let mut probed: Vec<Probed> = clients
         .into_iter()
         .zip(ids)
-        .map(|(client, id)| Probed { client, id, sent: 0, pending: Vec::new(), echoed: 0, answered: 0, times: Vec::new() })
+        .map(|(client, id)| Probed {
+            client,
+            id,
+            sent: 0,
+            unsent: Vec::new(),
+            pending: Vec::new(),
+            echoed: 0,
+            answered: 0,
+            times: Vec::new(),
+        })
         .collect();
     let stop = AtomicBool::new(false);
     let mut windows = Vec::new();

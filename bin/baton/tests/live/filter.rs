@@ -309,7 +309,7 @@ fn a_connection_on_the_nic_is_filtered() {
         }
         let arrived = [scene.received[0] - before[0], scene.received[1] - before[1]];
         assert_eq!(arrived[usize::from(direction == "out")], 0, "{direction}: {arrived:?}");
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+        assert_eq!(scene.settled_place(), Some(Place::Nic));
         assert!(counted(&scene.bed, 1)[0] > 0);
         change(&scene.bed, &["delete", &added["number"].to_string()]);
         scene.drain();

@@ -16,6 +16,7 @@ mod growth;
 mod hostile;
 mod hostile_client;
 mod kernel_stay;
+mod large_frames;
 mod lifecycle;
 mod messages;
 mod moves;

@@ -1,7 +1,7 @@
 //! Moves of real kernel connections in every state and condition.
 
 use crate::common::{KEYS, Scene, connect, hosts, scene, scene_at};
-use baton_agent::{Crash, Step};
+use baton_agent::{Crash, Fault, Step};
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{self, TestbedSettings, address_b};
 use baton_linux::namespace::Namespace;
@@ -190,7 +190,7 @@ fn several_sessions_move_side_by_side() {
 /// The NIC dies, and then the agent while it restores its connection: the next agent restores it nevertheless.
 #[test]
 fn an_agent_may_die_while_it_recovers() {
-    let crash = Some(Crash { after: Step::Restored, agent: true });
+    let crash = Some(Crash { after: Step::Restored, fault: Fault::AgentDies });
     let mut scene = scene(TestbedSettings { crash, ..TestbedSettings::default() });
     scene.exchange(300_000, Place::Nic);
     scene.fill(100_000);
@@ -328,7 +328,7 @@ fn close_on_the_nic_is_close() {
 fn die_after(step: Step, agent: bool) {
     for link in [LinkSettings::default(), lossy()] {
         eprintln!("after {step:?}, loss {}", link.loss);
-        let crash = Some(Crash { after: step, agent });
+        let crash = Some(Crash { after: step, fault: if agent { Fault::AgentDies } else { Fault::NicDies } });
         let mut scene = scene(TestbedSettings { crash, link, ..TestbedSettings::default() });
         let process = |scene: &Scene| {
             let statistics = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
@@ -356,7 +356,7 @@ fn a_nic_may_die_after_any_step() {
 #[test]
 fn a_nic_may_die_while_a_move_waits() {
     let link = LinkSettings { delay: 2000, reorder: 300_000, hold: 3000, seed: 7, ..LinkSettings::default() };
-    let crash = Some(Crash { after: Step::Mirrored, agent: false });
+    let crash = Some(Crash { after: Step::Mirrored, fault: Fault::NicDies });
     let (done, over) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let mut scene = scene(TestbedSettings { crash, link, ..TestbedSettings::default() });
@@ -374,6 +374,31 @@ fn a_nic_may_die_while_a_move_waits() {
 #[test]
 fn an_agent_may_die_after_any_step() {
     Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, true));
+}
+
+/// Beside the kernel the NIC stands still, as on a busy machine, just when a connection that both sides have closed is to return
+/// with unread data: for longer than the kernel waits before it sends its FIN again, which the peer would answer with a reset. The
+/// program finds the data and the end of the stream.
+#[test]
+fn an_ended_connection_returns_in_peace_while_the_nic_stands_still() {
+    let crash = Some(Crash { after: Step::Finished, fault: Fault::NicStops });
+    let mut scene = scene(TestbedSettings { crash, beside: true, ..TestbedSettings::default() });
+    scene.move_to(Place::Nic);
+    scene.session.shutdown(scene.id).expect("the program's shutdown");
+    scene.expect_peer_end();
+    assert_eq!(scene.peer_sends(5000), 5000);
+    scene.peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
+    let nic = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
+    let state = || std::fs::read_to_string(format!("/proc/{nic}/stat")).expect("the NIC's state");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !state().contains(") T ") {
+        assert!(Instant::now() < deadline, "the connection does not return");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(1500));
+    baton_linux::process::signal(nic, libc::SIGCONT).expect("a signal");
+    scene.drain();
+    scene.expect_end();
 }
 
 /// RSTs that a host's kernel has sent.

@@ -95,7 +95,7 @@ fn frames_by_another_device_are_received() {
         let before = sent_by(&scene.bed.host_b, "second1");
         exchange(&mut scene, 300_000);
         assert!(sent_by(&scene.bed.host_b, "second1") > before + 10, "it does not come by the second link");
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "the NIC does not receive");
+        assert_eq!(scene.settled_place(), Some(Place::Nic), "the NIC does not receive");
         scene.exchange(10_000, Place::Kernel);
         scene.exchange(10_000, Place::Nic);
     }
@@ -113,7 +113,7 @@ fn frames_by_every_path_of_a_route_are_received() {
         scene.exchange(100_000, Place::Kernel);
         scene.exchange(100_000, Place::Nic);
         exchange(&mut scene, 100_000);
-        assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+        assert_eq!(scene.settled_place(), Some(Place::Nic));
     }
 }
 
@@ -127,7 +127,7 @@ fn inline_a_connection_that_comes_by_another_device_returns() {
     scene.exchange(10_000, Place::Nic);
     // No frames come elsewhere: it stays.
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+    assert_eq!(scene.settled_place(), Some(Place::Nic));
     run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1");
     scene.peer_sends(1000);
     let reason = wait_for(&scene, Place::Kernel);
@@ -195,7 +195,7 @@ fn frames_leave_by_the_device_that_the_rules_say() {
             let before = sent(&scene);
             exchange(&mut scene, 100_000);
             let after = sent(&scene);
-            assert_eq!(scene.session.place(scene.id), Some(place));
+            assert_eq!(scene.settled_place(), Some(place));
             // A neighbour solicitation may be among them.
             assert!(after[0] < before[0] + 5, "{rule:?}, {place:?}: frames leave by the wrong device: {before:?} {after:?}");
             assert!(after[1] > before[1] + 2, "{rule:?}, {place:?}: {before:?} {after:?}");
@@ -260,7 +260,7 @@ fn an_ipsec_policy_counts() {
             while !reason(&scene.bed).contains("IPsec") {
                 assert!(started.elapsed() < Duration::from_secs(5), "the policy is not noticed: {}", reason(&scene.bed));
             }
-            assert_eq!(scene.session.place(scene.id), Some(place));
+            assert_eq!(scene.settled_place(), Some(place));
             scene.send(1000);
             scene.peer_sends(1000);
             std::thread::sleep(Duration::from_millis(400));
@@ -321,7 +321,7 @@ fn a_smaller_path_mtu_reaches_the_nic() {
             }
             scene.fill(100_000);
             scene.drain();
-            assert_eq!(scene.session.place(scene.id), Some(Place::Nic), "{change:?}");
+            assert_eq!(scene.settled_place(), Some(Place::Nic), "{change:?}");
         }
     }
 }

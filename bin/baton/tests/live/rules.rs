@@ -23,7 +23,7 @@ fn run(host: &Namespace, line: &str) {
 fn stays(scene: &mut Scene, why: &str) {
     let error = scene.session.move_to(scene.id, Place::Nic).expect_err(why);
     assert!(error.to_string().contains(why), "{error}");
-    assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
+    assert_eq!(scene.settled_place(), Some(Place::Kernel));
 }
 
 /// The agent's reason for a connection that was restored.
@@ -75,7 +75,7 @@ fn rules_that_cannot_judge_it_do_not_keep_it() {
         let mut scene = scene(beside(Some(rules)));
         for to in [Place::Nic, Place::Kernel] {
             scene.try_to_move(to);
-            assert_eq!(scene.session.place(scene.id), Some(to), "{rules}");
+            assert_eq!(scene.settled_place(), Some(to), "{rules}");
         }
     }
 }

@@ -15,7 +15,7 @@ fn urgent_data_stays() {
     std::thread::sleep(Duration::from_millis(50));
     let error = scene.session.move_to(scene.id, Place::Nic).expect_err("urgent data");
     assert!(error.to_string().contains("urgent"), "{error}");
-    assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
+    assert_eq!(scene.settled_place(), Some(Place::Kernel));
 }
 
 #[test]

@@ -22,13 +22,13 @@ fn connections_are_listed_and_moved() {
     assert!(listed.contains("kernel") && listed.contains("10.77.0.1:8080"), "{listed}");
     let moved = baton(&[&["move", "nic", ":8080"][..], &socket].concat());
     assert_eq!((moved.status.code(), text(&moved.stdout).trim()), (Some(0), "1 moved, 0 stayed"), "{}", text(&moved.stderr));
-    assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+    assert_eq!(scene.settled_place(), Some(Place::Nic));
     let listed: serde_json::Value =
         serde_json::from_slice(&baton(&[&["ls", "--json"][..], &socket].concat()).stdout).expect("JSON");
     assert_eq!((&listed[0]["place"], &listed[0]["moves"]), (&"nic".into(), &1.into()), "{listed}");
     scene.exchange(10_000, Place::Nic);
     assert_eq!(baton(&[&["move", "kernel", "all"][..], &socket].concat()).status.code(), Some(0));
-    assert_eq!(scene.session.place(scene.id), Some(Place::Kernel));
+    assert_eq!(scene.settled_place(), Some(Place::Kernel));
     scene.exchange(10_000, Place::Kernel);
     let nobody = baton(&[&["move", "nic", ":1"][..], &socket].concat());
     assert_eq!(nobody.status.code(), Some(2));

@@ -1,8 +1,10 @@
 """Behaviour of a socket: every situation with every operation, and every way to wait for events. One line of JSON per case.
 
-Usage: conformance.py COLUMN FAMILY FILE. The column is where the connection is: `kernel`, `nic`, `moved` (in the kernel until the
-situation is reached, then on the NIC for the operation, then in the kernel again) or `returned` (the other way round). Moves are
-requested on the standard output, and answered on the standard input.
+Usage: conformance.py COLUMN FAMILY FILE [HOST PEERS NAMESPACE]. The column is where the connection is: `kernel`, `nic`, `moved` (in
+the kernel until the situation is reached, then on the NIC for the operation, then in the kernel again), `returned` (the other way
+round), or `made` (on the NIC, which makes it). Moves are requested on the standard output, and answered on the standard input.
+
+Listener and peers are on the loopback address, or the listener at HOST, and the peers on another host, at PEERS in NAMESPACE (a file).
 """
 
 import array
@@ -19,8 +21,12 @@ import tempfile
 import termios
 
 column, family, output = sys.argv[1:4]
-kind, host = (socket.AF_INET, "127.0.0.1") if family == "4" else (socket.AF_INET6, "::1")
+kind, loopback = (socket.AF_INET, "127.0.0.1") if family == "4" else (socket.AF_INET6, "::1")
+host, peers, namespace = sys.argv[4:] or (loopback, loopback, "/proc/thread-self/ns/net")
 PATIENCE = 5000
+CLONE_NEWNET = 0x40000000
+
+libc = ctypes.CDLL(None, use_errno=True)
 
 listener = socket.socket(kind)
 listener.bind((host, 0))
@@ -30,6 +36,39 @@ port = listener.getsockname()[1]
 plain = tempfile.TemporaryFile()
 plain.write(bytes(range(100)))
 plain.flush()
+
+
+here, there = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in ("/proc/thread-self/ns/net", namespace))
+
+
+def go_to(network):
+    """Moves to a host: the sockets that are made then are that host's."""
+    if libc.setns(network, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def connect():
+    """The peer's socket, connected to the listener."""
+    go_to(there)
+    try:
+        peer = socket.socket(kind)
+    finally:
+        go_to(here)
+    peer.connect((host, port))
+    return peer
+
+
+def wait_for_nic():
+    """Connects until the NIC makes the listener's connections, which it does some time after the program has first waited for one."""
+    for _ in range(1000):
+        p = connect()
+        s, _ = listener.accept()
+        s.close()
+        p.close()
+        print("MADE", flush=True)
+        if int(sys.stdin.readline()) > 0:
+            return
+    raise SystemExit("the NIC makes no connections")
 
 
 def place(where):
@@ -144,9 +183,6 @@ def pending(s):
     return count[0]
 
 
-libc = ctypes.CDLL(None, use_errno=True)
-
-
 def raw_recv(s, length, flags):
     """recv with flags that Python's own would interpret, or lengths that it would not pass on."""
     buffer = ctypes.create_string_buffer(max(length, 1))
@@ -249,7 +285,7 @@ def cork(s):
 
 
 def names(s):
-    return [s.getsockname()[0], s.getsockname()[1] == port, s.getpeername()[0]]
+    return [s.getsockname()[0] == host, s.getsockname()[1] == port, s.getpeername()[0] == peers]
 
 
 def state(s):
@@ -358,7 +394,7 @@ def from_the_peer(p):
 
 
 def case(situation, operation, watch):
-    p = socket.create_connection((host, port))
+    p = connect()
     s, _ = listener.accept()
     s.setblocking(False)
     at_start()
@@ -387,7 +423,10 @@ def case(situation, operation, watch):
 
 
 def may_be_acknowledged_meanwhile(situation, name):
-    """Whether the peer acknowledges a FIN while the socket is watched: that causes an edge whenever it arrives."""
+    """Whether the peer acknowledges a FIN while the socket is watched: that causes an edge whenever it arrives. On loopback that is
+    before the end of the call that sends the FIN."""
+    if len(sys.argv) > 4 and situation is both_shut:
+        return True
     shuts = name in ("shutdown WR", "shutdown RDWR") and situation is not both_shut
     return shuts or situation in (half_shut, half_shut_with_few)
 
@@ -401,6 +440,8 @@ def without_room(result):
     return "some" if result in ("all", "EAGAIN") or isinstance(result, int) else result
 
 
+if column == "made":
+    wait_for_nic()
 with open(output, "w") as lines:
     for situation in SITUATIONS:
         for name, operation in OPERATIONS.items():

@@ -68,15 +68,19 @@ fn later(result: io::Result<usize>) -> usize {
 impl Scene {
     pub fn move_to(&mut self, to: Place) {
         self.try_to_move(to);
-        // Its memory may be growing now; then it is moving for a moment.
+        let place = self.settled_place();
+        assert_eq!(place, Some(to));
+    }
+
+    /// Where the connection is. Its memory may be growing now; then it is moving for a moment.
+    pub fn settled_place(&self) -> Option<Place> {
         let deadline = Instant::now() + Duration::from_secs(5);
-        let place = loop {
+        loop {
             match self.session.place(self.id) {
                 None if Instant::now() < deadline => std::thread::yield_now(),
-                place => break place,
+                place => return place,
             }
-        };
-        assert_eq!(place, Some(to));
+        }
     }
 
     /// Moves it, and tries again while that is put off. Does not check where it is a moment later.
