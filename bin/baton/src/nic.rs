@@ -90,11 +90,12 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 24] = [
+const FIGURES: [(Counter, &str); 25] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
     (Counter::InterruptNanoseconds, "ns in the interrupts' first half"),
+    (Counter::Messages, "messages from programs with connections"),
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),

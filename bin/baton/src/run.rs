@@ -3,7 +3,7 @@
 use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
-use baton_client::rules::{Interface, Offload, RUN_VARIABLE, Rule, Run, When};
+use baton_client::rules::{Interface, Nagle, Offload, RUN_VARIABLE, Rule, Run, When};
 use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Reply, Request};
@@ -24,6 +24,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --offload full -- nginx -g 'daemon off;'
   baton run --offload fast-path -- redis-server
   baton run --interface aggregated -- ./logger
+  baton run --nagle host -- ./logger
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later.";
@@ -53,6 +54,10 @@ pub struct RunArguments {
     /// (small ones are joined on the host while earlier ones are unacknowledged).
     #[arg(long, value_enum, default_value_t = Crossing::Batched, value_name = "HOW")]
     interface: Crossing,
+    /// Where Nagle's rule keeps small sends back: nic (they cross, and its TCP joins them) or host (they stay in memory until the
+    /// peer has acknowledged what came before, and cross as one). Default: host with --interface aggregated, else nic.
+    #[arg(long, value_enum, value_name = "WHERE")]
+    nagle: Option<NagleAt>,
     /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
     /// tests.
     #[arg(long)]
@@ -83,6 +88,13 @@ enum Crossing {
     Handshake,
     Batched,
     Aggregated,
+}
+
+/// Values of `--nagle`.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum NagleAt {
+    Nic,
+    Host,
 }
 
 #[derive(Deserialize)]
@@ -134,18 +146,15 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         Crossing::Aggregated => Interface::Aggregated,
     };
     drop(channel);
-    if interface == Interface::Aggregated {
-        if offload == Offload::FastPath {
-            bail!(
-                "--interface aggregated needs a NIC that has all of a connection, not --offload fast-path: use --interface batched"
-            );
-        }
-        let workers = Tool::connect(&socket)?.statistics()?.workers.len();
-        if workers > 1 {
-            bail!("--interface aggregated needs a NIC with one worker, and this one has {workers}: use --interface batched");
-        }
+    let nagle = match arguments.nagle {
+        None => Nagle::usual(interface),
+        Some(NagleAt::Nic) => Nagle::Nic,
+        Some(NagleAt::Host) => Nagle::Host,
+    };
+    if interface == Interface::Aggregated || nagle == Nagle::Host {
+        check_joining(&socket, interface, offload)?;
     }
-    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload, interface };
+    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload, interface, nagle };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
@@ -156,6 +165,22 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let error = command.exec();
     eprintln!("baton: {}: {error}", arguments.command[0].display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
+}
+
+/// Fails if this NIC cannot look for sends that the program has joined in memory.
+fn check_joining(socket: &Path, interface: Interface, offload: Offload) -> Result<()> {
+    let (what, instead) = match interface {
+        Interface::Aggregated => ("--interface aggregated", "--interface batched"),
+        _ => ("--nagle host", "--nagle nic"),
+    };
+    if offload == Offload::FastPath {
+        bail!("{what} needs a NIC that has all of a connection, not --offload fast-path: use {instead}");
+    }
+    let workers = Tool::connect(socket)?.statistics()?.workers.len();
+    if workers > 1 {
+        bail!("{what} needs a NIC with one worker, and this one has {workers}: use {instead}");
+    }
+    Ok(())
 }
 
 /// Full offload; says so if the NIC cannot make connections now. The program runs nevertheless: the kernel makes them.

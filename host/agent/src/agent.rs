@@ -7,7 +7,7 @@ use crate::adoption::Inherited;
 use crate::cgroups::Cgroups;
 use crate::changes::{ELSEWHERE, Watched};
 use crate::chaos::Chaos;
-use crate::connection::{Asker, Connection};
+use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
 use crate::devices::Devices;
 use crate::flips::Schedule;
@@ -539,7 +539,7 @@ impl Agent {
             (Operation::OsControl, _) if refuses(Control::Mtu) => self.return_soon(session, number, ELSEWHERE),
             (Operation::OsControl, Some(Control::Grow)) => {
                 if let Some(connection) = self.connection(session, number) {
-                    connection.wants = (message.address, message.length);
+                    connection.wants = Wants::Larger(message.address, message.length);
                 }
                 self.drive(session, number, Event::Grow);
             }

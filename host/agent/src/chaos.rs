@@ -1,38 +1,54 @@
-//! Fault injection for tests: kills the NIC or the agent after a step of a move.
+//! Fault injection for tests: kills the NIC or the agent, or stops the NIC, after a step of a move.
 
 use baton_abi::layout::nic;
+use baton_linux::process;
 use baton_moves::Step;
 use baton_shm::Region;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Which process dies, and after which step of a move.
+/// Linux's numbers of SIGKILL and SIGSTOP.
+const KILL: i32 = 9;
+const STOP: i32 = 19;
+
+/// What happens, and after which step of a move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(try_from = "(u8, bool)", into = "(u8, bool)")]
+#[serde(try_from = "(u8, Fault)", into = "(u8, Fault)")]
 pub struct Crash {
     /// The step.
     pub after: Step,
-    /// Whether the agent dies (and the NIC with it), not the NIC alone.
-    pub agent: bool,
+    /// What happens then.
+    pub fault: Fault,
 }
 
-impl From<Crash> for (u8, bool) {
-    fn from(crash: Crash) -> (u8, bool) {
-        (crash.after as u8, crash.agent)
+/// What happens to Baton's processes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Fault {
+    /// The NIC dies.
+    NicDies,
+    /// The agent dies, and the NIC with it.
+    AgentDies,
+    /// The NIC is stopped (SIGSTOP); who runs the test lets it go on.
+    NicStops,
+}
+
+impl From<Crash> for (u8, Fault) {
+    fn from(crash: Crash) -> (u8, Fault) {
+        (crash.after as u8, crash.fault)
     }
 }
 
-impl TryFrom<(u8, bool)> for Crash {
+impl TryFrom<(u8, Fault)> for Crash {
     type Error = String;
 
-    fn try_from((step, agent): (u8, bool)) -> Result<Crash, String> {
+    fn try_from((step, fault): (u8, Fault)) -> Result<Crash, String> {
         let after = Step::from_number(step).ok_or_else(|| format!("a move has no step {step}"))?;
-        Ok(Crash { after, agent })
+        Ok(Crash { after, fault })
     }
 }
 
-/// Kills the NIC or the agent after a step, every second time that the step is made, so that the recovery can make it. The count
+/// Makes the fault happen after a step, every second time that the step is made, so that the recovery can make it. The count
 /// is in NIC memory, where the next agent finds it.
 #[derive(Clone, Debug)]
 pub(crate) struct Chaos {
@@ -45,13 +61,20 @@ impl Chaos {
         Chaos { crash, nic_memory }
     }
 
-    /// Whether the NIC is to be killed now. If the agent is to die, this kills it.
-    pub fn strikes(&self, step: Step) -> bool {
+    /// Whether the NIC is to be killed now. If it is to stop, or the agent to die, this does it.
+    pub fn strikes(&self, step: Step, process_of_nic: u32) -> bool {
         let Some(crash) = self.crash.filter(|crash| crash.after == step) else { return false };
-        let strikes = self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2);
-        if strikes && crash.agent {
-            let _ = baton_linux::process::signal(std::process::id(), 9);
+        if !self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2) {
+            return false;
         }
-        strikes && !crash.agent
+        let signalled = match crash.fault {
+            Fault::NicDies => return true,
+            Fault::AgentDies => process::signal(std::process::id(), KILL),
+            Fault::NicStops => process::signal(process_of_nic, STOP),
+        };
+        if let Err(error) = signalled {
+            eprintln!("baton agent: {:?} did not happen: {error}", crash.fault);
+        }
+        false
     }
 }

@@ -1,5 +1,6 @@
 //! State that the agent keeps of a connection, shared by both directions of a move.
 
+use crate::idle::Idleness;
 use crate::journal::Entry;
 use crate::memory::Limits;
 use crate::way::Way;
@@ -62,14 +63,29 @@ pub(crate) enum Stage {
     Ended,
 }
 
-/// An enlargement of a connection's memory that is under way.
+/// What a connection on the NIC rests for, to go on with other memory or with the same.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Wants {
+    /// Bytes of receive and of send memory that the NIC requests for it, 0 for no more.
+    Larger(u32, u32),
+    /// The pages of its memory, as far as that is empty, are to go back to the system.
+    NoPages,
+}
+
+impl Default for Wants {
+    fn default() -> Wants {
+        Wants::Larger(0, 0)
+    }
+}
+
+/// An enlargement of a connection's memory that is under way, or a return of its pages.
 pub(crate) struct Growing {
     /// The cid before it, by which the NIC knows the connection until it is resumed.
     pub cid: Cid,
     /// Memory blocks (offset, size) that are not in use: the larger ones until the bytes have been copied, the old ones
     /// afterwards.
     pub unused: [Option<(u32, u32)>; 2],
-    /// The larger memory.
+    /// The larger memory; the same as before if only pages are returned.
     pub larger: Memory,
     /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing was.
     pub copied: Option<u32>,
@@ -114,10 +130,12 @@ pub(crate) struct OnNic {
     pub way: Option<Way>,
     /// Segments that its shell had dropped at the first poll.
     pub dropped: Option<u32>,
+    /// What it has carried, and since when nothing more.
+    pub idleness: Idleness,
 }
 
 /// Send and receive memory of a connection: (offset, size).
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Memory {
     pub receive: (u32, u32),
     pub send: (u32, u32),
@@ -153,8 +171,8 @@ pub(crate) struct Connection {
     pub cid: Option<Cid>,
     /// Set from the moment that its bytes are in session memory.
     pub on_nic: Option<Box<OnNic>>,
-    /// Bytes of receive and of send memory that the NIC requests for it, 0 for no more.
-    pub wants: (u32, u32),
+    /// What its next growth is for.
+    pub wants: Wants,
     pub growing: Option<Growing>,
     /// The peer's FIN that is on its way to the kernel's socket.
     pub fin: Option<Box<ReplayedFin>>,
@@ -216,7 +234,7 @@ impl Connection {
             machine: Move::new(),
             cid: None,
             on_nic: None,
-            wants: (0, 0),
+            wants: Wants::default(),
             growing: None,
             fin: None,
             carried: None,

@@ -122,7 +122,7 @@ pub(crate) struct Ground<'a> {
 impl Ground<'_> {
     /// Called after each step of a move; for tests, it may end the NIC or the agent.
     pub fn passed(&mut self, step: Step) {
-        if self.chaos.strikes(step) {
+        if self.chaos.strikes(step, self.nic.process()) {
             self.nic.end();
         }
     }

@@ -2,6 +2,7 @@
 //! lies in the connection's slot, which programs do not see; its first word is written last.
 
 use crate::connection::{Memory, OnNic};
+use crate::idle::Idleness;
 use crate::memory::Limits;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
@@ -53,6 +54,7 @@ impl Entry {
         let image = Image::decode(&bytes).ok()?;
         let (saved, memory) = (self.saved.clone(), self.memory());
         Some(OnNic {
+            idleness: Idleness::new(&image),
             image,
             nic: None,
             saved,

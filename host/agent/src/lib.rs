@@ -20,6 +20,7 @@ mod ground;
 mod group;
 mod guards;
 mod host_tcp;
+mod idle;
 mod journal;
 mod listening;
 mod looks;
@@ -39,6 +40,6 @@ mod way;
 
 pub use agent::{STEERING, run};
 pub use baton_moves::Step;
-pub use chaos::Crash;
+pub use chaos::{Crash, Fault};
 pub use settings::AgentSettings;
 pub use users::Limits;

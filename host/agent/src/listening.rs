@@ -8,6 +8,7 @@
 use crate::agent::Agent;
 use crate::connection::{Block, Connection, OnNic};
 use crate::ground::{Ground, Shape};
+use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
 use crate::record::{read_image, unpublish};
@@ -337,8 +338,9 @@ impl Agent {
         }
         connection.block.set_owner(Owner::Moving);
         connection.machine = Move::made(way.is_ok() && !draining);
-        let (way, muted, dropped) = (way.ok(), false, None);
-        connection.on_nic = Some(Box::new(OnNic { image, nic: None, saved, memory, limits, handed_off_at, muted, way, dropped }));
+        let (way, muted, dropped, idleness) = (way.ok(), false, None, Idleness::new(&image));
+        let on_nic = OnNic { image, nic: None, saved, memory, limits, handed_off_at, muted, way, dropped, idleness };
+        connection.on_nic = Some(Box::new(on_nic));
         Ok(())
     }
 

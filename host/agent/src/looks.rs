@@ -3,12 +3,13 @@
 //! exceptions, which ICMP messages of too big packets create.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, OnNic};
+use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
 use baton_linux::{route::Routing, rtnetlink, socket};
+use baton_moves::Event;
 use std::collections::HashSet;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
@@ -18,6 +19,8 @@ use std::time::Duration;
 const PERIOD: u64 = 200_000;
 /// Connections polled at a time; the others follow in the next period.
 const MOST: usize = 256;
+/// Connections whose pages are returned in one poll: each stands still for a moment, and the agent is busy for as long.
+const MOST_RETURNED: usize = 32;
 /// Time after a handoff during which segments that the kernel had already may still reach the shell, in microseconds.
 const SETTLING: u64 = 100_000;
 /// Time that the kernel is given to make a route exception of a message that was received, in microseconds.
@@ -120,10 +123,11 @@ impl Agent {
         let all = self.on_nic();
         self.looks.due = if all.is_empty() { 0 } else { now + PERIOD };
         let start = all.partition_point(|at| *at < self.looks.from);
+        let mut returned = 0;
         let turn = all.iter().cycle().skip(start).take(all.len().min(MOST));
         for (session, number) in turn {
             self.looks.from = (*session, number + 1);
-            self.look_at(*session, *number, now);
+            self.look_at(*session, *number, now, &mut returned);
         }
     }
 
@@ -136,13 +140,15 @@ impl Agent {
         });
     }
 
-    fn look_at(&mut self, session: u32, number: u32, now: u64) {
+    /// Polls one connection. `returned` counts those whose pages were returned in this poll.
+    fn look_at(&mut self, session: u32, number: u32, now: u64, returned: &mut usize) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let Some(shown) = shown(connection, &self.diagnosis) else { return };
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
         // at all devices.
         let strays = self.looks.passed_by && now.saturating_sub(connection.since) > SETTLING;
+        let idle = connection.is_idle(&self.hardware.memory, now);
         let Some(on_nic) = connection.running() else { return };
         let mut dropped = on_nic.dropped;
         let verdict = judge(on_nic, &mut dropped, strays, &shown);
@@ -150,6 +156,10 @@ impl Agent {
         if let Some((why, for_good)) = verdict {
             connection.stays |= for_good;
             self.return_soon(session, number, why);
+        } else if idle && *returned < MOST_RETURNED {
+            *returned += 1;
+            connection.wants = Wants::NoPages;
+            self.drive(session, number, Event::Grow);
         }
     }
 

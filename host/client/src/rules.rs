@@ -292,7 +292,8 @@ pub enum Interface {
     /// Messages in a ring, which the NIC reads when it comes to them.
     #[default]
     Batched,
-    /// Small sends are joined in memory while the peer has not acknowledged earlier ones; one message announces them all.
+    /// Small sends are joined in memory while earlier ones wait for an acknowledgement, of the peer's or the NIC's (see [`Nagle`]);
+    /// one message announces them all.
     Aggregated,
 }
 
@@ -304,6 +305,32 @@ impl Interface {
             Interface::Batched => "batched",
             Interface::Aggregated => "aggregated",
         }
+    }
+}
+
+/// Where Nagle's rule (RFC 9293 section 3.7.4) keeps a program's small sends back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Nagle {
+    /// In the NIC's TCP: every send crosses to the NIC, which joins small ones.
+    #[default]
+    Nic,
+    /// In the program: small sends stay in send memory until the peer has acknowledged the bytes before them, and cross as one.
+    Host,
+}
+
+impl Nagle {
+    /// Its name in `--nagle`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Nagle::Nic => "nic",
+            Nagle::Host => "host",
+        }
+    }
+
+    /// Where it is unless chosen otherwise.
+    pub fn usual(interface: Interface) -> Nagle {
+        if interface == Interface::Aggregated { Nagle::Host } else { Nagle::Nic }
     }
 }
 
@@ -328,6 +355,9 @@ pub struct Run {
     /// How its sends cross to the NIC.
     #[serde(default)]
     pub interface: Interface,
+    /// Where Nagle's rule keeps its small sends back.
+    #[serde(default)]
+    pub nagle: Nagle,
 }
 
 /// The environment variable that contains a [`Run`], as JSON.

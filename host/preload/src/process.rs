@@ -148,7 +148,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     }
     match opened {
         Ok(mut shared) => {
-            shared.use_interface(plan.run.interface);
+            shared.use_interface(plan.run.interface, plan.run.nagle);
             shared.wait_until_writable();
             let fds = shared.descriptors();
             let made = Box::leak(Box::new(Session { shared, fds, by_number: Mutex::default() }));

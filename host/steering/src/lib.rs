@@ -41,10 +41,13 @@ pub const MARK: u32 = 0x4e49_4301;
 /// Mark on them once they have a route, on the loopback device.
 const ROUTED: u32 = 0x4e49_4302;
 
+/// Mark on frames that are injected: the kernel gets them whatever the steering does with their connection.
+const INJECTED: u32 = 0x4e49_4303;
+
 /// Index of the loopback device in every network namespace.
 pub const LOOPBACK: u32 = 1;
 
-/// First two bytes of the source address of a frame to inject; the device's index follows.
+/// First two bytes of the source address of a frame to inject; the device's index follows, unless it is sent on the loopback device.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.

@@ -4,7 +4,7 @@
 //! the flow's key as this host sees it, and look it up.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{FURTHER, LOOPBACK, MARK, ROUTED, Steer};
+use crate::{FURTHER, INJECT, INJECTED, LOOPBACK, MARK, ROUTED, Steer};
 use std::os::fd::BorrowedFd;
 
 /// Bytes of the map's key.
@@ -43,6 +43,8 @@ const OTHER_HOST: i32 = 3;
 const OUTGOING: i32 = 4;
 const TO_INGRESS: i32 = 1;
 
+/// Offset of the source address in a frame, and size of its header.
+const SOURCE: i32 = 6;
 const ETHERNET: i32 = 14;
 const TCP: i32 = 6;
 const UDP: i32 = 17;
@@ -164,15 +166,17 @@ fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
 /// Index that no device has.
 const NOWHERE: i32 = i32::MAX;
 
-/// Program at a device's ingress: the kernel receives nothing for the NIC's connections.
+/// Program at a device's ingress: the kernel receives nothing for the NIC's connections but what is injected.
 pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     // No later program may see the mark.
-    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_unless(R::R2, ROUTED as i32, "unmarked");
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "injected");
+    a.jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
     find(&mut a, Way::Incoming, flows);
     comes_here(&mut a, devices);
     a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
+    a.label("injected").store_word(R::R1, SKB_MARK, 0);
     a.label("unknown").label("other").set(R::R0, NEXT).exit();
     a.finish()
 }
@@ -180,13 +184,17 @@ pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8>
 /// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device.
 pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
-    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours").jump_if(R::R2, ROUTED as i32, "other");
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours");
+    a.jump_if(R::R2, ROUTED as i32, "other").jump_if(R::R2, INJECTED as i32, "other");
     find(&mut a, Way::Outgoing, flows);
     a.jump("theirs");
     // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get the route
     // that the kernel's own have.
     a.label("ours").load(Size::Word, R::R2, R::R1, INTERFACE).jump_unless(R::R2, LOOPBACK as i32, "other");
-    a.store_word(R::R1, SKB_MARK, ROUTED as i32);
+    a.mov(R::R6, R::R1).store_word(R::R1, SKB_MARK, ROUTED as i32).set(R::R2, SOURCE);
+    load_bytes(&mut a, SMALL, 2);
+    a.load(Size::Half, R::R1, R::R10, SMALL).jump_unless(R::R1, i32::from(u16::from_ne_bytes(INJECT)), "routed");
+    a.store_word(R::R6, SKB_MARK, INJECTED as i32).label("routed");
     a.set(R::R1, LOOPBACK as i32).set(R::R2, 0).set(R::R3, 0).set(R::R4, 0).call(Helper::RedirectNeighbour).exit();
     // To a device that does not exist: this counts as sent. A plain drop would be reported to the kernel's TCP, which would then
     // not count the data as sent.
@@ -196,11 +204,12 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them. The
-/// kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
+/// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
+/// that is injected. The kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
 pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
+    a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "unknown");
     find(&mut a, Way::Incoming, flows);
     comes_here(&mut a, devices);
     a.label("whole").set(R::R0, -1).exit();
@@ -225,11 +234,12 @@ pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
 /// addressed to it.
 pub(crate) fn inject(devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
-    a.mov(R::R6, R::R1).set(R::R2, 8);
+    a.mov(R::R6, R::R1).set(R::R2, SOURCE + INJECT.len() as i32);
     load_bytes(&mut a, SMALL, 4);
     a.map(R::R1, devices).mov(R::R2, R::R10).add(R::R2, i32::from(SMALL)).call(Helper::MapLookup).jump_if(R::R0, 0, "as it is");
     a.mov(R::R3, R::R0).add(R::R3, DEVICE_ADDRESS).mov(R::R1, R::R6).set(R::R2, 0).set(R::R4, 6).set(R::R5, 0);
     a.call(Helper::StoreBytes).label("as it is");
+    a.store_word(R::R6, SKB_MARK, INJECTED as i32);
     a.load(Size::Word, R::R1, R::R10, SMALL).set(R::R2, TO_INGRESS).call(Helper::Redirect).exit();
     a.label("other").set(R::R0, SHOT).exit();
     a.finish()

@@ -415,10 +415,12 @@ pub enum Counter {
     DatagramsSent,
     /// Datagrams dropped because a socket's receive ring was full, or because there was no way to their destination.
     DatagramsDropped,
+    /// Messages read from programs with connections.
+    Messages,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 41;
+pub const COUNTERS: usize = 42;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);

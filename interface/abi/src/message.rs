@@ -226,7 +226,8 @@ pub const FOR_AGENT: u16 = 1 << 15;
 pub const ANSWER: u16 = 2;
 
 /// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`], whatever its
-/// address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement of the peer's.
+/// address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement of the peer's, or has
+/// released such a message.
 pub const FETCH: u16 = 4;
 
 /// One message, 16 bytes.

@@ -6,5 +6,7 @@ mod record;
 mod replay;
 
 pub use posted::{Post, gather, pieces, posts_of};
-pub use record::{Progress, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image};
+pub use record::{
+    Progress, empty_memory, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image,
+};
 pub use replay::Replay;

@@ -92,6 +92,12 @@ impl Progress {
     }
 }
 
+/// Whether the receive memory and the send memory of a connection that rests with this image hold no byte that anybody may still
+/// read. `unread` of its bytes are left for the program; `ranges` have arrived out of order, None if that is not known.
+pub fn empty_memory(image: &Image, unread: u32, ranges: Option<&[(u32, u32)]>) -> (bool, bool) {
+    (unread == 0 && ranges.is_some_and(<[_]>::is_empty), image.send_queue() == 0)
+}
+
 /// Makes the image of a connection at its NIC's death, `elapsed` microseconds after its handoff with the image `handed` and
 /// `send_memory` bytes of send memory. The program's progress is believed only as far as it can be true. None if the record has
 /// no state that an image can have.
@@ -145,6 +151,19 @@ mod tests {
     fn at_death(record: &Record, program: &Progress) -> Option<Image> {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
         image_at_death(&Image::open(flow), 1 << 16, 3_000, record, program)
+    }
+
+    /// Memory that holds a byte which somebody may still read, or which may hold one, is not empty.
+    #[test]
+    fn only_memory_that_nobody_needs_is_empty() {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let idle = Image::open(flow);
+        assert_eq!(empty_memory(&idle, 0, Some(&[])), (true, true));
+        assert_eq!(empty_memory(&idle, 1, Some(&[])), (false, true), "the program has a byte to read");
+        assert_eq!(empty_memory(&idle, 0, Some(&[(7, 8)])), (false, true), "a byte has come out of order");
+        assert_eq!(empty_memory(&idle, 0, None), (false, true), "one may have");
+        let sending = Image { snd_end: idle.snd_una.wrapping_add(1), ..idle };
+        assert_eq!(empty_memory(&sending, 0, Some(&[])), (true, false), "a byte is not acknowledged");
     }
 
     /// A connection that has ended in order, of which the agent has not heard: what is unread is still the program's, and the FIN that

@@ -2,7 +2,7 @@
 
 use crate::counters::Counters;
 use baton_abi::layout::Counter;
-use baton_device::{Checksum, Device, Frame};
+use baton_device::{Checksum, Device, Frame, Payload};
 use baton_filter::words::WORDS;
 use baton_filter::{Direction, Filter, Verdict};
 use baton_shm::WordArray;
@@ -110,6 +110,17 @@ impl<W: Device> GatedWire<W> {
     #[inline(always)]
     fn send(&mut self, frame: &mut Frame, counters: &Counters) {
         let sent = self.device.transmit(frame);
+        counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
+    }
+
+    /// Whether frames can be sent whose payload lies elsewhere: a filter would have to see it.
+    pub fn transmits_apart(&self) -> bool {
+        !self.is_gated() && self.device.transmits_apart()
+    }
+
+    /// Sends a frame whose payload lies elsewhere.
+    pub fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>, counters: &Counters) {
+        let sent = self.device.transmit_apart(frame, payload);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 

@@ -196,10 +196,13 @@ impl<W: Device> Output<W> {
             ident: offloaded.ident,
         };
         offloaded.ident = offloaded.ident.wrapping_add(1);
+        // The device checksums and copies a large frame, so that its payload need not be in one piece with its headers.
+        let apart = transmit.segment_size > 0 && self.capabilities.checksum && self.wire.transmits_apart();
+        let places = if apart { offloaded.places(transmit.seq, transmit.length) } else { None };
         self.frame.set_length(MAX_HEADER + length);
         let headers = offloaded.template.emit(&header, length, self.frame.bytes_mut());
         self.frame.set_length(headers + length);
-        if length > 0 && !offloaded.fetch(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
+        if length > 0 && places.is_none() && !offloaded.fetch(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
             counters.add(Counter::BadMessages, 1);
             return;
         }
@@ -211,7 +214,13 @@ impl<W: Device> Output<W> {
             udp: false,
         });
         complete(&mut self.frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
-        self.send_frame(counters);
+        match places {
+            Some(payload) => {
+                self.frame.set_length(headers);
+                self.wire.transmit_apart(&mut self.frame, payload, counters);
+            }
+            None => self.send_frame(counters),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections that the worker makes and closes, with smoltcp as the peer, in virtual time: handshakes, half close, both ends at once,
 //! TIME-WAIT.
 
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{RING_MESSAGES, nic, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Worker, WorkerSettings};
@@ -42,10 +42,14 @@ struct Nic {
     program_events: Consumer<RingWords>,
     /// The agent's notifications.
     seen: Vec<(Cid, Control)>,
+    /// Number of times that it asked to have a connection restored.
+    restores: u32,
     /// Why connections could not be opened.
     errors: Vec<u32>,
     /// TCP_SYNCNT of connections that are opened.
     syn_retries: u32,
+    /// The program reads its events.
+    reads: bool,
     received: Vec<u8>,
     fin: bool,
     sent: u32,
@@ -76,8 +80,10 @@ impl Nic {
             program,
             program_events,
             seen,
+            restores: 0,
             errors: Vec::new(),
             syn_retries: 0,
+            reads: true,
             received,
             fin: false,
             sent: 0,
@@ -121,6 +127,17 @@ impl Nic {
         self.program.publish();
     }
 
+    fn shut_down(&mut self, cid: Cid) {
+        self.program.push(Message::control(Operation::NicControl, Control::Shutdown, cid, 0, 0).to_words()).unwrap();
+        self.program.publish();
+    }
+
+    /// The program has read so many bytes more.
+    fn read(&mut self, cid: Cid, bytes: u32) {
+        self.program.push(Message::new(Operation::NicRecvd, cid, 0, bytes).to_words()).unwrap();
+        self.program.publish();
+    }
+
     /// The program has closed the connection, after it has read everything.
     fn close(&mut self, cid: Cid, first: u32) {
         self.command(Control::Close, cid, first.wrapping_add(self.received.len() as u32));
@@ -130,6 +147,7 @@ impl Nic {
         self.worker.poll(now);
         while let Some(words) = self.events.pop() {
             let message = Message::from_words(words).expect("a valid message");
+            self.restores += u32::from(message.operation == Operation::OsRestore);
             if let Some(control) = Control::from_number(message.kind).filter(|_| message.operation == Operation::OsControl) {
                 assert_ne!(control, Control::Refused, "{message:?}");
                 if control == Control::NotMade {
@@ -141,7 +159,9 @@ impl Nic {
             }
         }
         self.events.release();
-        while let Some(words) = self.program_events.pop() {
+        while self.reads
+            && let Some(words) = self.program_events.pop()
+        {
             let message = Message::from_words(words).expect("a valid message");
             match (message.operation, Control::from_number(message.kind)) {
                 (Operation::OsRecv, _) => {
@@ -500,6 +520,57 @@ fn time_wait_protects_the_next_connection() {
     pair.inject(&header(later.wrapping_add(1), isn.wrapping_add(1), Flags::ACK, &none), false);
     pair.nic.poll(pair.now);
     assert!(pair.nic.saw(Cid::new(1, 1), Control::Made));
+}
+
+/// A connection that has ended in order, whose program still reads what has arrived: nothing is sent to the peer, which has
+/// forgotten the connection and would answer with a reset, and a reset changes nothing.
+#[test]
+fn a_program_reads_after_the_end_in_peace() {
+    let mut pair = Pair::new();
+    let (cid, first) = pair.accepted();
+    let sent = pair.numbers(cid).1.wrapping_add(1);
+    let most = vec![7; BUFFER as usize * 3 / 4];
+    pair.peer().send_slice(&most).expect("room");
+    pair.run(10_000);
+    pair.nic.shut_down(cid);
+    pair.run(10_000);
+    assert_eq!((pair.nic.received.len(), pair.peer().state()), (most.len(), tcp::State::CloseWait));
+    pair.peer().close();
+    pair.run(10_000);
+    assert_eq!((pair.nic.fin, pair.peer().state()), (true, tcp::State::Closed));
+    let end = first.wrapping_add(most.len() as u32 + 1);
+    pair.nic.seen.clear();
+    pair.nic.restores = 0;
+    pair.nic.read(cid, most.len() as u32);
+    let none = TcpOptions::default();
+    assert_eq!(pair.inject(&header(end, sent, Flags::RST, &none), false), [], "a window update");
+    pair.run(10_000);
+    assert!(pair.nic.seen.is_empty() && pair.nic.restores == 0, "{:?}", pair.nic.seen);
+}
+
+/// A program that is slow to read its events gets the last ones of a connection, too: the agent, which takes the slot of one that has
+/// ended, is notified after the program.
+#[test]
+fn the_program_is_notified_of_the_end_before_the_agent() {
+    let mut pair = Pair::new();
+    let (cid, _) = pair.accepted();
+    pair.peer().set_nagle_enabled(false);
+    pair.nic.reads = false;
+    let bytes = RING_MESSAGES + 100;
+    for _ in 0..bytes {
+        pair.peer().send_slice(b"x").expect("room");
+        pair.run(1);
+    }
+    pair.peer().close();
+    pair.run(10_000);
+    pair.nic.shut_down(cid);
+    pair.run(10_000);
+    assert_eq!(pair.peer().state(), tcp::State::TimeWait);
+    assert!(!pair.nic.saw(cid, Control::Closed), "the program has not been notified");
+    pair.nic.reads = true;
+    pair.run(10_000);
+    assert_eq!((pair.nic.received.len(), pair.nic.fin), (bytes, true));
+    pair.agent_vacates(cid);
 }
 
 /// The first bytes of a SYN in an ICMP message, which says that it did not reach the peer.

@@ -43,8 +43,9 @@ impl Connection {
         Some(Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(now)) })
     }
 
+    /// Whether [`Connection::predict`] takes the segment: it is the next one in order and holds no surprise.
     #[inline(always)]
-    pub(crate) fn expects(&self, segment: &Plain) -> bool {
+    pub fn expects(&self, segment: &Plain) -> bool {
         if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
             return false;
         }
@@ -191,13 +192,11 @@ impl Connection {
             self.challenge(now);
             return Received::default();
         }
-        let events = match self.state {
-            State::TimeWait => {
-                self.state = State::Closed;
-                Events::CLOSED
-            }
-            _ => self.end(EndReason::Reset),
-        };
+        if self.state == State::TimeWait {
+            // RFC 1337 section 3: it would end TIME-WAIT too early.
+            return Received::default();
+        }
+        let events = self.end(EndReason::Reset);
         Received { events, ..Received::default() }
     }
 

@@ -31,7 +31,8 @@ impl Connection {
         field as u16
     }
 
-    /// After the program has read: a window update goes out if the edge can move far enough to matter.
+    /// After the program has read: a window update goes out if the edge can move far enough to matter. A peer that has sent its FIN
+    /// sends nothing more, and may have forgotten the connection: it would answer with a reset.
     #[inline]
     pub(crate) fn after_read(&mut self) {
         let r = &mut self.receive;
@@ -40,6 +41,7 @@ impl Connection {
         if gain > 0
             && offered < r.capacity / 2
             && gain as u32 >= (r.capacity / 4).max(2 * self.send.mss).min(large_enough(r.capacity))
+            && !r.fin
         {
             self.due |= Due::ACK;
         }

@@ -3,6 +3,7 @@
 use super::{Performer, hand_to_kernel};
 use crate::changes::UNKNOWN;
 use crate::connection::{Connection, Memory, OnNic};
+use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
 use crate::record::{queues, unpublish, write_image};
@@ -206,6 +207,7 @@ impl Performer<'_> {
             muted: false,
             way: self.way,
             dropped: None,
+            idleness: Idleness::new(&image),
         }));
         let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
         let copied = exporter.copy_queues(&unread, &unacknowledged);

@@ -2,6 +2,7 @@
 
 use super::Performer;
 use crate::connection::ReplayedFin;
+use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
 use baton_abi::{Control, Message, Operation};
@@ -78,6 +79,7 @@ impl Performer<'_> {
 
     /// Makes the NIC release the connection and replay the held frames to the kernel.
     pub(super) fn release(&mut self) -> Outcome {
+        self.replay_fin();
         self.ground.shape.unsteer(&self.connection.flow);
         self.ask(Action::Release, Control::Release, 0)
     }
@@ -85,6 +87,7 @@ impl Performer<'_> {
     /// Replays to the kernel what an import does not carry, in place of a NIC that has died or has never run the connection: the data
     /// that the NIC held out of order, and a FIN.
     pub(super) fn replay(&mut self) -> Outcome {
+        self.replay_fin();
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(image) = &self.image
             && let Err(error) = self.replay_from(image)
@@ -107,6 +110,21 @@ impl Performer<'_> {
         Ok(())
     }
 
+    /// Beside the kernel: sends it the peer's FIN, if there was one, before the steering lets it send and receive frames of the
+    /// connection. A peer that has closed would reset a socket that does not know of the FIN yet, and whose FIN or data it gets again:
+    /// the NIC may be slow to replay.
+    fn replay_fin(&self) {
+        if let (Shape::Beside { .. }, Some(fin)) = (&self.ground.shape, &self.connection.fin) {
+            self.send_fin(&fin.image);
+        }
+    }
+
+    fn send_fin(&self, image: &Image) {
+        if let Ok(mut kernel) = self.ground.shape.kernel(self.ground.host) {
+            Replay { image, ranges: &[], fin_behind_hole: None }.send(&mut kernel, |_, _| {});
+        }
+    }
+
     /// The kernel's socket gets the peer's FIN by the replay, if there was one.
     pub(super) fn expect_fin(&mut self) {
         let now = monotonic_micros();
@@ -127,9 +145,8 @@ impl Performer<'_> {
         }
         if now >= fin.again_at {
             fin.again_at = now + FIN_AGAIN;
-            if let Ok(mut kernel) = self.ground.shape.kernel(self.ground.host) {
-                Replay { image: &fin.image, ranges: &[], fin_behind_hole: None }.send(&mut kernel, |_, _| {});
-            }
+            let image = fin.image;
+            self.send_fin(&image);
         }
         false
     }

@@ -4,7 +4,7 @@
 use crate::connection::{Connection, Entered, Readiness};
 use crate::ending::Ending;
 use crate::heap::Heap;
-use crate::rules::Interface;
+use crate::rules::{Interface, Nagle};
 use baton_abi::layout::Owner;
 use baton_abi::layout::session as at;
 use baton_abi::{Message, Operation};
@@ -56,6 +56,9 @@ pub struct Shared {
     /// The part of session memory that the agent gives out nothing of.
     pub(crate) buffers: Arc<Mutex<Heap>>,
     interface: Interface,
+    nagle: Nagle,
+    /// Every send is a message, and nothing waits for its acknowledgement.
+    sends_plainly: bool,
     /// Whoever waits for room to send waits until a connection is writable.
     patient: bool,
     /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
@@ -172,14 +175,17 @@ impl Shared {
             early: AtomicBool::new(false),
             listener,
             interface: Interface::default(),
+            nagle: Nagle::default(),
+            sends_plainly: true,
             patient: false,
             full_until: AtomicU64::new(0),
         }
     }
 
-    /// Chooses how sends cross to the NIC, before the first one.
-    pub fn use_interface(&mut self, interface: Interface) {
-        self.interface = interface;
+    /// Chooses how sends cross to the NIC, and where small ones are kept back, before the first one.
+    pub fn use_interface(&mut self, interface: Interface, nagle: Nagle) {
+        (self.interface, self.nagle) = (interface, nagle);
+        self.sends_plainly = interface == Interface::Batched && nagle == Nagle::Nic;
     }
 
     /// Promises, before there are connections, that whoever waits for room to send waits until [`Readiness::is_writable`]. Then a
@@ -384,10 +390,10 @@ mod tests {
     }
 
     /// A session and a connection of it that the NIC has, with 4096 bytes of send memory and nothing in flight.
-    fn session_that_sends(interface: Interface) -> (Shared, Connection, Arc<Region>) {
+    fn session_that_sends(interface: Interface, nagle: Nagle) -> (Shared, Connection, Arc<Region>) {
         let memory = Arc::new(Region::private(at::HEAP + 8192).unwrap());
         let mut shared = Shared::on(memory.clone());
-        shared.use_interface(interface);
+        shared.use_interface(interface, nagle);
         let connection = Connection::unregistered(memory.clone(), false);
         connection.set_number(0);
         let fields = [(block::OWNER, Owner::Nic as u32), (block::CID, Cid::new(0, 1).0)];
@@ -404,7 +410,7 @@ mod tests {
     /// has when it is open, also if their event is read before the program has noticed that it is.
     #[test]
     fn bytes_on_a_connection_that_has_just_opened_count() {
-        let (shared, _, memory) = session_that_sends(Interface::Batched);
+        let (shared, _, memory) = session_that_sends(Interface::Batched, Nagle::Nic);
         let connection = shared.unregistered();
         shared.represent(&connection, 0);
         refresh(&mut shared.events.lock(1).unwrap(), &connection);
@@ -425,7 +431,7 @@ mod tests {
     /// With a handshake for each message, the next one has to wait until the NIC has read the last one.
     #[test]
     fn a_handshake_admits_one_message() {
-        let (shared, connection, memory) = session_that_sends(Interface::Handshake);
+        let (shared, connection, memory) = session_that_sends(Interface::Handshake, Nagle::Nic);
         let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
         assert!(!shared.send_at_once(&connection, 1, b"a"), "the fast path does not wait");
         assert_eq!(shared.send(&connection, 1, b"a").unwrap(), 1);
@@ -442,7 +448,7 @@ mod tests {
     /// when the program wants no delay, and never of the same bytes by length.
     #[test]
     fn small_sends_are_joined() {
-        let (shared, connection, memory) = session_that_sends(Interface::Aggregated);
+        let (shared, connection, memory) = session_that_sends(Interface::Aggregated, Nagle::Host);
         let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
         let mut messages = || std::iter::from_fn(|| nic.pop()).filter_map(Message::from_words).collect::<Vec<_>>();
         assert!(shared.send_at_once(&connection, 1, b"a"));
@@ -458,10 +464,55 @@ mod tests {
         assert_eq!(messages().len(), 1, "no delay");
     }
 
+    /// With Nagle's rule on the host a message with a handshake stands for all that was kept back, and keeping back needs none.
+    #[test]
+    fn a_handshake_is_for_what_the_host_lets_go() {
+        let (shared, connection, memory) = session_that_sends(Interface::Handshake, Nagle::Host);
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        assert_eq!(shared.send(&connection, 1, b"a").unwrap(), 1);
+        assert_eq!(Message::from_words(nic.pop().unwrap()).unwrap().kind, baton_abi::FETCH | baton_abi::ANSWER);
+        assert_eq!(shared.send(&connection, 1, b"b").unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        nic.release();
+        for piece in [b"b", b"c"] {
+            assert_eq!(shared.send(&connection, 1, piece).unwrap(), 1);
+        }
+        assert!(nic.pop().is_none(), "a byte is in flight");
+        connection.room_ends.fetch_add(3, RELAXED);
+        assert_eq!(shared.send(&connection, 1, b"d").unwrap(), 1);
+        assert!(nic.pop().is_some() && nic.pop().is_none());
+    }
+
+    /// With Nagle's rule on the NIC sends are joined while it has not read the last message, whatever the peer has acknowledged. A
+    /// segment's worth is no reason for another message, but much is.
+    #[test]
+    fn sends_are_joined_while_the_nic_is_busy() {
+        let (shared, connection, memory) = session_that_sends(Interface::Aggregated, Nagle::Nic);
+        let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+        assert!(shared.send_at_once(&connection, 1, b"a") && nic.pop().is_some());
+        assert!(shared.send_at_once(&connection, 1, &[0; 2000]) && nic.pop().is_none(), "read, but not released");
+        nic.release();
+        assert!(shared.send_at_once(&connection, 1, b"b") && nic.pop().is_some(), "a byte is in flight");
+        connection.room_ends.fetch_add(2002, RELAXED);
+        assert!(shared.send_at_once(&connection, 1, b"c") && nic.pop().is_none());
+    }
+
+    /// With Nagle's rule on the host a segment's worth crosses at once, unless more is to be joined.
+    #[test]
+    fn the_host_keeps_back_less_than_a_segment() {
+        for (interface, crosses) in [(Interface::Batched, true), (Interface::Aggregated, false)] {
+            let (shared, connection, memory) = session_that_sends(interface, Nagle::Host);
+            let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+            assert!(shared.send_at_once(&connection, 1, b"a") && nic.pop().is_some());
+            assert!(shared.send_at_once(&connection, 1, &[0; 1000]) && nic.pop().is_none(), "{interface:?}");
+            assert!(shared.send_at_once(&connection, 1, &[0; 1000]));
+            assert_eq!(nic.pop().is_some(), crosses, "{interface:?}");
+        }
+    }
+
     /// A program that found the ring full sleeps until the NIC has read a part of it that it reports.
     #[test]
     fn a_full_ring_is_waited_for() {
-        let (shared, connection, memory) = session_that_sends(Interface::Batched);
+        let (shared, connection, memory) = session_that_sends(Interface::Batched, Nagle::Nic);
         let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
         let mut sent = 0;
         while shared.send(&connection, 1, b"a").is_ok() {

@@ -2,7 +2,7 @@
 
 use super::{RELAXED, Shared, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
-use crate::rules::Interface;
+use crate::rules::{Interface, Nagle};
 use baton_abi::layout::{ANSWERED, block};
 use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
 use baton_ring::{Producer, Token};
@@ -13,6 +13,10 @@ use std::sync::atomic::{Ordering, fence};
 
 /// Bytes that are joined on the host at most before the NIC is notified of them.
 const JOINED: u32 = 16 << 10;
+
+/// Bytes that Nagle's rule on the host does not keep back: about a segment. With a smaller one the NIC's TCP cuts it; with a larger
+/// one it applies the same rule.
+const SEGMENT: u32 = 1448;
 
 /// Number of looks for the NIC's answer to a message before a thread sleeps until it comes: about as long as going to sleep and
 /// being woken takes, so that the wait costs at most twice of what it would cost if its length were known before.
@@ -73,7 +77,7 @@ impl Shared {
             self.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
             return Err(would_block());
         }
-        if self.interface == Interface::Aggregated {
+        if self.joins() {
             let announced = self.join(connection, connection.inside(), token, &mut commands, end);
             drop(commands);
             if announced {
@@ -128,10 +132,16 @@ impl Shared {
         answers && (0..ANSWER_LOOKS).any(comes)
     }
 
-    /// Queues bytes that lie in send memory up to `end`. The NIC is notified if the peer has acknowledged all bytes before them
-    /// (Nagle's rule, RFC 9293 section 3.7.4), if many have been joined since the last time, or if the program wants no delay. If
-    /// not, the NIC looks for them when it has reported the next acknowledgement. Returns whether it was notified. The ring has
-    /// room for a message.
+    /// Whether small sends may be kept back, so that one message stands for several.
+    fn joins(&self) -> bool {
+        self.interface == Interface::Aggregated || self.nagle == Nagle::Host
+    }
+
+    /// Queues bytes that lie in send memory up to `end`. With Nagle's rule on the host (RFC 9293 section 3.7.4) the NIC is notified
+    /// if the peer has acknowledged all bytes before them, if many have been joined since the last time, or if the program wants no
+    /// delay. With the rule on the NIC it is notified once it has read the last message, or if many have been joined. If it is not,
+    /// it looks for them when it has read that message, and when it has reported the next acknowledgement. Returns whether it was
+    /// notified. The ring has room for a message.
     #[inline]
     fn join(
         &self,
@@ -143,16 +153,22 @@ impl Shared {
     ) -> bool {
         let before = connection.queued.load(RELAXED);
         connection.note_queued(block, end);
-        // The NIC reports acknowledgements first and then looks for queued bytes: one side sees the other's.
+        // The NIC reports acknowledgements, or releases messages, first and then looks for queued bytes: one side sees the other's.
         fence(Ordering::SeqCst);
-        if !connection.is_quiet(before) && self.has_events(token) {
+        if self.nagle == Nagle::Host && !connection.is_quiet(before) && self.has_events(token) {
             self.catch_up(token);
         }
-        let joined = end.wrapping_sub(connection.announced.load(RELAXED));
-        let due = connection.is_quiet(before) || joined >= JOINED || !connection.announces.load(RELAXED) || connection.nodelay();
+        let most = if self.interface == Interface::Aggregated { JOINED } else { SEGMENT };
+        let goes = match self.nagle {
+            Nagle::Host => connection.is_quiet(before) || connection.nodelay(),
+            Nagle::Nic => commands.is_released(connection.given.load(RELAXED)),
+        };
+        let due = goes || end.wrapping_sub(connection.announced.load(RELAXED)) >= most || !connection.announces.load(RELAXED);
         if due {
+            let answer = if self.interface == Interface::Handshake { ANSWER } else { 0 };
             let message = Message::new(Operation::NicSend, connection.cid(), 0, 0);
-            let _ = commands.push(Message { kind: FETCH, ..message }.to_words());
+            let _ = commands.push(Message { kind: FETCH | answer, ..message }.to_words());
+            connection.given.store(commands.position(), RELAXED);
             commands.publish();
             connection.announced.store(end, RELAXED);
             connection.announces.store(true, RELAXED);
@@ -164,7 +180,7 @@ impl Shared {
     /// there is room for all bytes. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
-        if self.interface != Interface::Batched {
+        if !self.sends_plainly {
             return self.join_at_once(connection, token, bytes);
         }
         let Some(block) = connection.step_in(token) else { return false };

@@ -90,15 +90,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let segment = Segment::from(parsed);
         let answer = self.listeners.secret.answer(&parsed.flow, &segment, now);
         let Some(rest) = self.closed.get_mut(index) else { return false };
-        let before = rest.tcp.state();
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         if is_syn && rest.tcp.admits_successor(&segment, answer.isn) {
             self.closed.remove(index);
             return false;
-        }
-        if segment.flags.contains(Flags::RST) && before == State::TimeWait {
-            // RFC 1337 section 3: it would end TIME-WAIT too early.
-            return true;
         }
         let received = rest.tcp.input(&segment, now);
         if received.place > 0 {

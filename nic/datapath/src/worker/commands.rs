@@ -305,13 +305,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.occupant(cid)?;
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         match slot.custody {
-            Custody::Active(offloaded) => {
-                offloaded.unpublish();
-                self.keep_closed(*offloaded, slot.flow, now);
-            }
-            Custody::Leaving(offloaded) => offloaded.unpublish(),
-            Custody::Lent(lent) => lent.offloaded.unpublish(),
-            Custody::Mirrored | Custody::Opening(_) => {}
+            // The recovery record remains until the agent has noted that the connection has ended: it may die before.
+            Custody::Active(offloaded) => self.keep_closed(*offloaded, slot.flow, now),
+            Custody::Leaving(_) | Custody::Lent(_) | Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
                     slot.held.drop_mirrored();

@@ -3,7 +3,7 @@
 use super::Worker;
 use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
-use baton_abi::{Control, Message, Operation, RestoreCause};
+use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::Device;
 use baton_tables::Lookup;
 use baton_tcp::{Events, Instant};
@@ -68,7 +68,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if events.contains(Events::TIME_WAIT) {
                 self.send_to_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
             } else {
-                self.send_to_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+                self.programs.ended.push(cid);
             }
         }
         if wants_memory {

@@ -364,16 +364,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the pending events of this worker's connections to the front worker.
+    /// Sends the pending events of this worker's connections to the front worker, as far as there is room.
     fn forward_events(&mut self) {
         let Some(crossbar) = &mut self.crossbar else { return };
-        while crossbar.peers.has_room(FRONT) {
-            let Some(index) = self.programs.dirty.pop() else { return };
+        while crossbar.peers.has_room(FRONT)
+            && let Some(index) = self.programs.dirty.pop()
+        {
             let Some(slot) = self.connections.slots[index as usize].as_mut() else { continue };
             slot.dirty = false;
             if let Some((session, pending)) = slot.take_events() {
                 crossbar.peers.send(FRONT, Call::Events(session, slot.cid, pending));
             }
+        }
+        if !self.programs.ended.is_empty() {
+            self.report_ended();
         }
     }
 

@@ -115,6 +115,9 @@ impl Worker<NoKernel, HostWire> {
         while let Some(index) = self.programs.dirty.pop() {
             self.report(index);
         }
+        if !self.programs.ended.is_empty() {
+            self.report_ended();
+        }
         worked
     }
 

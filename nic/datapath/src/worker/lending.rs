@@ -282,7 +282,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     fn on_host_message(&mut self, message: &Message, now: Instant) {
         if message.kind & FOR_AGENT != 0 {
-            return self.send_to_agent(Message { kind: message.kind & !FOR_AGENT, ..*message });
+            let message = Message { kind: message.kind & !FOR_AGENT, ..*message };
+            if (message.operation, Control::from_number(message.kind)) == (Operation::OsControl, Some(Control::Closed)) {
+                return self.programs.ended.push(message.cid);
+            }
+            return self.send_to_agent(message);
         }
         let index = message.cid.slot();
         let Ok(slot) = self.occupant(message.cid) else { return };

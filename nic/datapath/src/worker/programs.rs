@@ -84,6 +84,10 @@ pub(super) struct Programs {
     pub dirty: Vec<u32>,
     /// Those of them whose program's ring was full in this round.
     pub ring_full: Vec<u32>,
+    /// Connections that have ended, of which the agent is notified when their programs have been.
+    pub ended: Vec<Cid>,
+    /// Slots for which a message with [`FETCH`] was read in this batch.
+    pub fetched: Vec<u32>,
     /// Address and number of each session for messages, in order; of all workers' sessions.
     pub message_ports: Vec<(Endpoint, u32)>,
 }
@@ -91,7 +95,8 @@ pub(super) struct Programs {
 impl Programs {
     pub fn new(slots: usize) -> Programs {
         let (dirty, ring_full) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
-        Programs { sessions: Vec::new(), dirty, ring_full, message_ports: Vec::new() }
+        let fetched = Vec::with_capacity(BATCH);
+        Programs { sessions: Vec::new(), dirty, ring_full, ended: Vec::new(), fetched, message_ports: Vec::new() }
     }
 }
 
@@ -177,11 +182,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.programs.sessions[id].as_ref().is_none_or(|session| session.messages.is_some()) {
             return false;
         }
+        let begun = self.programs.sessions[id].as_ref().map_or(0, |session| session.commands.position());
         for _ in 0..BATCH {
             let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
             let Some(words) = session.commands.pop() else {
                 if session.commands.is_corrupt() {
                     self.send_queued(unsent, now);
+                    self.programs.fetched.clear();
                     self.stop_session(id);
                     return true;
                 }
@@ -192,8 +199,12 @@ impl<H: Device, W: Device> Worker<H, W> {
             let words = pop_more(&mut session.commands, words);
             let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
             let accepted = Message::from_words(words).is_some_and(|message| {
-                if last_of_many || message.operation == Operation::NicSend && message.kind & ANSWER != 0 {
+                let flags = if message.operation == Operation::NicSend { message.kind } else { 0 };
+                if last_of_many || flags & ANSWER != 0 {
                     answer = Some(message.cid);
+                }
+                if flags & FETCH != 0 {
+                    self.programs.fetched.push(message.cid.slot());
                 }
                 match self.crossbar {
                     _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
@@ -222,8 +233,21 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(session) = self.programs.sessions[id].as_mut() {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
+            self.counters.add(Counter::Messages, session.commands.position().wrapping_sub(begun));
+        }
+        if !self.programs.fetched.is_empty() {
+            self.fetch_more(now);
         }
         true
+    }
+
+    /// Looks again for what the programs of connections in `fetched` have queued: until the message was released they may have kept
+    /// back more without another one.
+    #[cold]
+    fn fetch_more(&mut self, now: Instant) {
+        while let Some(index) = self.programs.fetched.pop() {
+            self.take_up(index, now);
+        }
     }
 
     /// Publishes the recovery record of the connection in slot `unsent`, if there is one.
@@ -362,15 +386,35 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.ring_full.is_empty() {
             std::mem::swap(&mut self.programs.dirty, &mut self.programs.ring_full);
         }
+        if !self.programs.ended.is_empty() {
+            self.report_ended();
+        }
+    }
+
+    /// Notifies the agent of connections that have ended. It takes their slots then, so their last events come before.
+    #[cold]
+    pub(super) fn report_ended(&mut self) {
+        let ended = std::mem::take(&mut self.programs.ended);
+        for cid in ended {
+            if self.occupant(cid).is_ok_and(|slot| slot.dirty) {
+                self.programs.ended.push(cid);
+            } else {
+                self.send_to_agent(Message::control(Operation::OsControl, Control::Closed, cid, 0, 0));
+            }
+        }
     }
 
     /// Sends what the program of a connection has queued without a message since the NIC last looked (see [`FETCH`]). The program
-    /// looks for acknowledgements after it has queued, and the NIC for queued bytes after it has reported them, so one of them
-    /// sees the other's.
+    /// looks for acknowledgements and released messages after it has queued, and the NIC for queued bytes after it has reported or
+    /// released them, so one of them sees the other's.
     #[cold]
     fn take_up(&mut self, index: u32, now: Instant) {
-        let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
+        if !offloaded.fetches {
+            // Another connection's message, which was not allowed.
+            return;
+        }
         fence(Ordering::SeqCst);
         let end = offloaded.tcp.snd_end();
         if offloaded.take_queued() && offloaded.tcp.snd_end() != end {

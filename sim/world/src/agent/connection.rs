@@ -47,8 +47,8 @@ pub(super) struct Connection {
     pub machine: Move,
     pub cid: Option<Cid>,
     pub on_nic: Option<OnNic>,
-    /// Bytes of receive and of send memory that the NIC has asked for.
-    pub wants: (u32, u32),
+    /// Bytes of receive and of send memory that the NIC has asked for. None: it rests so that its empty memory can lose its contents.
+    pub wants: Option<(u32, u32)>,
     pub growing: Option<Growing>,
     /// What was read from the socket, until it is in session memory.
     pub exported: Option<Image>,
@@ -83,7 +83,7 @@ impl Connection {
             machine: Move::new(),
             cid: None,
             on_nic: None,
-            wants: (0, 0),
+            wants: None,
             growing: None,
             exported: None,
             nic: None,

@@ -459,6 +459,8 @@ impl Agent {
                 self.lost.push(format!("{}: {refusal}", connection.flow.local));
             }
             Conclusion::Stays(Refusal::Busy) => connection.wish = connection.wish.map(|(wish, _)| (wish, ATTEMPTS)),
+            // After each growth the memory loses what nobody needs, as the pages of an idle connection do.
+            Conclusion::Grown if connection.wants.take().is_some() => self.tasks.push_back(Task::Drive(number, Event::Grow)),
             Conclusion::Stays(_) | Conclusion::Grown => {}
         }
     }
@@ -474,7 +476,7 @@ impl Agent {
                 self.drive(number, Event::Ended, machine);
             }
             (Operation::OsControl, Some(Control::Grow)) => {
-                connection.wants = (message.address, message.length);
+                connection.wants = Some((message.address, message.length));
                 let number = connection.number;
                 self.drive(number, Event::Grow, machine);
             }

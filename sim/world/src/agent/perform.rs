@@ -12,7 +12,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_image::{Image, NicState, Stay};
 use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
 use baton_recovery::{
-    Progress, Replay, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image,
+    Progress, Replay, empty_memory, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image,
 };
 use baton_shm::Circle;
 use std::sync::atomic::Ordering;
@@ -428,8 +428,12 @@ impl Performer<'_> {
     }
 
     fn enlarge(&mut self) -> Result<(), Refusal> {
-        let (cid, (receive, send)) = (self.cid()?, self.connection.wants);
+        let cid = self.cid()?;
         let old = self.connection.on_nic.as_ref().ok_or(Refusal::NoRoom)?.memory;
+        let Some((receive, send)) = self.connection.wants else {
+            self.connection.growing = Some(Growing { cid, unused: [None; 2], larger: old });
+            return Ok(());
+        };
         if self.machine.card().memory_short {
             return Err(Refusal::NoRoom);
         }
@@ -460,6 +464,9 @@ impl Performer<'_> {
         let image = read_image(&self.machine.card().memory, cid).map_err(|_| Refusal::NicGone)?;
         let old = self.connection.on_nic.as_ref().ok_or(Refusal::NicGone)?.memory;
         let new = self.connection.growing.as_ref().ok_or(Refusal::NicGone)?.larger;
+        if new == old {
+            self.overwrite_empty(base, &image, old)?;
+        }
         self.copy_over(base, &image, old, new)?;
         let next = cid.next_generation();
         let entry = self.machine.card().journal.entry(cid).ok_or(Refusal::NicGone)?;
@@ -482,6 +489,19 @@ impl Performer<'_> {
         b.store(block::FLAGS, b.load(block::FLAGS) & !3 | fins);
         self.connection.moves += 1;
         b.store(block::MOVES, self.connection.moves);
+        Ok(())
+    }
+
+    /// Overwrites empty memory: its pages may have gone back to the system.
+    fn overwrite_empty(&mut self, base: usize, image: &Image, memory: Memory) -> Result<(), Refusal> {
+        let progress = self.progress();
+        let nic_memory = &self.machine.card().memory;
+        let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record));
+        let unread = progress.unread(image.read_seq().wrapping_add(image.unread), image.unread);
+        let (receive, send) = empty_memory(image, unread, ranges.as_deref());
+        for place in [receive.then_some(memory.receive), send.then_some(memory.send)].into_iter().flatten() {
+            self.circle(place)?.write(0, &vec![0; place.1 as usize]);
+        }
         Ok(())
     }
 
