@@ -52,10 +52,12 @@ impl Performer<'_> {
         Some(record.snd_end)
     }
 
-    /// Frees the memory that is not in use.
+    /// Frees the memory that is not in use, and returns its pages to the system: connections seldom grow, and what one has outgrown
+    /// may not be needed again for long.
     pub(super) fn shrink(&mut self) {
-        if let Some(growing) = self.connection.growing.take() {
-            growing.unused.into_iter().flatten().for_each(|block| memory::give_block(self.open, block));
+        for block in self.connection.growing.take().into_iter().flat_map(|growing| growing.unused.into_iter().flatten()) {
+            self.open.memory.discard(block.0 as usize, block.1 as usize);
+            memory::give_block(self.open, block);
         }
     }
 
