@@ -4,6 +4,7 @@
 mod attach;
 mod doctor;
 mod filter;
+mod front;
 mod lab;
 mod mpi;
 mod nic;

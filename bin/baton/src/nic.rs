@@ -1,6 +1,7 @@
 //! `baton nic`: the offloads for the kernel's own connections, under ethtool's names; and the filter.
 
 use crate::filter::{self, FilterArguments};
+use crate::front::{self, AttachArguments, DetachArguments};
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
@@ -16,10 +17,11 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
   baton nic filter add in tcp dport 22 drop
+  baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-It is for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do all this: see
-`ethtool -K` and `-C`.";
+`show` and `set` are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do
+all this: see `ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or not.";
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
@@ -36,6 +38,12 @@ pub enum NicCommand {
     Show(ShowArguments),
     /// Changes settings at once, under load too.
     Set(SetArguments),
+    /// Merges the segments that a device receives for the kernel's connections (large receive), until it is detached. Needs root.
+    #[command(after_help = front::EXAMPLES)]
+    Attach(AttachArguments),
+    /// Ends `baton nic attach` for a device; it receives as before.
+    #[command(after_help = "Example:\n  baton nic detach eth0")]
+    Detach(DetachArguments),
     /// Shows and changes the rules about frames, of a NIC that belongs to somebody else than its host.
     #[command(after_help = filter::EXAMPLES)]
     Filter(FilterArguments),
@@ -63,6 +71,8 @@ pub fn run(arguments: &NicArguments) -> Result<bool> {
     match &arguments.command {
         Some(NicCommand::Show(arguments)) => show(arguments),
         Some(NicCommand::Set(arguments)) => set(arguments),
+        Some(NicCommand::Attach(arguments)) => front::attach(arguments).map(|()| true),
+        Some(NicCommand::Detach(arguments)) => front::detach(arguments).map(|()| true),
         Some(NicCommand::Filter(arguments)) => filter::run(arguments),
         None => placement::explain(&arguments.placement),
     }

@@ -20,6 +20,10 @@ pub(crate) enum R {
     R6,
     /// Preserved across calls.
     R7,
+    /// Preserved across calls.
+    R8,
+    /// Preserved across calls.
+    R9,
     /// Top of the stack.
     R10,
 }
@@ -29,6 +33,8 @@ impl R {
         match self {
             R::R6 => 6,
             R::R7 => 7,
+            R::R8 => 8,
+            R::R9 => 9,
             R::R10 => 10,
             low => low as u8,
         }
@@ -49,13 +55,18 @@ pub(crate) enum Size {
 pub(crate) enum Helper {
     MapLookup = 1,
     MapUpdate = 2,
+    MonotonicNanoseconds = 5,
     StoreBytes = 9,
     CurrentProcess = 14,
     Redirect = 23,
     LoadBytes = 26,
     SocketCookie = 46,
     MessageRedirectHash = 71,
+    ReadKernel = 113,
     RingBufferOutput = 130,
+    RingBufferReserve = 131,
+    RingBufferSubmit = 132,
+    RingBufferDiscard = 133,
     RedirectNeighbour = 152,
 }
 
@@ -114,6 +125,14 @@ impl Assembler {
         self.push(0x0f, to, from, 0, 0)
     }
 
+    pub fn subtract_register(&mut self, from: R, what: R) -> &mut Self {
+        self.push(0x1f, from, what, 0, 0)
+    }
+
+    pub fn multiply(&mut self, to: R, value: i32) -> &mut Self {
+        self.push(0x27, to, R::R0, 0, value)
+    }
+
     pub fn xor_register(&mut self, to: R, from: R) -> &mut Self {
         self.push(0xaf, to, from, 0, 0)
     }
@@ -126,6 +145,11 @@ impl Assembler {
     /// Adds atomically to eight bytes in memory.
     pub fn atomic_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
         self.push(0xdb, base, from, offset, 0)
+    }
+
+    /// Adds atomically to eight bytes in memory, whose old value is in `from` afterwards. It is a full memory barrier.
+    pub fn atomic_fetch_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
+        self.push(0xdb, base, from, offset, 1)
     }
 
     pub fn load(&mut self, size: Size, to: R, base: R, offset: i16) -> &mut Self {
@@ -192,6 +216,22 @@ impl Assembler {
     pub fn jump_unless_positive(&mut self, register: R, label: &'static str) -> &mut Self {
         self.jumps.push((self.code.len(), label));
         self.push(0xd5, register, R::R0, 0, 0)
+    }
+
+    /// Jumps if the register, as a signed number, is greater than the value.
+    pub fn jump_if_greater(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x65, register, R::R0, 0, value)
+    }
+
+    pub fn jump_if_above(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x25, register, R::R0, 0, value)
+    }
+
+    pub fn jump_unless_below_register(&mut self, register: R, other: R, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0x3d, register, other, 0, 0)
     }
 
     pub fn jump_if_below(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {

@@ -93,6 +93,11 @@ pub(crate) fn create_map_of(kind: MapKind, key: u32, value: u32, entries: u32) -
     bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
 }
 
+/// Makes an array map of values that start as zero.
+pub(crate) fn create_array(value: u32, entries: u32) -> io::Result<OwnedFd> {
+    create_map_of(MapKind::Array, 4, value, entries)
+}
+
 /// Makes an array map of one value that can be mapped into memory.
 pub(crate) fn create_mappable_array(value: u32) -> io::Result<OwnedFd> {
     const MAPPABLE: u32 = 1 << 10;
@@ -180,10 +185,20 @@ fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) ->
     })
 }
 
-/// Attaches a program to a device until the returned descriptor is closed everywhere.
+/// Attaches a program to a device, behind those that are there, until the returned descriptor is closed everywhere.
 pub(crate) fn attach_to_device(program: BorrowedFd<'_>, interface: u32, hook: Hook) -> io::Result<OwnedFd> {
+    attach_at(program, interface, hook, 0)
+}
+
+/// As [`attach_to_device`], before those that are there.
+pub(crate) fn attach_to_device_first(program: BorrowedFd<'_>, interface: u32, hook: Hook) -> io::Result<OwnedFd> {
+    const BEFORE: u32 = 1 << 3;
+    attach_at(program, interface, hook, BEFORE)
+}
+
+fn attach_at(program: BorrowedFd<'_>, interface: u32, hook: Hook, flags: u32) -> io::Result<OwnedFd> {
     let mut attributes = [0; 32];
-    attributes[..3].copy_from_slice(&[program.as_raw_fd() as u32, interface, hook as u32]);
+    attributes[..4].copy_from_slice(&[program.as_raw_fd() as u32, interface, hook as u32, flags]);
     bpf(LINK_CREATE, &mut attributes).map(owned).map_err(|error| match error.raw_os_error() {
         Some(libc::EINVAL) => {
             io::Error::new(io::ErrorKind::Unsupported, "this kernel has no tcx links (Linux 6.6 or later is needed for them)")

@@ -9,6 +9,7 @@ mod assembler;
 mod bpf;
 mod btf;
 mod bypass;
+pub mod front;
 mod programs;
 mod ring_buffer;
 pub mod rss;
@@ -43,6 +44,9 @@ const ROUTED: u32 = 0x4e49_4302;
 
 /// Mark on frames that are injected: the kernel gets them whatever the steering does with their connection.
 const INJECTED: u32 = 0x4e49_4303;
+
+/// Mark on frames that large receive in front of a device gives to it ([`front`]): they are not taken again.
+const AGGREGATED: u32 = 0x4e49_4304;
 
 /// Index of the loopback device in every network namespace.
 pub const LOOPBACK: u32 = 1;

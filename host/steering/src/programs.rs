@@ -4,7 +4,7 @@
 //! the flow's key as this host sees it, and look it up.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{FURTHER, INJECT, INJECTED, LOOPBACK, MARK, ROUTED, Steer};
+use crate::{AGGREGATED, FURTHER, INJECT, INJECTED, LOOPBACK, MARK, ROUTED, Steer};
 use std::os::fd::BorrowedFd;
 
 /// Bytes of the map's key.
@@ -205,11 +205,12 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
 }
 
 /// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
-/// that is injected. The kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
+/// that is injected, and no aggregates: their segments were received here, too. The kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
 pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "unknown");
+    a.jump_if(R::R2, AGGREGATED as i32, "unknown");
     find(&mut a, Way::Incoming, flows);
     comes_here(&mut a, devices);
     a.label("whole").set(R::R0, -1).exit();

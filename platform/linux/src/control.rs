@@ -65,6 +65,17 @@ impl Channel {
         Ok(Channel { fd })
     }
 
+    /// Connects to a listener of [`Listener::bind_name`].
+    ///
+    /// # Errors
+    /// The failed system call's: `ConnectionRefused` if nobody listens.
+    pub fn connect_name(name: &str) -> io::Result<Channel> {
+        let fd = unix_socket()?;
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+        retry_on_intr(|| rustix::net::connect(&fd, &address))?;
+        Ok(Channel { fd })
+    }
+
     /// An end that was inherited or received.
     pub fn from_fd(fd: OwnedFd) -> Channel {
         Channel { fd }
@@ -182,7 +193,8 @@ impl From<Channel> for OwnedFd {
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
-    path: std::path::PathBuf,
+    /// None if it has a name instead.
+    path: Option<std::path::PathBuf>,
     /// Closed for a moment when this process has no other descriptor left, to turn a client away.
     spare: Mutex<Option<OwnedFd>>,
 }
@@ -210,7 +222,19 @@ impl Listener {
         // do is decided by what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 64)?;
-        Ok(Listener { fd, path: path.to_owned(), spare: Mutex::new(spare()) })
+        Ok(Listener { fd, path: Some(path.to_owned()), spare: Mutex::new(spare()) })
+    }
+
+    /// Listens at a name of the network namespace (an abstract address), which no file stands for: it is free again as soon as the
+    /// process has ended, however it ends.
+    ///
+    /// # Errors
+    /// `AddrInUse` if another process listens there, else the system's.
+    pub fn bind_name(name: &str) -> io::Result<Listener> {
+        let fd = unix_socket()?;
+        rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+        rustix::net::listen(&fd, 64)?;
+        Ok(Listener { fd, path: None, spare: Mutex::new(spare()) })
     }
 
     /// Waits for the next connection and accepts it. If this process has no descriptor left, the connection is closed instead,
@@ -242,6 +266,8 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        if let Some(path) = &self.path {
+            let _ = std::fs::remove_file(path);
+        }
     }
 }

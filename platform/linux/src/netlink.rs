@@ -137,6 +137,8 @@ impl Netlink {
 /// Route groups that report changes of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of links' settings
 /// (rp_filter).
 pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18 | 1 << 23;
+/// The route group that reports changes of links.
+pub const LINK_CHANGES: u32 = 0x1;
 /// The route group that reports changes of queueing disciplines and filters (tc).
 pub const TRAFFIC_CONTROL_CHANGES: u32 = 0x8;
 /// The groups that report changes of IPsec policies, and policies that expire.

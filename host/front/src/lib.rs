@@ -1,0 +1,289 @@
+//! The NIC's large receive in front of a device that the kernel keeps, for connections that the kernel runs.
+//!
+//! The device keeps its addresses, routes, neighbours, queueing disciplines and firewall: segments are taken at its ingress
+//! ([`baton_steering::front`]), merged by the code of the inline shape ([`baton_lro`]), and come back at the same place by a TAP, as
+//! if the device had received the aggregates. Everything ends with the process, however it ends, since programs and TAP live as
+//! long as its descriptors.
+#![forbid(unsafe_code)]
+
+mod merger;
+pub mod status;
+
+use anyhow::{Context, Result, bail};
+use baton_linux::control::Listener;
+use baton_linux::events::{Poller, Trigger, monotonic_nanos};
+use baton_linux::interface::{self, TapOptions};
+use baton_linux::netlink::{Changes, LINK_CHANGES, Netlink, ROUTE};
+use baton_linux::{process, rtnetlink};
+use baton_lro::LroSettings;
+use baton_steering::front::Front;
+use merger::Merger;
+use status::{Clients, Figures, Status};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+/// Frames between two looks at the clock.
+const BATCH: usize = 64;
+/// How often the heartbeat is published at least while the process sleeps, in nanoseconds.
+const IDLE_BEAT: u64 = 10_000_000;
+/// How often it is published at most, in nanoseconds.
+const BEAT: u64 = 500_000;
+/// How often signals, clients and links are looked at under load, in nanoseconds.
+const LOOK: u64 = 10_000_000;
+/// How long an empty ring is polled before the process sleeps, in nanoseconds.
+const SPIN: u64 = 20_000;
+/// A frame that is decided about at one moment is in the ring so many nanoseconds later.
+const MARGIN: u64 = 20_000;
+
+const SIGNAL: u64 = 0;
+const FRAMES: u64 = 1;
+const LINKS: u64 = 2;
+const CLIENT: u64 = 3;
+
+/// Large receive at a device, until this is dropped.
+pub struct Attached {
+    device: String,
+    index: u32,
+    tap: String,
+    tap_index: u32,
+    front: Front,
+    merger: Merger,
+    settings: LroSettings,
+    clients: Clients,
+    links: Changes,
+    signals: OwnedFd,
+    poller: Poller,
+    /// When the heartbeat was published last.
+    beat: u64,
+    /// Times that the filter took this process for dead, and frames in the ring that were lost thereby.
+    lapses: u64,
+    lost: u64,
+}
+
+impl Attached {
+    /// Puts large receive in front of a device of the calling thread's network namespace. Nothing is taken before
+    /// [`Attached::run`].
+    ///
+    /// # Errors
+    /// If there is no such device, it is not of a kind that wins by this, another process is attached there, or this process may
+    /// not or the kernel cannot; the message says what to do.
+    pub fn attach(device: &str, settings: LroSettings) -> Result<Attached> {
+        baton_steering::supported()?;
+        let netlink = rtnetlink::open()?;
+        let index = suitable(&netlink, device)?;
+        // Before anything is made, so that two at the same time do not both begin.
+        let listener = listen(device, index)?;
+        // From here on signals wait: everything is taken down in order.
+        let signals = process::signal_descriptor(&process::ENDING)?;
+        let options = TapOptions { segmentation: true, ..TapOptions::default() };
+        let tap = interface::open_tap("baton-in%d", options).context("making the TAP by which merged segments come back")?;
+        let name = interface::tap_name(tap.as_fd())?;
+        let tap_index = set_up(&netlink, &name).with_context(|| format!("setting up {name}"))?;
+        let links = Changes::listen(ROUTE, LINK_CHANGES)?;
+        let front = Front::attach(index, tap_index).with_context(|| format!("at the ingress of {device}"))?;
+        let poller = Poller::new()?;
+        poller.add(signals.as_fd(), SIGNAL, Trigger::Readable)?;
+        poller.add(front.fd(), FRAMES, Trigger::Readable)?;
+        poller.add(links.as_fd(), LINKS, Trigger::Readable)?;
+        let clients = Clients::new(listener, &poller, CLIENT)?;
+        Ok(Attached {
+            device: device.into(),
+            index,
+            tap: name,
+            tap_index,
+            front,
+            merger: Merger::new(settings, tap, monotonic_nanos() / 1000)?,
+            settings,
+            clients,
+            links,
+            signals,
+            poller,
+            beat: 0,
+            lapses: 0,
+            lost: 0,
+        })
+    }
+
+    /// The TAP by which merged segments come back.
+    pub fn tap(&self) -> &str {
+        &self.tap
+    }
+
+    /// Merges until a signal asks it to end. Returns what it has done.
+    ///
+    /// # Errors
+    /// If the device or the TAP is gone.
+    pub fn run(mut self) -> Result<Figures> {
+        // Time-outs of large receive are tens of microseconds.
+        process::wake_in_time();
+        self.publish(monotonic_nanos());
+        let (mut worked, mut looked) = (self.beat, self.beat);
+        loop {
+            let now = monotonic_nanos();
+            self.live(now);
+            let got = self.batch(now);
+            if now - looked >= LOOK {
+                looked = now;
+                if self.look(Duration::ZERO)? {
+                    return Ok(self.end());
+                }
+            }
+            if got > 0 {
+                worked = now;
+                continue;
+            }
+            if self.merger.next_expiry().is_none() {
+                self.front.clear_until(now.saturating_sub(MARGIN));
+            }
+            if now - worked < SPIN {
+                std::hint::spin_loop();
+            } else if self.front.sleeps() {
+                let looks = self.look(self.most_sleep(now));
+                self.front.wakes();
+                looked = now;
+                if looks? {
+                    return Ok(self.end());
+                }
+            }
+        }
+    }
+
+    /// Publishes the heartbeat when it is time. If that is too late, the filter has given frames to the kernel which came later
+    /// than those in the ring: these are out of date, and lost.
+    #[inline]
+    fn live(&mut self, now: u64) {
+        let age = now - self.beat;
+        if age < BEAT {
+            return;
+        }
+        if age >= baton_steering::front::DEAD_AFTER {
+            self.lapses += 1;
+            while self.front.receive(|_| ()) {
+                self.lost += 1;
+            }
+            self.lost += self.merger.forget(now / 1000);
+        }
+        self.publish(now);
+    }
+
+    fn publish(&mut self, now: u64) {
+        self.beat = now;
+        self.front.beat(now);
+    }
+
+    /// Merges up to a batch of frames, and gives to the kernel what is due. Returns the number of frames.
+    #[inline]
+    fn batch(&mut self, now: u64) -> usize {
+        let (front, merger) = (&mut self.front, &mut self.merger);
+        let mut got = 0;
+        while got < BATCH && front.receive(|taken| merger.receive(taken, now / 1000)) {
+            got += 1;
+        }
+        merger.expire(now / 1000);
+        got
+    }
+
+    fn most_sleep(&self, now: u64) -> Duration {
+        let beat = (self.beat + IDLE_BEAT).saturating_sub(now);
+        let due = self.merger.next_expiry().map_or(u64::MAX, |due| (due * 1000).saturating_sub(now));
+        Duration::from_nanos(beat.min(due))
+    }
+
+    /// Waits, and looks after everything but frames. Returns whether to end.
+    fn look(&mut self, wait: Duration) -> Result<bool> {
+        let mut ready = Vec::new();
+        self.poller.wait(Some(wait), &mut ready)?;
+        for token in ready {
+            match token {
+                SIGNAL => {
+                    process::take_signals(&self.signals);
+                    return Ok(true);
+                }
+                FRAMES => {}
+                LINKS => self.check_links()?,
+                _ => {
+                    let status = self.status();
+                    self.clients.serve(&status);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Checks that device and TAP are there.
+    fn check_links(&self) -> Result<()> {
+        if !self.links.any() {
+            return Ok(());
+        }
+        let netlink = rtnetlink::open()?;
+        match rtnetlink::link_at(&netlink, self.index) {
+            Err(error) if is_gone(&error) => bail!("device {} is gone: it was removed, or is in another namespace", self.device),
+            other => other?,
+        };
+        match rtnetlink::link_at(&netlink, self.tap_index) {
+            Ok(link) if link.up => Ok(()),
+            Err(error) if !is_gone(&error) => Err(error.into()),
+            _ => bail!("{} was removed or taken down: without it merged segments cannot come back to {}", self.tap, self.device),
+        }
+    }
+
+    /// Takes nothing any more, and gives to the kernel what waits.
+    fn end(mut self) -> Figures {
+        self.front.stop();
+        while self.batch(monotonic_nanos()) > 0 {}
+        self.merger.flush(monotonic_nanos() / 1000);
+        self.figures()
+    }
+
+    fn figures(&self) -> Figures {
+        Figures { dropped: self.front.dropped(), lapses: self.lapses, lost: self.lost, ..self.merger.figures() }
+    }
+
+    fn status(&self) -> Status {
+        Status {
+            device: self.device.clone(),
+            tap: self.tap.clone(),
+            process: std::process::id(),
+            settings: self.settings,
+            figures: self.figures(),
+        }
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    const ENODEV: i32 = 19;
+    error.raw_os_error() == Some(ENODEV)
+}
+
+/// Index of a device, if large receive in front of it makes sense.
+fn suitable(netlink: &Netlink, device: &str) -> Result<u32> {
+    let link = match rtnetlink::link(netlink, device) {
+        Err(error) if is_gone(&error) => bail!("there is no device {device} in this network namespace; `ip link` lists those there are"),
+        other => other.with_context(|| format!("looking up {device}"))?,
+    };
+    match link.kind {
+        rtnetlink::ETHERNET => Ok(link.index),
+        rtnetlink::LOOPBACK => bail!("{device} is the loopback device: what it carries is merged already (frames of 64 KB)"),
+        _ => bail!("{device} has no Ethernet headers: large receive works in front of Ethernet devices only"),
+    }
+}
+
+fn listen(device: &str, index: u32) -> Result<Listener> {
+    match Listener::bind_name(&status::name(index)) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let by = status::process_at(index).map_or_else(String::new, |process| format!(" (process {process})"));
+            bail!("another `baton nic attach`{by} is at {device} already; `baton nic detach {device}` ends it")
+        }
+        other => other.context("listening for `baton nic attach --list`"),
+    }
+}
+
+/// Prepares the TAP: nothing of the kernel's own leaves by it.
+fn set_up(netlink: &Netlink, name: &str) -> io::Result<u32> {
+    // It needs no addresses. Without IPv6 the file is missing.
+    let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+    let link = rtnetlink::link(netlink, name)?;
+    rtnetlink::set_up(netlink, link.index, None, None)?;
+    Ok(link.index)
+}
