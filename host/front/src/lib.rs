@@ -36,6 +36,9 @@ const SPIN: u64 = 20_000;
 /// A frame that is decided about at one moment is in the ring so many nanoseconds later.
 const MARGIN: u64 = 20_000;
 
+/// Nice value: others run before this process only if they are as urgent.
+const PRIORITY: i32 = -15;
+
 const SIGNAL: u64 = 0;
 const FRAMES: u64 = 1;
 const LINKS: u64 = 2;
@@ -117,6 +120,8 @@ impl Attached {
     pub fn run(mut self) -> Result<Figures> {
         // Time-outs of large receive are tens of microseconds.
         process::wake_in_time();
+        // Whoever uses the device waits for this process as for an interrupt.
+        process::raise_priority(PRIORITY);
         self.publish(monotonic_nanos());
         let (mut worked, mut looked) = (self.beat, self.beat);
         loop {
@@ -163,6 +168,7 @@ impl Attached {
                 self.lost += 1;
             }
             self.lost += self.merger.forget(now / 1000);
+            self.front.clear_until(now);
         }
         self.publish(now);
     }
@@ -259,7 +265,9 @@ fn is_gone(error: &io::Error) -> bool {
 /// Index of a device, if large receive in front of it makes sense.
 fn suitable(netlink: &Netlink, device: &str) -> Result<u32> {
     let link = match rtnetlink::link(netlink, device) {
-        Err(error) if is_gone(&error) => bail!("there is no device {device} in this network namespace; `ip link` lists those there are"),
+        Err(error) if is_gone(&error) => {
+            bail!("there is no device {device} in this network namespace; `ip link` lists those there are")
+        }
         other => other.with_context(|| format!("looking up {device}"))?,
     };
     match link.kind {

@@ -6,8 +6,8 @@ use baton_device::{Checksum, Device, Frame, MAX_FRAME, Segmentation};
 use baton_linux::process;
 use baton_lro::{Lro, LroSettings};
 use baton_steering::front::{Summed, Taken};
-use baton_wire::Flags;
 use baton_wire::frame::TCP_CHECKSUM;
+use baton_wire::{Flags, FlowKey, TcpFrame};
 use std::io;
 use std::os::fd::OwnedFd;
 
@@ -43,6 +43,12 @@ impl Merger {
         let Merger { lro, tap, frame, figures } = self;
         fill(frame, &taken);
         figures.taken += 1;
+        if taken.starts
+            && let Ok(parsed) = TcpFrame::parse(taken.bytes)
+        {
+            // The connection's segments since the last one here have gone another way: no gap is to be waited for.
+            lro.flush(&FlowKey::from(&parsed.flow), now, &mut |frame| give(tap, figures, frame));
+        }
         lro.receive(frame, now, &mut |frame| give(tap, figures, frame));
     }
 

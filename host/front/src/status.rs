@@ -135,7 +135,9 @@ pub fn list() -> Result<Vec<Status>> {
 pub fn detach(device: &str) -> Result<u32> {
     let netlink = rtnetlink::open()?;
     let index = rtnetlink::link(&netlink, device)
-        .with_context(|| format!("there is no device {device} in this network namespace; `baton nic attach --list` shows what is attached"))?
+        .with_context(|| {
+            format!("there is no device {device} in this network namespace; `baton nic attach --list` shows what is attached")
+        })?
         .index;
     let Some(number) = process_at(index) else {
         bail!("nothing is attached to {device}; `baton nic attach --list` shows what is attached")
@@ -143,7 +145,9 @@ pub fn detach(device: &str) -> Result<u32> {
     let process = process::open_process(number).with_context(|| format!("process {number}"))?;
     process::signal(number, TERM).with_context(|| format!("ending process {number}, which is attached to {device}"))?;
     if !is_readable(&process, PATIENCE)? {
-        bail!("process {number}, which is attached to {device}, does not end: it is stopped (`kill -CONT {number}`, or `kill -KILL {number}`)");
+        bail!(
+            "process {number}, which is attached to {device}, does not end: it is stopped (`kill -CONT {number}`, or `kill -KILL {number}`)"
+        );
     }
     Ok(number)
 }

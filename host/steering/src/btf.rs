@@ -67,9 +67,8 @@ impl<'a> Types<'a> {
 
     /// The number of the type with this kind and name.
     fn find(&self, wanted: u32, name: &str) -> Option<usize> {
-        let matches = |number: &usize| {
-            self.head(*number).is_some_and(|(named, kind, _)| kind == wanted && self.is_named(named, name))
-        };
+        let matches =
+            |number: &usize| self.head(*number).is_some_and(|(named, kind, _)| kind == wanted && self.is_named(named, name));
         (1..self.starts.len()).find(matches)
     }
 
@@ -93,9 +92,8 @@ impl<'a> Types<'a> {
 
 /// The description of the running kernel's types.
 fn running() -> io::Result<Vec<u8>> {
-    std::fs::read(PATH).map_err(|error| {
-        unsupported(format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)"))
-    })
+    std::fs::read(PATH)
+        .map_err(|error| unsupported(format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)")))
 }
 
 fn unsupported(why: String) -> io::Error {

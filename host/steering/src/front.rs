@@ -48,7 +48,7 @@ const DROPPED: usize = 128;
 const SHARED: usize = 4096;
 
 /// Bytes in front of each frame in the ring: length (4), state of the checksum (4), size of the segments that the frame stands
-/// for (2), offsets of the TCP header (2) and of the payload (2), unused (2).
+/// for (2), offsets of the TCP header (2) and of the payload (2), whether earlier segments of the connection have passed (2).
 const HEAD: i32 = 16;
 /// Room for a frame in a record, the least that fits it: Ethernet's MTU and a tag, jumbo frames, whatever the kernel merges.
 const ROOMS: [i32; 3] = [1520, 9216 + 32, 65_535 + 14];
@@ -68,6 +68,7 @@ const ENTRY: i16 = -88;
 const TCP_AT: i16 = -92;
 const PAYLOAD_AT: i16 = -96;
 const BARRIER: i16 = -104;
+const STARTS: i16 = -112;
 
 /// `TCX_NEXT`, `TC_ACT_SHOT`, `BPF_F_INGRESS`.
 const NEXT: i32 = -1;
@@ -109,6 +110,8 @@ pub struct Taken<'a> {
     pub tcp_at: u16,
     /// Offset of the payload.
     pub payload_at: u16,
+    /// It is the first of its connection that is taken, since others have passed.
+    pub starts: bool,
 }
 
 impl<'a> Taken<'a> {
@@ -122,7 +125,7 @@ impl<'a> Taken<'a> {
             _ => Summed::Unknown,
         };
         let bytes = record.get(HEAD as usize..HEAD as usize + length)?;
-        Some(Taken { bytes, summed, segment_size: half(8)?, tcp_at: half(10)?, payload_at: half(12)? })
+        Some(Taken { bytes, summed, segment_size: half(8)?, tcp_at: half(10)?, payload_at: half(12)?, starts: half(14)? != 0 })
     }
 }
 
@@ -300,7 +303,7 @@ fn read_segment(a: &mut Assembler) {
 
 /// Decides whether the segment is taken: goes on if so, else jumps to `pass`.
 fn decide(a: &mut Assembler, maps: Maps<'_>) {
-    a.call(Helper::MonotonicNanoseconds).mov(R::R8, R::R0);
+    a.store_word(R::R10, STARTS, 0).call(Helper::MonotonicNanoseconds).mov(R::R8, R::R0);
     a.map_value(R::R1, maps.shared, HEARTBEAT as i32).load(Size::Double, R::R1, R::R1, 0);
     a.mov(R::R2, R::R8).subtract_register(R::R2, R::R1).jump_if_greater(R::R2, DEAD_AFTER as i32, "pass");
     a.map(R::R1, maps.flows).mov(R::R2, R::R10).add(R::R2, i32::from(ENTRY)).call(Helper::MapLookup).jump_if(R::R0, 0, "pass");
@@ -312,7 +315,8 @@ fn decide(a: &mut Assembler, maps: Maps<'_>) {
     a.jump_unless_below_register(R::R1, R::R4, "take").set(R::R3, 0);
     a.label("counting").load(Size::Word, R::R4, R::R6, SEGMENT_SIZE).jump_unless(R::R4, 0, "unlike");
     a.jump_if_below(R::R7, LEAST, "unlike").jump_if_above(R::R2, CLOSE, "first");
-    a.add(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3).jump_if_below(R::R3, ENOUGH, "pass").jump("take");
+    a.add(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3).jump_if_below(R::R3, ENOUGH, "pass");
+    a.store_word(R::R10, STARTS, 1).jump("take");
     a.label("first").set(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3).jump("pass");
     // Merged already, or a small message.
     a.label("unlike").set(R::R3, 0).store(Size::Double, R::R0, COUNT, R::R3).jump("pass");
@@ -342,6 +346,7 @@ fn put(a: &mut Assembler, maps: Maps<'_>, room: i32, summed: i32, labels: &Label
     a.load(Size::Word, R::R1, R::R6, SEGMENT_SIZE).store(Size::Half, R::R9, 8, R::R1);
     a.load(Size::Word, R::R1, R::R10, TCP_AT).store(Size::Half, R::R9, 10, R::R1);
     a.load(Size::Word, R::R1, R::R10, PAYLOAD_AT).store(Size::Half, R::R9, 12, R::R1);
+    a.load(Size::Word, R::R1, R::R10, STARTS).store(Size::Half, R::R9, 14, R::R1);
     a.mov(R::R1, R::R6).set(R::R2, 0).mov(R::R3, R::R9).add(R::R3, HEAD).mov(R::R4, R::R8).call(Helper::LoadBytes);
     a.jump_unless(R::R0, 0, labels.spoilt);
     // See `Front::sleeps`.

@@ -152,6 +152,11 @@ pub fn wake_in_time() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
 }
 
+/// Sets the nice value of the calling thread, if it has the right to. Returns whether it worked.
+pub fn raise_priority(nice: i32) -> bool {
+    rustix::process::setpriority_process(None, nice).is_ok()
+}
+
 /// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel (rseq).
 #[inline]
 pub fn current_cpu() -> usize {

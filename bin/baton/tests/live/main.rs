@@ -11,6 +11,7 @@ mod containers;
 mod copy;
 mod events;
 mod filter;
+mod front;
 mod full;
 mod growth;
 mod hostile;

@@ -1,0 +1,336 @@
+//! `baton nic attach`: large receive in front of a device that the kernel keeps, on a veth between two hosts without Baton.
+
+use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, TestbedSettings, address_a, counter, without_baton};
+use baton_linux::events::monotonic_micros;
+use baton_linux::namespace::Namespace;
+use baton_linux::{interface, process, rtnetlink};
+use baton_sim::stream;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const KEY: u64 = 77;
+const PIECE: usize = 1 << 17;
+
+/// Two hosts. Host B cuts what it sends into segments itself, as a host behind a cable does.
+fn hosts() -> [Namespace; 2] {
+    let [a, b] = without_baton(&TestbedSettings::default()).expect("two test hosts (root is needed)");
+    b.run(|| interface::set_segmentation(INTERFACE_B, false)).expect("segmentation off");
+    a.run(|| interface::set_gro(INTERFACE_A, false)).expect("GRO off");
+    [a, b]
+}
+
+fn baton(host: &Namespace, words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    let command = command.args(words).stdout(Stdio::piped()).stderr(Stdio::piped());
+    host.spawn(command).expect("baton").wait_with_output().expect("its end")
+}
+
+/// Runs a command that must fail, and returns what it says.
+fn refused(host: &Namespace, words: &[&str]) -> String {
+    let output = baton(host, words);
+    assert!(!output.status.success(), "{words:?} worked");
+    String::from_utf8(output.stderr).expect("text")
+}
+
+/// `baton nic attach` on host A.
+struct Attached {
+    process: Child,
+    says: BufReader<ChildStdout>,
+}
+
+impl Attached {
+    fn new(host: &Namespace, settings: &[&str]) -> Attached {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let command = command.args(["nic", "attach", INTERFACE_A]).args(settings).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = host.spawn(command).expect("baton nic attach");
+        let mut says = BufReader::new(process.stdout.take().expect("its output"));
+        let mut line = String::new();
+        says.read_line(&mut line).expect("a line");
+        assert!(line.starts_with("attached to"), "it said {line:?}");
+        Attached { process, says }
+    }
+
+    fn signal(&self, signal: i32) {
+        process::signal(self.process.id(), signal).expect("a signal");
+    }
+
+    /// Waits for its end. Returns whether that was orderly, and what it said meanwhile.
+    fn ended(mut self) -> (bool, String) {
+        let mut text = String::new();
+        self.says.read_to_string(&mut text).expect("output");
+        self.process.stderr.take().expect("errors").read_to_string(&mut text).expect("errors");
+        (self.process.wait().expect("its end").success(), text)
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The figures of the only attached process.
+fn figures(host: &Namespace) -> serde_json::Value {
+    let output = baton(host, &["nic", "attach", "--list", "--json"]);
+    let text = String::from_utf8(output.stdout).expect("text");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut all: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(all.len(), 1, "{text}");
+    all.remove(0)["figures"].take()
+}
+
+fn figure(host: &Namespace, name: &str) -> u64 {
+    figures(host)[name].as_u64().expect("a number")
+}
+
+/// Progress of a transfer from host B to host A.
+#[derive(Default)]
+struct Progress {
+    received: AtomicU64,
+    stop: AtomicBool,
+    /// Longest time between two reads since it was last taken, in microseconds.
+    stall: AtomicU64,
+}
+
+impl Progress {
+    fn await_bytes(&self, more: u64) {
+        let goal = self.received.load(Ordering::Relaxed) + more;
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.received.load(Ordering::Relaxed) < goal {
+            assert!(Instant::now() < deadline, "the transfer stands still");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn take_stall(&self) -> u64 {
+        self.stall.swap(0, Ordering::Relaxed)
+    }
+}
+
+/// Ends a transfer whose test fails in the middle of it.
+struct EndsOnPanic<'a>(&'a Progress);
+
+impl Drop for EndsOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+fn send(mut connection: TcpStream, most: u64, progress: &Progress) {
+    let mut piece = vec![0; PIECE];
+    let mut sent = 0;
+    while sent < most && !progress.stop.load(Ordering::Relaxed) {
+        stream::fill(KEY, sent, &mut piece);
+        connection.write_all(&piece).expect("the connection breaks");
+        sent += PIECE as u64;
+    }
+}
+
+fn receive(mut connection: TcpStream, progress: &Progress) {
+    let mut buffer = vec![0; PIECE];
+    let mut last = monotonic_micros();
+    loop {
+        let got = connection.read(&mut buffer).expect("the connection breaks");
+        let now = monotonic_micros();
+        progress.stall.fetch_max(now - last, Ordering::Relaxed);
+        last = now;
+        let received = progress.received.load(Ordering::Relaxed);
+        assert_eq!(stream::mismatches(KEY, received, &buffer[..got]), 0, "wrong bytes after {received}");
+        progress.received.store(received + got as u64, Ordering::Relaxed);
+        if got == 0 {
+            return;
+        }
+    }
+}
+
+/// Sends up to `most` bytes from host B to host A while `meanwhile` runs, and checks them.
+fn transfer(hosts: &[Namespace; 2], address: IpAddr, most: u64, meanwhile: impl FnOnce(&Progress)) -> u64 {
+    let [a, b] = hosts;
+    let listener = a.run(|| TcpListener::bind(SocketAddr::new(address, 0))).expect("a listener");
+    let address = listener.local_addr().expect("its address");
+    let client = b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10))).expect("a connection");
+    let (server, _) = listener.accept().expect("its other end");
+    server.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
+    let progress = Progress::default();
+    std::thread::scope(|scope| {
+        scope.spawn(|| send(client, most, &progress));
+        let receiver = scope.spawn(|| receive(server, &progress));
+        let guard = EndsOnPanic(&progress);
+        meanwhile(&progress);
+        drop(guard);
+        receiver.join().expect("every byte");
+    });
+    progress.received.into_inner()
+}
+
+/// Segments that host B has sent, and has sent again.
+fn sent(b: &Namespace) -> [u64; 2] {
+    ["OutSegs", "RetransSegs"].map(|name| counter(b, "snmp", "Tcp:", name).expect("a counter"))
+}
+
+/// Names of a host's devices.
+fn devices(host: &Namespace) -> usize {
+    host.run(|| rtnetlink::links(&rtnetlink::open()?)).expect("its links").len()
+}
+
+#[test]
+fn segments_are_merged_and_none_is_lost_or_reordered() {
+    const BYTES: u64 = 200 << 20;
+    for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
+        let hosts = hosts();
+        let before = sent(&hosts[1]);
+        let attached = Attached::new(&hosts[0], &[mode]);
+        let received = transfer(&hosts, address_a(ipv6), BYTES, |_| ());
+        assert_eq!(received, BYTES);
+        let after = sent(&hosts[1]);
+        let [taken, given, aggregates] = ["taken", "given", "aggregates"].map(|name| figure(&hosts[0], name));
+        let (segments, again) = (after[0] - before[0], after[1] - before[1]);
+        println!("{mode} IPv6 {ipv6}: {segments} segments, {again} again; {taken} in, {given} out, {aggregates} merged");
+        assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
+        assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
+        assert!(again * 1000 < segments, "{again} of {segments} segments were sent again");
+        drop(attached);
+    }
+}
+
+/// A small message and its answer do not wait for the process.
+#[test]
+fn small_messages_pass() {
+    let hosts = hosts();
+    let attached = Attached::new(&hosts[0], &[]);
+    let [a, b] = &hosts;
+    let listener = a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 0))).expect("a listener");
+    let address = listener.local_addr().expect("its address");
+    let mut client = b.run(|| TcpStream::connect(address)).expect("a connection");
+    let (mut server, _) = listener.accept().expect("its other end");
+    for _ in 0..1000 {
+        let mut message = [0; 64];
+        client.write_all(&message).expect("a request");
+        server.read_exact(&mut message).expect("the request");
+        server.write_all(&message).expect("an answer");
+        client.read_exact(&mut message).expect("the answer");
+    }
+    assert_eq!(figure(a, "taken"), 0);
+    drop(attached);
+}
+
+/// The transfer goes on at once when the process is killed, and within a third of a second when it is stopped. It merges again
+/// when it goes on, or the next one does.
+#[test]
+fn a_dead_process_is_passed_by() {
+    let hosts = hosts();
+    let before = devices(&hosts[0]);
+    let mut attached = Attached::new(&hosts[0], &[]);
+    transfer(&hosts, address_a(false), u64::MAX, |progress| {
+        for round in 0..4 {
+            progress.await_bytes(30 << 20);
+            let taken = figure(&hosts[0], "taken");
+            progress.take_stall();
+            attached.signal(libc::SIGSTOP);
+            progress.await_bytes(60 << 20);
+            println!("round {round}: stopped, {} ms without a byte", progress.take_stall() / 1000);
+            let error = refused(&hosts[0], &["nic", "attach", "--list"]);
+            assert!(error.contains("does not answer"), "{error}");
+            attached.signal(libc::SIGCONT);
+            progress.await_bytes(60 << 20);
+            assert!(figure(&hosts[0], "taken") > taken, "it takes nothing after it was stopped");
+            progress.take_stall();
+            attached.signal(libc::SIGKILL);
+            progress.await_bytes(60 << 20);
+            let stall = progress.take_stall() / 1000;
+            println!("round {round}: killed, {stall} ms without a byte");
+            assert!(stall < 300, "{stall} ms without a byte after it was killed");
+            attached = Attached::new(&hosts[0], &[]);
+        }
+        progress.stop.store(true, Ordering::Relaxed);
+    });
+    drop(attached);
+    assert_eq!(devices(&hosts[0]), before, "a device was left behind");
+}
+
+#[test]
+fn detaching_and_changes_of_the_device_disturb_nothing() {
+    let hosts = hosts();
+    let before = devices(&hosts[0]);
+    let sent_before = sent(&hosts[1]);
+    transfer(&hosts, address_a(false), u64::MAX, |progress| {
+        for mtu in [9000, 1500, 1400] {
+            let attached = Attached::new(&hosts[0], &[]);
+            progress.await_bytes(30 << 20);
+            for (host, name) in hosts.iter().zip([INTERFACE_A, INTERFACE_B]) {
+                let set = || {
+                    let netlink = rtnetlink::open()?;
+                    let link = rtnetlink::link(&netlink, name)?;
+                    rtnetlink::set_up(&netlink, link.index, None, Some(mtu))?;
+                    rtnetlink::add_address(&netlink, link.index, IpAddr::from([10, 78, 0, 1]), 24)
+                };
+                host.run(set).expect("another MTU and another address");
+            }
+            let taken = figure(&hosts[0], "taken");
+            progress.await_bytes(30 << 20);
+            assert!(figure(&hosts[0], "taken") > taken, "it takes nothing with an MTU of {mtu}");
+            progress.take_stall();
+            let output = baton(&hosts[0], &["nic", "detach", INTERFACE_A]);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            let (orderly, text) = attached.ended();
+            assert!(orderly && text.contains("detached from"), "{text}");
+            assert_eq!(devices(&hosts[0]), before, "a device was left behind");
+            progress.await_bytes(30 << 20);
+            let stall = progress.take_stall() / 1000;
+            println!("MTU {mtu}: {stall} ms without a byte; {text}");
+            assert!(stall < 300, "{stall} ms without a byte after the detach");
+        }
+        progress.stop.store(true, Ordering::Relaxed);
+    });
+    let after = sent(&hosts[1]);
+    let (segments, again) = (after[0] - sent_before[0], after[1] - sent_before[1]);
+    println!("{again} of {segments} segments were sent again");
+    assert!(again * 200 < segments, "{again} of {segments} segments were sent again");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let hosts = hosts();
+    let host = &hosts[0];
+    for (words, says) in [
+        (&["nic", "attach", "nosuch0"][..], "no device nosuch0"),
+        (&["nic", "attach", "lo"], "loopback"),
+        (&["nic", "attach", INTERFACE_A, "tso=on"], "only large receive"),
+        (&["nic", "attach", INTERFACE_A, "lro=off"], "nothing would be merged"),
+        (&["nic", "attach", INTERFACE_A, "lro=maybe"], "off, in-order, reorder"),
+        (&["nic", "detach", INTERFACE_A], "nothing is attached"),
+        (&["nic", "detach", "nosuch0"], "no device nosuch0"),
+    ] {
+        let error = refused(host, words);
+        assert!(error.contains(says), "{words:?}: {error}");
+    }
+    let output = baton(host, &["nic", "attach", "--list"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "nothing is attached in this network namespace\n");
+    let attached = Attached::new(host, &["lro=reorder", "lro-usecs=300"]);
+    let error = refused(host, &["nic", "attach", INTERFACE_A]);
+    assert!(error.contains("another `baton nic attach` (process"), "{error}");
+    let output = baton(host, &["nic", "attach", "--list"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("lro=reorder lro-usecs=300") && text.contains(INTERFACE_A), "{text}");
+    drop(attached);
+    // What was killed is in nobody's way.
+    drop(Attached::new(host, &[]));
+}
+
+#[test]
+fn it_ends_with_its_device() {
+    let hosts = hosts();
+    let attached = Attached::new(&hosts[0], &[]);
+    // The other end of a veth goes with the namespace of this one.
+    let [host_a, host_b] = hosts;
+    drop(host_b);
+    let (orderly, text) = attached.ended();
+    assert!(!orderly && text.contains("is gone"), "{text}");
+    drop(host_a);
+}
