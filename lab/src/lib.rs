@@ -13,6 +13,7 @@ pub mod echo;
 pub mod equations;
 pub mod fast_path;
 pub mod filter;
+pub mod front;
 pub mod http;
 pub mod lro;
 pub mod messages;

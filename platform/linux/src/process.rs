@@ -232,15 +232,31 @@ pub fn wakeups(process: u32) -> Option<u64> {
 /// # Errors
 /// If /proc/stat is not there or not as expected.
 pub fn machine_nanos() -> io::Result<u64> {
+    let [user, nice, kernel] = busy_nanos("cpu")?;
+    Ok(user + nice + kernel)
+}
+
+/// As [`machine_nanos`], of one processor, without programs whose nice value is above 0.
+///
+/// # Errors
+/// See there.
+pub fn processor_nanos(processor: usize) -> io::Result<u64> {
+    let [user, _, kernel] = busy_nanos(&format!("cpu{processor}"))?;
+    Ok(user + kernel)
+}
+
+/// Times in user mode, in user mode of programs whose nice value is above 0, and in the kernel, from a line of /proc/stat.
+fn busy_nanos(line: &str) -> io::Result<[u64; 3]> {
     let text = std::fs::read_to_string("/proc/stat")?;
-    let ticks: Vec<u64> =
-        text.lines().next().unwrap_or_default().split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let rest = text.lines().find_map(|found| found.strip_prefix(line)?.strip_prefix(' ')).unwrap_or_default();
+    let ticks: Vec<u64> = rest.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     // The fourth and fifth are times without work.
     let [user, nice, system, _, _, interrupts, deferred, ..] = ticks[..] else {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the first line of /proc/stat has too few numbers"));
+        let message = format!("the line {line} of /proc/stat is missing or has too few numbers");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     };
     // A tick of /proc is 10 ms on every architecture that Baton runs on.
-    Ok((user + nice + system + interrupts + deferred) * 10_000_000)
+    Ok([user, nice, system + interrupts + deferred].map(|ticks| ticks * 10_000_000))
 }
 
 /// Process numbers of the kernel's NAPI threads of an interface.

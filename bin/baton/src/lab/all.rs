@@ -46,6 +46,11 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
                 |report| &report.bars,
             ),
         ),
+        section(
+            "attach",
+            "Large receive in front of a veth that the kernel keeps, the receiver's CPU; a connection in the kernel beside a Baton.",
+            Part::of(baton_lab::front::run(how.rounds, how.seconds, |line| eprintln!("{line}")), |report| &report.bars),
+        ),
     ];
     if let Some(path) = page {
         std::fs::write(path, page::html(&sections)).with_context(|| format!("writing {}", path.display()))?;

@@ -82,8 +82,17 @@ pub enum Bench {
         #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
         moves: u64,
     },
-    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves. Takes a quarter of an
-    /// hour.
+    /// Large receive in front of a veth that the kernel keeps (`baton nic attach`), over the veth alone: the receiver's CPU of a GB. And
+    /// what a bulk connection that stays in the kernel gets beside a Baton, over without one.
+    Attach {
+        #[command(flatten)]
+        how: Rounds,
+        /// Seconds of a round that are measured.
+        #[arg(long, default_value_t = 2.0)]
+        seconds: f64,
+    },
+    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves, attach. Takes a quarter of
+    /// an hour.
     All {
         #[command(flatten)]
         how: Beside,
@@ -204,7 +213,7 @@ pub struct Beside {
     pub rounds: usize,
     /// Seconds of a round that are measured.
     #[arg(long, default_value_t = 3.0)]
-    seconds: f64,
+    pub seconds: f64,
     /// Microseconds that the NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
@@ -255,6 +264,11 @@ pub fn run(what: &Bench) -> Result<bool> {
         Bench::Moves { how, moves } => {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::moves::run(*moves, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
+            print_bars(&report.bars, &report, how.json)
+        }
+        Bench::Attach { how, seconds } => {
+            baton_linux::namespace::become_root_if_needed()?;
+            let report = baton_lab::front::run(how.rounds, *seconds, |line| eprintln!("{line}"))?;
             print_bars(&report.bars, &report, how.json)
         }
         Bench::All { how, page } => all::run(how, page.as_deref()),
