@@ -3,7 +3,9 @@
 //!
 //! One connection in bulk over a veth between two hosts, the two ways in turn. The receiver's part is all that happens on one
 //! processor: its program runs there, and the kernel's receiving (receive packet steering). The sender and, in its turn, the
-//! attached process are on another. Programs whose nice value is above 0 do not count. The sender cuts its segments itself, and GRO is off, as on a card without large receive.
+//! attached process are on another. Programs whose nice value is above 0 do not count. The sender cuts its segments itself, and
+//! GRO is off, as on a card without large receive. It sends at the same rate in both turns: a processor that is never idle takes
+//! fewer interrupts, and where the rates differ that would be compared.
 
 use crate::bars::Bar;
 use crate::statistics::quantile;
@@ -24,6 +26,10 @@ const SENDER: usize = 0;
 const RECEIVER: usize = 1;
 /// Seconds before each measurement.
 const WARMING: f64 = 0.5;
+/// Gb/s that are sent where the receiver's CPU is compared.
+const RATE: f64 = 2.5;
+/// Longest time without a chance to send that is made up for, in microseconds.
+const LATE: f64 = 10_000.0;
 /// Bytes of a read or write.
 const PIECE: usize = 1 << 17;
 
@@ -32,7 +38,7 @@ const PIECE: usize = 1 << 17;
 pub struct Round {
     /// Payload that the receiver got, Gb/s.
     pub gigabits: f64,
-    /// CPU seconds per GB of the receiver's processor.
+    /// CPU seconds per GB of the receiver's processor: all the time that it is not idle.
     pub receiver: f64,
     /// Of the attached process, with what the kernel does while it writes; 0 without one.
     pub attached: f64,
@@ -73,7 +79,8 @@ pub fn run(rounds: usize, seconds: f64, progress: impl Fn(&str)) -> Result<Front
         for round in 0..rounds {
             for (way, rounds) in device.iter_mut().enumerate() {
                 let attached = (way == 1).then(|| Attached::new(&hosts[0])).transpose()?;
-                let measured = bulk(&hosts, seconds, attached.as_ref().map(|attached| attached.0.id()))?;
+                let measured =
+                    bulk([&hosts[0], &hosts[1]], seconds, Some(RATE), attached.as_ref().map(|attached| attached.0.id()))?;
                 progress(&line(round, ["plain", "attached"][way], &measured));
                 rounds.push(measured);
             }
@@ -84,7 +91,7 @@ pub fn run(rounds: usize, seconds: f64, progress: impl Fn(&str)) -> Result<Front
     for round in 0..rounds {
         for (way, rounds) in others.iter_mut().enumerate() {
             let hosts = if way == 0 { [&without[0], &without[1]] } else { [&bed.host_a, &bed.host_b] };
-            let measured = bulk_between(hosts, seconds, None)?;
+            let measured = bulk(hosts, seconds, None, None)?;
             progress(&line(round, ["no Baton", "beside a Baton"][way], &measured));
             rounds.push(measured);
         }
@@ -173,15 +180,11 @@ impl Drop for Attached {
     }
 }
 
-fn bulk(hosts: &[Namespace; 2], seconds: f64, attached: Option<u32>) -> Result<Round> {
-    bulk_between([&hosts[0], &hosts[1]], seconds, attached)
-}
-
 /// CPU times in nanoseconds and counts at a moment.
 struct Snapshot {
     micros: u64,
     bytes: u64,
-    receiver: u64,
+    spare: u64,
     attached: u64,
     machine: u64,
     segments: [u64; 2],
@@ -192,7 +195,7 @@ impl Snapshot {
         let segments = |name| counter(sender, "snmp", "Tcp:", name);
         Ok(Snapshot {
             segments: [segments("OutSegs")?, segments("RetransSegs")?],
-            receiver: process::processor_nanos(RECEIVER)?,
+            spare: process::spare_nanos(RECEIVER)?,
             machine: process::machine_nanos()?,
             attached: attached.and_then(process::cpu_nanos).unwrap_or(0),
             bytes: bytes.load(Ordering::Relaxed),
@@ -201,15 +204,15 @@ impl Snapshot {
     }
 }
 
-/// One round of a connection from the second host to the first.
-fn bulk_between([a, b]: [&Namespace; 2], seconds: f64, attached: Option<u32>) -> Result<Round> {
+/// One round of a connection from the second host to the first, at most at `rate` Gb/s.
+fn bulk([a, b]: [&Namespace; 2], seconds: f64, rate: Option<f64>, attached: Option<u32>) -> Result<Round> {
     let listener = a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 0)))?;
     let address = listener.local_addr()?;
     let client = b.run(|| TcpStream::connect(address))?;
     let (server, _) = listener.accept()?;
     let (bytes, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let (before, after) = std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send(client, &over));
+        let sender = scope.spawn(|| send(client, rate, &over));
         let receiver = scope.spawn(|| receive(server, &bytes));
         std::thread::sleep(Duration::from_secs_f64(WARMING));
         let before = Snapshot::take(&bytes, attached, b);
@@ -226,18 +229,25 @@ fn bulk_between([a, b]: [&Namespace; 2], seconds: f64, attached: Option<u32>) ->
     let segments = (after.segments[0] - before.segments[0]).max(1);
     Ok(Round {
         gigabits: got * 8.0 / 1e3 / (after.micros - before.micros) as f64,
-        receiver: each(|snapshot| snapshot.receiver),
+        receiver: each(|snapshot| snapshot.micros * 1000) - each(|snapshot| snapshot.spare),
         attached: each(|snapshot| snapshot.attached),
         machine: each(|snapshot| snapshot.machine),
         again: 100.0 * (after.segments[1] - before.segments[1]) as f64 / segments as f64,
     })
 }
 
-fn send(mut client: TcpStream, over: &AtomicBool) -> Result<()> {
+fn send(mut client: TcpStream, rate: Option<f64>, over: &AtomicBool) -> Result<()> {
     process::pin(0, SENDER);
+    process::wake_in_time();
     let piece = vec![0x5a; PIECE];
+    let mut due = monotonic_micros() as f64;
     while !over.load(Ordering::Relaxed) {
         client.write_all(&piece).context("the sender")?;
+        if let Some(rate) = rate {
+            let now = monotonic_micros() as f64;
+            due = due.max(now - LATE) + PIECE as f64 * 8.0 / 1e3 / rate;
+            std::thread::sleep(Duration::from_secs_f64((due - now).max(0.0) / 1e6));
+        }
     }
     Ok(())
 }

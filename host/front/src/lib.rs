@@ -29,10 +29,15 @@ const BATCH: usize = 64;
 const IDLE_BEAT: u64 = 10_000_000;
 /// How often it is published at most, in nanoseconds.
 const BEAT: u64 = 500_000;
+/// Longest time between two looks for aggregates that have waited long enough, in nanoseconds.
+const LATEST: u64 = 200_000;
 /// How often signals, clients and links are looked at under load, in nanoseconds.
 const LOOK: u64 = 10_000_000;
-/// How long an empty ring is polled before the process sleeps, in nanoseconds.
-const SPIN: u64 = 20_000;
+/// While frames come, an empty ring is looked at again after this time, so that each look finds several, and no frame has to wake
+/// the process. In nanoseconds.
+const NAP: u64 = 50_000;
+/// How long after the last frame that ends, in nanoseconds.
+const LINGER: u64 = 300_000;
 /// A frame that is decided about at one moment is in the ring so many nanoseconds later.
 const MARGIN: u64 = 20_000;
 
@@ -59,6 +64,8 @@ pub struct Attached {
     poller: Poller,
     /// When the heartbeat was published last.
     beat: u64,
+    /// When it was looked for aggregates that have waited long enough.
+    expired: u64,
     /// Times that the filter took this process for dead, and frames in the ring that were lost thereby.
     lapses: u64,
     lost: u64,
@@ -103,6 +110,7 @@ impl Attached {
             signals,
             poller,
             beat: 0,
+            expired: 0,
             lapses: 0,
             lost: 0,
         })
@@ -136,13 +144,15 @@ impl Attached {
             }
             if got > 0 {
                 worked = now;
+            }
+            if got == BATCH {
                 continue;
             }
-            if self.merger.next_expiry().is_none() {
+            if self.merger.next_expiry().is_none() && self.front.is_empty() {
                 self.front.clear_until(now.saturating_sub(MARGIN));
             }
-            if now - worked < SPIN {
-                std::hint::spin_loop();
+            if now - worked < LINGER {
+                std::thread::sleep(self.nap(now));
             } else if self.front.sleeps() {
                 let looks = self.look(self.most_sleep(now));
                 self.front.wakes();
@@ -186,8 +196,17 @@ impl Attached {
         while got < BATCH && front.receive(|taken| merger.receive(taken, now / 1000)) {
             got += 1;
         }
-        merger.expire(now / 1000);
+        // What waits in the ring may belong to what would be given away.
+        if got < BATCH || now - self.expired > LATEST {
+            self.expired = now;
+            merger.expire(now / 1000);
+        }
         got
+    }
+
+    fn nap(&self, now: u64) -> Duration {
+        let due = self.merger.next_expiry().map_or(NAP, |due| (due * 1000).saturating_sub(now));
+        Duration::from_nanos(due.min(NAP))
     }
 
     fn most_sleep(&self, now: u64) -> Duration {

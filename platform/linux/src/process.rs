@@ -232,31 +232,32 @@ pub fn wakeups(process: u32) -> Option<u64> {
 /// # Errors
 /// If /proc/stat is not there or not as expected.
 pub fn machine_nanos() -> io::Result<u64> {
-    let [user, nice, kernel] = busy_nanos("cpu")?;
-    Ok(user + nice + kernel)
+    let [user, nice, system, _, _, interrupts, deferred, _] = processor_times("cpu")?;
+    Ok(user + nice + system + interrupts + deferred)
 }
 
-/// As [`machine_nanos`], of one processor, without programs whose nice value is above 0.
+/// Nanoseconds that a processor was idle, had been taken from this machine by its host, or ran programs whose nice value is above 0;
+/// in steps of 10 ms. The kernel samples how it is busy, but measures how long it is idle: so what is left of the time is more exact than
+/// what it counts as busy.
 ///
 /// # Errors
-/// See there.
-pub fn processor_nanos(processor: usize) -> io::Result<u64> {
-    let [user, _, kernel] = busy_nanos(&format!("cpu{processor}"))?;
-    Ok(user + kernel)
+/// If /proc/stat is not there or not as expected, or there is no such processor.
+pub fn spare_nanos(processor: usize) -> io::Result<u64> {
+    let [_, nice, _, idle, waiting, _, _, stolen] = processor_times(&format!("cpu{processor}"))?;
+    Ok(nice + idle + waiting + stolen)
 }
 
-/// Times in user mode, in user mode of programs whose nice value is above 0, and in the kernel, from a line of /proc/stat.
-fn busy_nanos(line: &str) -> io::Result<[u64; 3]> {
+/// The times in a line of /proc/stat, in nanoseconds.
+fn processor_times(line: &str) -> io::Result<[u64; 8]> {
     let text = std::fs::read_to_string("/proc/stat")?;
     let rest = text.lines().find_map(|found| found.strip_prefix(line)?.strip_prefix(' ')).unwrap_or_default();
     let ticks: Vec<u64> = rest.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-    // The fourth and fifth are times without work.
-    let [user, nice, system, _, _, interrupts, deferred, ..] = ticks[..] else {
+    let Some(times) = ticks.first_chunk() else {
         let message = format!("the line {line} of /proc/stat is missing or has too few numbers");
         return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     };
     // A tick of /proc is 10 ms on every architecture that Baton runs on.
-    Ok([user, nice, system + interrupts + deferred].map(|ticks| ticks * 10_000_000))
+    Ok(times.map(|ticks| ticks * 10_000_000))
 }
 
 /// Process numbers of the kernel's NAPI threads of an interface.
