@@ -323,7 +323,7 @@ mod tests {
         assert!(sent.offset + sent.length <= end && sent.length == 100_000);
         let back = arena.insert(Slot::Program(vec![0; 100_000]));
         let program = arena.whole(back);
-        let received = arena.incoming(back, program, 1000).unwrap();
+        let received = arena.incoming(back, program, Some(1000)).unwrap();
         // The NIC moves the bytes, in session memory alone.
         assert!(arena.copy(sent.offset, received.offset, 90_000));
         arena.arrived(back, 90_000);
