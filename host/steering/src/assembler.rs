@@ -62,6 +62,8 @@ pub(crate) enum Helper {
     LoadBytes = 26,
     SocketCookie = 46,
     MessageRedirectHash = 71,
+    SocketRelease = 86,
+    ConnectionLookup = 99,
     ReadKernel = 113,
     RingBufferOutput = 130,
     RingBufferReserve = 131,
