@@ -104,18 +104,19 @@ fn report(device: &[Vec<Round>; 2], others: &[Vec<Round>; 2]) -> FrontReport {
         first.iter().zip(second).map(|(one, other)| figure(other) / figure(one).max(1e-9)).collect::<Vec<_>>()
     };
     let spread = |mut ratios: Vec<f64>| [0.0, 1.0].map(|share| quantile(&mut ratios, share));
-    let (receiver, rate): (fn(&Round) -> f64, fn(&Round) -> f64) = (|round| round.receiver, |round| round.gigabits);
+    let receivers = ratios(device, |round| round.receiver);
+    let rates = ratios(others, |round| round.gigabits);
     let [plain, attached] = [medians(&device[0]), medians(&device[1])];
     let other_traffic = [medians(&others[0]).gigabits, medians(&others[1]).gigabits];
     FrontReport {
         plain,
         attached,
-        device_spread: spread(ratios(device, receiver)),
+        device_spread: spread(receivers.clone()),
         other_traffic,
-        other_spread: spread(ratios(others, rate)),
+        other_spread: spread(rates.clone()),
         bars: vec![
-            Bar::most("lro.device_ratio", 0.6, quantile(&mut ratios(device, receiver), 0.5)),
-            Bar::least("other_traffic.ratio", 0.97, quantile(&mut ratios(others, rate), 0.5)),
+            Bar::most("lro.device_ratio", 0.6, quantile(&mut receivers.clone(), 0.5)),
+            Bar::least("other_traffic.ratio", 0.97, quantile(&mut rates.clone(), 0.5)),
         ],
     }
 }

@@ -44,6 +44,9 @@ const MARGIN: u64 = 20_000;
 /// Nice value: others run before this process only if they are as urgent.
 const PRIORITY: i32 = -15;
 
+/// Longest time for what is in the ring at the end, in nanoseconds.
+const DRAINING: u64 = 50_000_000;
+
 const SIGNAL: u64 = 0;
 const FRAMES: u64 = 1;
 const LINKS: u64 = 2;
@@ -255,10 +258,24 @@ impl Attached {
 
     /// Takes nothing any more, and gives to the kernel what waits.
     fn end(mut self) -> Figures {
+        // What passes from then on overtakes what is in the ring, so that is emptied before, too.
+        self.drain();
         self.front.stop();
-        while self.batch(monotonic_nanos()) > 0 {}
+        self.drain();
         self.merger.flush(monotonic_nanos() / 1000);
         self.figures()
+    }
+
+    /// Merges what is in the ring, as far as that is possible in time.
+    fn drain(&mut self) {
+        let limit = monotonic_nanos() + DRAINING;
+        loop {
+            let now = monotonic_nanos();
+            self.batch(now);
+            if self.front.is_empty() || now > limit {
+                return;
+            }
+        }
     }
 
     fn figures(&self) -> Figures {

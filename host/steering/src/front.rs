@@ -134,8 +134,7 @@ impl<'a> Taken<'a> {
 pub struct Front {
     ring: RingBuffer,
     shared: Region,
-    /// The device's link; None once it is detached.
-    taking: Option<OwnedFd>,
+    _taking: OwnedFd,
     _giving: OwnedFd,
 }
 
@@ -151,12 +150,13 @@ impl Front {
         let giving = bpf::attach_to_device(give.as_fd(), tap, bpf::Hook::Ingress)?;
         // Before Baton's steering: that recognizes frames by their mark which are not to be taken here, and removes it.
         let taking = bpf::attach_to_device_first(take.as_fd(), device, bpf::Hook::Ingress)?;
-        Ok(Front { ring, shared, taking: Some(taking), _giving: giving })
+        Ok(Front { ring, shared, _taking: taking, _giving: giving })
     }
 
-    /// Takes nothing any more. What is in the ring can still be received.
-    pub fn stop(&mut self) {
-        self.taking = None;
+    /// Takes nothing any more, from this moment on: detaching the program can take the kernel tens of milliseconds. What is in the
+    /// ring can still be received.
+    pub fn stop(&self) {
+        self.beat(0);
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
