@@ -158,15 +158,12 @@ impl Attached {
     fn new(host: &Namespace) -> Result<Attached> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["nic", "attach", INTERFACE_A]).stdout(Stdio::piped());
-        let child = std::thread::scope(|scope| {
-            let start = || {
-                // A process inherits its parent thread's processors.
-                process::pin(0, SENDER);
-                host.spawn(&mut command)
-            };
-            scope.spawn(start).join().map_err(|_| anyhow!("starting baton nic attach"))?.context("starting baton nic attach")
-        })?;
-        let mut attached = Attached(child);
+        // A process inherits the processors of the thread that starts it, and ends with that thread.
+        let processors = process::allowed_cpus();
+        process::pin(0, SENDER);
+        let child = host.spawn(&mut command);
+        process::pin_to(&processors);
+        let mut attached = Attached(child.context("starting baton nic attach")?);
         let mut said = String::new();
         BufReader::new(attached.0.stdout.take().context("its output")?).read_line(&mut said)?;
         ensure!(said.starts_with("attached to"), "baton nic attach ended at once");
