@@ -173,8 +173,8 @@ impl Connection {
             return true;
         }
         if length < unsent {
-            // The window ends here: send what is at least half of the largest window, else wait for more.
-            return length >= self.send.mss || length >= self.send.max_wnd / 2;
+            // The window ends here: the partial segment goes if it is at least half of the largest window, else it waits for more.
+            return length % self.send.mss >= self.send.max_wnd / 2;
         }
         if self.cork {
             return false;
