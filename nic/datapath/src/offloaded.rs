@@ -206,11 +206,15 @@ impl Offloaded {
         self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
     }
 
-    /// Whether acknowledgements so far free less send memory than the program waits for: see [`layout::block::QUIET_ABOVE`].
+    /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits for (see
+    /// [`layout::block::QUIET_ABOVE`]), and on a short path half of the memory, as long as another acknowledgement must come. There the
+    /// other half lasts longer than the program needs to wake up; on a long path the memory may be what limits the rate.
     pub fn frees_too_little(&self) -> bool {
         let most = self.session_memory.word32(self.quiet_offset).load(Ordering::Relaxed);
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
-        most != 0 && queued.wrapping_sub(self.tcp.snd_una()) > most
+        let left = queued.wrapping_sub(self.tcp.snd_una());
+        let goes_on = self.tcp.snd_una() != self.tcp.snd_nxt() && !self.tcp.is_long_path();
+        most != 0 && (left > most || goes_on && left > self.send_size / 2)
     }
 
     /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers: as one

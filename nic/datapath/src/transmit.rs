@@ -7,7 +7,7 @@ use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Parts, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
-use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::frame::{self, ETHERNET, Header, IPV4, MAX_HEADER, TCP_CHECKSUM, Template};
 use baton_wire::{Acknowledgement, Flags};
 
 /// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
@@ -149,14 +149,15 @@ impl<W: Device> Output<W> {
             let length = template.emit(&header, 0, self.frame.bytes_mut());
             self.frame.set_length(length);
             self.frame.segmentation = None;
-            complete(&mut self.frame, &template, opening.link.interface, self.capabilities.checksum);
+            complete(&mut self.frame, template.tcp_offset(), opening.link.interface, self.capabilities.checksum);
             self.send_frame(counters);
         }
     }
 
-    /// Sends a pure acknowledgement of the connection in slot `index`, after publishing the recovery record, or holds it.
+    /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing the recovery
+    /// record, or holds it. `USUAL`: over IPv4, with timestamps.
     #[inline(always)]
-    pub fn acknowledge(
+    pub fn acknowledge<const USUAL: bool>(
         &mut self,
         index: u32,
         offloaded: &mut Offloaded,
@@ -167,14 +168,19 @@ impl<W: Device> Output<W> {
         if self.held.is_some_and(|held| held != index) {
             self.end_hold(counters);
         }
-        if !cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish(now);
-        }
         let frame = &mut *self.frame;
-        let length = offloaded.template.acknowledge(ack, frame.front_mut());
+        let length = match ack.timestamps {
+            Some(timestamps) if USUAL => offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut()),
+            _ => offloaded.template.acknowledge(ack, frame.front_mut()),
+        };
         frame.set_length(length);
         frame.segmentation = None;
-        complete(frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
+        let start = if USUAL { ETHERNET + IPV4 } else { offloaded.template.tcp_offset() };
+        complete(frame, start, offloaded.image.link.interface, self.capabilities.checksum);
+        let clock = ack.timestamps.map(|(clock, _)| clock);
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
+        }
         if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
             self.held = Some(index);
         } else {
@@ -237,7 +243,7 @@ impl<W: Device> Output<W> {
             return;
         }
         frame.segmentation = None;
-        complete(frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
+        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         self.send_frame(counters);
     }
 
@@ -262,7 +268,7 @@ impl<W: Device> Output<W> {
             ecn: false,
             udp: false,
         });
-        complete(&mut self.frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
+        complete(&mut self.frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         match places {
             Some(payload) => {
                 self.frame.set_length(headers);
@@ -273,10 +279,10 @@ impl<W: Device> Output<W> {
     }
 }
 
-/// Sets the interface of a frame that was built, and completes its checksum, or leaves it to a device that does so (`by_device`).
+/// Sets the interface of a frame that was built, whose TCP header is at offset `start`, and completes its checksum, or leaves it to a
+/// device that does so (`by_device`).
 #[inline(always)]
-fn complete(frame: &mut Parts, template: &Template, interface: u32, by_device: bool) {
-    let start = template.tcp_offset();
+fn complete(frame: &mut Parts, start: usize, interface: u32, by_device: bool) {
     frame.interface = interface;
     if by_device {
         frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };
