@@ -1,5 +1,5 @@
 //! RMPP: matching by the NIC gives the pairs of a plain list, whatever waits in the rings, is lost, or dies, and however often the
-//! NIC has no room.
+//! NIC has no room, or may not match.
 
 mod rmpp_worlds;
 
@@ -119,6 +119,10 @@ fn pairs_are_those_of_a_plain_list() {
                 0..40 if (run.tags.len() as u64) < COUNT => run.send(),
                 40..80 if (run.receives.len() as u64) < COUNT => run.receive(),
                 80 => run.world.nodes[1].kill_nic(run.world.now),
+                81 => {
+                    let permitted = run.rng.chance(700_000);
+                    run.world.nodes[1].policy.let_data_match(permitted);
+                }
                 _ => {
                     run.world.step();
                 }

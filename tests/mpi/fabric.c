@@ -228,7 +228,7 @@ static void cancels(void)
 	struct side a, b;
 	struct fi_cq_tagged_entry entry;
 	struct sockaddr_in nobody = {.sin_family = AF_INET, .sin_port = htons(9), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-	static char out[1 << 20], in[8];
+	static char out[1 << 20], whole[1 << 20], in[8];
 	CHECK(!try_open(&a, "127.0.0.1", FI_AV_TABLE, FI_WAIT_NONE) && !try_open(&b, "127.0.0.1", FI_AV_TABLE, FI_WAIT_NONE));
 	fi_addr_t to_nobody = enter(&a, &nobody), to_b = enter(&a, b.name), to_a = enter(&b, a.name);
 	CHECK(!fi_tsend(a.ep, out, sizeof out, NULL, to_nobody, 1, &out) && !fi_cancel(&a.ep->fid, &out));
@@ -238,6 +238,11 @@ static void cancels(void)
 	/* What was cancelled takes no message. */
 	CHECK(!fi_tinject(a.ep, "z", 1, to_b, 1) && !fi_trecv(b.ep, in, sizeof in, NULL, to_a, 1, 0, &b));
 	CHECK(!complete(&b, &a, &entry) && entry.op_context == &b && in[0] == 'z');
+	/* What has ended is not found: a program may wait for the cancellation of what was. */
+	CHECK(fi_cancel(&b.ep->fid, &b) == -FI_ENOENT);
+	CHECK(!fi_tsend(a.ep, out, sizeof out, NULL, to_b, 2, &out) && !fi_trecv(b.ep, whole, sizeof whole, NULL, to_a, 2, 0, &whole));
+	CHECK(!complete(&a, NULL, &entry) && entry.op_context == &out);
+	CHECK(fi_cancel(&b.ep->fid, &whole) == -FI_ENOENT && !complete(&b, NULL, &entry) && entry.op_context == &whole);
 	end(&a);
 	end(&b);
 	printf("sends and receives are cancelled\n");

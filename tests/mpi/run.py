@@ -33,6 +33,9 @@ ONE_SIDED = ["--threads", 0, "onesided"]
 
 # What the provider logs of an endpoint whose data half is on the NIC.
 ON_NIC = "data half on the NIC"
+# With FI_RMPP_MATCH=nic: messages for which the NIC has found the receive.
+MATCH = {"FI_RMPP_MATCH": "nic"}
+MATCHED = re.compile(r"matched there [1-9]")
 # And when the program's large blocks lie where the NIC reaches them.
 LENT = "memory for large blocks is lent"
 MEMORY = PROVIDER / "librmpp-memory.so"
@@ -63,7 +66,7 @@ class Mpi:
                 environment |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
         return environment
 
-    def command(self, ranks, program, arguments, rmpp, agent=None):
+    def command(self, ranks, program, arguments, rmpp, agent=None, settings={}):
         command = [self.launcher, "-n", str(ranks)]
         if self.mpich:
             if agent:
@@ -74,7 +77,7 @@ class Mpi:
                 command += ["--mca", "osc", "pt2pt"] if self.name == "debian" else []  # Debian turns it off.
                 command += ["--mca", "pml", "cm", "--mca", "mtl", "ofi", "--mca", "mtl_ofi_provider_include", "rmpp"]
                 command += ["-x", "FI_PROVIDER_PATH", "-x", "FI_PROVIDER", "-x", "LD_PRELOAD"]
-                command += [part for key in os.environ if key.startswith("FI_RMPP_") for part in ("-x", key)]
+                command += [part for key in [*os.environ, *settings] if key.startswith("FI_RMPP_") for part in ("-x", key)]
             else:
                 command += ["--mca", "pml", "ob1"]
             if agent:
@@ -227,11 +230,11 @@ def lines(text):
     return re.findall(r"^\w+ \d+ [0-9a-f]{16}$", text, flags=re.M)
 
 
-def compare(mpi, what, command, environment, expected, on_nic=False):
+def compare(mpi, what, command, environment, expected, on_nic=False, matched=False):
     begin = time.monotonic()
     output, errors, result = run(command, environment)
     found = lines(output)
-    good = result == 0 and found == expected and (ON_NIC in errors, LENT in errors) == (on_nic, on_nic)
+    good = result == 0 and found == expected and (ON_NIC in errors, LENT in errors) == (on_nic, on_nic) and bool(MATCHED.search(errors)) == matched
     print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {what}: {len(found)} of {len(expected)} features, {time.monotonic() - begin:.1f} s", flush=True)
     if not good:
         print("\n".join(f"    expected {line}" for line in expected if line not in found))
@@ -265,15 +268,18 @@ def features_on_nic(mpi, hosts, program, quick):
         output, errors, result = run(mpi.command(ranks, program, what, False), mpi.environment(False))
         command = hosts.inside(mpi.command(ranks, program, what, True, hosts.agent))
         good &= compare(mpi, f"{ranks} ranks, one host with a NIC", command, environment, lines(output), True)
+        if ranks == 2:
+            matching, title = environment | MATCH, "2 ranks, the NIC matches"
+            good &= compare(mpi, title, hosts.inside(mpi.command(2, program, what, True, hosts.agent, MATCH)), matching, lines(output), True, True)
     return good
 
 
-def killed_nic(mpi, hosts, program):
+def killed_nic(mpi, hosts, program, settings):
     """The NIC is killed several times while messages are under way: none is lost, and none comes twice."""
     arguments = ["--largest", 4 << 20, "--repeat", 40, "sizes", "collectives"]
     output, _, _ = run(mpi.command(2, program, arguments, False), mpi.environment(False))
-    environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"}
-    command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent))
+    environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"} | settings
+    command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent, settings))
     kills = []
 
     def kill(process):
@@ -286,7 +292,7 @@ def killed_nic(mpi, hosts, program):
     output_on_nic, errors, result = run(command, environment, meanwhile=kill)
     died = [int(count) for count in re.findall(r"NICs that died (\d+)", errors)]
     good = result == 0 and lines(output_on_nic) == lines(output) and max(died, default=0) > 0
-    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} the NIC is killed: {len(kills)} kills, {max(died, default=0)} seen by a rank", flush=True)
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} {'the NIC, which matches,' if settings else 'the NIC'} is killed: {len(kills)} kills, {max(died, default=0)} seen by a rank", flush=True)
     if not good:
         print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
     return good
@@ -435,7 +441,8 @@ def main():
                 continue
             if arguments.nic:
                 good &= features_on_nic(mpi, hosts, program, arguments.quick)
-                good &= killed_nic(mpi, hosts, program)
+                for settings in ({}, MATCH):
+                    good &= killed_nic(mpi, hosts, program, settings)
                 good &= killed_with_nic(mpi, hosts, program)
                 continue
             good &= features(mpi, hosts, program, arguments.quick)

@@ -467,12 +467,16 @@ pub fn set_lengths(frame: &mut [u8], tcp: usize) {
 }
 
 /// Completes a partial checksum in software as a device does: sums the bytes from `start` to the end of the frame and stores the
-/// result at `start + offset`. Returns false, and changes nothing, if the position lies outside the frame.
+/// result at `start + offset`. A sum of 0 is written as 0xffff, which is the same number: for UDP 0 stands for no checksum (RFC 768),
+/// which IPv6 refuses. Returns false, and changes nothing, if the position lies outside the frame.
 pub fn finish_checksum(frame: &mut [u8], start: usize, offset: usize) -> bool {
     if start + offset + 2 > frame.len() {
         return false;
     }
-    let sum = Sum::new().bytes(&frame[start..]).finish();
+    let sum = match Sum::new().bytes(&frame[start..]).finish() {
+        0 => 0xffff,
+        sum => sum,
+    };
     frame[start + offset..start + offset + 2].copy_from_slice(&sum.to_be_bytes());
     true
 }
@@ -486,6 +490,16 @@ mod tests {
             Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) },
             Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) },
         ]
+    }
+
+    /// The sum of bytes that add up to 0xffff is 0.
+    #[test]
+    fn a_completed_checksum_is_never_zero() {
+        let mut datagram = [0, 0, 0xab, 0xcd, 0x54, 0x32, 0, 0];
+        assert!(finish_checksum(&mut datagram, 2, 4));
+        assert_eq!(datagram[6..], [0xff, 0xff]);
+        assert_eq!(Sum::new().bytes(&datagram[2..]).finish(), 0, "it holds");
+        assert!(!finish_checksum(&mut datagram, 2, 5));
     }
 
     #[test]

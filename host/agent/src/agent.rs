@@ -146,7 +146,8 @@ pub fn run() -> Result<()> {
         None => {
             let steering_at = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
             let injector = take(Descriptor::Injector)?;
-            let steering = Steering::from_fds([steering_at(0)?, steering_at(1)?, steering_at(2)?, steering_at(3)?]);
+            let steering = (0..baton_steering::DESCRIPTORS as i32).map(steering_at).collect::<Result<Vec<_>>>()?;
+            let steering = Steering::from_fds(steering.try_into().ok().context("the descriptors of the steering")?);
             let name = interface::tap_name(injector.as_fd()).context("the injector's name")?;
             let index = rtnetlink::link(&routes, &name).context("the injector")?.index;
             let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;

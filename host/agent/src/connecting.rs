@@ -18,6 +18,7 @@ use baton_linux::socket;
 use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Place, Reply, Until};
+use baton_steering::Steer;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -63,14 +64,21 @@ impl Agent {
             return Err(Refusal::Option("a port without an address"));
         }
         let cid = self.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        if let Err(refusal) = self.shape.steer(&connection.flow, &way.path, Steer::Steal) {
+            self.nic.give_slot(cid);
+            return Err(refusal);
+        }
         connection.cid = Some(cid);
         connection.opening = true;
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
-        let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error))?;
+        let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error));
+        let begun =
+            retries.and_then(|retries| self.nic.post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)));
         // If the NIC refuses it, the kernel opens the connection.
-        if let Err(refusal) = self.nic.post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)) {
+        if let Err(refusal) = begun {
             self.nic.give_slot(cid);
+            self.shape.unsteer(&connection.flow);
             return Err(refusal);
         }
         let (number, serial) = (connection.number, connection.serial);
@@ -147,6 +155,9 @@ impl Agent {
 
     /// Handles the NIC's message that a connection could not be opened, or gives one up: the program sees the error.
     pub(crate) fn fail_opening(&mut self, session: u32, number: u32, error: u32) {
+        if let Some(flow) = self.connection(session, number).map(|connection| connection.flow) {
+            self.shape.unsteer(&flow);
+        }
         let Some((_, entry)) = self.split(session) else { return };
         let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) else { return };
         connection.opening = false;
@@ -166,13 +177,14 @@ impl Agent {
         let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
         connection.opening = false;
         connection.moves = connection.block.load(block::MOVES);
-        let (cid, peer) = (connection.cid.take(), connection.peer);
+        let (cid, peer, flow) = (connection.cid.take(), connection.peer, connection.flow);
         connection.block.store(block::FLAGS, 0);
         let fd = connection.fd.clone();
         // First, since the NIC drops what the kernel sends of a connection that it has itself.
         if let Some(cid) = cid {
             self.drop_made(cid);
         }
+        self.shape.unsteer(&flow);
         if fd.is_none_or(|fd| socket::begin_connecting(fd.as_fd(), peer).is_err()) {
             return self.fail_opening(session, number, ABORTED);
         }

@@ -107,7 +107,7 @@ impl Devices {
 
     /// Whether packets that arrive at a link count as received by it, and the NIC can receive there. Packets that arrive at a
     /// port of a bridge or bond are received at the bridge or bond; connections in a VRF do not move.
-    fn receives(&self, link: &LinkInfo) -> bool {
+    pub fn receives(&self, link: &LinkInfo) -> bool {
         link.up && link.kind == rtnetlink::ETHERNET && link.master == Master::None && !link.vrf && link.index != self.injector
     }
 }

@@ -22,6 +22,7 @@ mod guards;
 mod host_tcp;
 mod idle;
 mod journal;
+mod listened;
 mod listening;
 mod looks;
 mod memory;

@@ -7,9 +7,10 @@
 
 use crate::agent::Agent;
 use crate::connection::{Block, Connection, OnNic};
-use crate::ground::{Ground, Shape};
+use crate::ground::Ground;
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
+use crate::listened::Steered;
 use crate::memory::{self, Limits};
 use crate::record::{read_image, unpublish};
 use crate::session::Session;
@@ -26,6 +27,7 @@ use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::Listen;
 use baton_protocol::program::{Place, Reply, Until};
+use baton_steering::Steer;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
@@ -62,6 +64,8 @@ struct Listener {
     waiting: VecDeque<Waiting>,
     /// The NIC serves it.
     served: bool,
+    /// Beside the kernel: where.
+    steered: Steered,
 }
 
 /// The listeners by number.
@@ -104,6 +108,7 @@ impl Agent {
                     granted: Vec::new(),
                     waiting: VecDeque::new(),
                     served: false,
+                    steered: Steered::new(),
                 };
                 self.listeners.by_id.insert(self.listeners.next, listener);
                 self.listeners.next
@@ -136,7 +141,17 @@ impl Agent {
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
         self.listeners.next = self.listeners.next.max(id);
         let (granted, waiting) = (Vec::new(), VecDeque::new());
-        let listener = Listener { listening, limits, ours: ours.into(), theirs, sessions, granted, waiting, served: false };
+        let listener = Listener {
+            listening,
+            limits,
+            ours: ours.into(),
+            theirs,
+            sessions,
+            granted,
+            waiting,
+            served: false,
+            steered: Steered::new(),
+        };
         self.listeners.by_id.insert(id, listener);
         Some(())
     }
@@ -146,16 +161,12 @@ impl Agent {
         if self.draining {
             return Err(Refusal::CalledOff);
         }
-        if !matches!(self.shape, Shape::Inline { .. }) {
-            return Err(Refusal::CannotOpen);
-        }
         self.guards.pass_openings()
     }
 
     /// Describes a listener to the NIC, and grants it slots.
     fn serve_listener(&mut self, id: u32) -> Result<(), Refusal> {
-        let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
-        let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
+        let mtu = self.shape.mtu_of_listeners(&self.routes)?;
         let own = rtnetlink::addresses(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
         let (listening, port) = (&listener.listening, listener.listening.local.port());
@@ -164,9 +175,11 @@ impl Agent {
         if addresses.is_empty() {
             return Err(Refusal::OtherInterface(0));
         }
-        let listen = Listen { id, addresses, receive_limit: listener.limits.receive, mtu: link.mtu, ttl: TTL };
+        let now: Steered = addresses.iter().copied().collect();
+        let listen = Listen { id, addresses, receive_limit: listener.limits.receive, mtu, ttl: TTL };
         self.nic.listen(listen).map_err(|_| Refusal::NicGone)?;
-        listener.served = true;
+        self.shape.serve(&self.routes, &self.keeper, &listener.steered, &now)?;
+        (listener.served, listener.steered) = (true, now);
         self.grant(id);
         Ok(())
     }
@@ -210,6 +223,12 @@ impl Agent {
             self.drop_made(cid);
             return self.grant(id);
         }
+        if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface) {
+            self.say_now_and_then(&format!("a connection that the NIC has made is dropped: {refusal}"));
+            self.drop_made(cid);
+            return self.grant(id);
+        }
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         listener.waiting.push_back(Waiting { cid, image });
         // It has room for more bytes than connections may wait.
         let _ = (&listener.ours).write(&[0]);
@@ -218,6 +237,12 @@ impl Agent {
     /// Drops a connection that the NIC has made: its frames are the kernel's.
     pub(crate) fn drop_made(&mut self, cid: Cid) {
         self.nic.drop_connection(cid);
+    }
+
+    /// Drops a connection that no program has accepted.
+    fn drop_waiting(&mut self, waiting: &Waiting) {
+        self.drop_made(waiting.cid);
+        self.shape.unsteer(&waiting.image.flow);
     }
 
     /// Gives a session's program the next connection of a listener.
@@ -234,7 +259,7 @@ impl Agent {
         };
         let accepted = self.take_in(session, &listening, limits, &waiting);
         if accepted.is_err() {
-            self.drop_made(waiting.cid);
+            self.drop_waiting(&waiting);
         }
         self.grant(id);
         match accepted {
@@ -328,6 +353,9 @@ impl Agent {
         let connection = entry.connections.get_mut(number as usize).and_then(Option::as_mut).ok_or(Refusal::Ended)?;
         let cid = connection.cid.ok_or(Refusal::NoRoom)?;
         let way = ground.way_of_made(connection, &image);
+        if let Ok(way) = &way {
+            ground.shape.steer(&connection.flow, &way.path, Steer::Steal)?;
+        }
         let image = adapt(connection, image, &saved, way.as_ref().ok())?;
         let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
         let handed_off_at = monotonic_micros();
@@ -377,7 +405,7 @@ impl Agent {
                 self.keep(&Kept::ListenerGone(id), &[]);
                 self.withdraw(id);
                 let removed = self.listeners.by_id.remove(&id);
-                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| self.drop_made(waiting.cid));
+                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| self.drop_waiting(&waiting));
             }
         }
     }
@@ -389,6 +417,13 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         listener.served = false;
         std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
+        let steered = std::mem::take(&mut listener.steered);
+        if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &steered, &Steered::new()) {
+            eprintln!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
+        }
+        if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {
+            self.shape.serve_none();
+        }
     }
 
     /// Takes all listeners from the NIC.
@@ -411,9 +446,12 @@ impl Agent {
 
     /// Gives the listeners to the next NIC, before frames flow. Connections that wait to be accepted are held there again.
     pub(crate) fn listen_again(&mut self) {
+        // Those that a dead agent's NIC served, too: some may be the kernel's now.
+        self.shape.serve_no_more();
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
             let waiting = std::mem::take(&mut listener.waiting);
+            listener.steered.clear();
             std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
             let mut held = VecDeque::new();
             for one in waiting {
@@ -421,6 +459,8 @@ impl Agent {
                 // No frame flows yet. The NIC refuses the handoff of one that it does not hold.
                 if self.nic.post(command(Control::Mirror)).and_then(|()| self.nic.post(command(Control::Steal))).is_ok() {
                     held.push_back(one);
+                } else {
+                    self.shape.unsteer(&one.image.flow);
                 }
             }
             if let Some(listener) = self.listeners.by_id.get_mut(&id) {

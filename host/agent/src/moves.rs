@@ -310,7 +310,9 @@ impl Agent {
         if let (Then::Forget(_), Some(cid)) = (then, connection.cid) {
             connection.opening = false;
             connection.cid = None;
+            let flow = connection.flow;
             self.drop_made(cid);
+            self.shape.unsteer(&flow);
         } else {
             self.open_in_kernel(session, number);
         }

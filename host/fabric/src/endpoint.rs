@@ -15,7 +15,7 @@ use crate::region::Reach;
 use crate::vector::{Vector, write_address};
 use crate::{message_calls, rma_calls, settings, tagged_calls};
 use baton_linux::events::monotonic_micros;
-use baton_messages::{Driver, Endpoint as Messages};
+use baton_messages::{Driver, Endpoint as Messages, Error, Token};
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -27,6 +27,8 @@ use std::time::Duration;
 const LINGER: u64 = 3_000_000;
 /// Longest wait for peers to answer that they know of the end, in microseconds.
 const FAREWELL: u64 = 200_000;
+/// Longest wait for a NIC to say whether a receive was taken back, in microseconds. It answers at once; one that has died is replaced.
+const ANSWER: u64 = 1_000_000;
 /// Bytes that must be left in a buffer for several messages, unless the program says otherwise.
 const MIN_MULTI_RECV: usize = 64;
 
@@ -306,23 +308,43 @@ fn operation_flags(shared: &EndpointShared, command: c_int, flags: &mut u64) -> 
     0
 }
 
+/// Whether a receive that is to be taken back was: a NIC that matches is asked, and a message may be faster.
+fn is_taken_back(state: &mut State, token: Token) -> bool {
+    let until = monotonic_micros() + ANSWER;
+    loop {
+        if let Some(outcome) = state.endpoint.outcome(token) {
+            return matches!(outcome, Err(Error::Cancelled));
+        }
+        let now = monotonic_micros();
+        if now > until {
+            return false;
+        }
+        if !state.endpoint.progress(now) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// fi_cancel(): 0 if the operation's completion says that it was cancelled. MPI libraries wait for that then, so what has matched, is
+/// on its way or has ended is not found.
 unsafe extern "C" fn cancel(fid: *mut Fid, context: *mut c_void) -> isize {
     // SAFETY: C's pointer to an endpoint that is not closed.
     let Some(endpoint) = (unsafe { object::<Endpoint, _>(fid) }) else { return failure(errno::EINVAL) as isize };
-    endpoint.shared.call(|state, now| {
+    let cancelled = endpoint.shared.call(|state, now| {
         let named = |operation: &crate::operations::Operation| {
             operation.context == context && operation.flags & (caps::RECV | caps::SEND) != 0
         };
         let found =
             state.operations.iter().find(|(_, operation)| named(operation)).map(|(token, operation)| (*token, *operation));
-        // What has matched, is on its way or was never begun simply ends as it ends.
         match found {
-            Some((token, operation)) if operation.flags & caps::RECV != 0 => state.endpoint.cancel(operation.number, token, now),
+            Some((token, operation)) if operation.flags & caps::RECV != 0 => {
+                state.endpoint.cancel(operation.number, token, now) && is_taken_back(state, token)
+            }
             Some((token, _)) => state.endpoint.cancel_send(token, now),
             None => false,
-        };
+        }
     });
-    0
+    if cancelled { 0 } else { failure(errno::ENOENT) as isize }
 }
 
 unsafe extern "C" fn getopt(fid: *mut Fid, level: c_int, name: c_int, value: *mut c_void, length: *mut usize) -> c_int {

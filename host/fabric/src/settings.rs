@@ -40,11 +40,23 @@ fn nic() -> Use {
     }
 }
 
+/// Whether a NIC matches (FI_RMPP_MATCH).
+fn match_on_nic() -> bool {
+    variable("FI_RMPP_MATCH", |value: &String| matches!(value.as_str(), "host" | "nic")).is_some_and(|value| value == "nic")
+}
+
 /// Settings of an endpoint at `address`, on a link with frames of `mtu` bytes.
 pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     let headers = if address.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
     let usual = mtu.saturating_sub(headers).clamp(SMALLEST_PACKET.into(), USUAL_PACKET.into()) as u16;
-    let mut settings = Settings { address, packet: usual, nic: nic(), lend: Some(crate::lending::lend), ..Settings::default() };
+    let mut settings = Settings {
+        address,
+        packet: usual,
+        nic: nic(),
+        match_on_nic: match_on_nic(),
+        lend: Some(crate::lending::lend),
+        ..Settings::default()
+    };
     let packet = |packet: &u16| (SMALLEST_PACKET..=LARGEST_PACKET).contains(packet);
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
     settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=64).contains(grant)).unwrap_or(settings.grant);

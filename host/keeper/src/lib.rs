@@ -127,7 +127,7 @@ struct Beside {
 
 impl Beside {
     fn inherit(next: &mut impl FnMut() -> Result<OwnedFd>) -> Result<Beside> {
-        Ok(Beside { injector: next()?, injector_link: next()?, steering: [next()?, next()?, next()?, next()?] })
+        Ok(Beside { injector: next()?, injector_link: next()?, steering: [next()?, next()?, next()?, next()?, next()?, next()?] })
     }
 }
 

@@ -125,11 +125,11 @@ impl<B: Buffer> Arena<B> {
     }
 
     /// The region into which a message for `program`, a region of a slot, is received: [`Arena::arrived`] follows. What fits
-    /// into an RTS is placed by the policy itself, which is in this process.
-    pub fn incoming(&mut self, number: u32, program: Region, eager: u64) -> Result<Region, NoPlace> {
+    /// into an RTS, `eager` bytes, is placed by the policy itself, which is in this process; with None the NIC places all.
+    pub fn incoming(&mut self, number: u32, program: Region, eager: Option<u64>) -> Result<Region, NoPlace> {
         match self.in_session(program) {
             Some(region) => Ok(region),
-            None if program.length <= eager => Ok(program),
+            None if eager.is_some_and(|eager| program.length <= eager) => Ok(program),
             None => self.stage(number, program),
         }
     }
@@ -166,6 +166,8 @@ impl<B: Buffer> Arena<B> {
     }
 
     fn stage(&mut self, number: u32, program: Region) -> Result<Region, NoPlace> {
+        // A buffer for several messages may have a block of a receive that ended with an error.
+        self.unstage(number);
         let Some(staging) = &mut self.staging else { return Ok(program) };
         if !staging.can_hold(program.length) {
             return Err(NoPlace::Ever);
@@ -321,7 +323,7 @@ mod tests {
         assert!(sent.offset + sent.length <= end && sent.length == 100_000);
         let back = arena.insert(Slot::Program(vec![0; 100_000]));
         let program = arena.whole(back);
-        let received = arena.incoming(back, program, 1000).unwrap();
+        let received = arena.incoming(back, program, Some(1000)).unwrap();
         // The NIC moves the bytes, in session memory alone.
         assert!(arena.copy(sent.offset, received.offset, 90_000));
         arena.arrived(back, 90_000);

@@ -9,7 +9,7 @@ use crate::settings::Settings;
 use crate::spill::{Spill, Taker};
 use baton_linux::events::Poller;
 use baton_rmpp::data::first_bytes;
-use baton_rmpp::{Delivered, Error, Halves, Limit, PeerId, Policy, ReceiveId, Request, Side};
+use baton_rmpp::{Command, Delivered, Error, Event, Halves, Limit, PeerId, Policy, ReceiveId, Request, Side};
 use baton_wire::Endpoint as Address;
 use std::collections::VecDeque;
 use std::io;
@@ -170,6 +170,10 @@ pub(crate) enum Purpose {
 pub struct Endpoint<B: Buffer> {
     pub(crate) policy: Policy,
     half: DataHalf,
+    /// Whether a NIC may place messages before the policy knows of them.
+    matches_on_nic: bool,
+    /// Messages for which a NIC has found the receive.
+    matched_on_nic: u64,
     /// Why there is no NIC, if one was to be used.
     without_nic: Option<String>,
     pub(crate) arena: Arena<B>,
@@ -205,6 +209,8 @@ impl<B: Buffer> Endpoint<B> {
         })?;
         Ok(Endpoint {
             policy,
+            matches_on_nic: config.data_posted > 0,
+            matched_on_nic: 0,
             half,
             without_nic,
             arena,
@@ -279,7 +285,8 @@ impl<B: Buffer> Endpoint<B> {
     pub fn report(&self) -> String {
         let policy = self.policy.counters();
         let (data, unsent, on_nic, deaths) = self.half.report();
-        let nic = format!("packets on NICs {on_nic}, NICs that died {deaths}");
+        let matched = self.matched_on_nic;
+        let nic = format!("packets on NICs {on_nic}, matched there {matched}, NICs that died {deaths}");
         format!("policy {policy:?}, data {data:?}, not sent {unsent}, lost copies {}, {nic}", self.lost)
     }
 
@@ -377,7 +384,7 @@ impl<B: Buffer> Endpoint<B> {
 
     /// Where a message for a region of a slot is received.
     pub(crate) fn place_for(&mut self, slot: u32, region: baton_rmpp::Region) -> Result<baton_rmpp::Region, Limit> {
-        let eager = self.eager() as u64;
+        let eager = (!self.matches_on_nic).then_some(self.eager() as u64);
         self.arena.incoming(slot, region, eager).map_err(|missing| limit_of(missing, Limit::Receives))
     }
 
@@ -401,7 +408,8 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
-    /// comes, if it has matched a message or has ended.
+    /// comes, if it has matched a message or has ended. Where the NIC matches it is asked: the completion comes with its answer, and
+    /// is of a message if that was faster ([`Endpoint::outcome`]).
     pub fn cancel(&mut self, number: u32, token: Token, now: u64) -> bool {
         let cancelled = match self.purposes.get(number as usize) {
             Some(Some(Purpose::Receive(owner, id))) if *owner == token => self.policy.cancel(*id),
@@ -409,6 +417,11 @@ impl<B: Buffer> Endpoint<B> {
         };
         self.collect(now);
         cancelled
+    }
+
+    /// How an operation has ended whose completion was not taken yet.
+    pub fn outcome(&self, token: Token) -> Option<&Result<Delivered, Error>> {
+        self.completions.iter().rev().find(|completion| completion.token == token).map(|completion| &completion.result)
     }
 
     /// Finds the oldest unexpected message that a receive would get. With `claim` it is taken, for [`Endpoint::receive_claimed`].
@@ -462,6 +475,7 @@ impl<B: Buffer> Endpoint<B> {
         let mut any = false;
         for _ in 0..ROUNDS {
             if self.half.renew() {
+                self.policy.let_data_match(self.half.may_match());
                 self.policy.restart(Halves::BOTH, now);
             }
             let received = self.half.receive(&mut self.arena);
@@ -520,6 +534,7 @@ impl<B: Buffer> Endpoint<B> {
                 && let Some(event) = self.half.poll_event()
             {
                 self.spill.observe(&event);
+                self.matched_on_nic += u64::from(matches!(&event, Event::Arrived(arrived) if arrived.receive.is_some()));
                 self.policy.handle_event(&event, now, &mut self.arena);
                 moved = true;
             }
@@ -547,6 +562,9 @@ impl<B: Buffer> Endpoint<B> {
             && let Some(command) = self.policy.poll_command()
         {
             self.half.handle_command(&command, now);
+            if matches!(command, Command::SetPeer { .. } | Command::Control { .. }) {
+                self.policy.let_data_match(self.half.may_match());
+            }
             // An RTS leaves before the shorter packets behind it: so one system call takes them all.
             self.half.emit(&self.arena);
             any = true;

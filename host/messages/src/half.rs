@@ -65,6 +65,8 @@ impl DataHalf {
     }
 
     fn local(config: &Config, socket: &Carrier) -> Local {
+        // Only a NIC matches: what this host's data half reports, the policy sees at once.
+        let config = Config { data_posted: 0, ..*config };
         Local::new(config.data(Halves::BOTH, socket.address().into(), EVENTS))
     }
 
@@ -76,6 +78,11 @@ impl DataHalf {
     /// Whether a NIC has it.
     pub fn is_on_nic(&self) -> bool {
         self.nic.is_some()
+    }
+
+    /// Whether a NIC may match: all peers' packets come by it.
+    pub fn may_match(&self) -> bool {
+        self.nic.as_ref().is_some_and(|nic| !nic.has_others)
     }
 
     /// What this host's data half has counted; datagrams that the socket did not take; packets of the NIC's, and NICs that died.
@@ -230,14 +237,16 @@ impl OnNic {
                 self.has_others |= !here;
                 here
             }
-            // The policy matches, so there are none.
+            Command::Place { handle } => {
+                self.receives[handle::slot(*handle)] = true;
+                true
+            }
             Command::SetMatcher { .. }
             | Command::Post { .. }
             | Command::Cancel { .. }
             | Command::Unexpected { .. }
             | Command::Discard { .. }
-            | Command::Place { .. }
-            | Command::Credit { .. } => false,
+            | Command::Credit { .. } => true,
         }
     }
 }

@@ -24,6 +24,9 @@ const RTS_BYTES: u16 = 16_384;
 const NIC_PACKETS: u32 = 1024;
 /// Packets of a message that the NIC may clear without this process.
 const NIC_AHEAD: u32 = 2048;
+/// Receives and unexpected messages that a NIC keeps which matches; with more, this process matches.
+const NIC_POSTED: u16 = 16_384;
+const NIC_UNEXPECTED: u16 = 1024;
 
 /// The parts of an endpoint.
 pub struct Opened<B> {
@@ -56,7 +59,7 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
         let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
         return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None), config, arena, without_nic });
     };
-    let config = on_nic(&config);
+    let config = on_nic(&config, settings.match_on_nic);
     let memory = link.memory().clone();
     let end = settings.lend.and_then(|lend| lend_part(memory.region(), lend)).unwrap_or(memory.region().len());
     let staging = Staging::new(config.buffers + buffers(&config), end as u64);
@@ -86,8 +89,10 @@ fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
 }
 
 /// The settings within a NIC's limits.
-fn on_nic(config: &Config) -> Config {
+fn on_nic(config: &Config, matching: bool) -> Config {
     Config {
+        data_posted: if matching { config.receives.min(NIC_POSTED) } else { 0 },
+        data_unexpected: NIC_UNEXPECTED,
         sends: config.sends.min(Messages::MOST),
         buffers: (session::HEAP as u64).next_multiple_of(4096),
         nic_buffers: NIC_PACKETS,
@@ -118,7 +123,7 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         let reason = format!("packets of {} bytes do not fit into the frames of a NIC", settings.packet);
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
-    let config = on_nic(config);
+    let config = on_nic(config, settings.match_on_nic);
     let messages = Messages {
         address: socket.address(),
         endpoint: config.endpoint,
@@ -132,10 +137,9 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         buffer_size: config.buffer_size,
         packet: config.packet,
         ethernet: false,
-        // This process matches.
-        posted: 0,
-        unexpected: 0,
-        receives: 0,
+        posted: config.data_posted,
+        unexpected: config.data_unexpected,
+        receives: u32::from(config.receives) + u32::from(config.incoming),
     };
     Link::connect(&settings.agent, messages, socket.as_fd())
 }

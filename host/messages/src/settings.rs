@@ -44,6 +44,8 @@ pub struct Settings {
     pub dead: u64,
     /// Whether a NIC has the data half.
     pub nic: Use,
+    /// Whether the NIC, if it has the data half, matches as well.
+    pub match_on_nic: bool,
     /// The socket of the NIC's agent: where BATON_SOCKET says, or the usual place.
     pub agent: PathBuf,
     /// How a part of the session's memory is lent to the program, if it takes any.
@@ -63,6 +65,7 @@ impl Default for Settings {
             socket_buffer: 4 << 20,
             dead: 5_000_000,
             nic: Use::Never,
+            match_on_nic: false,
             agent: baton_client::agent_socket(),
             lend: None,
         }

@@ -66,9 +66,12 @@ impl Spill {
 
     /// Takes note of how far a sender is ahead, which every RTS says.
     pub fn observe(&mut self, event: &Event) {
-        if let Event::Rts { header, .. } = event {
-            self.crowded |= header.message.wrapping_sub(header.packet) >= CROWD;
-        }
+        let ahead = match event {
+            Event::Rts { header, .. } => header.message.wrapping_sub(header.packet),
+            Event::Arrived(arrived) if arrived.receive.is_none() => arrived.message.wrapping_sub(arrived.floor),
+            _ => return,
+        };
+        self.crowded |= ahead >= CROWD;
     }
 
     /// Messages that no receive has matched.

@@ -129,8 +129,8 @@ pub enum Refusal {
     /// The NIC has something of an earlier connection with the same 4-tuple, or a repeated segment of it.
     #[error("the NIC still holds something with the same addresses and ports; try again")]
     StillThere,
-    /// The NIC cannot make connections itself.
-    #[error("only a NIC between kernel and wire makes connections itself")]
+    /// The NIC does not serve datagram sockets itself.
+    #[error("only a NIC between kernel and wire serves datagram sockets")]
     CannotOpen,
     /// The NIC refused a command, with this number.
     #[error("the NIC refused it ({0})")]

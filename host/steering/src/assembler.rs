@@ -55,6 +55,8 @@ pub(crate) enum Helper {
     LoadBytes = 26,
     SocketCookie = 46,
     MessageRedirectHash = 71,
+    SocketRelease = 86,
+    ConnectionLookup = 99,
     RingBufferOutput = 130,
     RedirectNeighbour = 152,
 }

@@ -128,23 +128,41 @@ pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {
     }
 }
 
+/// Deletes the entries whose keys `matches` accepts.
+pub(crate) fn clear(map: BorrowedFd<'_>, key_bytes: usize, mut matches: impl FnMut(&[u8]) -> bool) {
+    let mut chosen = Vec::new();
+    for_each_key(map, key_bytes, |key| {
+        if matches(key) {
+            chosen.push(key.to_vec());
+        }
+    });
+    // One that is gone already is no concern.
+    chosen.iter().for_each(|key| _ = delete(map, key));
+}
+
+/// The number of entries.
 pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
-    let mut key = vec![0u8; key_bytes];
     let mut count = 0;
+    for_each_key(map, key_bytes, |_| count += 1);
+    count
+}
+
+fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u8])) {
+    let mut key: Option<Vec<u8>> = None;
     loop {
         let mut attributes = [0; 32];
         attributes[0] = map.as_raw_fd() as u32;
         let mut next = vec![0u8; key_bytes];
-        if count > 0 {
-            point(&mut attributes, 2, &key);
+        if let Some(key) = &key {
+            point(&mut attributes, 2, key);
         }
         let address = next.as_mut_ptr() as u64;
         (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
         if bpf(MAP_NEXT_KEY, &mut attributes).is_err() {
-            return count;
+            return;
         }
-        key = next;
-        count += 1;
+        visit(&next);
+        key = Some(next);
     }
 }
 

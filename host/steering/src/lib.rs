@@ -1,7 +1,8 @@
 //! Steering for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map holds the 4-tuples that the NIC owns, and the addresses of its sessions for messages (RMPP), another the devices at which the kernel accepts packets whose answers leave by
-//! other devices. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
+//! One map holds the 4-tuples that the NIC owns, the addresses of its sessions for messages (RMPP), and the endpoints at which it
+//! makes connections; another the devices at which the kernel accepts packets whose answers leave by other devices; a third the
+//! 4-tuples of handshakes, which the program at a device's ingress enters itself. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
 //! connections' frames; two at packet sockets let the NIC receive exactly those. A fifth gives frames to the kernel as if a
 //! device had received them. All of it exists as long as a process holds its descriptors.
 
@@ -35,6 +36,17 @@ pub fn messages_flow(local: Endpoint) -> Flow {
     Flow { local, remote: Endpoint { address: [0; 16], port: 0 } }
 }
 
+/// What stands in the map for a listener whose connections the NIC makes: the remote endpoint is none that a client can have, and
+/// differs from that of [`messages_flow`].
+pub fn listener_flow(local: Endpoint) -> Flow {
+    Flow { local, remote: Endpoint { address: [0; 16], port: LISTENER_PORT } }
+}
+
+const LISTENER_PORT: u16 = 1;
+
+/// Handshakes that are remembered: of more, the oldest are forgotten, so that a flood of SYNs takes no more memory.
+const HANDSHAKES: u32 = 1 << 16;
+
 /// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
 
@@ -51,7 +63,7 @@ pub const LOOPBACK: u32 = 1;
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
-pub const DESCRIPTORS: usize = 4;
+pub const DESCRIPTORS: usize = 6;
 
 /// Devices at which a connection can be received, besides those in the map of devices and the one by which its frames leave.
 pub const FURTHER: usize = 5;
@@ -87,6 +99,9 @@ const V6: u32 = 2;
 pub struct Steering {
     flows: OwnedFd,
     devices: OwnedFd,
+    handshakes: OwnedFd,
+    /// Whether there are listeners: one word.
+    listening: OwnedFd,
     ingress: OwnedFd,
     egress: OwnedFd,
 }
@@ -106,19 +121,24 @@ impl Steering {
     pub fn new(connections: u32) -> io::Result<Steering> {
         let flows = bpf::create_map(programs::KEY_BYTES as u32, programs::VALUE_BYTES as u32, connections.max(1))?;
         let devices = bpf::create_map(4, programs::DEVICE_BYTES as u32, MOST_DEVICES)?;
-        let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(flows.as_fd(), devices.as_fd()))?;
+        let kind = bpf::MapKind::LeastRecentlyUsedHash;
+        let handshakes = bpf::create_map_of(kind, programs::KEY_BYTES as u32, programs::VALUE_BYTES as u32, HANDSHAKES)?;
+        let listening = bpf::create_map_of(bpf::MapKind::Array, 4, 4, 1)?;
+        let maps = programs::Maps::of([&flows, &devices, &handshakes, &listening]);
+        let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(maps))?;
         let egress = bpf::load(bpf::ProgramKind::Device, &programs::egress(flows.as_fd()))?;
-        Ok(Steering { flows, devices, ingress, egress })
+        Ok(Steering { flows, devices, handshakes, listening, ingress, egress })
     }
 
     /// A steering that another process made.
-    pub fn from_fds([flows, devices, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
-        Steering { flows, devices, ingress, egress }
+    pub fn from_fds([flows, devices, handshakes, listening, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
+        Steering { flows, devices, handshakes, listening, ingress, egress }
     }
 
     /// Its descriptors, for another process.
     pub fn fds(&self) -> [BorrowedFd<'_>; DESCRIPTORS] {
-        [self.flows.as_fd(), self.devices.as_fd(), self.ingress.as_fd(), self.egress.as_fd()]
+        let Steering { flows, devices, handshakes, listening, ingress, egress } = self;
+        [flows, devices, handshakes, listening, ingress, egress].map(AsFd::as_fd)
     }
 
     /// Attaches the programs to a device of the calling thread's network namespace.
@@ -146,7 +166,7 @@ impl Steering {
     /// # Errors
     /// The failed system call's.
     pub fn filter_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let program = programs::incoming(self.flows.as_fd(), self.devices.as_fd());
+        let program = programs::incoming(programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.listening]));
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
@@ -201,6 +221,38 @@ impl Steering {
         bpf::delete(self.flows.as_fd(), &key(flow))
     }
 
+    /// Sets whether there are listeners ([`listener_flow`]). Without any, frames of the kernel's connections cost no search for
+    /// their handshake. The handshakes known so far are forgotten when there are none any more.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn set_listening(&self, listening: bool) -> io::Result<()> {
+        if !listening {
+            bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |_| true);
+        }
+        bpf::update(self.listening.as_fd(), &0u32.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
+    }
+
+    /// Removes all listeners, with which an agent that has died may have left the map.
+    pub fn forget_listeners(&self) {
+        let part = LISTENER_PORT.to_be_bytes();
+        bpf::clear(self.flows.as_fd(), programs::KEY_BYTES, |key| key[16..32] == [0; 16] && key[34..] == part);
+    }
+
+    /// Forgets the handshakes at an endpoint: the kernel gets what their clients send.
+    pub fn forget_handshakes(&self, local: Endpoint) {
+        let part = key(&listener_flow(local));
+        bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |key| key[..16] == part[..16] && key[32..34] == part[32..34]);
+    }
+
+    /// Forgets a handshake, since its connection stands in the map of flows, or is the kernel's.
+    ///
+    /// # Errors
+    /// The failed system call's. One that is not known is no error.
+    pub fn forget_handshake(&self, flow: &Flow) -> io::Result<()> {
+        bpf::delete(self.handshakes.as_fd(), &key(flow))
+    }
+
     /// Number of flows that are steered.
     pub fn count(&self) -> usize {
         bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
@@ -231,7 +283,8 @@ mod tests {
         }
         let steering = Steering::new(8).unwrap();
         let (flows, devices) = (steering.flows.as_fd(), steering.devices.as_fd());
-        for way in [programs::incoming(flows, devices), programs::outgoing(flows)] {
+        let maps = programs::Maps::of([&steering.flows, &steering.devices, &steering.handshakes, &steering.listening]);
+        for way in [programs::incoming(maps), programs::outgoing(flows)] {
             bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
         }
         bpf::load(bpf::ProgramKind::Device, &programs::inject(devices)).unwrap();
@@ -246,5 +299,13 @@ mod tests {
         steering.remove(&flow).unwrap();
         steering.remove(&flow).unwrap();
         assert_eq!(steering.count(), 1);
+        steering.set_listening(true).unwrap();
+        steering.forget_handshake(&flow).unwrap();
+        steering.forget_handshakes(flow.local);
+        steering.set(&listener_flow(flow.local), &path, Steer::Steal).unwrap();
+        steering.set(&messages_flow(flow.local), &path, Steer::Steal).unwrap();
+        steering.forget_listeners();
+        assert_eq!(steering.count(), 2, "the other two stay");
+        steering.set_listening(false).unwrap();
     }
 }

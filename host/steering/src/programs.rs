@@ -2,10 +2,31 @@
 //!
 //! All but the injector begin alike: they read the frame's headers through a helper (so that the frame may be in pieces), build
 //! the flow's key as this host sees it, and look it up.
+//!
+//! A client's first SYN to a listener of the NIC's is seen by the program at the ingress alone, which can ask the kernel whether it
+//! has a connection of this 4-tuple. If not, the program enters the handshake in a map and lets the device receive the frame once
+//! more. Then it is found there, by the NIC's packet socket too, like all that follows of this handshake.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{FURTHER, INJECT, INJECTED, LOOPBACK, MARK, ROUTED, Steer};
-use std::os::fd::BorrowedFd;
+use crate::{FURTHER, INJECT, INJECTED, LISTENER_PORT, LOOPBACK, MARK, ROUTED, Steer};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// The maps.
+#[derive(Clone, Copy)]
+pub(crate) struct Maps<'a> {
+    flows: BorrowedFd<'a>,
+    devices: BorrowedFd<'a>,
+    handshakes: BorrowedFd<'a>,
+    listening: BorrowedFd<'a>,
+}
+
+impl<'a> Maps<'a> {
+    /// Flows, devices, handshakes, listening.
+    pub fn of(maps: [&'a OwnedFd; 4]) -> Maps<'a> {
+        let [flows, devices, handshakes, listening] = maps.map(AsFd::as_fd);
+        Maps { flows, devices, handshakes, listening }
+    }
+}
 
 /// Bytes of the map's key.
 pub(crate) const KEY_BYTES: usize = 36;
@@ -75,6 +96,81 @@ fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
     a.jump_unless(R::R0, 0, "other");
 }
 
+/// Bits of a TCP header's flags: FIN, SYN, RST and ACK; a SYN alone. Where they stand.
+const FLAGS: i32 = 0x17;
+const SYN: i32 = 0x02;
+const FLAGS_AT: i32 = 13;
+
+/// `BPF_F_CURRENT_NETNS`; offset of the state in `bpf_sock`, and the state of a listener.
+const OWN_NAMESPACE: i32 = -1;
+const STATE: i16 = 72;
+const LISTEN: i32 = 10;
+
+/// Who looks for handshakes: the packet socket's filter only finds those that the program at the ingress has entered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Opens {
+    Sought,
+    Entered,
+}
+
+/// Looks for the handshake that a TCP segment without a flow belongs to: goes on with the map's value in R0, or jumps to `unknown`.
+/// The offset of the segment's header is at [`SMALL`].
+fn find_handshake(a: &mut Assembler, opens: Opens, maps: Maps<'_>) {
+    a.store_word(R::R10, HEADER, 0).map(R::R1, maps.listening).mov(R::R2, R::R10).add(R::R2, i32::from(HEADER));
+    a.call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
+    a.load(Size::Word, R::R1, R::R0, 0).jump_if(R::R1, 0, "unknown");
+    look_up(a, maps.handshakes, KEY);
+    if opens == Opens::Sought {
+        a.jump_if(R::R0, 0, "unknown");
+        return;
+    }
+    a.jump_unless(R::R0, 0, "found");
+    a.load(Size::Double, R::R2, R::R10, SMALL).add(R::R2, FLAGS_AT);
+    load_bytes(a, HEADER, 1);
+    a.load(Size::Byte, R::R1, R::R10, HEADER).and(R::R1, FLAGS).jump_unless(R::R1, SYN, "unknown");
+    is_for_listener(a);
+    // The listener's key: the local endpoint, and no client's.
+    a.set(R::R1, 0).store(Size::Double, R::R10, HEADER + 16, R::R1).store(Size::Double, R::R10, HEADER + 24, R::R1);
+    for at in [0, 8] {
+        a.load(Size::Double, R::R1, R::R10, LOCAL + at).store(Size::Double, R::R10, HEADER + at, R::R1);
+    }
+    a.load(Size::Half, R::R1, R::R10, LOCAL_PORT).store(Size::Half, R::R10, HEADER + 32, R::R1);
+    a.set(R::R1, i32::from(LISTENER_PORT.to_be())).store(Size::Half, R::R10, HEADER + 34, R::R1);
+    look_up(a, maps.flows, HEADER);
+    a.jump_if(R::R0, 0, "unknown");
+    a.map(R::R1, maps.handshakes).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).mov(R::R3, R::R0).set(R::R4, 0);
+    a.call(Helper::MapUpdate).jump_unless(R::R0, 0, "unknown");
+    a.load(Size::Word, R::R1, R::R6, INTERFACE).set(R::R2, TO_INGRESS).call(Helper::Redirect).exit();
+}
+
+fn look_up(a: &mut Assembler, map: BorrowedFd<'_>, key: i16) {
+    a.map(R::R1, map).mov(R::R2, R::R10).add(R::R2, i32::from(key)).call(Helper::MapLookup);
+}
+
+/// Jumps to `unknown` unless the kernel would give a SYN to a listening socket: it has no connection and no handshake of this
+/// 4-tuple.
+fn is_for_listener(a: &mut Assembler) {
+    // The 4-tuple as the kernel's table has it: source first, IPv4 addresses in 4 bytes.
+    a.load(Size::Half, R::R1, R::R10, LOCAL + 10).jump_if(R::R1, 0xffff, "four bytes");
+    for at in [0, 8] {
+        a.load(Size::Double, R::R1, R::R10, REMOTE + at).store(Size::Double, R::R10, HEADER + at, R::R1);
+        a.load(Size::Double, R::R1, R::R10, LOCAL + at).store(Size::Double, R::R10, HEADER + 16 + at, R::R1);
+    }
+    a.load(Size::Half, R::R1, R::R10, REMOTE_PORT).store(Size::Half, R::R10, HEADER + 32, R::R1);
+    a.load(Size::Half, R::R1, R::R10, LOCAL_PORT).store(Size::Half, R::R10, HEADER + 34, R::R1);
+    a.set(R::R3, 36).jump("ask");
+    a.label("four bytes");
+    for (from, to) in [(REMOTE, HEADER), (LOCAL, HEADER + 4)] {
+        a.load(Size::Word, R::R1, R::R10, from + 12).store(Size::Word, R::R10, to, R::R1);
+    }
+    a.load(Size::Half, R::R1, R::R10, REMOTE_PORT).store(Size::Half, R::R10, HEADER + 8, R::R1);
+    a.load(Size::Half, R::R1, R::R10, LOCAL_PORT).store(Size::Half, R::R10, HEADER + 10, R::R1);
+    a.set(R::R3, 12).label("ask");
+    a.mov(R::R1, R::R6).mov(R::R2, R::R10).add(R::R2, i32::from(HEADER)).set(R::R4, OWN_NAMESPACE).set(R::R5, 0);
+    a.call(Helper::ConnectionLookup).jump_if(R::R0, 0, "unknown");
+    a.load(Size::Word, R::R7, R::R0, STATE).mov(R::R1, R::R0).call(Helper::SocketRelease).jump_unless(R::R7, LISTEN, "unknown");
+}
+
 /// Goes on if the IP protocol in R7 is that of a TCP segment, with 0 in R7, or that of a datagram that comes in. Jumps to `other`
 /// with any other protocol.
 fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
@@ -89,7 +185,7 @@ fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
 /// Looks up the frame's flow; of a datagram that comes in, its destination, at which a session for messages may receive. Jumps to
 /// `other` if the frame is neither, with its IP protocol in R7 (0 if it is not IP), and to `unknown` if the map does not contain
 /// it. Else goes on, with the state in R7, and a pointer to the map's value in R0.
-fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
+fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>, opening: Option<(Opens, Maps<'_>)>) {
     let [source, destination] = way.places();
     a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
     load_bytes(a, SMALL, 2);
@@ -123,11 +219,11 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
     }
     a.set(R::R2, ETHERNET + 40);
 
-    a.label("ports");
-    load_bytes(a, SMALL, 4);
+    a.label("ports").store(Size::Double, R::R10, SMALL, R::R2);
+    load_bytes(a, HEADER, 4);
     let [source_port, destination_port] =
         if way == Way::Incoming { [REMOTE_PORT, LOCAL_PORT] } else { [LOCAL_PORT, REMOTE_PORT] };
-    for (from, to) in [(SMALL, source_port), (SMALL + 2, destination_port)] {
+    for (from, to) in [(HEADER, source_port), (HEADER + 2, destination_port)] {
         a.load(Size::Half, R::R1, R::R10, from).store(Size::Half, R::R10, to, R::R1);
     }
     if way == Way::Incoming {
@@ -136,7 +232,15 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>) {
         a.store(Size::Double, R::R10, REMOTE, R::R1).store(Size::Double, R::R10, REMOTE + 8, R::R1);
         a.store(Size::Half, R::R10, REMOTE_PORT, R::R1).label("look up");
     }
-    a.map(R::R1, flows).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
+    look_up(a, flows, KEY);
+    match opening {
+        Some((opens, maps)) => {
+            a.jump_unless(R::R0, 0, "found").jump_unless(R::R7, 0, "unknown");
+            find_handshake(a, opens, maps);
+            a.label("found");
+        }
+        None => _ = a.jump_if(R::R0, 0, "unknown"),
+    }
     a.load(Size::Word, R::R7, R::R0, 0);
 }
 
@@ -167,14 +271,14 @@ fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
 const NOWHERE: i32 = i32::MAX;
 
 /// Program at a device's ingress: the kernel receives nothing for the NIC's connections but what is injected.
-pub(crate) fn ingress(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
+pub(crate) fn ingress(maps: Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     // No later program may see the mark.
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "injected");
     a.jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
-    find(&mut a, Way::Incoming, flows);
-    comes_here(&mut a, devices);
+    find(&mut a, Way::Incoming, maps.flows, Some((Opens::Entered, maps)));
+    comes_here(&mut a, maps.devices);
     a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
     a.label("injected").store_word(R::R1, SKB_MARK, 0);
     a.label("unknown").label("other").set(R::R0, NEXT).exit();
@@ -186,7 +290,7 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours");
     a.jump_if(R::R2, ROUTED as i32, "other").jump_if(R::R2, INJECTED as i32, "other");
-    find(&mut a, Way::Outgoing, flows);
+    find(&mut a, Way::Outgoing, flows, None);
     a.jump("theirs");
     // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get the route
     // that the kernel's own have.
@@ -206,12 +310,12 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
 
 /// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
 /// that is injected. The kernel gets the fragments, too: only a whole datagram shows whose it is, and a shell drops what it receives.
-pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8> {
+pub(crate) fn incoming(maps: Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "unknown");
-    find(&mut a, Way::Incoming, flows);
-    comes_here(&mut a, devices);
+    find(&mut a, Way::Incoming, maps.flows, Some((Opens::Sought, maps)));
+    comes_here(&mut a, maps.devices);
     a.label("whole").set(R::R0, -1).exit();
     a.label("other").jump_if(R::R7, ICMP, "icmp").jump_if(R::R7, ICMPV6, "icmp").jump_if(R::R7, FRAGMENT, "icmp");
     a.label("unknown").set(R::R0, 0).exit();
@@ -223,7 +327,7 @@ pub(crate) fn incoming(flows: BorrowedFd<'_>, devices: BorrowedFd<'_>) -> Vec<u8
 pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
-    find(&mut a, Way::Outgoing, flows);
+    find(&mut a, Way::Outgoing, flows, None);
     leaves_here(&mut a);
     a.jump_unless(R::R7, Steer::Mirror as i32, "unknown").set(R::R0, -1).exit();
     a.label("unknown").label("other").set(R::R0, 0).exit();

@@ -70,19 +70,22 @@ pub struct Load {
     pub work: u32,
 }
 
-/// A process that holds a namespace open, so that others can be started in it.
+/// A process that holds a namespace open, so that others can be started in it. It ends with this one, however that ends, and
+/// removes a folder then.
 struct Anchor(Child);
 
 impl Anchor {
-    fn new(host: &Namespace) -> Result<Anchor> {
-        Ok(Anchor(host.spawn(Command::new("sleep").arg("infinity"))?))
+    fn new(host: &Namespace, folder: &Path) -> Result<Anchor> {
+        let mut command = Command::new("sh");
+        command.args(["-c", "trap '' INT TERM HUP; read -r _; rm -rf \"$1\"", "sh"]).arg(folder).stdin(Stdio::piped());
+        Ok(Anchor(host.spawn(&mut command)?))
     }
 }
 
 impl Drop for Anchor {
     fn drop(&mut self) {
+        self.0.stdin.take();
         // It has nothing to say at its end.
-        let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
@@ -101,12 +104,6 @@ enum Hosts {
     Plain(Namespace),
     /// A NIC on host A.
     WithNic(Box<Testbed>),
-}
-
-impl Drop for MpiHosts {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
-    }
 }
 
 fn succeed(command: &mut Command) -> Result<()> {
@@ -135,7 +132,7 @@ impl MpiHosts {
         let provider = provider()?;
         let folder = std::env::temp_dir().join(format!("baton-mpi-{}-{nic}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
-        let (hosts, anchors) = if nic { with_nic()? } else { plain()? };
+        let (hosts, anchors) = if nic { with_nic(&folder)? } else { plain(&folder)? };
         let napi = if nic { process::napi_threads("baton0") } else { Vec::new() };
         let made = MpiHosts { folder, _anchors: anchors, hosts, provider, napi };
         made.install()?;
@@ -259,7 +256,7 @@ impl MpiHosts {
     }
 }
 
-fn with_nic() -> Result<(Hosts, [Anchor; 2])> {
+fn with_nic(folder: &Path) -> Result<(Hosts, [Anchor; 2])> {
     let conditions = Conditions { offload: Offload::Both, ..Conditions::plain() };
     let bed = Testbed::new(&TestbedSettings {
         mtu: conditions.mtu.into(),
@@ -268,13 +265,13 @@ fn with_nic() -> Result<(Hosts, [Anchor; 2])> {
         peer_queue: Some(4096),
         ..TestbedSettings::default()
     })?;
-    let anchors = [Anchor::new(&bed.host_a)?, Anchor::new(&bed.host_b)?];
+    let anchors = [Anchor::new(&bed.host_a, folder)?, Anchor::new(&bed.host_b, folder)?];
     Ok((Hosts::WithNic(Box::new(bed)), anchors))
 }
 
-fn plain() -> Result<(Hosts, [Anchor; 2])> {
+fn plain(folder: &Path) -> Result<(Hosts, [Anchor; 2])> {
     let hosts = [Namespace::new()?, Namespace::new()?];
-    let anchors = [Anchor::new(&hosts[0])?, Anchor::new(&hosts[1])?];
+    let anchors = [Anchor::new(&hosts[0], folder)?, Anchor::new(&hosts[1], folder)?];
     let [a, b] = [0, 1].map(|at| anchors[at].0.id().to_string());
     let link = ["link", "add", "mpi0", "netns", &a, "type", "veth", "peer", "name", "mpi0", "netns", &b];
     succeed(Command::new("ip").args(link))?;

@@ -2,6 +2,7 @@
 //! behind however a process ends.
 
 use rustix::mount::{MountFlags, MountPropagationFlags};
+use rustix::process::Signal;
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 use std::fs::File;
 use std::io;
@@ -93,15 +94,19 @@ impl Namespace {
         })
     }
 
-    /// Starts a command in this namespace, as a child of the calling thread.
+    /// Starts a command in this namespace, as a child of the calling thread, with which it ends: it gets SIGTERM then.
     ///
     /// # Errors
     /// If the namespace cannot be entered, or the program does not start.
     pub fn spawn(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let file = self.file.as_raw_fd();
-        // SAFETY: between fork and exec the closure only makes a system call: no allocation, no locks. The descriptor is open
-        // until the command has been started.
-        unsafe { command.pre_exec(move || enter(BorrowedFd::borrow_raw(file))) };
+        let begin = move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            // SAFETY: the descriptor is open until the command has been started.
+            enter(unsafe { BorrowedFd::borrow_raw(file) })
+        };
+        // SAFETY: between fork and exec the closure only makes system calls: no allocation, no locks.
+        unsafe { command.pre_exec(begin) };
         command.spawn()
     }
 }

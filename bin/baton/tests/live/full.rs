@@ -20,6 +20,36 @@ impl Drop for Program {
     }
 }
 
+/// Two hosts, the first with a NIC between kernel and wire, or beside the kernel.
+fn bed(beside: bool) -> Testbed {
+    hosts(TestbedSettings { beside, ..TestbedSettings::default() })
+}
+
+/// Each of these tests with a NIC between kernel and wire, and with one beside the kernel.
+macro_rules! in_both_shapes {
+    ($($test:ident)*) => {
+        mod inline {
+            $(#[test] fn $test() { super::$test(false) })*
+        }
+        mod beside {
+            $(#[test] fn $test() { super::$test(true) })*
+        }
+    };
+}
+
+in_both_shapes! {
+    the_nic_makes_the_connections_of_a_server
+    what_the_nic_has_made_can_move
+    listeners_are_there_again_after_a_death
+    listeners_are_the_kernels_while_there_are_rules
+    what_has_moved_to_the_kernel_is_its_own
+    a_flood_of_syns_leaves_room_for_honest_clients
+    servers_of_all_kinds_are_served
+    the_nic_closes_what_it_has_made
+    a_death_while_the_nic_closes_loses_nothing
+    connecting_fails_as_natively
+}
+
 /// Starts a program on host A whose connections the NIC makes.
 pub(crate) fn start(bed: &Testbed, arguments: &[&str]) -> Program {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
@@ -71,9 +101,8 @@ pub(crate) fn address(ipv6: bool, port: u16) -> SocketAddr {
 }
 
 /// An unmodified Python server answers curl through connections that the NIC has made, by both families.
-#[test]
-fn the_nic_makes_the_connections_of_a_server() {
-    let bed = hosts(TestbedSettings::default());
+fn the_nic_makes_the_connections_of_a_server(beside: bool) {
+    let bed = bed(beside);
     let scratch = Scratch::new("full");
     let content: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     std::fs::write(scratch.file("content"), &content).expect("a file");
@@ -98,8 +127,7 @@ fn the_nic_makes_the_connections_of_a_server() {
 }
 
 /// A connection that the NIC has made is shown as such, is on the NIC, and goes to the kernel and back like any other.
-#[test]
-fn what_the_nic_has_made_can_move() {
+fn what_the_nic_has_made_can_move(beside: bool) {
     const ECHO: &str = "
 import socket
 listener = socket.create_server(('', 7000))
@@ -108,7 +136,7 @@ while True:
     while data := server.recv(65536): server.sendall(data)
     server.close()
 ";
-    let bed = hosts(TestbedSettings::default());
+    let bed = bed(beside);
     let _server = start(&bed, &["python3", "-c", ECHO]);
     wait_for_server(&bed, address(false, 7000));
     let mut client = connect(&bed, address(false, 7000)).expect("a connection");
@@ -171,10 +199,9 @@ pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
 
 /// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by the next
 /// NIC.
-#[test]
-fn listeners_are_there_again_after_a_death() {
+fn listeners_are_there_again_after_a_death(beside: bool) {
     for agent_dies in [false, true] {
-        let bed = hosts(TestbedSettings::default());
+        let bed = bed(beside);
         let at = address(false, 7000);
         let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
         let mut orders = server.0.stdin.take().expect("its input");
@@ -213,9 +240,8 @@ fn listeners_are_there_again_after_a_death() {
 
 /// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone can ask
 /// them.
-#[test]
-fn listeners_are_the_kernels_while_there_are_rules() {
-    let bed = hosts(TestbedSettings::default());
+fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
+    let bed = bed(beside);
     let at = address(false, 7000);
     let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
     let mut orders = server.0.stdin.take().expect("its input");
@@ -262,6 +288,41 @@ for n in range(count):
     raw.sendto(ip + tcp, (address, 0))
 ";
 
+/// A connection that the NIC has made, and that has moved to the kernel, is not disturbed by a SYN with its addresses and ports, as
+/// somebody may forge one; nor does the NIC get its segments then. Clients of the same host are served, too.
+fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let _server = start(&bed, &["python3", "-c", ASYNCIO]);
+    wait_for_server(&bed, at);
+    let mut client = connect(&bed, at).expect("a connection");
+    exchange(&mut client, 1);
+    let local = client.local_addr().expect("its address");
+    let ours = || connections(&bed).into_iter().find(|one| one.peer == local.to_string()).expect("the connection");
+    assert_eq!(ours().made_by, Place::Nic);
+    let mut tool = bed.tool().expect("a tool");
+    wait_until("the move", || {
+        let one = ours();
+        let ask = Ask::MoveAny { session: one.session, connection: one.connection, to: Place::Kernel };
+        matches!(tool.ask(ask).expect("an answer"), Reply::Done)
+    });
+    let forge = FLOOD
+        .replace("struct.pack('!BBH', 10, 77, n & 0xffff)", &format!("socket.inet_aton('{}')", local.ip()))
+        .replace("random.randrange(1024, 65536)", &local.port().to_string());
+    let segments = count(&bed, Counter::Segments);
+    for byte in 2..5 {
+        let sent = on_b(&bed, &["python3", "-c", &forge, "5", &at.ip().to_string(), "7000"]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+        exchange(&mut client, byte);
+    }
+    assert_eq!((ours().place, count(&bed, Counter::Segments)), (Place::Kernel, segments));
+    let made = count(&bed, Counter::Made);
+    exchange(&mut connect(&bed, at).expect("a connection"), 5);
+    assert_eq!(count(&bed, Counter::Made), made + 1, "the listener is the NIC's as before");
+    let mut neighbour = bed.host_a.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
+    exchange(&mut neighbour, 6);
+}
+
 /// Resident memory of a process, in bytes.
 fn resident(process: u32) -> u64 {
     let pages = std::fs::read_to_string(format!("/proc/{process}/statm")).expect("a process");
@@ -270,9 +331,8 @@ fn resident(process: u32) -> u64 {
 
 /// Ten thousand SYNs from forged addresses: most are answered and not remembered, an honest client connects nevertheless, with
 /// window scaling and SACK, and the NIC's memory does not grow with their number.
-#[test]
-fn a_flood_of_syns_leaves_room_for_honest_clients() {
-    let bed = hosts(TestbedSettings::default());
+fn a_flood_of_syns_leaves_room_for_honest_clients(beside: bool) {
+    let bed = bed(beside);
     let at = address(false, 7000);
     let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
     let mut orders = server.0.stdin.take().expect("its input");
@@ -406,9 +466,8 @@ print('right', end='')
 ";
 
 /// Unmodified servers of different kinds: an event loop, several processes that share a listener, threads.
-#[test]
-fn servers_of_all_kinds_are_served() {
-    let bed = hosts(TestbedSettings::default());
+fn servers_of_all_kinds_are_served(beside: bool) {
+    let bed = bed(beside);
     let scratch = Scratch::new("servers");
     let content: Vec<u8> = (0..500_000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     std::fs::write(scratch.file("content"), &content).expect("a file");
@@ -514,7 +573,8 @@ print('right')
 #[test]
 fn the_nic_opens_connections() {
     let several = TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() };
-    for settings in [TestbedSettings::default(), several] {
+    let beside = TestbedSettings { beside: true, ..TestbedSettings::default() };
+    for settings in [TestbedSettings::default(), several, beside] {
         opens_connections(&hosts(settings));
     }
 }
@@ -558,7 +618,7 @@ fn opens_connections(bed: &Testbed) {
     assert_eq!((end.failed_moves, end.lost), (0, 0));
 }
 
-/// Under a NIC that cannot make connections the program runs as with handoff, and one line says why.
+/// Where the NIC cannot make connections the program runs as with handoff, and one line says why.
 #[test]
 fn a_nic_that_makes_no_connections_is_announced() {
     let scratch = Scratch::new("beside");
@@ -574,10 +634,13 @@ print(server.recv(5).decode())",
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").env_remove("BATON_RUN");
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let host = baton_linux::namespace::Namespace::new().expect("a namespace");
+    let mut rules = Command::new("nft");
+    rules.arg("add table inet guard; add chain inet guard in { type filter hook input priority 0; }");
+    assert!(host.spawn(&mut rules).expect("nft").wait().expect("its end").success());
     let ran = host.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
     assert!(ran.status.success() && ran.stdout == b"hello\n", "{}", text(&ran.stderr));
     let said = text(&ran.stderr);
-    assert!(said.lines().count() == 1 && said.contains("only a NIC between kernel and wire"), "{said}");
+    assert!(said.lines().count() == 1 && said.contains("the firewall has chains"), "{said}");
 }
 
 /// A program whose connections the NIC makes and one of the kernel's take the same port at the same moment, one port after the other:
@@ -673,9 +736,8 @@ fn kernels_sockets(bed: &Testbed, filter: &str) -> String {
 }
 
 /// The NIC closes what it has made: no connection goes to the kernel for that, and none waits there.
-#[test]
-fn the_nic_closes_what_it_has_made() {
-    let bed = hosts(TestbedSettings::default());
+fn the_nic_closes_what_it_has_made(beside: bool) {
+    let bed = bed(beside);
     let _server = start(&bed, &["python3", "-c", SEND_AND_CLOSE]);
     wait_for_server(&bed, address(false, 7000));
     let before = statistics(&bed);
@@ -718,10 +780,9 @@ fn connect_from(from: SocketAddr, to: SocketAddr) -> std::io::Result<TcpStream> 
 }
 
 /// A program closes, and the NIC or the agent dies before the peer has everything: the kernel sends the rest and the FIN.
-#[test]
-fn a_death_while_the_nic_closes_loses_nothing() {
+fn a_death_while_the_nic_closes_loses_nothing(beside: bool) {
     for agent_dies in [false, true] {
-        let bed = hosts(TestbedSettings::default());
+        let bed = bed(beside);
         let _server = start(&bed, &["python3", "-c", SEND_AND_CLOSE]);
         wait_for_server(&bed, address(false, 7000));
         // More than the peer's window, so that the rest waits at the NIC until it is read.
@@ -771,9 +832,8 @@ held.pop(next(at for at, one in enumerate(held) if one[1] == 'open'))[0].close()
 ";
 
 /// ICMP messages while the NIC opens a connection, TCP_SYNCNT, and the end of the ports: as natively.
-#[test]
-fn connecting_fails_as_natively() {
-    let bed = hosts(TestbedSettings::default());
+fn connecting_fails_as_natively(beside: bool) {
+    let bed = bed(beside);
     let listener = bed
         .host_b
         .run(|| std::net::TcpListener::bind(SocketAddr::new(baton_lab::testbed::address_b(false), 6000)))

@@ -88,7 +88,7 @@ fn rules_that_may_judge_it_keep_it() {
         ("tcp dport 8080 jump other", "a quota"),
         ("tcp dport vmap { 22 : accept, 8080 : goto other }", "a quota"),
         ("meta l4proto tcp queue", "another program"),
-        ("ip saddr 10.0.0.0/8 numgen random mod 2 0 drop", "numgen"),
+        ("ip saddr 10.0.0.0/8 numgen random mod 10 0 drop", "numgen"),
         ("ct bytes > 1000000000 drop", "a count of packets or bytes"),
     ];
     for (rule, why) in rules {

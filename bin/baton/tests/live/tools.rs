@@ -1,8 +1,9 @@
 //! The tools, used as a person uses them.
 
-use crate::common::scene;
+use crate::common::{hosts, scene};
 use baton_lab::testbed::TestbedSettings;
 use baton_protocol::program::Place;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
 fn baton(arguments: &[&str]) -> Output {
@@ -81,4 +82,14 @@ fn a_program_runs_on_one_of_two_hosts() {
     assert_eq!(ran.status.code(), Some(7), "{}", text(&ran.stderr));
     let socket = text(&ran.stdout).trim().to_string();
     assert!(socket.ends_with("agent.sock") && !std::path::Path::new(&socket).exists(), "left behind: {socket:?}");
+}
+
+/// A command on a test bed's host does not outlive who started it, however that ends.
+#[test]
+fn a_command_on_a_host_ends_with_who_started_it() {
+    let bed = hosts(TestbedSettings::default());
+    let mut child = std::thread::scope(|scope| {
+        scope.spawn(|| bed.host_a.spawn(Command::new("sleep").arg("1000")).expect("sleep")).join().expect("a child")
+    });
+    assert_eq!(child.wait().expect("its end").signal(), Some(libc::SIGTERM));
 }

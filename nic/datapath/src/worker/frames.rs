@@ -219,10 +219,23 @@ impl<H: Device, W: Device> Worker<H, W> {
                 Report::Unreachable(error) => self.on_unreachable(&about.flow, about.seq, error),
             }
         }
-        if !self.settings.beside {
+        if self.settings.beside {
+            self.give_back_to_kernel();
+        } else {
             self.acknowledge_for_kernel(now);
             self.to_kernel.receive(&mut self.frame, &self.counters, now.0);
             self.due = self.due.min(self.to_kernel.delivery.due());
+        }
+    }
+
+    /// Beside the kernel, gives it a client's segment that was kept from it because of a listener, and is of no connection or handshake
+    /// of the NIC's. Of all other frames it has its own copy, or they are no concern of its.
+    fn give_back_to_kernel(&mut self) {
+        if !self.listeners.is_empty()
+            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && self.listeners.at(&parsed.flow.local).is_some()
+        {
+            self.to_kernel.transmit(&mut self.frame, &self.counters);
         }
     }
 

@@ -50,12 +50,22 @@ pub(super) struct Offloaded {
     credit: u32,
     /// Until then the policy matches, microseconds. None: it has just begun to.
     rests_until: Option<u64>,
+    /// Whether it may match at all: see [`Policy::let_data_match`].
+    permitted: bool,
 }
 
 impl Offloaded {
     /// A data half that knows nothing yet, as there is nothing.
     pub fn new() -> Offloaded {
-        Offloaded { stage: Stage::Telling, confirmed: false, told: VecDeque::new(), places: 0, credit: 0, rests_until: Some(0) }
+        Offloaded {
+            stage: Stage::Telling,
+            confirmed: false,
+            told: VecDeque::new(),
+            places: 0,
+            credit: 0,
+            rests_until: Some(0),
+            permitted: true,
+        }
     }
 
     /// Whether the data half may have matched, or refused, the RTS that it reports.
@@ -68,6 +78,16 @@ impl Policy {
     /// Whether the data half matches, at this moment.
     pub fn matches_in_data(&self) -> bool {
         self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Data)
+    }
+
+    /// Whether the data half may match. It may not while some peers' packets come by another data half, which does not know what
+    /// this one has matched.
+    pub fn let_data_match(&mut self, permitted: bool) {
+        let Some(offloaded) = &mut self.offloaded else { return };
+        offloaded.permitted = permitted;
+        if !permitted && matches!(offloaded.stage, Stage::Telling | Stage::Data) {
+            self.leave();
+        }
     }
 
     /// Handles and packets that the data half was lent.
@@ -147,6 +167,11 @@ impl Policy {
             && self.matching.unhashed() == 0
     }
 
+    /// Whether a data half may match, and has room for all that there is.
+    fn may_tell_data(&self) -> bool {
+        self.fits_data() && self.offloaded.as_ref().is_some_and(|offloaded| offloaded.permitted)
+    }
+
     /// Lets the policy match from now on.
     fn leave(&mut self) {
         let Some(offloaded) = &mut self.offloaded else { return };
@@ -159,7 +184,7 @@ impl Policy {
     pub(super) fn consider_data(&mut self, now: u64) {
         let Some(offloaded) = &mut self.offloaded else { return };
         let until = *offloaded.rests_until.get_or_insert(now + REST);
-        if offloaded.stage != Stage::Policy || now < until {
+        if offloaded.stage != Stage::Policy || !offloaded.permitted || now < until {
             return;
         }
         let room = 2 * self.matching.posted() <= self.config.data_posted.into()
@@ -224,7 +249,7 @@ impl Policy {
         }
         self.finish_cancelling();
         self.take_back();
-        if self.fits_data() {
+        if self.may_tell_data() {
             self.begin_telling();
         } else {
             self.commands.push_back(Command::SetMatcher { matcher: Matcher::Policy });
@@ -269,7 +294,7 @@ impl Policy {
     /// The next command that a data half needs before it matches.
     pub(super) fn poll_told(&mut self) -> Option<Command> {
         if self.offloaded.as_ref()?.stage == Stage::Ready && self.commands.is_empty() {
-            if !self.fits_data() {
+            if !self.may_tell_data() {
                 self.leave();
                 return None;
             }

@@ -1,0 +1,92 @@
+//! The part of listening that is the steering's, beside the kernel: clients' segments to a listener reach the NIC, from their first
+//! SYN on, and those of connections that the kernel has do not.
+
+use crate::ground::Shape;
+use baton_handoff::examine::system;
+use baton_linux::netlink::Netlink;
+use baton_linux::rtnetlink::{self, LinkInfo};
+use baton_moves::Refusal;
+use baton_steering::{LOOPBACK, Path, Steer, listener_flow};
+use baton_wire::Flow;
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+
+/// Endpoints of which the NIC gets the clients' segments.
+pub(crate) type Steered = BTreeSet<SocketAddr>;
+
+/// The devices at which a client may send: all by which the kernel accepts packets whose answers it may send by others, and loopback.
+const FROM_ANYWHERE: Path = Path { leaves_by: LOOPBACK, anywhere: true, also_at: [0; baton_steering::FURTHER] };
+
+impl Shape {
+    /// The largest packet that the NIC's answers to SYNs promise to take, by any device by which clients may reach it.
+    pub fn mtu_of_listeners(&self, routes: &Netlink) -> Result<u32, Refusal> {
+        let failed = |error: std::io::Error| system("RTM_GETLINK", &error);
+        match self {
+            Shape::Inline { interface } => rtnetlink::link_at(routes, *interface).map(|link| link.mtu).map_err(failed),
+            Shape::Beside { devices, .. } => {
+                let reaches = |link: &LinkInfo| devices.receives(link);
+                let links = rtnetlink::links(routes).map_err(failed)?;
+                let least = links.iter().filter(|link| reaches(link)).map(|link| link.mtu).min();
+                Ok(least.unwrap_or(65_535).clamp(576, 65_535))
+            }
+        }
+    }
+
+    /// Gives the NIC what a listener's clients send to the endpoints `now`, and no more what they send to the others of `before`.
+    pub fn serve(
+        &mut self,
+        routes: &Netlink,
+        keeper: &baton_linux::control::Channel,
+        before: &Steered,
+        now: &Steered,
+    ) -> Result<(), Refusal> {
+        let Shape::Beside { steering, devices, .. } = self else { return Ok(()) };
+        if devices.is_new() {
+            devices.follow(routes, steering, keeper).map_err(|error| system("tcx", &error))?;
+        }
+        devices.attach(steering, keeper, LOOPBACK).map_err(|error| system("tcx", &error))?;
+        for gone in before.difference(now) {
+            self.leave_to_kernel(*gone);
+        }
+        let Shape::Beside { steering, .. } = self else { return Ok(()) };
+        for address in now {
+            steering
+                .set(&listener_flow((*address).into()), &FROM_ANYWHERE, Steer::Steal)
+                .map_err(|error| system("steering", &error))?;
+        }
+        if now.is_empty() { Ok(()) } else { steering.set_listening(true).map_err(|error| system("steering", &error)) }
+    }
+
+    /// The kernel gets what clients send to an endpoint, but for connections that the NIC has.
+    fn leave_to_kernel(&mut self, address: SocketAddr) {
+        self.unsteer(&listener_flow(address.into()));
+        if let Shape::Beside { steering, .. } = self {
+            steering.forget_handshakes(address.into());
+        }
+    }
+
+    /// The kernel gets what clients send to any listener, until each is served again.
+    pub fn serve_no_more(&mut self) {
+        if let Shape::Beside { steering, .. } = self {
+            steering.forget_listeners();
+        }
+    }
+
+    /// No listener is served any more.
+    pub fn serve_none(&mut self) {
+        if let Shape::Beside { steering, .. } = self
+            && let Err(error) = steering.set_listening(false)
+        {
+            eprintln!("baton agent: handshakes are still kept from the kernel: {error}");
+        }
+    }
+
+    /// The NIC keeps a connection that it has made, from any device, until its way is known.
+    pub fn keep_made(&mut self, flow: &Flow, interface: u32) -> Result<(), Refusal> {
+        self.steer(flow, &Path { leaves_by: interface, ..FROM_ANYWHERE }, Steer::Steal)?;
+        if let Shape::Beside { steering, .. } = self {
+            steering.forget_handshake(flow).map_err(|error| system("steering", &error))?;
+        }
+        Ok(())
+    }
+}
