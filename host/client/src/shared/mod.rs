@@ -63,8 +63,6 @@ pub struct Shared {
     patient: bool,
     /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
     full_until: AtomicU64,
-    /// How often a thread looks for the NIC's answer before it sleeps.
-    answer_looks: AtomicU32,
 }
 
 /// Called with the number of each connection that may have become readable or writable. It is called with the session's events
@@ -181,7 +179,6 @@ impl Shared {
             sends_plainly: true,
             patient: false,
             full_until: AtomicU64::new(0),
-            answer_looks: AtomicU32::new(sending::MOST_LOOKS),
         }
     }
 

@@ -19,11 +19,9 @@ const JOINED: u32 = 16 << 10;
 /// one it applies the same rule.
 const SEGMENT: u32 = 1448;
 
-/// Most and fewest looks for the NIC's answer to a message before a thread sleeps until it comes. The most take about as long as going
-/// to sleep and being woken, so that the wait costs at most twice of what it would cost if its length were known before; the fewest as
-/// long as a NIC with nothing else to do takes. Looks that were in vain halve their number, and others double it.
-pub(super) const MOST_LOOKS: u32 = 200;
-const LEAST_LOOKS: u32 = 50;
+/// Number of looks for the NIC's answer to a message before a thread sleeps until it comes: about as long as going to sleep and
+/// being woken takes, so that the wait costs at most twice of what it would cost if its length were known before.
+const ANSWER_LOOKS: u32 = 200;
 
 impl Shared {
     /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection, which is
@@ -133,14 +131,7 @@ impl Shared {
             std::hint::spin_loop();
             self.takes(connection, token)
         };
-        if !answers {
-            return false;
-        }
-        let looks = self.answer_looks.load(RELAXED);
-        let came = (0..looks).any(comes);
-        let next = if came { (2 * looks).min(MOST_LOOKS) } else { (looks / 2).max(LEAST_LOOKS) };
-        self.answer_looks.store(next, RELAXED);
-        came
+        answers && (0..ANSWER_LOOKS).any(comes)
     }
 
     /// Whether small sends may be kept back, so that one message stands for several.
