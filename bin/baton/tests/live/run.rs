@@ -107,7 +107,7 @@ fn the_process_is_the_program() {
 #[test]
 fn edges_are_reported_across_the_handover() {
     const PROGRAM: &str = "
-import select, socket, threading
+import select, socket, threading, time
 listener = socket.create_server(('127.0.0.1', 0))
 def serve():
     server, _ = listener.accept()
@@ -125,11 +125,13 @@ def serve():
 thread = threading.Thread(target=serve, daemon=True)
 thread.start()
 client = socket.create_connection(listener.getsockname(), timeout=10)
-for n in range(2000):
+n, end = 0, time.monotonic() + 1
+while n < 2000 or time.monotonic() < end:
     client.sendall(bytes([n % 256]) * 70)
     data = b''
     while len(data) < 70: data += client.recv(70) or exit('the end')
     assert data == bytes([n % 256]) * 70
+    n += 1
 client.close()
 thread.join()
 ";
