@@ -71,6 +71,8 @@ EXPECTED = {
 }
 # The least number of connections that the NIC makes in full offload: of clients, and of servers, whose load waits for the first one.
 MADE = {"haproxy": 4, "curl": 1, "iperf3 client": 5, "rsync client": 1, "ssh": 1, "iperf3 server": 2, "rsync daemon": 2, "sshd": 2}
+# The control connection.
+MADE |= {"iperf3 udp server": 1, "iperf3 udp client": 1}
 MADE_BY_SERVERS = 7
 # Their listeners stay with the kernel: SO_REUSEPORT.
 LISTEN_IN_KERNEL = {"haproxy"}
@@ -510,6 +512,27 @@ def iperf3_client(trial):
     trial.work = 1
 
 
+def iperf3_udp(trial, client):
+    """Datagrams of a moderate rate both ways at once: few may be lost, and in full offload the NIC has them."""
+    port, rate, before = free_port(), 20_000_000, datagrams_of_nic() if trial.mode == "full" else 0
+    server = [tool("iperf3"), "-s", "-p", port, "-B", OURS if client else LISTENS]
+    sender = [tool("iperf3"), "-c", OURS if client else REACHED, "-p", port, "-t", int(trial.seconds), "-u", "-b", rate, "-l", 1200]
+    sender += ["--bidir", "--json", "--logfile", trial.directory / "datagrams.json"]
+    (trial.start if client else trial.under_baton)(server)
+    # The probes are clients that say nothing, of which the server gets rid at once.
+    trial.await_port(port, OURS if client else REACHED)
+    trial.finish((trial.under_baton if client else trial.start)(sender))
+    streams = [stream["udp"] for stream in json.loads((trial.directory / "datagrams.json").read_text())["end"]["streams"]]
+    check(len(streams) == 2, f"{len(streams)} streams, not one each way")
+    for way in streams:
+        share = way["packets"] * 1200 * 8 / (rate * int(trial.seconds))
+        check(0.9 < share < 1.1 and way["lost_percent"] < 5, f"{share:.2f} of the datagrams were sent, {way['lost_percent']:.1f} % were lost")
+        trial.work += way["packets"] - way["lost_packets"]
+    if trial.mode == "full":
+        by_nic = datagrams_of_nic() - before
+        check(by_nic > 0.9 * trial.work, f"only {by_nic} of {trial.work} datagrams went by the NIC")
+
+
 def tree(directory):
     directory.mkdir()
     for number in range(40):
@@ -579,6 +602,8 @@ PROGRAMS = {
     "curl": curl,
     "iperf3 server": iperf3_server,
     "iperf3 client": iperf3_client,
+    "iperf3 udp server": lambda trial: iperf3_udp(trial, client=False),
+    "iperf3 udp client": lambda trial: iperf3_udp(trial, client=True),
     "rsync daemon": lambda trial: rsync(trial, client=False),
     "rsync client": lambda trial: rsync(trial, client=True),
     "sshd": lambda trial: ssh(trial, client=False),
@@ -589,10 +614,12 @@ PROGRAMS = {
 ATTACHED = {"nginx", "redis", "go server", "go client"}
 # Static: nothing can be preloaded.
 STATIC = {"go server", "go client"}
+# Their datagrams go by the NIC in full offload only.
+DATAGRAMS = {"iperf3 udp server", "iperf3 udp client"}
 
 
 def modes_of(name):
-    modes = WIRE_MODES if NETWORK == "wire" else MODES
+    modes = WIRE_MODES if NETWORK == "wire" else [] if name in DATAGRAMS else MODES
     return [mode for mode in modes if not (mode == "attach" and name not in ATTACHED or mode in ("run", "flip", "full") and name in STATIC)]
 
 
@@ -656,10 +683,20 @@ def show(row):
     print(f"{row['program']:<20} {row['mode']:<7} {row.get('work', 0):>7} {connections:>6} {moves:>6}  {state}  {given}", flush=True)
 
 
+def counters_of_nic():
+    shown = subprocess.run([BATON, "nic", "show", "--json"], check=True, capture_output=True).stdout
+    return json.loads(shown)["counters"]
+
+
 def made_by_nic():
     """How many connections the NIC has made so far."""
-    shown = subprocess.run([BATON, "nic", "show", "--json"], check=True, capture_output=True).stdout
-    return json.loads(shown)["counters"]["connections made by the NIC"]
+    return counters_of_nic()["connections made by the NIC"]
+
+
+def datagrams_of_nic():
+    """How many datagrams of programs the NIC has received and sent so far."""
+    counters = counters_of_nic()
+    return counters["UDP datagrams received for programs"] + counters["UDP datagrams sent for programs"]
 
 
 def join_hosts(script):

@@ -311,7 +311,7 @@ impl Template {
         let options = TcpOptions { timestamps: timestamps.then_some((0, 0)), ..TcpOptions::default() };
         let header = Header { seq: 0, ack: 0, flags: Flags::ACK, window: 0, options: &options, ecn: 0, ident: 0 };
         let mut out = [0u8; MAX_HEADER];
-        self.acknowledgement_length = self.emit(&header, 0, &mut out) as u8;
+        self.acknowledgement_length = self.emit_any(&header, 0, &mut out) as u8;
         self.acknowledgement.copy_from_slice(&out[..PREPARED]);
     }
 
@@ -326,10 +326,54 @@ impl Template {
     ///
     /// # Panics
     /// If `out` is shorter than [`MAX_HEADER`].
-    #[inline]
+    #[inline(always)]
     pub fn emit(&self, header: &Header<'_>, payload: usize, out: &mut [u8]) -> usize {
+        let out: &mut [u8; MAX_HEADER] = out.first_chunk_mut().expect("there is room for the longest header");
+        if !self.is_prepared(header.options) {
+            return self.emit_any(header, payload, out);
+        }
+        out[..PREPARED].copy_from_slice(&self.acknowledgement);
+        if self.tcp_offset() == ETHERNET + IPV4 {
+            self.fill::<{ ETHERNET + IPV4 }>(header, payload, out);
+        } else {
+            self.fill::<{ ETHERNET + IPV6 }>(header, payload, out);
+        }
+        usize::from(self.acknowledgement_length)
+    }
+
+    /// Whether a segment with these options is the prepared acknowledgement but for its numbers, flags and lengths.
+    #[inline(always)]
+    fn is_prepared(&self, options: &TcpOptions) -> bool {
+        let timestamps = usize::from(self.acknowledgement_length) > self.tcp_offset() + TCP;
+        options.has_timestamps_at_most() && options.timestamps.is_some() == timestamps
+    }
+
+    /// Turns the prepared acknowledgement in `out` into a segment; the TCP header is at offset `AT`.
+    #[inline(always)]
+    fn fill<const AT: usize>(&self, header: &Header<'_>, payload: usize, out: &mut [u8; MAX_HEADER]) {
+        let Header { seq, ack, window, options, .. } = *header;
+        Self::fill_acknowledgement::<AT>(&Acknowledgement { seq, ack, window, timestamps: options.timestamps }, out);
+        let segment = usize::from(self.acknowledgement_length) - AT + payload;
+        if AT == ETHERNET + IPV4 {
+            self.emit_v4(header, segment, out);
+        } else {
+            out[ETHERNET + 1] |= header.ecn << 4;
+            out[ETHERNET + ipv6::LENGTH..ETHERNET + ipv6::LENGTH + 2].copy_from_slice(&(segment as u16).to_be_bytes());
+        }
+        out[AT + tcp::FLAGS] = header.flags.0;
+        out[AT + tcp::CHECKSUM..AT + tcp::URGENT].copy_from_slice(&self.pseudo_sum(segment).to_be_bytes());
+    }
+
+    /// Folded checksum of the pseudo-header of a segment of this many bytes.
+    #[inline(always)]
+    fn pseudo_sum(&self, segment: usize) -> u16 {
+        Sum::new().word(self.pseudo).word((segment >> 16) as u16).word(segment as u16).folded()
+    }
+
+    /// [`Template::emit`] for any options.
+    #[inline(never)]
+    fn emit_any(&self, header: &Header<'_>, payload: usize, out: &mut [u8; MAX_HEADER]) -> usize {
         let at = self.tcp_offset();
-        let out = &mut out[..MAX_HEADER];
         out[..ETHERNET + IPV6 + TCP].copy_from_slice(&self.bytes);
         let options = header.options.emit(&mut out[at + TCP..]);
         let segment = TCP + options + payload;
@@ -345,8 +389,7 @@ impl Template {
         t[tcp::DATA_OFFSET] = ((TCP + options) << 2) as u8;
         t[tcp::FLAGS] = header.flags.0;
         t[tcp::WINDOW..tcp::CHECKSUM].copy_from_slice(&header.window.to_be_bytes());
-        let sum = Sum::new().word(self.pseudo).word((segment >> 16) as u16).word(segment as u16);
-        t[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&sum.folded().to_be_bytes());
+        t[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&self.pseudo_sum(segment).to_be_bytes());
         t[tcp::URGENT..TCP].copy_from_slice(&[0, 0]);
         at + TCP + options
     }
@@ -364,6 +407,17 @@ impl Template {
         usize::from(self.acknowledgement_length)
     }
 
+    /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions.
+    #[inline(always)]
+    pub fn acknowledge_usual(&self, ack: &Acknowledgement, timestamps: (u32, u32), out: &mut [u8; MAX_HEADER]) -> usize {
+        const AT: usize = ETHERNET + IPV4;
+        const LENGTH: usize = (AT + TCP + TIMESTAMPS).next_multiple_of(16);
+        debug_assert!(self.tcp_offset() == AT && usize::from(self.acknowledgement_length) == AT + TCP + TIMESTAMPS);
+        out[..LENGTH].copy_from_slice(&self.acknowledgement[..LENGTH]);
+        Self::fill_acknowledgement::<AT>(&Acknowledgement { timestamps: Some(timestamps), ..*ack }, out);
+        AT + TCP + TIMESTAMPS
+    }
+
     #[inline(always)]
     fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) {
         out[AT + tcp::SEQ..AT + tcp::ACK].copy_from_slice(&ack.seq.to_be_bytes());
@@ -375,8 +429,8 @@ impl Template {
         }
     }
 
-    #[inline]
-    fn emit_v4(&self, header: &Header<'_>, segment: usize, out: &mut [u8]) {
+    #[inline(always)]
+    fn emit_v4(&self, header: &Header<'_>, segment: usize, out: &mut [u8; MAX_HEADER]) {
         let total = (IPV4 + segment) as u16;
         let ip = &mut out[ETHERNET..ETHERNET + IPV4];
         ip[ipv4::TOS] |= header.ecn;
@@ -469,6 +523,33 @@ mod tests {
             assert!(parsed.checksum_holds(frame));
             frame[length] ^= 1;
             assert!(!parsed.checksum_holds(frame));
+        }
+    }
+
+    /// A segment that is made of the prepared acknowledgement is the one that is written field by field.
+    #[test]
+    fn prepared_and_written_segments_are_the_same() {
+        for flow in flows() {
+            for timestamps in [None, Some((0x0102_0304, 0x0506_0708))] {
+                let template = Template::new(&flow, &Link { ttl: 64, tos: 0xb8, ..Link::default() }, timestamps.is_some());
+                let options = TcpOptions { timestamps, ..TcpOptions::default() };
+                assert!(template.is_prepared(&options));
+                let header = Header {
+                    seq: 7,
+                    ack: 8,
+                    flags: Flags::ACK | Flags::PSH,
+                    window: 9,
+                    options: &options,
+                    ecn: 2,
+                    ident: 0xfffe,
+                };
+                for payload in [0, 1, 1448, 65_000] {
+                    let (mut prepared, mut written) = ([0u8; MAX_HEADER], [0u8; MAX_HEADER]);
+                    let length = template.emit(&header, payload, &mut prepared);
+                    assert_eq!(template.emit_any(&header, payload, &mut written), length);
+                    assert_eq!(prepared[..length], written[..length]);
+                }
+            }
         }
     }
 

@@ -124,6 +124,12 @@ const TIMESTAMPS_LENGTH: u8 = 10;
 const MAX_WINDOW_SCALE: u8 = 14;
 
 impl TcpOptions {
+    /// Whether there is no option but, perhaps, timestamps.
+    #[inline(always)]
+    pub fn has_timestamps_at_most(&self) -> bool {
+        self.mss.is_none() && self.window_scale.is_none() && !self.sack_permitted && self.sack.is_empty()
+    }
+
     /// Reads the options area of a TCP header. A malformed option ends the reading, the options before it stay valid (RFC 9293
     /// section 3.2, MUST-7).
     #[inline]

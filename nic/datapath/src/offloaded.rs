@@ -108,6 +108,8 @@ pub(crate) struct Offloaded {
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
     pair_next: u8,
+    /// The pair from which bytes were fetched last.
+    pair_fetched: u8,
     /// Offset and size of send memory, and offset of the word up to which the program has filled it.
     send_base: u32,
     send_size: u32,
@@ -182,6 +184,7 @@ impl Offloaded {
             pairs: [Pair::default(); layout::PAIRS],
             pair_first: 0,
             pair_next: 0,
+            pair_fetched: 0,
             send_base: memory.send_base,
             send_size: memory.send_size,
             queued_offset: layout::session::block(memory.block) + layout::block::QUEUED_SEQ,
@@ -203,11 +206,15 @@ impl Offloaded {
         self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
     }
 
-    /// Whether acknowledgements so far free less send memory than the program waits for: see [`layout::block::QUIET_ABOVE`].
+    /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits for (see
+    /// [`layout::block::QUIET_ABOVE`]), and on a short path half of the memory, as long as another acknowledgement must come. There the
+    /// other half lasts longer than the program needs to wake up; on a long path the memory may be what limits the rate.
     pub fn frees_too_little(&self) -> bool {
         let most = self.session_memory.word32(self.quiet_offset).load(Ordering::Relaxed);
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
-        most != 0 && queued.wrapping_sub(self.tcp.snd_una()) > most
+        let left = queued.wrapping_sub(self.tcp.snd_una());
+        let goes_on = self.tcp.snd_una() != self.tcp.snd_nxt() && !self.tcp.is_long_path();
+        most != 0 && (left > most || goes_on && left > self.send_size / 2)
     }
 
     /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers: as one
@@ -296,9 +303,44 @@ impl Offloaded {
         }
     }
 
+    /// The IPv4 identification of the next segment.
+    #[inline(always)]
+    pub fn next_ident(&mut self) -> u16 {
+        let ident = self.ident;
+        self.ident = ident.wrapping_add(1);
+        ident
+    }
+
     /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does not have
     /// them, which no program can bring about but by corrupting its own connection.
-    pub fn fetch(&self, seq: u32, mut out: &mut [u8]) -> bool {
+    #[inline(always)]
+    pub fn fetch(&mut self, seq: u32, out: &mut [u8]) -> bool {
+        // Segments that follow each other nearly always lie in the same pair.
+        let at = self.pair_fetched;
+        let pair = self.pairs[usize::from(at & (layout::PAIRS as u8 - 1))];
+        let skip = seq.wrapping_sub(pair.seq);
+        let is_there = at.wrapping_sub(self.pair_first) < self.pair_next.wrapping_sub(self.pair_first);
+        if is_there && skip < pair.length && out.len() as u32 <= pair.length - skip {
+            return self.session_memory.read((pair.address + skip) as usize, out).is_ok();
+        }
+        self.pair_fetched = self.pair_of(seq);
+        self.fetch_pieces(seq, out)
+    }
+
+    /// Index of the pair that has the byte with this sequence number; any if none has.
+    #[inline(never)]
+    fn pair_of(&self, seq: u32) -> u8 {
+        let holds = |at: &u8| {
+            let pair = &self.pairs[usize::from(at & (layout::PAIRS as u8 - 1))];
+            seq.wrapping_sub(pair.seq) < pair.length
+        };
+        let mut pairs = (0..self.pair_next.wrapping_sub(self.pair_first)).map(|nth| self.pair_first.wrapping_add(nth));
+        pairs.find(holds).unwrap_or(self.pair_first)
+    }
+
+    /// [`Offloaded::fetch`] from however many pairs the bytes lie in.
+    #[inline(never)]
+    pub fn fetch_pieces(&self, seq: u32, mut out: &mut [u8]) -> bool {
         let copied = self.each_piece(seq, out.len() as u32, |at, length| {
             let (piece, rest) = core::mem::take(&mut out).split_at_mut(length);
             out = rest;

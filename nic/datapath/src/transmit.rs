@@ -7,8 +7,11 @@ use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Parts, Segmentation};
 use baton_tcp::{Events, Instant, Received, Transmit};
-use baton_wire::Acknowledgement;
-use baton_wire::frame::{self, Header, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::frame::{self, ETHERNET, Header, IPV4, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::{Acknowledgement, Flags};
+
+/// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
+const RUN: u32 = 1 << 16;
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
@@ -98,11 +101,11 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends all segments that the connection may send now. The recovery record is published before each segment, and once if
-    /// there is none.
+    /// Sends all segments that the connection may send now. The recovery record is published before each segment or run of segments,
+    /// and once if there is none.
     #[inline(never)]
     pub fn send_all(&mut self, offloaded: &mut Offloaded, counters: &Counters, now: Instant) {
-        let most = self.capabilities.segmentation;
+        let most = if self.capabilities.segmentation > 0 { self.capabilities.segmentation } else { RUN };
         let mut published = false;
         let before = offloaded.tcp.retransmissions();
         let fresh = offloaded.tcp.snd_nxt();
@@ -146,14 +149,15 @@ impl<W: Device> Output<W> {
             let length = template.emit(&header, 0, self.frame.bytes_mut());
             self.frame.set_length(length);
             self.frame.segmentation = None;
-            complete(&mut self.frame, &template, opening.link.interface, self.capabilities.checksum);
+            complete(&mut self.frame, template.tcp_offset(), opening.link.interface, self.capabilities.checksum);
             self.send_frame(counters);
         }
     }
 
-    /// Sends a pure acknowledgement of the connection in slot `index`, after publishing the recovery record, or holds it.
+    /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing the recovery
+    /// record, or holds it. `USUAL`: over IPv4, with timestamps.
     #[inline(always)]
-    pub fn acknowledge(
+    pub fn acknowledge<const USUAL: bool>(
         &mut self,
         index: u32,
         offloaded: &mut Offloaded,
@@ -164,14 +168,19 @@ impl<W: Device> Output<W> {
         if self.held.is_some_and(|held| held != index) {
             self.end_hold(counters);
         }
-        if !cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish(now);
-        }
         let frame = &mut *self.frame;
-        let length = offloaded.template.acknowledge(ack, frame.front_mut());
+        let length = match ack.timestamps {
+            Some(timestamps) if USUAL => offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut()),
+            _ => offloaded.template.acknowledge(ack, frame.front_mut()),
+        };
         frame.set_length(length);
         frame.segmentation = None;
-        complete(frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
+        let start = if USUAL { ETHERNET + IPV4 } else { offloaded.template.tcp_offset() };
+        complete(frame, start, offloaded.image.link.interface, self.capabilities.checksum);
+        let clock = ack.timestamps.map(|(clock, _)| clock);
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
+        }
         if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
             self.held = Some(index);
         } else {
@@ -182,10 +191,10 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Builds a segment and sends it.
+    /// Builds a segment, or a run of segments, and sends it.
+    #[inline(always)]
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
         self.send_held(counters);
-        let length = transmit.length as usize;
         let header = Header {
             seq: transmit.seq,
             ack: transmit.ack,
@@ -193,27 +202,73 @@ impl<W: Device> Output<W> {
             window: transmit.window,
             options: &transmit.options,
             ecn: transmit.ecn,
-            ident: offloaded.ident,
+            ident: 0,
         };
-        offloaded.ident = offloaded.ident.wrapping_add(1);
-        // The device checksums and copies a large frame, so that its payload need not be in one piece with its headers.
-        let apart = transmit.segment_size > 0 && self.capabilities.checksum && self.wire.transmits_apart();
-        let places = if apart { offloaded.places(transmit.seq, transmit.length) } else { None };
-        self.frame.set_length(MAX_HEADER + length);
-        let headers = offloaded.template.emit(&header, length, self.frame.bytes_mut());
-        self.frame.set_length(headers + length);
-        if length > 0 && places.is_none() && !offloaded.fetch(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
+        if transmit.segment_size == 0 {
+            self.emit_segment(offloaded, &header, transmit.length, counters);
+        } else if self.capabilities.segmentation == 0 {
+            self.emit_run(offloaded, header, transmit, counters);
+        } else {
+            self.emit_large(offloaded, header, transmit, counters);
+        }
+    }
+
+    /// Builds the segments of a run for a device that does not cut, and sends them. As a device that cuts does, it leaves CWR to the
+    /// first one, and PSH and FIN to the last.
+    #[inline(never)]
+    fn emit_run(&mut self, offloaded: &mut Offloaded, mut header: Header<'_>, transmit: &Transmit, counters: &Counters) {
+        const AT_END: u8 = Flags::PSH.0 | Flags::FIN.0;
+        let size = u32::from(transmit.segment_size);
+        let mut left = transmit.length;
+        header.flags = Flags(transmit.flags.0 & !AT_END);
+        while left > size {
+            self.emit_segment(offloaded, &header, size, counters);
+            header.flags = Flags(header.flags.0 & !Flags::CWR.0);
+            header.seq = header.seq.wrapping_add(size);
+            left -= size;
+        }
+        header.flags = Flags(header.flags.0 | transmit.flags.0 & AT_END);
+        self.emit_segment(offloaded, &header, left, counters);
+    }
+
+    /// Builds one segment and sends it.
+    #[inline(always)]
+    fn emit_segment(&mut self, offloaded: &mut Offloaded, header: &Header<'_>, length: u32, counters: &Counters) {
+        let frame = &mut *self.frame;
+        let header = Header { ident: offloaded.next_ident(), ..*header };
+        let headers = offloaded.template.emit(&header, length as usize, frame.front_mut::<MAX_HEADER>());
+        frame.set_length(headers + length as usize);
+        if length > 0 && !offloaded.fetch(header.seq, &mut frame.bytes_mut()[headers..]) {
             counters.add(Counter::BadMessages, 1);
             return;
         }
-        self.frame.segmentation = (transmit.segment_size > 0).then(|| Segmentation {
+        frame.segmentation = None;
+        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
+        self.send_frame(counters);
+    }
+
+    /// Builds a frame that the device cuts, and sends it.
+    #[inline(never)]
+    fn emit_large(&mut self, offloaded: &mut Offloaded, header: Header<'_>, transmit: &Transmit, counters: &Counters) {
+        let length = transmit.length as usize;
+        let header = Header { ident: offloaded.next_ident(), ..header };
+        // The device checksums and copies a large frame, so that its payload need not be in one piece with its headers.
+        let apart = self.capabilities.checksum && self.wire.transmits_apart();
+        let places = if apart { offloaded.places(transmit.seq, transmit.length) } else { None };
+        let headers = offloaded.template.emit(&header, length, self.frame.front_mut::<MAX_HEADER>());
+        self.frame.set_length(headers + length);
+        if places.is_none() && !offloaded.fetch_pieces(transmit.seq, &mut self.frame.bytes_mut()[headers..]) {
+            counters.add(Counter::BadMessages, 1);
+            return;
+        }
+        self.frame.segmentation = Some(Segmentation {
             size: transmit.segment_size,
             headers: headers as u16,
             ipv6: !offloaded.image.flow.is_v4(),
             ecn: false,
             udp: false,
         });
-        complete(&mut self.frame, &offloaded.template, offloaded.image.link.interface, self.capabilities.checksum);
+        complete(&mut self.frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         match places {
             Some(payload) => {
                 self.frame.set_length(headers);
@@ -224,10 +279,10 @@ impl<W: Device> Output<W> {
     }
 }
 
-/// Sets the interface of a frame that was built, and completes its checksum, or leaves it to a device that does so (`by_device`).
+/// Sets the interface of a frame that was built, whose TCP header is at offset `start`, and completes its checksum, or leaves it to a
+/// device that does so (`by_device`).
 #[inline(always)]
-fn complete(frame: &mut Parts, template: &Template, interface: u32, by_device: bool) {
-    let start = template.tcp_offset();
+fn complete(frame: &mut Parts, start: usize, interface: u32, by_device: bool) {
     frame.interface = interface;
     if by_device {
         frame.checksum = Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 };

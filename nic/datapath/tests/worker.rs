@@ -553,6 +553,66 @@ fn acknowledgements_that_free_too_little_wake_nobody() {
     assert_eq!(rung(5, 1 + 3 * 1448, &[]), (1, 10), "each one shall");
 }
 
+/// On a short path the doorbell waits for half of send memory, but not for an acknowledgement that need not come.
+#[test]
+fn a_sender_on_a_short_path_is_woken_for_half_of_its_memory() {
+    // Bytes queued, segments of them sent, and for how many segments' acknowledgement the doorbell rings first.
+    for (queued, sent, rings_at) in [(35_000, 3, 2), (40_000, 3, 3), (40_000, 6, 5)] {
+        let mut stage = Stage::new();
+        let memory = stage.programs[0].memory.clone();
+        let store = |at: usize, value: u32| memory.word32(at).store(value, Ordering::SeqCst);
+        store(session::PROGRAM_SLEEPING, 1);
+        store(session::block(0) + block::QUEUED_SEQ, 1 + queued);
+        store(session::block(0) + block::QUIET_ABOVE, BUFFER - BUFFER / 3);
+        let message = Message::new(Operation::NicSend, Cid::new(0, 1), session::HEAP as u32 + BUFFER + 1, sent * 1448);
+        stage.programs[0].commands.push(message.to_words()).unwrap();
+        stage.programs[0].commands.publish();
+        stage.worker.poll(stage.now);
+        let first = (1..=sent).find(|segments| {
+            stage.send_segment(1, 1 + segments * 1448, &[]);
+            stage.worker.poll(stage.now);
+            let mut rung = false;
+            stage.worker.doorbells(stage.now, |_| rung = true);
+            rung
+        });
+        assert_eq!(first, Some(rings_at), "{queued} bytes queued, {sent} segments sent");
+    }
+}
+
+/// What is queued at once leaves as a run of segments: of the full size but for the last one, which alone has PSH, with the bytes in
+/// their order, also around pieces of send memory.
+#[test]
+fn a_run_of_segments_is_cut() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(0, 1);
+    let heap = session::HEAP as u32 + BUFFER;
+    let bytes: Vec<u8> = (0..4 * 1448 + 100u32).map(|at| (at % 251) as u8).collect();
+    let (first, second) = bytes.split_at(2000);
+    let pieces = [(heap + 1, first), (heap + 30_000, second)];
+    stage.programs[0].commands.push(Message::control(Operation::NicControl, Control::NoDelay, cid, 1, 0).to_words()).unwrap();
+    for (nth, (at, piece)) in pieces.into_iter().enumerate() {
+        stage.programs[0].memory.write(at as usize, piece).unwrap();
+        let message = Message::new(Operation::NicSend, cid, at, piece.len() as u32);
+        let message = Message { kind: if nth == 0 { MORE } else { 0 }, ..message };
+        stage.programs[0].commands.push(message.to_words()).unwrap();
+    }
+    stage.programs[0].commands.publish();
+    stage.worker.poll(stage.now);
+    let (mut lengths, mut pushed, mut received) = (Vec::new(), Vec::new(), Vec::new());
+    while stage.far.receive(&mut stage.frame) {
+        let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+        assert_eq!(parsed.seq, 1 + received.len() as u32);
+        assert_eq!(parsed.ack, 1);
+        assert!(stage.frame.segmentation.is_none());
+        lengths.push(parsed.payload_length);
+        pushed.push(parsed.flags.contains(Flags::PSH));
+        received.extend_from_slice(parsed.payload(stage.frame.bytes()));
+    }
+    assert_eq!(lengths, [1448, 1448, 1448, 1448, 100]);
+    assert_eq!(pushed, [false, false, false, false, true]);
+    assert_eq!(received, bytes);
+}
+
 /// A segment that announces urgent data is held, the agent is asked once to restore the connection, and the kernel gets the
 /// segment. An old one, and one beyond the window, are answered as usual.
 #[test]

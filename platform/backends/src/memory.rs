@@ -43,7 +43,7 @@ impl Device for MemoryDevice {
         self.capabilities
     }
 
-    #[inline]
+    #[inline(always)]
     fn receive(&mut self, frame: &mut Frame) -> bool {
         let queue = &*self.incoming;
         let tail = queue.tail.get();
@@ -55,7 +55,7 @@ impl Device for MemoryDevice {
         true
     }
 
-    #[inline]
+    #[inline(always)]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let queue = &*self.outgoing;
         let frames = &queue.frames;

@@ -260,7 +260,23 @@ impl Circle {
     /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
-        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region` keeps mapped.
+        let offset = seq & self.mask;
+        if bytes.len() > (self.mask - offset) as usize {
+            return self.write_to_end(seq, bytes);
+        }
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region` keeps mapped, and
+        // the bytes end before the last of them; see `Region::write` for concurrent writes.
+        unsafe {
+            let to = self.base.add(offset as usize);
+            core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
+        }
+    }
+
+    /// [`Circle::write`] of bytes that reach the end of the buffer.
+    #[cold]
+    #[inline(never)]
+    fn write_to_end(&self, seq: u32, bytes: &[u8]) {
+        // SAFETY: as in `write`: the `mask + 1` bytes at `base` are mapped.
         unsafe { write_around(self.base, self.mask, seq, bytes) };
     }
 

@@ -12,11 +12,11 @@ impl Connection {
     /// Whether a plain segment belongs to the fast path: the next data in order, or an acknowledgement, of an open connection. A closed
     /// window does not, nor does a duplicate acknowledgement, which is the first sign of a loss. To be asked of a quiet connection.
     #[inline]
-    pub fn is_fast(&self, segment: &Plain) -> bool {
+    pub fn is_fast(&self, segment: Plain) -> bool {
         let window = u32::from(segment.window) << self.send.wscale;
         let in_flight = self.send.una != self.send.nxt;
         let duplicate = segment.length == 0 && in_flight && segment.ack == self.send.una && window == self.send.wnd;
-        self.expects(segment) && window > 0 && !duplicate
+        self.expects(&segment) && window > 0 && !duplicate
     }
 
     /// The same for any segment: one with other flags than ACK and PSH, other options than timestamps, or a congestion mark (RFC 3168)
@@ -29,7 +29,7 @@ impl Connection {
             && options.mss.is_none()
             && options.window_scale.is_none()
             && !options.sack_permitted;
-        plain && self.is_fast(&Plain { seq, ack, window, timestamps: options.timestamps, length })
+        plain && self.is_fast(Plain { seq, ack, window, timestamps: options.timestamps, length })
     }
 
     /// Whether nothing is under way but the fast path: the connection is open both ways, nothing is out of order, lost or sent again, the

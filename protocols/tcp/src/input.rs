@@ -22,28 +22,27 @@ impl Connection {
             let Segment { seq, ack, window, length, .. } = *segment;
             let plain = Plain { seq, ack, window, timestamps: segment.options.timestamps, length };
             if self.expects(&plain) {
-                let (acked, events) = self.take_expected(&plain, now, |_| {});
+                let (acked, events) = self.take_expected(&plain, now);
                 return Received { skip: 0, place: length, place_seq: seq, delivered: length, acked, events };
             }
         }
         self.input_any(segment, now)
     }
 
-    /// Van Jacobson's header prediction: feeds the next segment in order of an open connection with nothing out of order and no
-    /// surprises. `place` puts its payload into receive memory. None, and nothing is changed, if the segment is another one: then
-    /// it is [`Connection::input`]'s.
+    /// Van Jacobson's header prediction: feeds a segment that [`Connection::expects`]. All of its payload lies in receive memory.
     #[inline(always)]
-    pub fn predict(&mut self, segment: &Plain, now: Instant, place: impl FnOnce(u32)) -> Option<Predicted> {
-        if !self.expects(segment) {
-            return None;
-        }
-        let (acked, events) = self.take_expected(segment, now, place);
+    pub fn predict(&mut self, segment: &Plain, now: Instant) -> Predicted {
+        debug_assert!(self.expects(segment));
+        let (acked, events) = self.take_expected(segment, now);
         // Still ESTABLISHED and nothing out of order: no need to look at these again.
         let quiet = self.nothing_but_acknowledgement();
-        Some(Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(now)) })
+        // Its timestamps are there if ours are to be.
+        let timestamps = segment.timestamps.is_some();
+        Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(timestamps, now)) }
     }
 
-    /// Whether [`Connection::predict`] takes the segment: it is the next one in order and holds no surprise.
+    /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no surprise. Any other one
+    /// is [`Connection::input`]'s.
     #[inline(always)]
     pub fn expects(&self, segment: &Plain) -> bool {
         if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
@@ -64,7 +63,7 @@ impl Connection {
     }
 
     #[inline(always)]
-    fn take_expected(&mut self, segment: &Plain, now: Instant, place: impl FnOnce(u32)) -> (u32, Events) {
+    fn take_expected(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
         self.receive.last_at = now;
         if let Some((value, _)) = segment.timestamps {
             // RFC 7323 section 4.3, of which all but this has been looked at.
@@ -76,7 +75,6 @@ impl Connection {
         }
         let (acked, events) = self.process_plain_ack(segment, now);
         if segment.length > 0 {
-            place(segment.seq);
             self.receive.nxt = segment.seq.wrapping_add(segment.length);
             self.schedule_ack(segment.length, now);
         }

@@ -27,7 +27,7 @@ impl Connection {
     #[inline]
     fn poll_acknowledgement(&mut self, now: Instant) -> Option<Acknowledgement> {
         let plain = self.state == State::Established && self.reassembly.is_empty() && self.nothing_but_acknowledgement();
-        plain.then(|| self.acknowledge_now(now))
+        plain.then(|| self.acknowledge_now(self.agreed.timestamps, now))
     }
 
     /// Whether an acknowledgement is due, and no data nor anything to be said with it. SACK blocks are not looked at.
@@ -36,13 +36,12 @@ impl Connection {
         self.due == Due::ACK && !self.has_unsent() && self.scoreboard.lost == 0
     }
 
+    /// An acknowledgement, with timestamps if they were agreed on, as the caller knows.
     #[inline(always)]
-    pub(crate) fn acknowledge_now(&mut self, now: Instant) -> Acknowledgement {
+    pub(crate) fn acknowledge_now(&mut self, timestamps: bool, now: Instant) -> Acknowledgement {
         let window = self.select_window();
         self.acknowledged();
-        // Computed in any case: the recovery record of this moment needs it, too.
-        let clock = self.ts_now(now);
-        let timestamps = self.agreed.timestamps.then_some((clock, self.receive.ts_recent));
+        let timestamps = timestamps.then(|| (self.ts_now(now), self.receive.ts_recent));
         Acknowledgement { seq: self.send.nxt, ack: self.receive.nxt, window, timestamps }
     }
 
@@ -173,8 +172,8 @@ impl Connection {
             return true;
         }
         if length < unsent {
-            // The window ends here: send what is at least half of the largest window, else wait for more.
-            return length >= self.send.mss || length >= self.send.max_wnd / 2;
+            // The window ends here: the partial segment goes if it is at least half of the largest window, else it waits for more.
+            return length % self.send.mss >= self.send.max_wnd / 2;
         }
         if self.cork {
             return false;

@@ -167,8 +167,14 @@ impl Connection {
     }
 
     /// What recovery needs to know of the connection; the caller adds where out-of-order ranges are kept.
-    #[inline]
+    #[inline(always)]
     pub fn record(&self, now: Instant) -> Record {
+        self.record_with(self.ts_now(now))
+    }
+
+    /// [`Connection::record`] at a moment of the connection's timestamp clock.
+    #[inline(always)]
+    pub fn record_with(&self, ts_clock: u32) -> Record {
         Record {
             snd_una: self.send.una,
             snd_nxt: self.send.nxt,
@@ -180,7 +186,7 @@ impl Connection {
             rcv_adv: self.receive.adv,
             rcv_read: self.receive.read,
             ts_recent: self.receive.ts_recent,
-            ts_clock: self.ts_now(now),
+            ts_clock,
             state: self.state as u8,
             ranges_table: 0,
             ranges: 0,

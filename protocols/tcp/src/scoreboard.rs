@@ -97,7 +97,12 @@ pub(crate) struct Scoreboard {
     pub retransmitted: u32,
     /// When what was sent, by its end, in that order: what loss detection goes over. Entries of segments that are SACKed, acknowledged,
     /// lost or sent again meanwhile are dropped when they are met, so that each is looked at about once.
+    ///
+    /// It is there only from the first look for losses on, until all that was in flight then is acknowledged: so each segment is
+    /// written into it once by [`Scoreboard::write_timeline`], and not at all as long as nothing gets lost or overtaken.
     timeline: VecDeque<(Instant, u32)>,
+    /// Behind what was in flight when the timeline was begun; `None` while there is none.
+    timeline_until: Option<u32>,
     /// SACK blocks of the last acknowledgements, all of whose segments are SACKed: a block that grew is not gone over again.
     blocks: [(u32, u32); 4],
     /// End of the highest segment that was SACKed, if any is.
@@ -121,6 +126,7 @@ impl Scoreboard {
             lost: _,
             retransmitted: _,
             timeline: _,
+            timeline_until: _,
             blocks: _,
             highest_sacked: _,
             hint: _,
@@ -155,7 +161,6 @@ impl Scoreboard {
                 board.highest_sacked = Some(end);
             }
         }
-        board.write_timeline();
         board
     }
 
@@ -182,7 +187,9 @@ impl Scoreboard {
     #[inline]
     pub fn push(&mut self, seq: u32, length: u32, now: Instant, flags: u8) {
         self.queue.push_back(Sent { sent_at: now, seq, length: length as u16, flags });
-        self.timeline.push_back((now, seq.wrapping_add(length)));
+        if self.timeline_until.is_some() {
+            self.timeline.push_back((now, seq.wrapping_add(length)));
+        }
     }
 
     /// The segment that was pushed last carries PSH.
@@ -216,6 +223,7 @@ impl Scoreboard {
 
     /// A cumulative acknowledgement.
     pub fn acknowledge(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
+        self.acknowledge_plain(ack, high_seq, min_rtt, sample);
         while let Some(first) = self.queue.front_mut() {
             if before(ack, first.end()) {
                 if before(first.seq, ack) {
@@ -245,6 +253,42 @@ impl Scoreboard {
         if self.sacked == 0 {
             self.highest_sacked = None;
         }
+        if let Some(until) = self.timeline_until {
+            self.shorten_timeline(ack, until);
+        }
+    }
+
+    /// The acknowledged segments at the front that were sent once, as long as nothing was SACKed. Only the latest of them tells a
+    /// round-trip time, and the oldest whether any was sent before `high_seq`.
+    #[inline]
+    fn acknowledge_plain(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
+        if self.highest_sacked.is_some() {
+            return;
+        }
+        let mut latest = None;
+        while let Some(first) = self.queue.front()
+            && first.flags & !PUSHED == 0
+            && at_or_before(first.end(), ack)
+        {
+            if latest.is_none() {
+                sample.original_delivered |= at_or_before(first.end(), high_seq);
+            }
+            sample.delivered += 1;
+            latest = self.queue.pop_front();
+        }
+        if let Some(latest) = latest {
+            Self::deliver(&mut self.newest, &latest, min_rtt, sample);
+        }
+    }
+
+    /// Drops what is acknowledged from the timeline, and all of it when everything that was in flight at its beginning is.
+    #[cold]
+    fn shorten_timeline(&mut self, ack: u32, until: u32) {
+        if at_or_before(until, ack) && self.sacked == 0 && self.retransmitted == 0 {
+            self.timeline.clear();
+            self.timeline_until = None;
+            return;
+        }
         while self.timeline.front().is_some_and(|(_, end)| at_or_before(*end, ack)) {
             self.timeline.pop_front();
         }
@@ -253,7 +297,14 @@ impl Scoreboard {
         }
     }
 
-    /// Writes the timeline anew.
+    /// Writes the timeline anew if there is one.
+    fn rewrite_timeline(&mut self) {
+        if self.timeline_until.is_some() {
+            self.write_timeline();
+        }
+    }
+
+    /// Writes the timeline from what is in flight.
     fn write_timeline(&mut self) {
         self.timeline.clear();
         self.timeline.extend(self.queue.iter().filter(|sent| sent.is_undecided()).map(|sent| (sent.sent_at, sent.end())));
@@ -324,6 +375,10 @@ impl Scoreboard {
         let newest = self.newest;
         if newest.rtt == 0 {
             return (0, None);
+        }
+        if self.timeline_until.is_none() {
+            self.timeline_until = self.queue.back().map(Sent::end);
+            self.write_timeline();
         }
         let older =
             |(sent_at, end): (Instant, u32)| sent_at < newest.sent_at || (sent_at == newest.sent_at && before(end, newest.end));
@@ -404,7 +459,7 @@ impl Scoreboard {
             sent.flags &= !LOST;
         }
         self.lost = 0;
-        self.write_timeline();
+        self.rewrite_timeline();
     }
 
     /// The first segment that is lost and not retransmitted.
@@ -431,7 +486,10 @@ impl Scoreboard {
             }
             sent.flags = sent.flags & !UNTIMED | RETRANSMITTED | EVER;
             sent.sent_at = now;
-            self.timeline.push_back((now, sent.end()));
+            let end = sent.end();
+            if self.timeline_until.is_some() {
+                self.timeline.push_back((now, end));
+            }
         }
     }
 
@@ -450,7 +508,7 @@ impl Scoreboard {
             at += 1;
         }
         self.blocks = Default::default();
-        self.write_timeline();
+        self.rewrite_timeline();
     }
 }
 

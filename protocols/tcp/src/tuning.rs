@@ -54,7 +54,7 @@ impl Connection {
     }
 
     /// Whether the path's round trip is long enough to need more memory. The smallest one counts: a busy host makes others longer.
-    fn is_long_path(&self) -> bool {
+    pub fn is_long_path(&self) -> bool {
         let rtt = if self.rtt.min == 0 { self.rtt.smoothed } else { self.rtt.min };
         rtt >= SHORT
     }

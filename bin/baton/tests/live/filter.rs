@@ -245,6 +245,67 @@ fn a_limit_holds() {
     }
 }
 
+/// Over 10 s datagrams of 10 Mb/s reach their receiver, within 5 %, of three times as many that are sent: in and out, at the same time.
+/// They come in order, and none twice. A thread that has to wait for its turn sends, or reads, what is due all the same.
+#[test]
+fn a_limit_of_datagrams_holds_over_ten_seconds() {
+    const RATE: f64 = 10e6;
+    const PAYLOAD: usize = 1400;
+    /// Ethernet, IPv4 and UDP headers: limits count whole frames.
+    const HEADERS: usize = 14 + 20 + 8;
+    let bed = hosts(settings(&["in udp limit 10mbit", "out udp limit 10mbit"]));
+    let over = AtomicBool::new(false);
+    let measured: Vec<(f64, f64)> = std::thread::scope(|scope| {
+        let ways = [
+            (&bed.host_b, address_b(false), &bed.host_a, address_a(false)),
+            (&bed.host_a, address_a(false), &bed.host_b, address_b(false)),
+        ];
+        let receivers = ways.map(|(from, source, to, address)| {
+            let receiver = to.run(|| UdpSocket::bind(SocketAddr::new(address, 7001))).expect("a socket");
+            receiver.set_read_timeout(Some(Duration::from_secs(5))).expect("a time limit");
+            let sender = from.run(|| UdpSocket::bind(SocketAddr::new(source, 0))).expect("a socket");
+            let over = &over;
+            scope.spawn(move || {
+                let (started, mut number) = (Instant::now(), 0u32);
+                let mut datagram = [0; PAYLOAD];
+                while !over.load(Ordering::Relaxed) {
+                    while f64::from(number) * (PAYLOAD * 8) as f64 <= started.elapsed().as_secs_f64() * 3.0 * RATE {
+                        number += 1;
+                        datagram[..4].copy_from_slice(&number.to_be_bytes());
+                        let _ = sender.send_to(&datagram, SocketAddr::new(address, 7001));
+                    }
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+            });
+            scope.spawn(move || {
+                let (mut datagram, mut last) = ([0; PAYLOAD], 0);
+                let mut receive = || {
+                    assert_eq!(receiver.recv(&mut datagram).expect("a datagram"), PAYLOAD);
+                    let number = u32::from_be_bytes(*datagram.first_chunk().expect("it is long enough"));
+                    assert!(number > last, "datagram {number} after {last}");
+                    last = number;
+                };
+                let await_for = |seconds: f64, receive: &mut dyn FnMut()| {
+                    let (started, mut frames) = (Instant::now(), 0);
+                    while started.elapsed().as_secs_f64() < seconds {
+                        receive();
+                        frames += 1;
+                    }
+                    (f64::from(frames) * ((PAYLOAD + HEADERS) * 8) as f64, started.elapsed().as_secs_f64())
+                };
+                // The first burst does not count.
+                await_for(1.0, &mut receive);
+                await_for(10.0, &mut receive)
+            })
+        });
+        let measured = receivers.map(std::thread::ScopedJoinHandle::join);
+        over.store(true, Ordering::Relaxed);
+        measured.map(|measured| measured.expect("the receiver")).into()
+    });
+    println!("in and out: {measured:.2?} (bits, seconds)");
+    assert!(measured.iter().all(|(bits, took)| within(bits / took / RATE)), "in and out: {measured:.2?} (bits, seconds)");
+}
+
 /// Whether a ratio is 1 within 5 %.
 fn within(ratio: f64) -> bool {
     (ratio - 1.0).abs() < 0.05

@@ -5,6 +5,7 @@ use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::{ANSWERED, block};
 use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
+use baton_linux::process;
 use baton_ring::{Producer, Token};
 use baton_shm::RingWords;
 use std::io;
@@ -122,9 +123,10 @@ impl Shared {
     }
 
     /// Looks for the NIC's answer to the connection's last message for a few microseconds, before the thread sleeps. Returns whether it
-    /// has come.
+    /// has come. On the NIC's own processor that would only keep the NIC from answering.
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
         let answers = self.interface == Interface::Handshake && connection.room() > 0;
+        let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
         let comes = |_| {
             std::hint::spin_loop();
             self.takes(connection, token)

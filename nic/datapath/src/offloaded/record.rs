@@ -16,9 +16,22 @@ impl Offloaded {
         if self.ranges > 0 || self.tcp.has_out_of_order() {
             self.store_ranges();
         }
-        let mut record = self.tcp.record(now);
+        self.publish_record(self.tcp.record(now), self.ranges);
+    }
+
+    /// [`Offloaded::publish`] for a connection with nothing out of order, whose timestamp clock stands at `clock`.
+    #[inline(always)]
+    pub fn publish_in_order(&mut self, clock: u32) {
+        if self.ranges > 0 {
+            self.store_ranges();
+        }
+        self.publish_record(self.tcp.record_with(clock), 0);
+    }
+
+    #[inline(always)]
+    fn publish_record(&mut self, mut record: record::Record, ranges: u8) {
         record.ranges_table = self.ranges_table;
-        record.ranges = self.ranges;
+        record.ranges = ranges;
         let published = self.published + 1;
         self.published = published;
         let words = &*self.record;

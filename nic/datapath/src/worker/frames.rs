@@ -19,36 +19,40 @@ const MAX_SACK_BLOCKS: usize = 3;
 
 impl<H: Device, W: Device> Worker<H, W> {
     /// Processes a batch of frames from the wire, unless the host device is busy. Returns whether there may be more to do.
-    #[inline]
+    #[inline(never)]
     pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.to_kernel.device.is_ready() {
             return true;
         }
-        for count in 0..self.settings.batch {
+        let (mut usual, mut left) = (0, self.settings.batch);
+        while left > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
-                Arrival::Nothing => return count > 0,
-                Arrival::Frame => self.admit_wire_frame(now),
+                Arrival::Nothing => break,
+                Arrival::Frame if self.has_extras && !self.output.wire.admits(&mut self.frame) => {}
+                Arrival::Frame if self.fast_path::<false, true>(now) => usual += 1,
+                Arrival::Frame => self.on_wire_frame(now),
                 Arrival::Large => self.on_large_frame(now),
             }
+            left -= 1;
         }
-        true
-    }
-
-    #[inline(always)]
-    fn admit_wire_frame(&mut self, now: Instant) {
-        if !self.has_extras || self.output.wire.admits(&mut self.frame) {
-            self.on_wire_frame(now);
+        if usual > 0 {
+            self.counters.add(Counter::WireReceived, usual);
+            self.counters.add(Counter::Segments, usual);
         }
+        left < self.settings.batch
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
     /// receive memory, without the copy from the frame.
     #[inline(never)]
     fn on_large_frame(&mut self, now: Instant) {
-        if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
+        if !self.output.wire.is_gated() && self.fast_path::<true, false>(now) {
             self.counters.add(Counter::WireReceived, 1);
-        } else if self.output.wire.device.receive(&mut self.frame) {
-            self.admit_wire_frame(now);
+            self.counters.add(Counter::Segments, 1);
+        } else if self.output.wire.device.receive(&mut self.frame)
+            && (!self.has_extras || self.output.wire.admits(&mut self.frame))
+        {
+            self.on_wire_frame(now);
         }
     }
 
@@ -75,10 +79,12 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// The lookup layer: gives the frame from the wire to its connection, or to the kernel.
-    #[inline]
+    #[inline(never)]
     pub(super) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if !self.fast_path::<false>(now) {
+        if self.fast_path::<false, false>(now) {
+            self.counters.add(Counter::Segments, 1);
+        } else {
             self.on_wire_frame_slow(now);
         }
     }
@@ -97,15 +103,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. False, and
-    /// nothing is done, for any other frame.
+    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. The caller counts
+    /// it. False, and nothing is done, for any other frame; with `USUAL`, a copy of its own, for one that is not quite the usual, too
+    /// ([`Plain::parse_usual`]).
     ///
     /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the frame may be lost.
     #[inline(always)]
-    fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
+    fn fast_path<const SHOWN: bool, const USUAL: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
+        if USUAL && !verified {
+            return false;
+        }
+        let parsed = if USUAL { Plain::parse_usual(bytes) } else { Plain::parse(bytes, verified) };
+        let Some((key, plain, payload)) = parsed else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -114,7 +125,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
-        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(&plain) {
+        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(plain) {
             return false;
         }
         let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
@@ -127,26 +138,34 @@ impl<H: Device, W: Device> Worker<H, W> {
                 return false;
             }
         }
-        let place = |seq| {
+        if !tcp.expects(&plain) {
+            return false;
+        }
+        if plain.length > 0 {
             if !SHOWN {
-                receive.write(seq, payload);
+                receive.write(plain.seq, payload);
             }
-            pending.note_delivered(receive, seq, plain.length);
-        };
-        let Some(predicted) = tcp.predict(&plain, now, place) else { return false };
-        self.counters.add(Counter::Segments, 1);
-        if predicted.concerns_program() {
+            pending.note_delivered(receive, plain.seq, plain.length);
+        }
+        let predicted = tcp.predict(&plain, now);
+        let concerns_program = predicted.concerns_program();
+        if concerns_program {
             offloaded.note_acknowledged(predicted.acked, predicted.events);
         }
+        // A pure acknowledgement starts no timer, and data that is sent does.
+        let mut timers = concerns_program;
         match predicted.acknowledgement {
-            Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
-            None => self.output.send_all(offloaded, &self.counters, now),
+            Some(acknowledgement) => self.output.acknowledge::<USUAL>(index, offloaded, &acknowledgement, &self.counters, now),
+            None => {
+                self.output.send_all(offloaded, &self.counters, now);
+                timers = timers || !offloaded.tcp.no_timer();
+            }
         }
         if !slot.dirty && offloaded.pending.any() {
             slot.dirty = true;
             self.programs.dirty.push(index);
         }
-        if !offloaded.tcp.no_timer() || predicted.events != Events::empty() {
+        if timers {
             self.follow_up(index, predicted.events);
         }
         true
