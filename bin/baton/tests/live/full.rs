@@ -315,7 +315,10 @@ fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
         assert!(sent.status.success(), "{}", text(&sent.stderr));
         exchange(&mut client, byte);
     }
-    assert_eq!((ours().place, count(&bed, Counter::Segments)), (Place::Kernel, segments));
+    assert_eq!(ours().place, Place::Kernel);
+    // Some of the connection with which the server was waited for, which ends meanwhile.
+    let segments = count(&bed, Counter::Segments) - segments;
+    assert!(segments < 20, "the NIC has had {segments} segments of 60,000 bytes there and back");
     let made = count(&bed, Counter::Made);
     exchange(&mut connect(&bed, at).expect("a connection"), 5);
     assert_eq!(count(&bed, Counter::Made), made + 1, "the listener is the NIC's as before");
