@@ -146,13 +146,8 @@ fn counters_are_those_of_a_capture() {
             };
             bed.host_b.run(send).expect("datagrams");
         }
-        let seen = [0, 1, 2, 3].map(|at| settled(&bed, at));
         let mut frames: Vec<Vec<u8>> = Vec::new();
-        capture.count(|frame| {
-            frames.push(frame.to_vec());
-            true
-        });
-        let in_capture = |wanted: &dyn Fn(&[u8]) -> bool| {
+        let in_capture = |frames: &[Vec<u8>], wanted: &dyn Fn(&[u8]) -> bool| {
             let of = frames.iter().filter(|frame| wanted(frame));
             of.fold([0, 0, 0], |[packets, bytes, _], frame| [packets + 1, bytes + frame.len() as u64, 0])
         };
@@ -161,11 +156,24 @@ fn counters_are_those_of_a_capture() {
             let at = if frame[12..14] == [8, 0] { 34 + at } else { 54 + at };
             u16::from_be_bytes([frame[at], frame[at + 1]])
         };
-        let to_server = in_capture(&|frame| has_port(frame, TCP, 7001) && port(frame, 2) == 7001);
-        let from_server = in_capture(&|frame| has_port(frame, TCP, 7001) && port(frame, 0) == 7001);
-        let datagrams = in_capture(&|frame| has_port(frame, UDP, 7002));
-        let ipv6 = in_capture(&|frame| frame[12..14] == [0x86, 0xdd] && frame[20] == TCP && from_b(frame));
-        assert_eq!(seen, [to_server, from_server, datagrams, ipv6], "{workers} workers");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let seen = loop {
+            let seen = [0, 1, 2, 3].map(|at| settled(&bed, at));
+            capture.count(|frame| {
+                frames.push(frame.to_vec());
+                true
+            });
+            let to_server = in_capture(&frames, &|frame| has_port(frame, TCP, 7001) && port(frame, 2) == 7001);
+            let from_server = in_capture(&frames, &|frame| has_port(frame, TCP, 7001) && port(frame, 0) == 7001);
+            let datagrams = in_capture(&frames, &|frame| has_port(frame, UDP, 7002));
+            let ipv6 = in_capture(&frames, &|frame| frame[12..14] == [0x86, 0xdd] && frame[20] == TCP && from_b(frame));
+            let captured = [to_server, from_server, datagrams, ipv6];
+            if seen == captured {
+                break seen;
+            }
+            // A kernel that got no acknowledgement in time, on a busy machine, sends again what has arrived.
+            assert!(Instant::now() < deadline, "{workers} workers: counted {seen:?}, captured {captured:?}");
+        };
         assert!(seen[1][0] > 3000 && seen[2][0] == 398, "{seen:?}");
     }
 }
