@@ -62,6 +62,17 @@ impl Shape {
 
     /// Removes a connection from the steering: the kernel receives and sends its frames again.
     pub fn unsteer(&mut self, flow: &Flow) {
+        if let Shape::Beside { steering, .. } = self
+            && let Err(error) = steering.forget_handshake(flow)
+        {
+            eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
+        }
+        self.end(flow);
+    }
+
+    /// Removes a connection that has ended on the NIC. If the NIC made it for a listener, it goes on to get what its peer sends, as in
+    /// the handshake, and waits for the peer's FIN.
+    pub fn end(&mut self, flow: &Flow) {
         if let Shape::Beside { steering, mirrors, .. } = self {
             mirrors.set(flow, false);
             if let Err(error) = steering.remove(flow) {

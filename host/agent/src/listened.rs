@@ -81,12 +81,9 @@ impl Shape {
         }
     }
 
-    /// The NIC keeps a connection that it has made, from any device, until its way is known.
+    /// The NIC keeps a connection that it has made, from any device, until its way is known. Its handshake stays in the steering: a
+    /// segment that is looked up meanwhile is found in one of the two maps, and the peer's FIN after the connection's end, too.
     pub fn keep_made(&mut self, flow: &Flow, interface: u32) -> Result<(), Refusal> {
-        self.steer(flow, &Path { leaves_by: interface, ..FROM_ANYWHERE }, Steer::Steal)?;
-        if let Shape::Beside { steering, .. } = self {
-            steering.forget_handshake(flow).map_err(|error| system("steering", &error))?;
-        }
-        Ok(())
+        self.steer(flow, &Path { leaves_by: interface, ..FROM_ANYWHERE }, Steer::Steal)
     }
 }

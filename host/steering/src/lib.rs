@@ -249,7 +249,7 @@ impl Steering {
         bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |key| key[..16] == part[..16] && key[32..34] == part[32..34]);
     }
 
-    /// Forgets a handshake, since its connection stands in the map of flows, or is the kernel's.
+    /// Forgets a handshake, since its connection is the kernel's.
     ///
     /// # Errors
     /// The failed system call's. One that is not known is no error.

@@ -402,7 +402,7 @@ fn an_ended_connection_returns_in_peace_while_the_nic_stands_still() {
 }
 
 /// RSTs that a host's kernel has sent.
-fn resets_sent(host: &Namespace) -> u64 {
+pub(crate) fn resets_sent(host: &Namespace) -> u64 {
     counter(host, "snmp", "Tcp:", "OutRsts")
 }
 

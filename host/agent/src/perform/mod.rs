@@ -235,9 +235,13 @@ impl World for Performer<'_> {
             Action::Import(source) => self.import(*source),
             Action::Release => self.release(),
             Action::Replay => self.replay(),
-            Action::Cancel | Action::End => {
+            Action::Cancel => {
                 self.ground.shape.unsteer(&self.connection.flow);
-                self.ask(action.clone(), Control::Cancel, 0)
+                self.ask(Action::Cancel, Control::Cancel, 0)
+            }
+            Action::End => {
+                self.ground.shape.end(&self.connection.flow);
+                self.ask(Action::End, Control::Cancel, 0)
             }
             Action::Resume => self.resume(),
             Action::StealAgain => self.steal_again(),
