@@ -302,7 +302,10 @@ impl Peers {
         if call.is_frame() && held.len() >= MAX_HELD_FRAMES {
             return false;
         }
-        held.push(call);
+        // A connection that has just been made comes before its frames, of which some may have been held already: the segment that it
+        // was made by reached the front worker by another one.
+        let at = if matches!(call, Call::Made(..)) { 0 } else { held.len() };
+        held.insert(at, call);
         true
     }
 

@@ -312,3 +312,9 @@ proptest! {
         each_connection_is_made_once(workers, false, seed);
     }
 }
+
+/// A client's second acknowledgement was held for a bucket on its way to the front worker when its first one made the connection.
+#[test]
+fn frames_that_are_held_already_come_behind_a_connection_that_is_made() {
+    each_connection_is_made_once(5, false, 6_536_404_219_690_612_564);
+}
