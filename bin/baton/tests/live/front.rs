@@ -185,16 +185,24 @@ fn segments_are_merged_and_none_is_lost_or_reordered() {
     for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
         let hosts = hosts();
         let before = sent(&hosts[1]);
+        let gaps = || counter(&hosts[0], "netstat", "TcpExt:", "TCPOFOQueue").expect("a counter");
+        let gaps_before = gaps();
         let attached = Attached::new(&hosts[0], &[mode]);
         let received = transfer(&hosts, address_a(ipv6), BYTES, |_| ());
         assert_eq!(received, BYTES);
         let after = sent(&hosts[1]);
-        let [taken, given, aggregates] = ["taken", "given", "aggregates"].map(|name| figure(&hosts[0], name));
+        let gaps = gaps() - gaps_before;
+        let figures = figures(&hosts[0]);
+        let [taken, given, aggregates, lost] =
+            ["taken", "given", "aggregates", "lost"].map(|name| figures[name].as_u64().expect("a number"));
         let (segments, again) = (after[0] - before[0], after[1] - before[1]);
-        println!("{mode} IPv6 {ipv6}: {segments} segments, {again} again; {taken} in, {given} out, {aggregates} merged");
+        println!("{mode} IPv6 {ipv6}: {segments} segments, {again} again, {gaps} behind a gap; {figures}");
         assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
         assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
-        assert!(again * 1000 < segments, "{again} of {segments} segments were sent again");
+        // A sender whose acknowledgements are late sends again what has arrived. What was lost or overtaken leaves a gap; the
+        // kernel itself makes some when the sender's thread changes its processor.
+        assert!(gaps < segments / 1000 + lost, "{gaps} of {segments} segments came behind a gap");
+        assert!(again < segments / 100 + lost, "{again} of {segments} segments were sent again");
         drop(attached);
     }
 }
