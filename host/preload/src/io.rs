@@ -149,7 +149,7 @@ fn total(message: &msghdr) -> usize {
 }
 
 fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
-    if flags & libc::MSG_DONTWAIT != 0 {
+    if flags & libc::MSG_DONTWAIT != 0 || tcp.is_nonblocking() {
         return true;
     }
     // SAFETY: F_GETFL takes no pointer.

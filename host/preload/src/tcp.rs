@@ -274,6 +274,11 @@ impl Tcp {
         self.nonblocking.store(nonblocking, RELAXED);
     }
 
+    /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it since.
+    pub fn is_nonblocking(&self) -> bool {
+        self.nonblocking.load(RELAXED) && !self.inherited.load(RELAXED)
+    }
+
     /// The present generation: it changes when the descriptor is closed and the entry reused.
     pub fn generation(&self) -> u32 {
         self.generation.load(RELAXED)
