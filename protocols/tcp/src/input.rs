@@ -10,6 +10,8 @@ use baton_wire::{Flags, Plain};
 
 /// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
 const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
+/// Microseconds for which a new gap may be reordering rather than a loss.
+const REORDERING: u64 = 50;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
@@ -254,7 +256,7 @@ impl Connection {
             self.due |= Due::ACK;
         }
         if seq != next {
-            self.take_out_of_order(seq, seq.wrapping_add(length), fin, received);
+            self.take_out_of_order(seq, seq.wrapping_add(length), fin, now, received);
             return;
         }
         if length > 0 {
@@ -282,9 +284,8 @@ impl Connection {
         }
     }
 
-    fn take_out_of_order(&mut self, seq: u32, end: u32, fin: bool, received: &mut Received) {
-        // RFC 5681 section 4.2: at once.
-        self.due |= Due::ACK;
+    fn take_out_of_order(&mut self, seq: u32, end: u32, fin: bool, now: Instant, received: &mut Received) {
+        self.report_gap(now);
         if fin {
             self.reassembly.insert_fin(end);
         }
@@ -297,6 +298,17 @@ impl Connection {
             received.place = 0;
         } else if !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
             received.place = 0;
+        }
+    }
+
+    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, where the peer learns by SACK all that it has missed by then, after
+    /// [`REORDERING`]: segments that come by several processors overtake each other, and none is lost.
+    fn report_gap(&mut self, now: Instant) {
+        let report_at = now.after(REORDERING);
+        if self.agreed.sack && self.reassembly.is_empty() {
+            self.timers.ack_at = self.timers.ack_at.min(report_at);
+        } else if self.timers.ack_at > report_at {
+            self.due |= Due::ACK;
         }
     }
 

@@ -112,7 +112,7 @@ impl Connection {
         let mut events = Events::empty();
         if self.timers.ack_at <= now {
             self.timers.ack_at = Instant::NEVER;
-            self.due.set(Due::ACK, self.due.contains(Due::ACK) || self.receive.unacked > 0);
+            self.due.set(Due::ACK, self.due.contains(Due::ACK) || self.receive.unacked > 0 || !self.reassembly.is_empty());
         }
         if self.timers.time_wait_at <= now {
             self.stop_timers(Timers::default());
