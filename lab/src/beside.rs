@@ -48,6 +48,7 @@ while connection.recv_into(buffer): pass
 const SOURCE: &str = "
 import socket, sys
 connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b'cubic')
 buffer = bytes(131072)
 while True: connection.sendall(buffer)
 ";
@@ -222,10 +223,6 @@ pub fn run(what: What, settings: &BesideSettings, progress: impl Fn(&Row)) -> Re
     let (spin, nic_cores) = if what == What::PingPong { (NEVER_SLEEPS, vec![0]) } else { (settings.spin, Vec::new()) };
     let bed = TestbedSettings { beside: true, spin, nic_cores, agent_core: None, ..Default::default() };
     let bed = Testbed::new(&bed)?;
-    for host in [&bed.host_a, &bed.host_b] {
-        // The NIC's TCP uses CUBIC, too. A kernel without it keeps its default.
-        let _ = host.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "cubic"));
-    }
     let files = Files::new()?;
     files.add(0, LENGTH)?;
     let mut bench = Bench { tool: bed.tool()?, bed, files };

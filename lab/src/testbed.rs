@@ -168,6 +168,16 @@ struct Host {
     peers: [IpAddr; 2],
 }
 
+/// Makes the calling thread's network namespace use CUBIC, as the NIC does; or Reno, where the machine's owner reserves CUBIC to the
+/// first namespace (`net.ipv4.tcp_allowed_congestion_control`), which is the same as long as nothing is lost. A machine's own default
+/// may be one that paces, which costs the kernel more.
+pub(crate) fn use_loss_based() {
+    let set = |name| std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
+    if ["cubic", "reno"].into_iter().all(|name| set(name).is_err()) {
+        eprintln!("baton: the kernel's congestion control is the machine's default: neither CUBIC nor Reno may be used");
+    }
+}
+
 fn make_interface<T: Send>(
     namespace: &Namespace,
     host: &Host,
@@ -182,6 +192,7 @@ fn make_interface<T: Send>(
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
         // No metrics are cached from one connection to the next, so that measurements do not depend on their order.
         let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
+        use_loss_based();
         let fd = open()?;
         let netlink = rtnetlink::open()?;
         let link = rtnetlink::link(&netlink, host.name)?;

@@ -1,7 +1,7 @@
 //! An MPI program over RMPP's libfabric provider, and over Open MPI's own TCP on the same link.
 
 use super::bed::{Conditions, Offload};
-use crate::testbed::{Testbed, TestbedSettings};
+use crate::testbed::{Testbed, TestbedSettings, use_loss_based};
 use anyhow::{Context, Result, bail};
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
@@ -271,6 +271,12 @@ fn with_nic(folder: &Path) -> Result<(Hosts, [Anchor; 2])> {
 
 fn plain(folder: &Path) -> Result<(Hosts, [Anchor; 2])> {
     let hosts = [Namespace::new()?, Namespace::new()?];
+    for host in &hosts {
+        host.run(|| {
+            use_loss_based();
+            Ok(())
+        })?;
+    }
     let anchors = [Anchor::new(&hosts[0], folder)?, Anchor::new(&hosts[1], folder)?];
     let [a, b] = [0, 1].map(|at| anchors[at].0.id().to_string());
     let link = ["link", "add", "mpi0", "netns", &a, "type", "veth", "peer", "name", "mpi0", "netns", &b];

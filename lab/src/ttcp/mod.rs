@@ -208,10 +208,6 @@ impl Hosts {
             hosts.bare = Some(bare);
         }
         hosts.kernel = process::napi_threads(INTERFACE_A).into_iter().filter(|thread| !others.contains(thread)).collect();
-        for host in hosts.pair() {
-            // The NIC's TCP uses CUBIC, too. A kernel without it keeps its default.
-            let _ = host.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "cubic"));
-        }
         Ok(hosts)
     }
 
