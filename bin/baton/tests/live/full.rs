@@ -4,9 +4,12 @@ use crate::common::hosts;
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_linux::events::{Poller, Trigger};
+use baton_linux::process;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -17,6 +20,20 @@ impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+impl Program {
+    /// Asks it to end, as whoever has processes of its own needs to be: they would stay without it.
+    fn ends(&mut self) -> std::io::Result<()> {
+        let process = process::open_process(self.0.id())?;
+        process::signal(self.0.id(), libc::SIGTERM)?;
+        let poller = Poller::new()?;
+        poller.add(process.as_fd(), 0, Trigger::Readable)?;
+        let mut ended = Vec::new();
+        poller.wait(Some(Duration::from_secs(20)), &mut ended)?;
+        assert!(!ended.is_empty(), "it does not end");
+        Ok(())
     }
 }
 
@@ -498,7 +515,7 @@ fn servers_of_all_kinds_are_served(beside: bool) {
         (&["memcached", "-u", "root", "-p", "7003", "-t", "2"], "7003", MEMCACHED_CLIENT, ""),
     ];
     for (server, port, client, more) in servers {
-        let _running = start(&bed, server);
+        let mut running = start(&bed, server);
         wait_for_server(&bed, SocketAddr::new(address_a(false), port.parse().expect("a port")));
         let before = count(&bed, Counter::Made);
         let ran = on_b(&bed, &["python3", "-c", client, &address_of_a, port, more]);
@@ -506,6 +523,7 @@ fn servers_of_all_kinds_are_served(beside: bool) {
         assert!(count(&bed, Counter::Made) >= before + 20, "{server:?}: the NIC made {}", count(&bed, Counter::Made) - before);
         let now = statistics(&bed);
         assert_eq!((now.failed_moves, now.lost), (0, 0), "{server:?}");
+        running.ends().expect("its end");
     }
 }
 
