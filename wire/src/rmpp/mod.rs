@@ -52,14 +52,16 @@ static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
 /// CRC32C of two parts, one behind the other.
 fn checksum(first: &[u8], second: &[u8]) -> u32 {
     #[cfg(feature = "hardware")]
-    return ::crc32c::crc32c_append(::crc32c::crc32c(first), second);
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     #[cfg(not(feature = "hardware"))]
-    {
-        let mut digest = CRC32C.digest();
-        digest.update(first);
-        digest.update(second);
-        digest.finalize()
-    }
+    let mut digest = CRC32C.digest();
+    digest.update(first);
+    digest.update(second);
+    // The first one's is of 64 bits for any polynomial, of which 32 are in use here.
+    #[cfg(feature = "hardware")]
+    return digest.finalize() as u32;
+    #[cfg(not(feature = "hardware"))]
+    digest.finalize()
 }
 
 /// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet
