@@ -24,8 +24,8 @@ pub const HEADER: usize = 40;
 pub const RTS_BODY: usize = 40;
 /// Bytes of a CTS packet's body.
 pub const CTS_BODY: usize = 4;
-/// Most packets that one CTS may clear: the receiver keeps a bit for each in one word.
-pub const MAX_CLEARED: u16 = 64;
+/// Most packets that one CTS may clear: the receiver keeps a bit for each in one integer.
+pub const MAX_CLEARED: u16 = 128;
 
 /// Offsets in the header, in bytes.
 pub(crate) mod at {

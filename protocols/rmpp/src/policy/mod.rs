@@ -22,7 +22,7 @@ use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use baton_matching::{Criteria, Matching};
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{Header, Kind};
+use baton_wire::rmpp::{Header, Kind, MAX_CLEARED};
 use messages::{Incoming, Outgoings, Slab};
 use peers::Peer;
 use timers::Timers;
@@ -70,9 +70,9 @@ pub struct Config {
     pub nic_buffers: u32,
     /// Bytes of the program's memory that may be pinned for receiving: most bytes that are cleared and have not come.
     pub pinned: u64,
-    /// Data packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15 (section 4.4).
+    /// Data packets before the last cleared one that the RSM is sent: the paper's k (section 4.4), 0 to 127.
     pub early: u8,
-    /// First time-out of an RTS, a CTS or an ACK. It doubles up to 64 times as much.
+    /// First time-out of an RTS, of an ACK, or of a CTS for 64 packets. It doubles up to 64 times as much.
     pub timeout: u64,
     /// How long a gap may be due to reordering.
     pub reordering: u64,
@@ -134,7 +134,8 @@ pub enum SetupError {
     BufferCount,
     /// The buffers lie outside the memory.
     Memory,
-    /// A CTS must clear 1 to 64 packets, `ahead` be 4096 at most; `early` must be below 16; there must be at least one NIC buffer and one packet pinned.
+    /// A CTS must clear 1 to 128 packets, `ahead` be 4096 at most; `early` must be below 128; there must be at least one NIC buffer and
+    /// one packet pinned.
     Grant,
     /// Every limit must be above 0, every time-out too.
     Zero,
@@ -527,6 +528,11 @@ impl Policy {
         if end.is_some_and(|end| end <= self.config.memory) { Ok(()) } else { Err(Limit::Memory) }
     }
 
+    /// The time-out of a CTS for so many packets: on a slow link many take a while.
+    fn clearance(&self, packets: u32) -> u64 {
+        self.config.timeout * u64::from(packets.min(MAX_CLEARED.into()).div_ceil(64).max(1))
+    }
+
     /// The time-out after so many attempts.
     fn backoff(&self, attempts: u8) -> u64 {
         self.config.timeout << attempts.min(6)
@@ -580,8 +586,8 @@ impl Config {
             return Err(SetupError::Memory);
         }
         let fragment = u64::from(crate::data::fragment(self.packet));
-        let grants = (1..=64).contains(&self.grant) && self.ahead <= MAX_AHEAD;
-        if !grants || self.early > 15 || self.nic_buffers == 0 || self.pinned < fragment {
+        let grants = (1..=MAX_CLEARED).contains(&self.grant) && self.ahead <= MAX_AHEAD;
+        if !grants || u16::from(self.early) >= MAX_CLEARED || self.nic_buffers == 0 || self.pinned < fragment {
             return Err(SetupError::Grant);
         }
         let limits = [self.peers, self.sends, self.receives, self.incoming, self.buffers_per_peer, self.attempts.into()];

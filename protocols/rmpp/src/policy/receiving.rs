@@ -44,8 +44,8 @@ impl Policy {
         self.cleared_bytes += u64::from(count) * u64::from(message.rts.fragment);
         let command = self.clear_command(handle, first, count, self.config.grant);
         self.commands.extend(command);
-        let timer = self.incoming_timer(handle);
-        self.timers.set(timer, now + self.config.timeout);
+        let (timer, limit) = (self.incoming_timer(handle), now + self.clearance(count));
+        self.timers.set(timer, limit);
     }
 
     /// Clears messages that waited, while there is room.
@@ -103,9 +103,11 @@ impl Policy {
         if placed > message.placed {
             let (count, before) = (placed - message.placed, message.on_way());
             (message.placed, message.attempts) = (placed, 0);
-            self.cleared_packets -= before - message.on_way();
+            let on_way = message.on_way();
+            self.cleared_packets -= before - on_way;
             self.cleared_bytes -= u64::from(count) * u64::from(message.rts.fragment);
-            self.timers.set(timer, now + self.config.timeout);
+            let limit = now + self.clearance(on_way);
+            self.timers.set(timer, limit);
         }
         true
     }
