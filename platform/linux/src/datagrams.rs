@@ -274,7 +274,18 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>, segment: 
         }
     }
     // SAFETY: the address, the vector, the bytes behind it and the control buffer live for the call, which only reads them.
-    check_size(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }).map(|_| ())
+    check_size(unsafe { system_call(libc::SYS_sendmsg, fd, &raw mut message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
+        .map(|_| ())
+}
+
+/// sendmsg(2) or recvmsg(2). Those of the C library are cancellation points of pthreads, which costs each call of a process with
+/// several threads two atomic operations; nobody cancels a thread here.
+///
+/// # Safety
+/// As those calls: every pointer of the message is to a live buffer of the length that it gives.
+unsafe fn system_call(number: libc::c_long, fd: BorrowedFd<'_>, message: *mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: this function's `# Safety`; the arguments are those of the two calls.
+    unsafe { libc::syscall(number, fd.as_raw_fd(), message, flags) as isize }
 }
 
 /// Receives one datagram or a run of them. Returns the bytes, the sender, and the length of each datagram but the last, 0 for one.
@@ -291,7 +302,7 @@ fn receive_run(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<(usize, SocketA
         message.msg_namelen = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
         message.msg_controllen = size_of::<Control>() as _;
         // SAFETY: every pointer of the message is to a live buffer of the length that it gives.
-        match check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) }) {
+        match check_size(unsafe { system_call(libc::SYS_recvmsg, fd, &raw mut message, libc::MSG_DONTWAIT) }) {
             Ok(length) => return Ok((length, RawAddress::parse(&storage)?, segment_of(&message))),
             // An ICMP error of something sent before: the datagrams behind it are still there.
             Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::Interrupted) => {}

@@ -4,6 +4,7 @@
 //! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for them.
 
 mod arriving;
+mod buffers;
 mod messages;
 mod offloaded;
 mod peers;
@@ -17,12 +18,14 @@ use crate::data::{DataConfig, Halves, MatchConfig};
 use crate::handle;
 use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
+use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use baton_matching::{Criteria, Matching};
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, Kind, MAX_CLEARED};
+use buffers::Buffers;
 use messages::{Incoming, Outgoings, Slab};
 use peers::Peer;
 use timers::Timers;
@@ -313,7 +316,7 @@ pub struct Policy {
     cleared_bytes: u64,
     /// Buffers for RTS packets that neither the data half nor a message has, and those that the data half has.
     free_buffers: Vec<u16>,
-    posted_buffers: Box<[bool]>,
+    posted_buffers: Buffers,
     /// Peers and messages that a new data half does not have yet.
     replay: restart::Replay,
     /// Present if the data half can match.
@@ -349,7 +352,7 @@ impl Policy {
             cleared_packets: 0,
             cleared_bytes: 0,
             free_buffers: (0..config.buffer_count).rev().collect(),
-            posted_buffers: alloc::vec![false; config.buffer_count.into()].into(),
+            posted_buffers: Buffers::new(config.buffer_count),
             replay: restart::Replay::default(),
             offloaded: (config.data_posted > 0).then(offloaded::Offloaded::new),
             counters: Counters::default(),
@@ -369,8 +372,7 @@ impl Policy {
 
     /// Buffers for RTS packets that messages hold.
     pub fn buffers_held(&self) -> usize {
-        let posted = self.posted_buffers.iter().filter(|posted| **posted).count();
-        usize::from(self.config.buffer_count) - posted - self.free_buffers.len()
+        usize::from(self.config.buffer_count) - self.posted_buffers.len() - self.free_buffers.len()
     }
 
     /// Packets and bytes that are cleared and not known to have come.
@@ -391,12 +393,12 @@ impl Policy {
         if let Some(command) = self.poll_told() {
             return Some(command);
         }
-        if let Some(command) = self.commands.pop_front() {
+        if let Some(command) = take_first(&mut self.commands) {
             self.awaited &= !self.commands.is_empty();
             return Some(self.brought_up_to_date(command));
         }
         if let Some(buffer) = self.free_buffers.pop() {
-            self.posted_buffers[usize::from(buffer)] = true;
+            self.posted_buffers.insert(buffer);
             return Some(Command::PostBuffer { buffer });
         }
         self.poll_loan()
@@ -413,6 +415,11 @@ impl Policy {
         !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient)
     }
 
+    /// Whether no command waits.
+    pub fn has_no_commands(&self) -> bool {
+        self.commands.is_empty()
+    }
+
     /// ACKs among the commands.
     pub fn acknowledgements(&self) -> usize {
         self.commands
@@ -423,7 +430,7 @@ impl Policy {
 
     /// The next completion.
     pub fn poll_completion(&mut self) -> Option<Completion> {
-        self.completions.pop_front()
+        take_first(&mut self.completions)
     }
 
     /// When [`Policy::on_timeout`] is to be called.
@@ -453,9 +460,9 @@ impl Policy {
         match event {
             Event::Rts { from, header, rts, buffer, length } => {
                 // A data half that reports a buffer which it does not have is not believed.
-                let posted = self.posted_buffers.get_mut(usize::from(*buffer)).filter(|posted| **posted);
-                let (Some(posted), true) = (posted, *length <= self.config.buffer_size) else { return };
-                *posted = false;
+                if *length > self.config.buffer_size || !self.posted_buffers.remove(*buffer) {
+                    return;
+                }
                 self.on_rts(from, header, rts, (*buffer, *length), now, memory);
             }
             Event::Control { from, header } => self.on_control(from, header, now),

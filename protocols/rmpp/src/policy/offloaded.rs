@@ -17,6 +17,7 @@ use crate::before;
 use crate::counters::Drop;
 use crate::interface::{Arrived, Command, Half, Matcher};
 use crate::memory::Memory;
+use crate::queue::take_first;
 use alloc::collections::VecDeque;
 use baton_matching::{Arrival, Criteria, Message};
 use baton_wire::rmpp::{Header, HoldReason, Rts};
@@ -322,7 +323,7 @@ impl Policy {
         let unexpected = usize::from(self.config.data_unexpected).saturating_sub(self.matching.unexpected());
         if unexpected == 0 {
             self.leave();
-            return self.commands.pop_front();
+            return take_first(&mut self.commands);
         }
         if offloaded.places >= places.min(unexpected) {
             return None;
@@ -348,8 +349,7 @@ impl Policy {
         let Some(offloaded) = self.offloaded.as_mut().filter(|_| lent) else { return self.counters.drop(Drop::NoMessage) };
         offloaded.places -= 1;
         offloaded.credit = offloaded.credit.saturating_sub(arrived.count.into());
-        let buffer = usize::from(arrived.buffer);
-        if arrived.receive.is_none() && !self.posted_buffers.get_mut(buffer).is_some_and(core::mem::take) {
+        if arrived.receive.is_none() && !self.posted_buffers.remove(arrived.buffer) {
             self.incoming.remove(arrived.handle);
             return self.counters.drop(Drop::NoBuffer);
         }
