@@ -5,6 +5,7 @@
 
 mod arriving;
 mod buffers;
+mod commands;
 mod messages;
 mod offloaded;
 mod peers;
@@ -26,6 +27,7 @@ use baton_matching::{Criteria, Matching};
 use baton_wire::Endpoint;
 use baton_wire::rmpp::{Header, Kind, MAX_CLEARED};
 use buffers::Buffers;
+use commands::Commands;
 use messages::{Incoming, Outgoings, Slab};
 use peers::Peer;
 use timers::Timers;
@@ -305,7 +307,7 @@ pub struct Policy {
     receives: Slab<Receive>,
     matching: Matching,
     timers: Timers,
-    commands: VecDeque<Command>,
+    commands: Commands,
     /// Among the commands is the ACK of a message whose sender waits for it.
     awaited: bool,
     completions: VecDeque<Completion>,
@@ -345,7 +347,7 @@ impl Policy {
             receives: Slab::new(receives.min(handle::SLOTS)),
             matching: Matching::new(config.receives.into(), incoming, config.hash_key),
             timers: Timers::new(sends + incoming + usize::from(config.peers)),
-            commands: VecDeque::with_capacity(2 * MOST_COMMANDS),
+            commands: Commands::new(2 * MOST_COMMANDS),
             awaited: false,
             completions: VecDeque::with_capacity(sends + receives),
             waiting: VecDeque::with_capacity(incoming),
@@ -393,7 +395,7 @@ impl Policy {
         if let Some(command) = self.poll_told() {
             return Some(command);
         }
-        if let Some(command) = take_first(&mut self.commands) {
+        if let Some(command) = self.commands.pop() {
             self.awaited &= !self.commands.is_empty();
             return Some(self.brought_up_to_date(command));
         }
@@ -407,12 +409,7 @@ impl Policy {
     /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their RTS
     /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
     pub fn is_patient(&self) -> bool {
-        let patient = |command: &Command| match command {
-            Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
-            Command::Release { confirm, .. } => !confirm,
-            _ => false,
-        };
-        !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient)
+        !self.awaited && !self.commands.is_empty() && self.commands.can_wait()
     }
 
     /// Whether no command waits.
@@ -422,10 +419,7 @@ impl Policy {
 
     /// ACKs among the commands.
     pub fn acknowledgements(&self) -> usize {
-        self.commands
-            .iter()
-            .filter(|command| matches!(command, Command::Control { header, .. } if header.kind == Kind::Ack))
-            .count()
+        self.commands.acknowledgements()
     }
 
     /// The next completion.
@@ -517,7 +511,7 @@ impl Policy {
         let to = &self.peers[peer];
         let mut header = Header::new(kind, [self.config.endpoint, to.endpoint], [to.local, to.remote]);
         fill(&mut header);
-        self.commands.push_back(Command::Control { to: to.address, header });
+        self.commands.push(Command::Control { to: to.address, header });
     }
 
     /// Whether another operation may begin: each needs room for its completion.
