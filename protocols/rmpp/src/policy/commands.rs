@@ -46,18 +46,16 @@ impl Commands {
 
     /// Adds a command.
     pub fn push(&mut self, command: Command) {
-        for (count, is_one) in self.counts(&command) {
-            *count += usize::from(is_one);
-        }
+        self.count(Sort::of(&command), |count| count + 1);
         let queue = if matches!(command, Command::Control { .. }) { &mut self.packets } else { &mut self.first };
         queue.push_back(command);
     }
 
     /// Takes the next one.
     pub fn pop(&mut self) -> Option<Command> {
-        let command = take_first(&mut self.first).or_else(|| take_first(&mut self.packets))?;
-        self.forget(&command);
-        Some(command)
+        let (sort, from_first) = (Sort::of(self.first.front().or(self.packets.front())?), !self.first.is_empty());
+        self.count(sort, |count| count - 1);
+        take_first(if from_first { &mut self.first } else { &mut self.packets })
     }
 
     /// Drops the CLEANUPs that are for an address.
@@ -74,29 +72,46 @@ impl Commands {
     pub fn retain(&mut self, keep: impl Fn(&Command) -> bool) {
         for _ in 0..self.first.len() {
             if let Some(command) = self.first.pop_front() {
-                if keep(&command) { self.first.push_back(command) } else { self.forget(&command) }
+                if keep(&command) { self.first.push_back(command) } else { self.count(Sort::of(&command), |count| count - 1) }
             }
         }
         for _ in 0..self.packets.len() {
             if let Some(command) = self.packets.pop_front() {
-                if keep(&command) { self.packets.push_back(command) } else { self.forget(&command) }
+                if keep(&command) { self.packets.push_back(command) } else { self.count(Sort::of(&command), |count| count - 1) }
             }
         }
     }
 
-    fn forget(&mut self, command: &Command) {
-        for (count, is_one) in self.counts(command) {
-            *count -= usize::from(is_one);
-        }
+    /// Counts a command of a sort, or no longer.
+    fn count(&mut self, sort: Sort, number: fn(usize) -> usize) {
+        let counter = match sort {
+            Sort::Urgent => &mut self.urgent,
+            Sort::Acknowledgement => &mut self.acknowledgements,
+            Sort::Cleanup => &mut self.cleanups,
+            Sort::Release => return,
+        };
+        *counter = number(*counter);
     }
+}
 
-    /// The counters, and whether a command counts there.
-    fn counts(&mut self, command: &Command) -> [(&mut usize, bool); 3] {
-        let kind = if let Command::Control { header, .. } = command { Some(header.kind) } else { None };
-        let (acknowledgement, cleanup) = (kind == Some(Kind::Ack), kind == Some(Kind::Cleanup));
-        let released = matches!(command, Command::Release { confirm: false, .. });
-        let urgent = !(acknowledgement || cleanup || released);
-        [(&mut self.urgent, urgent), (&mut self.acknowledgements, acknowledgement), (&mut self.cleanups, cleanup)]
+/// What a command is, as far as it can wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sort {
+    Urgent,
+    Acknowledgement,
+    Cleanup,
+    /// Memory that is given back.
+    Release,
+}
+
+impl Sort {
+    fn of(command: &Command) -> Sort {
+        match command {
+            Command::Control { header, .. } if header.kind == Kind::Ack => Sort::Acknowledgement,
+            Command::Control { header, .. } if header.kind == Kind::Cleanup => Sort::Cleanup,
+            Command::Release { confirm: false, .. } => Sort::Release,
+            _ => Sort::Urgent,
+        }
     }
 }
 
