@@ -276,9 +276,9 @@ fn a_nic_that_clears_by_itself_gets_long_messages_right() {
         let impairments = Impairments { rate, delay: 50, loss: faults, reorder: faults, hold: 300, duplicate: faults, ..clean() };
         let mut world = world(2 + (seed % 2) as u8, Carrier::Udp4, impairments, seed, |config| {
             config.ahead = [100, 2048][seed as usize / 6 % 2];
-            config.grant = [16, 64][seed as usize / 12 % 2];
+            config.grant = [16, 64, 128][seed as usize / 12 % 3];
             config.nic_buffers = [100, 1024][seed as usize / 24 % 2];
-            config.early = (seed % 16) as u8;
+            config.early = if config.grant == 16 { seed % 16 } else { seed % 80 } as u8;
         });
         for (node, lags) in world.nodes.iter_mut().zip([seed % 4 > 1, seed % 4 > 1]) {
             node.lag = lags.then(|| Rng::new(seed));

@@ -60,9 +60,10 @@ impl Schedule {
         let mut rng = Rng::new(seed);
         let step = rng.below(4) as u8;
         let carrier = [Carrier::Ethernet, Carrier::Udp4, Carrier::Udp6][rng.below(3) as usize];
+        let most = if rng.chance(700_000) { [16, 24] } else { [128, 128] };
         let configs = [0, 1].map(|node| Config {
-            early: if step == 3 { rng.below(16) as u8 } else { 0 },
-            grant: 1 + rng.below(24) as u16,
+            early: if step == 3 { rng.below(most[0]) as u8 } else { 0 },
+            grant: 1 + rng.below(most[1]) as u16,
             ahead: [0, 0, 5, 100, 2048][rng.below(5) as usize],
             nic_buffers: 1 + if rng.chance(500_000) { rng.below(40) } else { rng.below(400) } as u32,
             pinned: 1406 + rng.below(100_000),

@@ -10,6 +10,7 @@ use baton_linux::events::{Doorbell, monotonic_micros};
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -32,14 +33,16 @@ struct State {
     signalled: bool,
     /// Threads that wait in fi_cq_sread().
     waiting: usize,
-    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no endpoint, so
-    /// that the program gets on with what it has got.
-    in_series: bool,
 }
 
 /// A queue as endpoints share it.
 pub struct QueueShared {
     state: Mutex<State>,
+    /// Events in the queue, to be asked without its lock.
+    count: AtomicUsize,
+    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no endpoint, so
+    /// that the program gets on with what it has got.
+    in_series: AtomicBool,
     changed: Condvar,
     /// Readable when there are events, if the program asked for a descriptor.
     bell: Option<Doorbell>,
@@ -74,6 +77,7 @@ impl QueueShared {
     pub fn push(&self, event: Event) {
         let mut state = self.lock();
         state.events.push_back(event);
+        self.count.store(state.events.len(), Ordering::Release);
         if state.waiting > 0 {
             self.changed.notify_all();
         }
@@ -114,6 +118,9 @@ impl QueueShared {
     /// # Safety
     /// There is room for `count` entries of the queue's format at `out`, and for as many senders.
     unsafe fn take(&self, out: *mut c_void, count: usize, sources: *mut u64) -> isize {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return -(errno::EAGAIN as isize);
+        }
         let mut state = self.lock();
         let mut taken = 0;
         while taken < count
@@ -133,7 +140,10 @@ impl QueueShared {
         if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
             bell.clear();
         }
-        state.in_series |= taken > 0;
+        self.count.store(state.events.len(), Ordering::Release);
+        if taken > 0 {
+            self.in_series.store(true, Ordering::Relaxed);
+        }
         match (taken, state.events.front()) {
             (0, None) => -(errno::EAGAIN as isize),
             (0, Some(Event::Failed(_))) => -(errno::EAVAIL as isize),
@@ -143,7 +153,7 @@ impl QueueShared {
 
     /// Whether reads before this one have got events. Asked by a read that finds none.
     fn ends_series(&self) -> bool {
-        std::mem::take(&mut self.lock().in_series)
+        self.in_series.load(Ordering::Relaxed) && self.in_series.swap(false, Ordering::Relaxed)
     }
 
     /// Waits until there is an event, a signal, or the time is over. `timeout` is in milliseconds, negative for ever.
@@ -205,7 +215,16 @@ pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut CqAttr, out: *mut *m
         },
         _ => return failure(errno::ENOSYS),
     };
-    let shared = QueueShared { state: Mutex::default(), changed: Condvar::new(), bell, entry, wait, endpoints: Mutex::default() };
+    let shared = QueueShared {
+        state: Mutex::default(),
+        count: AtomicUsize::new(0),
+        in_series: AtomicBool::new(false),
+        changed: Condvar::new(),
+        bell,
+        entry,
+        wait,
+        endpoints: Mutex::default(),
+    };
     let fid = FidCq { fid: Fid { class: class::CQ, context, ops: &FID_OPS }, ops: &OPS };
     // SAFETY: a `repr(C)` object that begins with a FidCq; `out` is the caller's place for it.
     unsafe { hand_out(Queue { fid, shared: Arc::new(shared) }, out) }
@@ -257,6 +276,7 @@ unsafe extern "C" fn readerr(cq: *mut FidCq, out: *mut CqErrEntry, _flags: u64) 
         let Some(Event::Failed(entry)) = state.events.front() else { return -(errno::EAGAIN as isize) };
         *out = *entry;
         state.events.pop_front();
+        queue.shared.count.store(state.events.len(), Ordering::Release);
     }
     1
 }

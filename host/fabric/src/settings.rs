@@ -1,7 +1,7 @@
 //! Settings of the provider, from the environment: FI_RMPP_NAME, as libfabric's other providers have theirs.
 
 use crate::libfabric::{Level, log};
-use baton_messages::{Settings, Use};
+use baton_messages::{MAX_GRANT, Settings, Use};
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
@@ -59,8 +59,8 @@ pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     };
     let packet = |packet: &u16| (SMALLEST_PACKET..=LARGEST_PACKET).contains(packet);
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
-    settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=64).contains(grant)).unwrap_or(settings.grant);
-    settings.early = variable("FI_RMPP_EARLY", |early: &u8| *early <= 15).unwrap_or(settings.early);
+    settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=MAX_GRANT).contains(grant)).unwrap_or(settings.grant);
+    settings.early = variable("FI_RMPP_EARLY", |early: &u8| u16::from(*early) < MAX_GRANT).unwrap_or(settings.early);
     let dead = variable("FI_RMPP_DEAD_MS", |dead: &u64| (100..=3_600_000).contains(dead));
     settings.dead = dead.map_or(settings.dead, |milliseconds| milliseconds * 1000);
     settings

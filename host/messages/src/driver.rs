@@ -96,6 +96,7 @@ impl<T: Driven> Driver<T> {
     pub fn call<R>(&self, work: impl FnOnce(&mut T, u64) -> R) -> R {
         let now = monotonic_micros();
         let mut state = self.shared.lock();
+        state.endpoint().expect_work();
         let result = work(&mut state, now);
         state.deliver();
         drop(state);

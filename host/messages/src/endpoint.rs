@@ -189,6 +189,8 @@ pub struct Endpoint<B: Buffer> {
     pub(crate) completions: VecDeque<Completion>,
     /// When replies leave that nobody waits for, in microseconds.
     replies_due: u64,
+    /// Until then there is nothing to do unless a packet comes, in microseconds; 0: that is not known.
+    idle_until: u64,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -223,6 +225,7 @@ impl<B: Buffer> Endpoint<B> {
             rma: rma::Rma::new(regions),
             completions: VecDeque::new(),
             replies_due: 0,
+            idle_until: 0,
             lost: 0,
         })
     }
@@ -479,8 +482,11 @@ impl<B: Buffer> Endpoint<B> {
                 self.policy.restart(Halves::BOTH, now);
             }
             let received = self.half.receive(&mut self.arena);
-            let moved = self.exchange(now);
-            if !received && !moved {
+            if !received && now < self.idle_until {
+                break;
+            }
+            if !self.pass(now) && !received {
+                self.idle_until = self.next_work();
                 break;
             }
             any = true;
@@ -498,6 +504,17 @@ impl<B: Buffer> Endpoint<B> {
     /// When [`Endpoint::progress`] has something to do even if nothing is received, in microseconds.
     pub fn next_timeout(&self) -> Option<u64> {
         [self.policy.next_timeout(), self.half.next_retry()].into_iter().flatten().min()
+    }
+
+    /// Makes the next [`Endpoint::progress`] look at everything. To be called when the program has asked for something.
+    pub fn expect_work(&mut self) {
+        self.idle_until = 0;
+    }
+
+    /// When there is something to do even if no packet comes, once all there was is done. With a NIC its ring is to be looked at.
+    fn next_work(&self) -> u64 {
+        let replies = (!self.policy.has_no_commands()).then_some(self.replies_due);
+        if self.half.is_on_nic() { 0 } else { [self.next_timeout(), replies].into_iter().flatten().min().unwrap_or(u64::MAX) }
     }
 
     /// Makes a poller watch what there may be to do for [`Endpoint::progress`].
@@ -528,27 +545,30 @@ impl<B: Buffer> Endpoint<B> {
     /// Passes commands and events between the halves until there are none. Returns whether there were any.
     pub(crate) fn exchange(&mut self, now: u64) -> bool {
         let mut any = false;
-        loop {
-            let mut moved = false;
-            while self.policy.is_ready()
-                && let Some(event) = self.half.poll_event()
-            {
-                self.spill.observe(&event);
-                self.matched_on_nic += u64::from(matches!(&event, Event::Arrived(arrived) if arrived.receive.is_some()));
-                self.policy.handle_event(&event, now, &mut self.arena);
-                moved = true;
-            }
-            self.policy.on_timeout(now);
-            self.half.retry(now);
-            moved |= self.transmit(now);
-            moved |= self.answer_requests(now);
-            moved |= self.spill(now);
-            moved |= self.post_multiple(now);
-            if !moved {
-                return any;
-            }
+        while self.pass(now) {
             any = true;
         }
+        any
+    }
+
+    /// Passes on those commands and events that there are. Returns whether there were any: then they may have caused others.
+    fn pass(&mut self, now: u64) -> bool {
+        let mut moved = false;
+        while self.policy.is_ready()
+            && let Some(event) = self.half.poll_event()
+        {
+            self.spill.observe(&event);
+            self.matched_on_nic += u64::from(matches!(&event, Event::Arrived(arrived) if arrived.receive.is_some()));
+            self.policy.handle_event(&event, now, &mut self.arena);
+            moved = true;
+        }
+        self.policy.on_timeout(now);
+        self.half.retry(now);
+        moved |= self.transmit(now);
+        moved |= self.answer_requests(now);
+        moved |= self.spill(now);
+        moved |= self.post_multiple(now);
+        moved
     }
 
     /// Carries out the policy's commands, sends, and collects completions. Returns whether there were any.
@@ -587,6 +607,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Takes completions from the policy to those that they are for.
     pub(crate) fn collect(&mut self, now: u64) -> bool {
         let mut any = false;
+        self.expect_work();
         while let Some(completion) = self.policy.poll_completion() {
             let slot = completion.token as u32;
             if let Some(purpose) = self.purposes.get_mut(slot as usize).and_then(Option::take) {

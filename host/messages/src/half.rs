@@ -10,7 +10,6 @@ use baton_linux::events::{Poller, Trigger};
 use baton_rmpp::{Command, Config, Counters, Event, Half, Halves, handle};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::AsFd;
 
 /// Events that the data half of this host may keep for the policy.
 const EVENTS: u16 = 4096;
@@ -179,7 +178,9 @@ impl DataHalf {
     /// # Errors
     /// The failed system call's.
     pub fn watch(&self, poller: &Poller) -> io::Result<()> {
-        poller.add(self.socket.as_fd(), SOCKET, Trigger::Readable)?;
+        for socket in self.socket.sockets() {
+            poller.add(socket, SOCKET, Trigger::Readable)?;
+        }
         if let Some(nic) = &self.nic {
             poller.add(nic.link.bell(), BELL, Trigger::Readable)?;
             poller.add(nic.link.hangs_up(), END, Trigger::HangUp)?;
@@ -196,6 +197,9 @@ impl DataHalf {
 
     /// The program is awake; `tokens` are those of the poller.
     pub fn end_sleep(&mut self, tokens: &[u64]) {
+        if tokens.contains(&SOCKET) {
+            self.socket.look_at_all();
+        }
         if let Some(nic) = &mut self.nic {
             nic.link.end_sleep();
             if tokens.contains(&BELL) {

@@ -31,4 +31,4 @@ pub use baton_rmpp::{Delivered, Error, Limit, PeerId};
 pub use driver::{Driven, Driver};
 pub use endpoint::{Channel, Claim, Completion, Endpoint, Found, Incoming, Kind, Outgoing, Payload, Selector, Token};
 pub use rma::{Access, Regions, Remote, Transfer};
-pub use settings::{Lend, Settings, Use};
+pub use settings::{Lend, MAX_GRANT, Settings, Use};

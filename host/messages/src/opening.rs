@@ -42,7 +42,7 @@ pub struct Opened<B> {
 /// # Errors
 /// The failed system call's; if a NIC must be used, why it cannot be.
 pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::Result<Opened<B>> {
-    let socket = Datagrams::bind(settings.address, settings.socket_buffer, settings.packet.into())?;
+    let mut socket = Datagrams::bind(settings.address, settings.socket_buffer, settings.packet.into())?;
     let config = config(settings, random, now);
     let (link, without_nic) = match settings.nic {
         Use::Never => (None, None),
@@ -56,6 +56,8 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
         // The kernel counts a datagram with an overhead of its own: up to its length again, and 768 bytes.
         let room = socket.receive_buffer() / (2 * usize::from(settings.packet) + 768);
         let config = Config { nic_buffers: (room as u32).max(settings.grant.into()), ..config };
+        // Without a NIC all packets come by the socket.
+        socket.add_partner()?;
         let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
         return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None), config, arena, without_nic });
     };

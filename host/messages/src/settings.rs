@@ -1,5 +1,6 @@
 //! Settings of an endpoint.
 
+pub use baton_wire::rmpp::MAX_CLEARED as MAX_GRANT;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
@@ -28,9 +29,9 @@ pub struct Settings {
     pub address: SocketAddr,
     /// Bytes of RMPP packet in a datagram. All endpoints that talk to each other should have the same.
     pub packet: u16,
-    /// Most packets that one CTS clears: 64 at most. The paper's cards had room for 16.
+    /// Most packets that one CTS clears: [`MAX_GRANT`] at most. The paper's cards had room for 16.
     pub grant: u16,
-    /// Packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15.
+    /// Packets before the last cleared one that the RSM is sent: the paper's k, less than [`MAX_GRANT`].
     pub early: u8,
     /// Peers.
     pub peers: u16,
@@ -57,8 +58,8 @@ impl Default for Settings {
         Settings {
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             packet: 1472,
-            grant: 64,
-            early: 15,
+            grant: MAX_GRANT,
+            early: 64,
             peers: 1024,
             sends: 16_384,
             receives: 16_384,

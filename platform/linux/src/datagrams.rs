@@ -1,6 +1,7 @@
 //! A UDP socket for many datagrams: runs of equal length to one address leave in one system call (UDP_SEGMENT) and arrive in one
 //! (UDP_GRO), which udp(7) describes. Needs no privilege.
 
+use crate::partner::Partner;
 use crate::raw_address::RawAddress;
 use crate::socket::{check_size, get, set};
 use std::io;
@@ -11,6 +12,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 const MOST: usize = 64;
 /// Bytes that one system call moves at most: an IP packet's length field, less headers of IPv6 and UDP.
 const MOST_BYTES: usize = 65_535 - 48;
+/// Looks at the socket that brought something last, for each at the other one.
+const LOOKS: u32 = 8;
 /// How long a full send buffer is waited for, in milliseconds. A datagram that does not go then is dropped, as by any full queue.
 const PATIENCE: i32 = 2;
 
@@ -27,13 +30,19 @@ pub struct Received<'a> {
 #[repr(C, align(8))]
 struct Control([u8; 64]);
 
-/// A UDP socket with a run of datagrams that are to be sent.
+/// A UDP socket with a run of datagrams that are to be sent, and if wanted a second one for the peer that most is sent to.
 #[derive(Debug)]
 pub struct Datagrams {
     socket: UdpSocket,
+    partner: Option<Partner>,
+    /// The partner has brought something last.
+    from_partner: bool,
+    /// Looks until the other socket's turn.
+    looks: u32,
     address: SocketAddr,
-    /// The run, and behind it room for one more datagram.
+    /// The run, and behind it room for another one.
     out: Vec<u8>,
+    longest: usize,
     /// Bytes of the run, of each of its datagrams but the last, and their number.
     length: usize,
     segment: usize,
@@ -49,6 +58,9 @@ pub struct Datagrams {
 }
 
 impl Datagrams {
+    /// Datagrams that one system call sends at most.
+    pub const MOST: usize = MOST;
+
     /// A socket bound to `address`, with at least `buffer` bytes of receive buffer if the system allows it, for datagrams of up to
     /// `longest` bytes.
     ///
@@ -65,8 +77,12 @@ impl Datagrams {
         let address = socket.local_addr()?;
         Ok(Datagrams {
             socket,
+            partner: None,
+            from_partner: false,
+            looks: 0,
             address,
-            out: vec![0; MOST_BYTES + longest],
+            out: vec![0; 2 * MOST_BYTES.max(longest)],
+            longest,
             length: 0,
             segment: 0,
             count: 0,
@@ -76,6 +92,33 @@ impl Datagrams {
             input: vec![0; 1 << 16],
             dropped: 0,
         })
+    }
+
+    /// Lets datagrams of and to one peer at a time go by a socket of their own, which is faster.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn add_partner(&mut self) -> io::Result<()> {
+        let partner = Partner::new(self.address)?;
+        for option in [libc::SO_RCVBUF, libc::SO_SNDBUF] {
+            // The kernel doubles what it is given.
+            let bytes = get(self.socket.as_fd(), libc::SOL_SOCKET, option)? / 2;
+            set(partner.as_fd(), libc::SOL_SOCKET, option, bytes)?;
+        }
+        // As in `bind`.
+        let _ = set(partner.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1);
+        self.partner = Some(partner);
+        Ok(())
+    }
+
+    /// The second socket, to be watched beside the first one.
+    pub fn partner(&self) -> Option<BorrowedFd<'_>> {
+        self.partner.as_ref().map(Partner::as_fd)
+    }
+
+    /// Makes the next [`Datagrams::receive`] look at both sockets: either may have made a poller ready.
+    pub fn look_at_all(&mut self) {
+        self.looks = 0;
     }
 
     /// Address that it is bound to.
@@ -93,9 +136,22 @@ impl Datagrams {
         self.dropped
     }
 
-    /// Receives what one system call brings, and hands each datagram to `each`. Returns how many there were; 0 if none waits.
+    /// Receives what one system call brings, and hands each datagram to `each`. Returns how many there were; 0 if none waits. With a
+    /// second socket it looks at the one that has brought nothing for a while only now and then.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
-        let Ok((length, from, segment)) = receive_run(self.socket.as_fd(), &mut self.input) else { return 0 };
+        let partner = self.partner.as_ref().filter(|partner| partner.is_bound()).map(Partner::as_fd);
+        let sockets = [self.socket.as_fd(), partner.unwrap_or(self.socket.as_fd())];
+        let likely = usize::from(self.from_partner);
+        let mut run = None;
+        if self.looks == 0 {
+            self.looks = LOOKS;
+            if partner.is_some() {
+                run = receive_run(sockets[1 - likely], &mut self.input).ok();
+                self.from_partner ^= run.is_some();
+            }
+        }
+        self.looks -= 1;
+        let Some((length, from, segment)) = run.or_else(|| receive_run(sockets[likely], &mut self.input).ok()) else { return 0 };
         let segment = if segment == 0 { length.max(1) } else { segment };
         let mut count = 0;
         for bytes in self.input[..length].chunks(segment) {
@@ -106,27 +162,31 @@ impl Datagrams {
         count.max(1)
     }
 
-    /// Room for the next datagram, of up to `longest` bytes as given to [`Datagrams::bind`]. [`Datagrams::push`] follows.
+    /// Room for the next datagrams, for one of up to `longest` bytes as given to [`Datagrams::bind`] or for a run of
+    /// [`Datagrams::MOST`] in as many bytes as one system call takes. [`Datagrams::push`] follows.
     pub fn room(&mut self) -> &mut [u8] {
-        &mut self.out[self.length..]
+        let bytes = MOST_BYTES.max(self.longest);
+        &mut self.out[self.length..self.length + bytes]
     }
 
-    /// Adds the datagram of `length` bytes that was written to [`Datagrams::room`]. It leaves with the run that it belongs to, at
-    /// the latest with [`Datagrams::flush`].
-    pub fn push(&mut self, to: SocketAddr, length: usize) {
-        let fits = self.count < MOST && self.length + length <= MOST_BYTES;
-        let follows = self.to == to && !self.closed && length <= self.segment && fits && !self.single;
+    /// Adds the `length` bytes that were written to [`Datagrams::room`]: datagrams of `segment` bytes each, of which the last may be
+    /// shorter. They leave with the run that they belong to, at the latest with [`Datagrams::flush`].
+    pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
+        let count = length.div_ceil(segment.max(1));
+        let fits = self.count + count <= MOST && self.length + length <= MOST_BYTES;
+        let even = segment == self.segment || count == 1 && length <= self.segment;
+        let follows = self.to == to && !self.closed && even && fits && !self.single;
         if self.count > 0 && !follows {
             let (start, end) = (self.length, self.length + length);
             self.flush();
             self.out.copy_within(start..end, 0);
         }
         if self.count == 0 {
-            (self.to, self.segment) = (to, length);
+            (self.to, self.segment) = (to, segment);
         }
-        self.closed = length < self.segment;
+        self.closed = length < count * self.segment;
         self.length += length;
-        self.count += 1;
+        self.count += count;
     }
 
     /// Sends the datagrams that were pushed.
@@ -136,8 +196,9 @@ impl Datagrams {
         if count == 0 {
             return;
         }
-        if count > 1 {
-            match self.send(0, length, self.segment) {
+        let partner = self.partner.as_mut().is_some_and(|partner| partner.sends_to(self.to, &self.socket));
+        if count > 1 && !self.single {
+            match self.send(partner, 0, length, self.segment) {
                 Ok(()) => return,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.dropped += count as u64;
@@ -149,16 +210,21 @@ impl Datagrams {
         }
         for start in (0..length).step_by(self.segment.max(1)) {
             let end = length.min(start + self.segment);
-            if self.send(start, end, 0).is_err() {
+            if self.send(partner, start, end, 0).is_err() {
                 self.dropped += 1;
             }
         }
     }
 
-    /// Sends bytes of the run, cut into datagrams of `segment` bytes unless that is 0.
-    fn send(&self, start: usize, end: usize, segment: usize) -> io::Result<()> {
-        let fd = self.socket.as_fd();
-        let mut outcome = send_run(fd, &self.out[start..end], &self.to, segment);
+    /// Sends bytes of the run, cut into datagrams of `segment` bytes unless that is 0, by one of the sockets.
+    fn send(&self, by_partner: bool, start: usize, end: usize, segment: usize) -> io::Result<()> {
+        let (fd, to) = match &self.partner {
+            Some(partner) if by_partner => (partner.as_fd(), None),
+            _ => (self.socket.as_fd(), Some(&self.to)),
+        };
+        let bytes = &self.out[start..end];
+        let send = || if segment > 0 { send_run(fd, bytes, to, segment) } else { send_one(fd, bytes, to) };
+        let mut outcome = send();
         // A pending ICMP error of another datagram is reported once; a signal may interrupt.
         for _ in 0..3 {
             match &outcome {
@@ -166,7 +232,7 @@ impl Datagrams {
                 Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::Interrupted) => {}
                 _ => break,
             }
-            outcome = send_run(fd, &self.out[start..end], &self.to, segment);
+            outcome = send();
         }
         outcome
     }
@@ -184,9 +250,22 @@ fn wait_writable(fd: BorrowedFd<'_>) {
     unsafe { libc::poll(&mut poll, 1, PATIENCE) };
 }
 
-fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: &SocketAddr, segment: usize) -> io::Result<()> {
-    let address = RawAddress::new(*to);
-    let (name, name_length) = address.as_parts();
+/// Sends one datagram to `to`, or to the peer that the socket is connected to. sendto(2) has less to copy than sendmsg(2).
+fn send_one(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>) -> io::Result<()> {
+    let address = to.map(|to| RawAddress::new(*to));
+    let (name, name_length) = address.as_ref().map_or((std::ptr::null(), 0), RawAddress::as_parts);
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    let (start, length) = (bytes.as_ptr(), bytes.len());
+    // SAFETY: sendto(2), and not as a cancellation point, as in `system_call`. The bytes and the address live for the call, which only
+    // reads them.
+    let sent = unsafe { libc::syscall(libc::SYS_sendto, fd.as_raw_fd(), start, length, flags, name, name_length) };
+    check_size(sent as isize).map(|_| ())
+}
+
+/// Sends datagrams of `segment` bytes, the last of which may be shorter.
+fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>, segment: usize) -> io::Result<()> {
+    let address = to.map(|to| RawAddress::new(*to));
+    let (name, name_length) = address.as_ref().map_or((std::ptr::null(), 0), RawAddress::as_parts);
     let mut vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let mut control = Control([0; 64]);
     // SAFETY: msghdr is plain data, for which zero is a value.
@@ -195,21 +274,30 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: &SocketAddr, segment: usize) -
     message.msg_namelen = name_length;
     message.msg_iov = &raw mut vector;
     message.msg_iovlen = 1;
-    if segment > 0 {
-        message.msg_control = (&raw mut control).cast();
-        // SAFETY: CMSG_SPACE and CMSG_LEN only calculate; the control buffer of 64 bytes is aligned for a cmsghdr and has room for
-        // one with two bytes of data, so CMSG_FIRSTHDR and CMSG_DATA point into it.
-        unsafe {
-            message.msg_controllen = libc::CMSG_SPACE(2) as _;
-            let header = libc::CMSG_FIRSTHDR(&raw const message);
-            (*header).cmsg_level = libc::SOL_UDP;
-            (*header).cmsg_type = libc::UDP_SEGMENT;
-            (*header).cmsg_len = libc::CMSG_LEN(2) as _;
-            libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
-        }
+    message.msg_control = (&raw mut control).cast();
+    // SAFETY: CMSG_SPACE and CMSG_LEN only calculate; the control buffer of 64 bytes is aligned for a cmsghdr and has room for one with
+    // two bytes of data, so CMSG_FIRSTHDR and CMSG_DATA point into it.
+    unsafe {
+        message.msg_controllen = libc::CMSG_SPACE(2) as _;
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        (*header).cmsg_level = libc::SOL_UDP;
+        (*header).cmsg_type = libc::UDP_SEGMENT;
+        (*header).cmsg_len = libc::CMSG_LEN(2) as _;
+        libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
     }
     // SAFETY: the address, the vector, the bytes behind it and the control buffer live for the call, which only reads them.
-    check_size(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }).map(|_| ())
+    check_size(unsafe { system_call(libc::SYS_sendmsg, fd, &raw mut message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
+        .map(|_| ())
+}
+
+/// sendmsg(2) or recvmsg(2). Those of the C library are cancellation points of pthreads, which costs each call of a process with
+/// several threads two atomic operations; nobody cancels a thread here.
+///
+/// # Safety
+/// As those calls: every pointer of the message is to a live buffer of the length that it gives.
+unsafe fn system_call(number: libc::c_long, fd: BorrowedFd<'_>, message: *mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: this function's `# Safety`; the arguments are those of the two calls.
+    unsafe { libc::syscall(number, fd.as_raw_fd(), message, flags) as isize }
 }
 
 /// Receives one datagram or a run of them. Returns the bytes, the sender, and the length of each datagram but the last, 0 for one.
@@ -226,7 +314,7 @@ fn receive_run(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<(usize, SocketA
         message.msg_namelen = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
         message.msg_controllen = size_of::<Control>() as _;
         // SAFETY: every pointer of the message is to a live buffer of the length that it gives.
-        match check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) }) {
+        match check_size(unsafe { system_call(libc::SYS_recvmsg, fd, &raw mut message, libc::MSG_DONTWAIT) }) {
             Ok(length) => return Ok((length, RawAddress::parse(&storage)?, segment_of(&message))),
             // An ICMP error of something sent before: the datagrams behind it are still there.
             Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::Interrupted) => {}
@@ -272,7 +360,7 @@ mod tests {
         let lengths = [1000, 1000, 1000, 300, 1000, 9000, 9000, 1, 1, 2];
         for (value, length) in lengths.iter().enumerate() {
             a.room()[..*length].fill(value as u8);
-            a.push(b.address(), *length);
+            a.push(b.address(), *length, *length);
         }
         a.flush();
         let received = collect(&mut b);
@@ -286,7 +374,7 @@ mod tests {
         let (mut a, mut b) = pair();
         for value in 0..200u8 {
             a.room()[..1400].fill(value);
-            a.push(b.address(), 1400);
+            a.push(b.address(), 1400, 1400);
         }
         a.flush();
         let received = collect(&mut b);
@@ -295,12 +383,90 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_that_much_is_sent_to_gets_a_socket_of_its_own() {
+        let ((mut a, mut b), (mut c, _)) = (pair(), pair());
+        a.add_partner().unwrap();
+        b.add_partner().unwrap();
+        let send = |from: &mut Datagrams, to: SocketAddr, value: u8| {
+            from.room()[..8].fill(value);
+            from.push(to, 8, 8);
+            from.flush();
+        };
+        // Whatever is sent, and by which socket: all of it arrives, from the address that the sender has.
+        let receive = |at: &mut Datagrams, from: SocketAddr, value: u8| {
+            at.look_at_all();
+            let mut got = Vec::new();
+            let count = at.receive(&mut |datagram| got.push((datagram.from, datagram.bytes[0])));
+            assert_eq!((count, got), (1, vec![(from, value)]));
+        };
+        let (at_a, at_b, at_c) = (a.address(), b.address(), c.address());
+        for value in 0..200 {
+            send(&mut a, at_b, value);
+            receive(&mut b, at_a, value);
+            send(&mut b, at_a, value);
+            receive(&mut a, at_b, value);
+            // In between another one writes, which a answers in every other round.
+            send(&mut c, at_a, value);
+            receive(&mut a, at_c, value);
+            if value % 2 == 0 {
+                send(&mut a, at_c, value);
+                receive(&mut c, at_a, value);
+            }
+        }
+        assert!(!a.partner.as_ref().unwrap().is_bound(), "a sends to both in turn");
+        assert!(b.partner.as_ref().unwrap().is_bound());
+        for to in [at_b, at_c, at_b] {
+            for value in 0..100 {
+                send(&mut a, to, value);
+                receive(if to == at_b { &mut b } else { &mut c }, at_a, value);
+                send(&mut c, at_a, value);
+                receive(&mut a, at_c, value);
+                send(&mut b, at_a, value);
+                receive(&mut a, at_b, value);
+            }
+            assert!(a.partner.as_mut().unwrap().sends_to(to, &a.socket));
+        }
+        // Nobody else can bind the address meanwhile.
+        let other = Datagrams::bind(at_a, 1 << 16, 100);
+        assert_eq!(other.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn without_looking_at_all_sockets_each_has_its_turn() {
+        let ((mut a, mut b), (mut c, _)) = (pair(), pair());
+        a.add_partner().unwrap();
+        let (at_a, at_b) = (a.address(), b.address());
+        let mut from_b = |a: &mut Datagrams| {
+            b.room()[..4].fill(2);
+            b.push(at_a, 4, 4);
+            b.flush();
+            a.look_at_all();
+        };
+        for _ in 0..100 {
+            a.room()[..4].fill(1);
+            a.push(at_b, 4, 4);
+            a.flush();
+            from_b(&mut a);
+            assert_eq!(a.receive(&mut |_| ()), 1);
+        }
+        (0..50).for_each(|_| from_b(&mut a));
+        c.room()[..4].fill(3);
+        c.push(at_a, 4, 4);
+        c.flush();
+        let mut from_c = None;
+        for look in 0..100 {
+            a.receive(&mut |datagram| from_c = from_c.or((datagram.bytes[0] == 3).then_some(look)));
+        }
+        assert!(from_c.is_some_and(|look| look < 2 * LOOKS), "{from_c:?}");
+    }
+
+    #[test]
     fn a_port_without_listener_does_not_stop_the_others() {
         let (mut a, mut b) = pair();
         let nobody = pair().0.address();
         for to in [nobody, b.address(), nobody, b.address()] {
             a.room()[..10].fill(7);
-            a.push(to, 10);
+            a.push(to, 10, 10);
             a.flush();
         }
         assert_eq!(collect(&mut b).len(), 2);

@@ -15,6 +15,7 @@ pub mod interface;
 pub mod namespace;
 pub mod netlink;
 pub mod packet_ring;
+mod partner;
 pub mod process;
 mod raw_address;
 pub mod rights;

@@ -31,6 +31,7 @@ pub mod handle;
 pub mod interface;
 mod memory;
 pub mod policy;
+mod queue;
 
 pub use counters::{Counters, Drop};
 pub use data::{Data, DataConfig, Disposition, Halves, MatchConfig, Run};

@@ -24,8 +24,8 @@ pub const HEADER: usize = 40;
 pub const RTS_BODY: usize = 40;
 /// Bytes of a CTS packet's body.
 pub const CTS_BODY: usize = 4;
-/// Most packets that one CTS may clear: the receiver keeps a bit for each in one word.
-pub const MAX_CLEARED: u16 = 64;
+/// Most packets that one CTS may clear: the receiver keeps a bit for each in one integer.
+pub const MAX_CLEARED: u16 = 128;
 
 /// Offsets in the header, in bytes.
 pub(crate) mod at {
@@ -52,14 +52,16 @@ static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
 /// CRC32C of two parts, one behind the other.
 fn checksum(first: &[u8], second: &[u8]) -> u32 {
     #[cfg(feature = "hardware")]
-    return ::crc32c::crc32c_append(::crc32c::crc32c(first), second);
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     #[cfg(not(feature = "hardware"))]
-    {
-        let mut digest = CRC32C.digest();
-        digest.update(first);
-        digest.update(second);
-        digest.finalize()
-    }
+    let mut digest = CRC32C.digest();
+    digest.update(first);
+    digest.update(second);
+    // The first one's is of 64 bits for any polynomial, of which 32 are in use here.
+    #[cfg(feature = "hardware")]
+    return digest.finalize() as u32;
+    #[cfg(not(feature = "hardware"))]
+    digest.finalize()
 }
 
 /// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet

@@ -48,7 +48,15 @@ impl Carrier {
         }
     }
 
-    /// Where the next packet is written.
+    /// Packets of one length to one address that can be written at once.
+    pub fn longest_run(&self) -> usize {
+        match self {
+            Carrier::Udp(_) => Datagrams::MOST,
+            Carrier::Ethernet(_) => 1,
+        }
+    }
+
+    /// Where the next packets are written.
     pub fn room(&mut self) -> &mut [u8] {
         match self {
             Carrier::Udp(socket) => socket.room(),
@@ -56,10 +64,11 @@ impl Carrier {
         }
     }
 
-    /// Sends the packet of this many bytes that is in the room, at the latest with [`Carrier::flush`].
-    pub fn push(&mut self, to: SocketAddr, length: usize) {
+    /// Sends the packets in the room, `length` bytes in all, each of `segment` bytes but the last, which may be shorter; at the latest
+    /// with [`Carrier::flush`].
+    pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
         match self {
-            Carrier::Udp(socket) => socket.push(to, length),
+            Carrier::Udp(socket) => socket.push(to, length, segment),
             Carrier::Ethernet(socket) => socket.push(to, length),
         }
     }
@@ -68,6 +77,22 @@ impl Carrier {
     pub fn flush(&mut self) {
         if let Carrier::Udp(socket) = self {
             socket.flush();
+        }
+    }
+
+    /// The sockets that packets come by, to be watched.
+    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let partner = match self {
+            Carrier::Udp(socket) => socket.partner(),
+            Carrier::Ethernet(_) => None,
+        };
+        [Some(self.as_fd()), partner].into_iter().flatten()
+    }
+
+    /// Something has come by one of the sockets.
+    pub fn look_at_all(&mut self) {
+        if let Carrier::Udp(socket) = self {
+            socket.look_at_all();
         }
     }
 

@@ -56,10 +56,11 @@ impl Local {
     /// packets there were.
     pub fn emit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let mut count = 0;
-        while let Some(outbound) = self.data.poll_transmit(memory, socket.room()) {
-            socket.push(SocketAddr::from(outbound.to), outbound.length);
-            self.copied += outbound.length as u64;
-            count += 1;
+        let most = socket.longest_run();
+        while let Some(run) = self.data.poll_run(memory, socket.room(), most) {
+            socket.push(SocketAddr::from(run.to), run.length, run.segment);
+            self.copied += run.length as u64;
+            count += run.packets;
         }
         self.packets[1] += count as u64;
         count

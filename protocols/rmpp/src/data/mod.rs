@@ -10,6 +10,7 @@ mod send;
 use crate::counters::{Counters, Drop};
 use crate::interface::{Command, Event, Half};
 use crate::memory::Memory;
+use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -175,7 +176,7 @@ impl Data {
 
     /// The next event for the policy.
     pub fn poll_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        take_first(&mut self.events)
     }
 
     /// Whether an event waits for the policy.
@@ -318,7 +319,7 @@ impl Data {
     /// most `most` and those that `out` has room for. All have the same length but the last, which may be shorter: so a device can
     /// cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
     pub fn poll_run(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
-        let run = match self.control.pop_front() {
+        let run = match take_first(&mut self.control) {
             Some((to, header, handle)) => {
                 let body = if header.kind == Kind::Cts { Body::Cts(handle) } else { Body::Empty };
                 let written = rmpp::emit(&header, &body, out);

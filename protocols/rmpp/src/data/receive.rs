@@ -26,7 +26,7 @@ struct Message {
     /// All packets before this one have been placed.
     base: u32,
     /// Bit i: packet `base + i` has been placed.
-    placed: u64,
+    placed: u128,
     /// The first packet that is not cleared.
     limit: u32,
     /// The first packet that may not be cleared without the policy.
@@ -135,7 +135,7 @@ impl Message {
 
     /// Packets that may be cleared behind those that are.
     fn further(&self) -> u32 {
-        let window = u64::BITS.saturating_sub(self.limit - self.base);
+        let window = u128::BITS.saturating_sub(self.limit - self.base);
         u32::from(self.step).min(self.until - self.limit).min(window)
     }
 
@@ -259,7 +259,7 @@ impl Data {
         }
         let from = first.max(entry.base);
         // A bit for each cleared packet, counted from the first that is missing.
-        let end = (from + u32::from(count)).min(entry.until).min(entry.base + u64::BITS);
+        let end = (from + u32::from(count)).min(entry.until).min(entry.base + u128::BITS);
         if from >= end || entry.alone && first < entry.base {
             // More has come than the policy knows, perhaps all of it.
             let event = match entry.base == entry.packets {

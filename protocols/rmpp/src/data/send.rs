@@ -5,6 +5,7 @@ use crate::counters::Drop;
 use crate::handle;
 use crate::interface::Command;
 use crate::memory::{Memory, Region};
+use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
@@ -212,7 +213,7 @@ impl Data {
     /// Writes the next packets of the message whose turn it is, `most` at most.
     pub(super) fn transmit_message(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
         loop {
-            let handle = self.sending.ready.pop_front()?;
+            let handle = take_first(&mut self.sending.ready)?;
             let (endpoint, address) = (self.config.endpoint, self.config.address);
             let Some(message) = self.sending.find(handle) else { continue };
             message.queued = false;

@@ -4,6 +4,8 @@
 //! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for them.
 
 mod arriving;
+mod buffers;
+mod commands;
 mod messages;
 mod offloaded;
 mod peers;
@@ -17,12 +19,15 @@ use crate::data::{DataConfig, Halves, MatchConfig};
 use crate::handle;
 use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
+use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use baton_matching::{Criteria, Matching};
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{Header, Kind};
+use baton_wire::rmpp::{Header, Kind, MAX_CLEARED};
+use buffers::Buffers;
+use commands::Commands;
 use messages::{Incoming, Outgoings, Slab};
 use peers::Peer;
 use timers::Timers;
@@ -70,9 +75,9 @@ pub struct Config {
     pub nic_buffers: u32,
     /// Bytes of the program's memory that may be pinned for receiving: most bytes that are cleared and have not come.
     pub pinned: u64,
-    /// Data packets before the last cleared one that the RSM is sent: the paper's k, 0 to 15 (section 4.4).
+    /// Data packets before the last cleared one that the RSM is sent: the paper's k (section 4.4), 0 to 127.
     pub early: u8,
-    /// First time-out of an RTS, a CTS or an ACK. It doubles up to 64 times as much.
+    /// First time-out of an RTS, of an ACK, or of a CTS for 64 packets. It doubles up to 64 times as much.
     pub timeout: u64,
     /// How long a gap may be due to reordering.
     pub reordering: u64,
@@ -134,7 +139,8 @@ pub enum SetupError {
     BufferCount,
     /// The buffers lie outside the memory.
     Memory,
-    /// A CTS must clear 1 to 64 packets, `ahead` be 4096 at most; `early` must be below 16; there must be at least one NIC buffer and one packet pinned.
+    /// A CTS must clear 1 to 128 packets, `ahead` be 4096 at most; `early` must be below 128; there must be at least one NIC buffer and
+    /// one packet pinned.
     Grant,
     /// Every limit must be above 0, every time-out too.
     Zero,
@@ -301,7 +307,7 @@ pub struct Policy {
     receives: Slab<Receive>,
     matching: Matching,
     timers: Timers,
-    commands: VecDeque<Command>,
+    commands: Commands,
     /// Among the commands is the ACK of a message whose sender waits for it.
     awaited: bool,
     completions: VecDeque<Completion>,
@@ -312,7 +318,7 @@ pub struct Policy {
     cleared_bytes: u64,
     /// Buffers for RTS packets that neither the data half nor a message has, and those that the data half has.
     free_buffers: Vec<u16>,
-    posted_buffers: Box<[bool]>,
+    posted_buffers: Buffers,
     /// Peers and messages that a new data half does not have yet.
     replay: restart::Replay,
     /// Present if the data half can match.
@@ -341,14 +347,14 @@ impl Policy {
             receives: Slab::new(receives.min(handle::SLOTS)),
             matching: Matching::new(config.receives.into(), incoming, config.hash_key),
             timers: Timers::new(sends + incoming + usize::from(config.peers)),
-            commands: VecDeque::with_capacity(2 * MOST_COMMANDS),
+            commands: Commands::new(2 * MOST_COMMANDS),
             awaited: false,
             completions: VecDeque::with_capacity(sends + receives),
             waiting: VecDeque::with_capacity(incoming),
             cleared_packets: 0,
             cleared_bytes: 0,
             free_buffers: (0..config.buffer_count).rev().collect(),
-            posted_buffers: alloc::vec![false; config.buffer_count.into()].into(),
+            posted_buffers: Buffers::new(config.buffer_count),
             replay: restart::Replay::default(),
             offloaded: (config.data_posted > 0).then(offloaded::Offloaded::new),
             counters: Counters::default(),
@@ -368,8 +374,7 @@ impl Policy {
 
     /// Buffers for RTS packets that messages hold.
     pub fn buffers_held(&self) -> usize {
-        let posted = self.posted_buffers.iter().filter(|posted| **posted).count();
-        usize::from(self.config.buffer_count) - posted - self.free_buffers.len()
+        usize::from(self.config.buffer_count) - self.posted_buffers.len() - self.free_buffers.len()
     }
 
     /// Packets and bytes that are cleared and not known to have come.
@@ -390,12 +395,12 @@ impl Policy {
         if let Some(command) = self.poll_told() {
             return Some(command);
         }
-        if let Some(command) = self.commands.pop_front() {
+        if let Some(command) = self.commands.pop() {
             self.awaited &= !self.commands.is_empty();
             return Some(self.brought_up_to_date(command));
         }
         if let Some(buffer) = self.free_buffers.pop() {
-            self.posted_buffers[usize::from(buffer)] = true;
+            self.posted_buffers.insert(buffer);
             return Some(Command::PostBuffer { buffer });
         }
         self.poll_loan()
@@ -404,25 +409,22 @@ impl Policy {
     /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their RTS
     /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
     pub fn is_patient(&self) -> bool {
-        let patient = |command: &Command| match command {
-            Command::Control { header, .. } => matches!(header.kind, Kind::Ack | Kind::Cleanup),
-            Command::Release { confirm, .. } => !confirm,
-            _ => false,
-        };
-        !self.awaited && !self.commands.is_empty() && self.commands.iter().all(patient)
+        !self.awaited && !self.commands.is_empty() && self.commands.can_wait()
+    }
+
+    /// Whether no command waits.
+    pub fn has_no_commands(&self) -> bool {
+        self.commands.is_empty()
     }
 
     /// ACKs among the commands.
     pub fn acknowledgements(&self) -> usize {
-        self.commands
-            .iter()
-            .filter(|command| matches!(command, Command::Control { header, .. } if header.kind == Kind::Ack))
-            .count()
+        self.commands.acknowledgements()
     }
 
     /// The next completion.
     pub fn poll_completion(&mut self) -> Option<Completion> {
-        self.completions.pop_front()
+        take_first(&mut self.completions)
     }
 
     /// When [`Policy::on_timeout`] is to be called.
@@ -452,9 +454,9 @@ impl Policy {
         match event {
             Event::Rts { from, header, rts, buffer, length } => {
                 // A data half that reports a buffer which it does not have is not believed.
-                let posted = self.posted_buffers.get_mut(usize::from(*buffer)).filter(|posted| **posted);
-                let (Some(posted), true) = (posted, *length <= self.config.buffer_size) else { return };
-                *posted = false;
+                if *length > self.config.buffer_size || !self.posted_buffers.remove(*buffer) {
+                    return;
+                }
                 self.on_rts(from, header, rts, (*buffer, *length), now, memory);
             }
             Event::Control { from, header } => self.on_control(from, header, now),
@@ -509,7 +511,7 @@ impl Policy {
         let to = &self.peers[peer];
         let mut header = Header::new(kind, [self.config.endpoint, to.endpoint], [to.local, to.remote]);
         fill(&mut header);
-        self.commands.push_back(Command::Control { to: to.address, header });
+        self.commands.push(Command::Control { to: to.address, header });
     }
 
     /// Whether another operation may begin: each needs room for its completion.
@@ -525,6 +527,11 @@ impl Policy {
     fn check_region(&self, region: &Region) -> Result<(), Limit> {
         let end = region.offset.checked_add(region.length);
         if end.is_some_and(|end| end <= self.config.memory) { Ok(()) } else { Err(Limit::Memory) }
+    }
+
+    /// The time-out of a CTS for so many packets: on a slow link many take a while.
+    fn clearance(&self, packets: u32) -> u64 {
+        self.config.timeout * u64::from(packets.min(MAX_CLEARED.into()).div_ceil(64).max(1))
     }
 
     /// The time-out after so many attempts.
@@ -580,8 +587,8 @@ impl Config {
             return Err(SetupError::Memory);
         }
         let fragment = u64::from(crate::data::fragment(self.packet));
-        let grants = (1..=64).contains(&self.grant) && self.ahead <= MAX_AHEAD;
-        if !grants || self.early > 15 || self.nic_buffers == 0 || self.pinned < fragment {
+        let grants = (1..=MAX_CLEARED).contains(&self.grant) && self.ahead <= MAX_AHEAD;
+        if !grants || u16::from(self.early) >= MAX_CLEARED || self.nic_buffers == 0 || self.pinned < fragment {
             return Err(SetupError::Grant);
         }
         let limits = [self.peers, self.sends, self.receives, self.incoming, self.buffers_per_peer, self.attempts.into()];

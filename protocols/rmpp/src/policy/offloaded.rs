@@ -99,7 +99,7 @@ impl Policy {
     fn pass_on(&mut self, command: Command) {
         match self.offloaded.as_mut() {
             Some(offloaded) if offloaded.stage == Stage::Telling => offloaded.told.push_back(command),
-            Some(offloaded) if offloaded.stage == Stage::Data => self.commands.push_back(command),
+            Some(offloaded) if offloaded.stage == Stage::Data => self.commands.push(command),
             _ => {}
         }
     }
@@ -177,7 +177,7 @@ impl Policy {
         let Some(offloaded) = &mut self.offloaded else { return };
         (offloaded.stage, offloaded.confirmed, offloaded.rests_until) = (Stage::Leaving, false, None);
         offloaded.told.clear();
-        self.commands.push_back(Command::SetMatcher { matcher: Matcher::Policy });
+        self.commands.push(Command::SetMatcher { matcher: Matcher::Policy });
     }
 
     /// Lets the data half match again if it has room for all that there is, and as much again.
@@ -190,7 +190,7 @@ impl Policy {
         let room = 2 * self.matching.posted() <= self.config.data_posted.into()
             && 2 * self.matching.unexpected() <= self.config.data_unexpected.into();
         if room && self.matching.unhashed() == 0 {
-            self.commands.push_back(Command::SetMatcher { matcher: Matcher::Nobody });
+            self.commands.push(Command::SetMatcher { matcher: Matcher::Nobody });
             self.set_stage(Stage::Asked);
         }
     }
@@ -252,7 +252,7 @@ impl Policy {
         if self.may_tell_data() {
             self.begin_telling();
         } else {
-            self.commands.push_back(Command::SetMatcher { matcher: Matcher::Policy });
+            self.commands.push(Command::SetMatcher { matcher: Matcher::Policy });
             self.set_stage(Stage::Policy);
         }
     }
@@ -322,7 +322,7 @@ impl Policy {
         let unexpected = usize::from(self.config.data_unexpected).saturating_sub(self.matching.unexpected());
         if unexpected == 0 {
             self.leave();
-            return self.commands.pop_front();
+            return self.commands.pop();
         }
         if offloaded.places >= places.min(unexpected) {
             return None;
@@ -348,8 +348,7 @@ impl Policy {
         let Some(offloaded) = self.offloaded.as_mut().filter(|_| lent) else { return self.counters.drop(Drop::NoMessage) };
         offloaded.places -= 1;
         offloaded.credit = offloaded.credit.saturating_sub(arrived.count.into());
-        let buffer = usize::from(arrived.buffer);
-        if arrived.receive.is_none() && !self.posted_buffers.get_mut(buffer).is_some_and(core::mem::take) {
+        if arrived.receive.is_none() && !self.posted_buffers.remove(arrived.buffer) {
             self.incoming.remove(arrived.handle);
             return self.counters.drop(Drop::NoBuffer);
         }
@@ -383,7 +382,7 @@ impl Policy {
         if let Some(message) = self.incoming.get_mut(arrived.handle) {
             message.state = ReceiveState::Returning;
         }
-        self.commands.push_back(Command::Release { handle: arrived.handle, half: Half::Receiving, confirm: true });
+        self.commands.push(Command::Release { handle: arrived.handle, half: Half::Receiving, confirm: true });
         if self.matches_in_data() {
             self.leave();
         }

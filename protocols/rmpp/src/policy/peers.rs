@@ -262,7 +262,7 @@ impl Policy {
         let local = if reply == Kind::ByeAck { header.to } else { self.base };
         let mut answer = Header::new(reply, [self.config.endpoint, header.source], [local, header.from]);
         answer.packet = if reply == Kind::Reset { header.to } else { 0 };
-        self.commands.push_back(Command::Control { to: *from, header: answer });
+        self.commands.push(Command::Control { to: *from, header: answer });
     }
 
     /// Answers a Hello, without keeping anything.
@@ -274,14 +274,14 @@ impl Policy {
             None => self.base,
         };
         let answer = Header::new(Kind::Welcome, [self.config.endpoint, header.source], [local, header.from]);
-        self.commands.push_back(Command::Control { to: *from, header: answer });
+        self.commands.push(Command::Control { to: *from, header: answer });
     }
 
     /// A peer of another version cannot be talked to. Its Hello is answered, so that it learns that, too, from our version.
     pub(super) fn on_other_version(&mut self, from: &Endpoint, (source, incarnation): (u16, u32), hello: bool, now: u64) {
         if hello && incarnation != 0 {
             let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.base, incarnation]);
-            self.commands.push_back(Command::Control { to: *from, header });
+            self.commands.push(Command::Control { to: *from, header });
         }
         if let Some(at) = self.addresses.get(&(*from, source)).map(|at| usize::from(*at))
             && self.peers[at].state == PeerState::Greeting
@@ -320,7 +320,7 @@ impl Policy {
         (peer.state, peer.remote, peer.heard, peer.attempts) = (PeerState::Open, remote, now, 0);
         peer.reset_numbers();
         let command = peer.command(at as u16);
-        self.commands.push_back(command);
+        self.commands.push(command);
         self.watch(at, now);
         self.start_waiting(at, now);
     }
@@ -348,7 +348,7 @@ impl Policy {
     fn say_hello(&mut self, at: usize, now: u64) {
         let peer = &self.peers[at];
         let header = Header::new(Kind::Hello, [self.config.endpoint, peer.endpoint], [peer.local, 0]);
-        self.commands.push_back(Command::Control { to: peer.address, header });
+        self.commands.push(Command::Control { to: peer.address, header });
         let deadline = now + self.backoff(peer.attempts);
         let timer = self.peer_timer(at);
         self.timers.set(timer, deadline);
@@ -431,7 +431,7 @@ impl Policy {
         if self.peers[at].state != PeerState::Failing || self.peers[at].releasing > 0 {
             return;
         }
-        self.commands.push_back(Command::DropPeer { peer: at as u16 });
+        self.commands.push(Command::DropPeer { peer: at as u16 });
         let timer = self.peer_timer(at);
         self.timers.stop(timer);
         if self.peers[at].closed {
@@ -456,7 +456,7 @@ impl Policy {
     /// Asks the data half to release a message, and to say so.
     pub(super) fn release(&mut self, at: usize, handle: u32, half: Half) {
         self.peers[at].releasing += 1;
-        self.commands.push_back(Command::Release { handle, half, confirm: true });
+        self.commands.push(Command::Release { handle, half, confirm: true });
     }
 
     /// Takes note that a peer will not send messages below `floor` again.

@@ -43,9 +43,9 @@ impl Policy {
         self.cleared_packets += message.on_way() - before;
         self.cleared_bytes += u64::from(count) * u64::from(message.rts.fragment);
         let command = self.clear_command(handle, first, count, self.config.grant);
-        self.commands.extend(command);
-        let timer = self.incoming_timer(handle);
-        self.timers.set(timer, now + self.config.timeout);
+        command.into_iter().for_each(|command| self.commands.push(command));
+        let (timer, limit) = (self.incoming_timer(handle), now + self.clearance(count));
+        self.timers.set(timer, limit);
     }
 
     /// Clears messages that waited, while there is room.
@@ -103,9 +103,11 @@ impl Policy {
         if placed > message.placed {
             let (count, before) = (placed - message.placed, message.on_way());
             (message.placed, message.attempts) = (placed, 0);
-            self.cleared_packets -= before - message.on_way();
+            let on_way = message.on_way();
+            self.cleared_packets -= before - on_way;
             self.cleared_bytes -= u64::from(count) * u64::from(message.rts.fragment);
-            self.timers.set(timer, now + self.config.timeout);
+            let limit = now + self.clearance(on_way);
+            self.timers.set(timer, limit);
         }
         true
     }
@@ -129,7 +131,7 @@ impl Policy {
     pub(super) fn on_placed(&mut self, handle: u32, now: u64) {
         let Some(message) = self.incoming.get(handle) else { return };
         if message.limit == message.packets && self.progress(handle, message.packets, now) {
-            self.commands.push_back(Command::Release { handle, half: Half::Receiving, confirm: false });
+            self.commands.push(Command::Release { handle, half: Half::Receiving, confirm: false });
             self.deliver(handle, now);
             self.clear_waiting(now);
         }
@@ -218,7 +220,7 @@ impl Policy {
                 let (first, count) = (message.placed, message.limit - message.placed);
                 if count > 0 {
                     let command = self.clear_command(handle, first, count, MAX_CLEARED);
-                    self.commands.extend(command);
+                    command.into_iter().for_each(|command| self.commands.push(command));
                 } else {
                     // It waits for NIC buffers, not for its sender.
                     message.attempts = 0;

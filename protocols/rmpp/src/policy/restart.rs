@@ -23,7 +23,7 @@ impl Policy {
         self.commands.retain(|command| command.half().is_none_or(|half| !died(half)));
         if dead.receiving {
             for buffer in 0..self.config.buffer_count {
-                if core::mem::take(&mut self.posted_buffers[usize::from(buffer)]) {
+                if self.posted_buffers.remove(buffer) {
                     self.free_buffers.push(buffer);
                 }
             }

@@ -67,17 +67,11 @@ impl Policy {
     /// Has the data half send a message.
     pub(super) fn push_send(&mut self, handle: u32) {
         let Some(command) = self.send_command(handle) else { return };
-        if !self.is_patient() {
-            return self.commands.push_back(command);
-        }
         // The RTS carries the floor, which says the same as the CLEANUPs to its receiver that have not left.
-        let to = self.outgoing.get(handle).map(|message| self.peers[usize::from(message.outgoing.peer.0)].address);
-        let said = |command: &Command| matches!(command, Command::Control { to: other, header } if header.kind == Kind::Cleanup && Some(*other) == to);
-        self.commands.retain(|command| !said(command));
-        // It leaves before the packets that wait, and after what frees the place that it may take.
-        self.commands.make_contiguous().sort_by_key(|command| matches!(command, Command::Control { .. }));
-        let packets = self.commands.iter().filter(|command| matches!(command, Command::Control { .. })).count();
-        self.commands.insert(self.commands.len() - packets, command);
+        if let Some(message) = self.outgoing.get(handle).filter(|_| self.is_patient()) {
+            self.commands.drop_cleanups(self.peers[usize::from(message.outgoing.peer.0)].address);
+        }
+        self.commands.push(command);
     }
 
     /// The command by which the data half sends a message.
@@ -135,7 +129,7 @@ impl Policy {
             }
             Some(Status::Delivered | Status::Truncated) => {
                 // The receiver has all that it wants, so the data half has nothing to read any more.
-                self.commands.push_back(Command::Release { handle, half: Half::Sending, confirm: false });
+                self.commands.push(Command::Release { handle, half: Half::Sending, confirm: false });
                 self.complete_send(handle, None, now);
             }
         }
@@ -160,7 +154,7 @@ impl Policy {
             Some(HoldReason::Resend) => {
                 (message.state, message.attempts) = (SendState::Sent, 0);
                 self.timers.set(handle::slot(handle), now + self.config.timeout);
-                self.commands.push_back(Command::Resend { handle, floor, anew: true });
+                self.commands.push(Command::Resend { handle, floor, anew: true });
             }
             Some(HoldReason::Busy) | None => {}
         }
@@ -172,7 +166,7 @@ impl Policy {
         let Some(message) = self.outgoing.get_mut(handle).filter(|message| message.state == SendState::Sent) else { return };
         message.attempts = message.attempts.saturating_add(1);
         let (attempts, peer) = (message.attempts, usize::from(message.outgoing.peer.0));
-        self.commands.push_back(Command::Resend { handle, floor: self.peers[peer].floor, anew: false });
+        self.commands.push(Command::Resend { handle, floor: self.peers[peer].floor, anew: false });
         self.timers.set(slot, now + self.backoff(attempts));
     }
 
