@@ -3,7 +3,7 @@
 
 use crate::common::{Scene, connect, hosts, scene, scene_at};
 use baton_client::Session;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_lab::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::{namespace::Namespace, rtnetlink, socket};
 use baton_protocol::program::Place;
 use std::io;
@@ -318,6 +318,10 @@ fn a_smaller_path_mtu_reaches_the_nic() {
                 drop(datagrams.expect("a socket"));
             } else {
                 run(&scene.bed.host_a, change);
+            }
+            if change.starts_with("ip link") {
+                // A device drops received frames that are longer than its own MTU.
+                run(&scene.bed.host_b, &format!("ip link set {INTERFACE_B} mtu 1000"));
             }
             scene.fill(100_000);
             scene.drain();
