@@ -50,6 +50,12 @@ impl Receive {
         if self.count == 0 { self.circle.write(seq, bytes) } else { self.scatter(seq, bytes) }
     }
 
+    /// [`Receive::write`] without a call; see [`baton_shm::Wide`].
+    #[inline(always)]
+    pub fn write_inline(&self, seq: u32, bytes: &[u8]) {
+        if self.count == 0 { self.circle.write_inline(seq, bytes) } else { self.scatter(seq, bytes) }
+    }
+
     /// The places of the `length` bytes from sequence number `seq` on. None where buffers are posted.
     pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
         if self.count == 0 { self.circle.places(seq, length) } else { None }

@@ -155,9 +155,9 @@ impl<W: Device> Output<W> {
     }
 
     /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing the recovery
-    /// record, or holds it. `USUAL`: over IPv4, with timestamps.
+    /// record, or holds it.
     #[inline(always)]
-    pub fn acknowledge<const USUAL: bool>(
+    pub fn acknowledge(
         &mut self,
         index: u32,
         offloaded: &mut Offloaded,
@@ -169,25 +169,43 @@ impl<W: Device> Output<W> {
             self.end_hold(counters);
         }
         let frame = &mut *self.frame;
-        let length = match ack.timestamps {
-            Some(timestamps) if USUAL => offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut()),
-            _ => offloaded.template.acknowledge(ack, frame.front_mut()),
-        };
+        let length = offloaded.template.acknowledge(ack, frame.front_mut());
         frame.set_length(length);
         frame.segmentation = None;
-        let start = if USUAL { ETHERNET + IPV4 } else { offloaded.template.tcp_offset() };
-        complete(frame, start, offloaded.image.link.interface, self.capabilities.checksum);
+        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         let clock = ack.timestamps.map(|(clock, _)| clock);
-        if !cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
+        self.record_and_send(index, offloaded, clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock), counters);
+    }
+
+    /// [`Output::acknowledge`] over IPv4 with timestamps.
+    #[inline(always)]
+    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
+        if self.held.is_some_and(|held| held != index) {
+            self.end_hold(counters);
         }
-        if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
+        let timestamps = ack.timestamps.unwrap_or_default();
+        let frame = &mut *self.frame;
+        let length = offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut());
+        frame.set_length(length);
+        frame.segmentation = None;
+        complete(frame, ETHERNET + IPV4, offloaded.image.link.interface, self.capabilities.checksum);
+        self.record_and_send(index, offloaded, timestamps.0, counters);
+    }
+
+    /// Publishes the recovery record, and then sends the acknowledgement in the frame, or holds it.
+    #[inline(always)]
+    fn record_and_send(&mut self, index: u32, offloaded: &mut Offloaded, clock: u32, counters: &Counters) {
+        let late = cfg!(feature = "sabotage-ack-before-record");
+        if !late {
+            offloaded.publish_in_order(clock);
+        }
+        if self.holds && !late {
             self.held = Some(index);
         } else {
             self.send_frame(counters);
         }
-        if cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish(now);
+        if late {
+            offloaded.publish_in_order(clock);
         }
     }
 

@@ -2,5 +2,7 @@
 //! checked.
 
 mod region;
+mod wide;
 
 pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
+pub use wide::Wide;

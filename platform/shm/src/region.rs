@@ -1,5 +1,6 @@
 //! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
+use crate::wide::copy_inline;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -270,6 +271,17 @@ impl Circle {
             let to = self.base.add(offset as usize);
             core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
         }
+    }
+
+    /// [`Circle::write`] without a call; see [`crate::Wide`].
+    #[inline(always)]
+    pub fn write_inline(&self, seq: u32, bytes: &[u8]) {
+        let offset = seq & self.mask;
+        if bytes.len() > (self.mask - offset) as usize {
+            return self.write_to_end(seq, bytes);
+        }
+        // SAFETY: as in `write`.
+        unsafe { copy_inline(bytes.as_ptr(), self.base.add(offset as usize).as_ptr(), bytes.len()) };
     }
 
     /// [`Circle::write`] of bytes that reach the end of the buffer.

@@ -147,11 +147,11 @@ pub(crate) struct Receive {
     pub adv: u32,
     /// First byte that the program has not read.
     pub read: u32,
+    pub ts_recent: u32,
     /// Bytes of receive memory that the window may use.
     pub capacity: u32,
     /// Bytes received since the last acknowledgement went out.
     pub unacked: u32,
-    pub ts_recent: u32,
     /// Acknowledgement number of the last segment sent.
     pub last_ack: u32,
     pub wscale: u8,

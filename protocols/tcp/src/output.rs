@@ -47,7 +47,7 @@ impl Connection {
 
     /// A segment goes out, and with it all that was to be acknowledged.
     #[inline(always)]
-    fn acknowledged(&mut self) {
+    pub(crate) fn acknowledged(&mut self) {
         self.due.remove(Due::ACK);
         self.receive.unacked = 0;
         self.receive.last_ack = self.receive.nxt;

@@ -9,6 +9,7 @@ use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
 use baton_rss::From;
+use crate::worker::programs::Untold;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
@@ -18,35 +19,75 @@ use core::sync::atomic::Ordering;
 const MAX_SACK_BLOCKS: usize = 3;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Processes a batch of frames from the wire, unless the host device is busy. Returns whether there may be more to do.
-    #[inline(never)]
+    /// Processes frames from the wire as long as it is its turn, unless the host device is busy. Returns whether there may be more to do.
+    #[inline]
     pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.to_kernel.device.is_ready() {
+            self.turn = 0;
             return true;
         }
-        let (mut usual, mut left) = (0, self.settings.batch);
+        if self.output.wire.is_gated() {
+            return self.poll_gated_wire(now);
+        }
+        match self.wide {
+            Some(wide) => wide.run(|| self.poll_open_wire(now)),
+            None => self.poll_open_wire(now),
+        }
+    }
+
+    /// [`Worker::poll_wire`] where every frame passes.
+    #[inline(always)]
+    fn poll_open_wire(&mut self, now: Instant) -> bool {
+        let (begun, clock) = (self.turn, now.millis());
+        let (mut left, mut usual) = (begun, 0);
+        let mut untold = Untold::default();
         while left > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
-                Arrival::Frame if self.has_extras && !self.output.wire.admits(&mut self.frame) => {}
-                Arrival::Frame if self.fast_path::<false, true>(now) => usual += 1,
-                Arrival::Frame => self.on_wire_frame(now),
-                Arrival::Large => self.on_large_frame(now),
+                Arrival::Frame if self.receive_usual(&mut untold, now, clock) => usual += 1,
+                arrival => self.receive_other(arrival, &mut untold, now),
             }
             left -= 1;
         }
+        self.turn = left;
         if usual > 0 {
             self.counters.add(Counter::WireReceived, usual);
             self.counters.add(Counter::Segments, usual);
         }
-        left < self.settings.batch
+        if untold.length > 0 {
+            self.tell(&untold);
+        }
+        left < begun
+    }
+
+    /// Processes a frame that is not of the usual kind, or is large.
+    #[inline(never)]
+    fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
+        self.tell_and_forget(untold);
+        if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
+    }
+
+    /// [`Worker::poll_wire`] with a gate.
+    #[inline(never)]
+    fn poll_gated_wire(&mut self, now: Instant) -> bool {
+        let begun = self.turn;
+        while self.turn > 0 {
+            match self.output.wire.device.receive_or_show(&mut self.frame) {
+                Arrival::Nothing => break,
+                Arrival::Large => self.on_large_frame(now),
+                Arrival::Frame if self.output.wire.admits(&mut self.frame) => self.on_wire_frame(now),
+                Arrival::Frame => {}
+            }
+            self.turn -= 1;
+        }
+        self.turn < begun
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
     /// receive memory, without the copy from the frame.
     #[inline(never)]
     fn on_large_frame(&mut self, now: Instant) {
-        if !self.output.wire.is_gated() && self.fast_path::<true, false>(now) {
+        if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
             self.counters.add(Counter::WireReceived, 1);
             self.counters.add(Counter::Segments, 1);
         } else if self.output.wire.device.receive(&mut self.frame)
@@ -82,7 +123,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if self.fast_path::<false, false>(now) {
+        if self.fast_path::<false>(now) {
             self.counters.add(Counter::Segments, 1);
         } else {
             self.on_wire_frame_slow(now);
@@ -103,20 +144,56 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
+    /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified by a device, of a
+    /// connection that sends nothing, to be acknowledged at once. The caller counts it. False, and nothing is done, for any other frame.
+    #[inline(always)]
+    fn receive_usual(&mut self, untold: &mut Untold, now: Instant, clock: u32) -> bool {
+        if self.frame.checksum == Checksum::Unknown {
+            return false;
+        }
+        let Some((key, plain, payload)) = Plain::parse_usual(self.frame.bytes()) else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared here.
+        let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        let Slot { key: expected, custody: Custody::Active(offloaded), .. } = slot else { return false };
+        if *expected != key {
+            return false;
+        }
+        let offloaded = &mut **offloaded;
+        let Some(acknowledgement) = offloaded.tcp.predict_data(&plain, now, clock) else { return false };
+        offloaded.receive.write_inline(plain.seq, payload);
+        let told_at_once = !slot.dirty && !offloaded.fetches;
+        if told_at_once && untold.cid == slot.cid {
+            untold.length += plain.length;
+        } else if told_at_once {
+            let at = offloaded.receive.offset_of(plain.seq);
+            let next = Untold { cid: slot.cid, session: offloaded.session, at, length: plain.length };
+            let earlier = std::mem::replace(untold, next);
+            self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
+            if earlier.length > 0 {
+                self.tell_late(earlier);
+            }
+            return true;
+        } else {
+            offloaded.pending.note_delivered(&offloaded.receive, plain.seq, plain.length);
+            if !slot.dirty {
+                slot.dirty = true;
+                self.programs.dirty.push(index);
+            }
+        }
+        self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
+        true
+    }
+
     /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. The caller counts
-    /// it. False, and nothing is done, for any other frame; with `USUAL`, a copy of its own, for one that is not quite the usual, too
-    /// ([`Plain::parse_usual`]).
+    /// it. False, and nothing is done, for any other frame.
     ///
     /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the frame may be lost.
     #[inline(always)]
-    fn fast_path<const SHOWN: bool, const USUAL: bool>(&mut self, now: Instant) -> bool {
+    fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        if USUAL && !verified {
-            return false;
-        }
-        let parsed = if USUAL { Plain::parse_usual(bytes) } else { Plain::parse(bytes, verified) };
-        let Some((key, plain, payload)) = parsed else { return false };
+        let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -155,7 +232,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // A pure acknowledgement starts no timer, and data that is sent does.
         let mut timers = concerns_program;
         match predicted.acknowledgement {
-            Some(acknowledgement) => self.output.acknowledge::<USUAL>(index, offloaded, &acknowledgement, &self.counters, now),
+            Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
             None => {
                 self.output.send_all(offloaded, &self.counters, now);
                 timers = timers || !offloaded.tcp.no_timer();

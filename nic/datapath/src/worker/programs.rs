@@ -76,6 +76,17 @@ impl Session {
     }
 }
 
+/// Bytes that a connection without pending events has received in this batch, of which its program has not been told. There are none
+/// if the length is 0.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Untold {
+    pub cid: Cid,
+    pub session: u32,
+    /// Offset in session memory of the first of them.
+    pub at: u32,
+    pub length: u32,
+}
+
 /// The programs' sessions, and the slots with events for them.
 pub(super) struct Programs {
     /// The sessions, by their numbers.
@@ -362,6 +373,40 @@ impl<H: Device, W: Device> Worker<H, W> {
         accepted
     }
 
+    /// Tells a program of received bytes. If its ring is full, they are pending.
+    #[inline(always)]
+    pub(super) fn tell(&mut self, untold: &Untold) {
+        if let Some(Some(session)) = self.programs.sessions.get_mut(untold.session as usize)
+            && session.tell(untold).is_err()
+        {
+            self.tell_later(untold);
+        }
+    }
+
+    /// [`Worker::tell`] in the middle of a batch.
+    #[inline(never)]
+    pub(super) fn tell_late(&mut self, untold: Untold) {
+        self.tell(&untold);
+    }
+
+    /// The same, before anything else can happen to the connection.
+    pub(super) fn tell_and_forget(&mut self, untold: &mut Untold) {
+        let untold = std::mem::take(untold);
+        if untold.length > 0 {
+            self.tell(&untold);
+        }
+    }
+
+    #[cold]
+    fn tell_later(&mut self, untold: &Untold) {
+        let index = untold.cid.slot();
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        (offloaded.pending.received_at, offloaded.pending.received) = (untold.at, untold.length);
+        slot.dirty = true;
+        self.programs.dirty.push(index);
+    }
+
     /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
     /// round.
     #[inline(always)]
@@ -462,6 +507,14 @@ impl Session {
     /// Whether the program seems to sleep.
     fn sleeps(&self) -> bool {
         self.memory.word32(session::PROGRAM_SLEEPING).load(Ordering::Relaxed) != 0
+    }
+
+    /// Tells the program of received bytes, if the ring has room.
+    #[inline(always)]
+    fn tell(&mut self, untold: &Untold) -> Result<(), Full> {
+        self.unsignalled += u64::from(untold.length) + 1;
+        let message = Message::new(Operation::OsRecv, untold.cid, untold.at, untold.length);
+        self.events.push_and_publish(message.to_words(), || ())
     }
 
     /// Sends pending events, of which received bytes are one, as far as the ring has room.
