@@ -46,8 +46,16 @@ pub struct Record {
     pub srtt: u32,
 }
 
-const fn pair(low: u32, high: u32) -> u64 {
+/// Two fields of 32 bits as a word.
+#[inline(always)]
+pub const fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
+}
+
+/// The last word that is not always 0.
+#[inline(always)]
+pub const fn last_word(state: u8, ranges_table: u8, ranges: u8, cwnd: u32) -> u64 {
+    state as u64 | (ranges_table as u64) << 8 | (ranges as u64) << 16 | (cwnd as u64) << 32
 }
 
 impl Record {
@@ -80,7 +88,7 @@ impl Record {
             pair(rcv_nxt, rcv_adv),
             pair(rcv_read, ts_recent),
             pair(ts_clock, srtt),
-            u64::from(state) | u64::from(ranges_table) << 8 | u64::from(ranges) << 16 | u64::from(cwnd) << 32,
+            last_word(state, ranges_table, ranges, cwnd),
             0,
         ]
     }

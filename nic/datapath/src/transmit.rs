@@ -12,6 +12,8 @@ use baton_wire::{Acknowledgement, Flags};
 
 /// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
 const RUN: u32 = 1 << 16;
+/// Bytes of a frame that are written for an acknowledgement over IPv4 with timestamps.
+const USUAL_ROOM: usize = Template::USUAL_ACKNOWLEDGEMENT.next_multiple_of(16);
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
@@ -174,38 +176,51 @@ impl<W: Device> Output<W> {
         frame.segmentation = None;
         complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         let clock = ack.timestamps.map(|(clock, _)| clock);
-        self.record_and_send(index, offloaded, clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock), counters);
-    }
-
-    /// [`Output::acknowledge`] over IPv4 with timestamps.
-    #[inline(always)]
-    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
-        if self.held.is_some_and(|held| held != index) {
-            self.end_hold(counters);
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
         }
-        let timestamps = ack.timestamps.unwrap_or_default();
-        let frame = &mut *self.frame;
-        let length = offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut());
-        frame.set_length(length);
-        frame.segmentation = None;
-        complete(frame, ETHERNET + IPV4, offloaded.image.link.interface, self.capabilities.checksum);
-        self.record_and_send(index, offloaded, timestamps.0, counters);
-    }
-
-    /// Publishes the recovery record, and then sends the acknowledgement in the frame, or holds it.
-    #[inline(always)]
-    fn record_and_send(&mut self, index: u32, offloaded: &mut Offloaded, clock: u32, counters: &Counters) {
-        let late = cfg!(feature = "sabotage-ack-before-record");
-        if !late {
-            offloaded.publish_in_order(clock);
-        }
-        if self.holds && !late {
+        if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
             self.held = Some(index);
         } else {
             self.send_frame(counters);
         }
-        if late {
-            offloaded.publish_in_order(clock);
+        if cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish(now);
+        }
+    }
+
+    /// Whether the device computes checksums.
+    #[inline(always)]
+    pub fn has_checksums(&self) -> bool {
+        self.capabilities.checksum
+    }
+
+    /// Whether the acknowledgement that is held, if any, is that of the connection in slot `index`, so that its next one can be written.
+    #[inline(always)]
+    pub fn is_free_for(&self, index: u32) -> bool {
+        self.held.is_none_or(|held| held == index)
+    }
+
+    /// [`Output::acknowledge`] over IPv4 with timestamps, where no frame passes a gate, the device computes checksums, no other
+    /// acknowledgement is held and the connection has no ranges out of order.
+    #[inline(always)]
+    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
+        let timestamps = ack.timestamps.unwrap_or_default();
+        let frame = &mut *self.frame;
+        frame.segmentation = None;
+        frame.interface = offloaded.image.link.interface;
+        frame.checksum = Checksum::Partial { start: (ETHERNET + IPV4) as u16, offset: TCP_CHECKSUM as u16 };
+        offloaded.template.acknowledge_usual(ack, timestamps, frame.begin::<USUAL_ROOM>(Template::USUAL_ACKNOWLEDGEMENT));
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_usual(timestamps.0);
+        }
+        if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
+            self.held = Some(index);
+        } else {
+            self.wire.send(&mut self.frame, counters);
+        }
+        if cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_usual(timestamps.0);
         }
     }
 

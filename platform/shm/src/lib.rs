@@ -4,5 +4,5 @@
 mod region;
 mod wide;
 
-pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
+pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, Straight, WordArray, node_mask};
 pub use wide::Wide;

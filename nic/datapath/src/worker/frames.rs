@@ -26,18 +26,23 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.turn = 0;
             return true;
         }
-        if self.output.wire.is_gated() {
-            return self.poll_gated_wire(now);
+        if self.output.wire.is_gated() || !self.output.has_checksums() {
+            return self.poll_any_wire(now);
         }
         match self.wide {
-            Some(wide) => wide.run(|| self.poll_open_wire(now)),
-            None => self.poll_open_wire(now),
+            Some(wide) => wide.run(|| self.poll_usual_wire(now)),
+            None => self.poll_usual_wire_narrow(now),
         }
     }
 
-    /// [`Worker::poll_wire`] where every frame passes.
+    #[inline(never)]
+    fn poll_usual_wire_narrow(&mut self, now: Instant) -> bool {
+        self.poll_usual_wire(now)
+    }
+
+    /// [`Worker::poll_wire`] where every frame passes, and the device computes checksums.
     #[inline(always)]
-    fn poll_open_wire(&mut self, now: Instant) -> bool {
+    fn poll_usual_wire(&mut self, now: Instant) -> bool {
         let (begun, clock) = (self.turn, now.millis());
         let (mut left, mut usual) = (begun, 0);
         let mut untold = Untold::default();
@@ -55,7 +60,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.counters.add(Counter::Segments, usual);
         }
         if untold.length > 0 {
-            self.tell(&untold);
+            self.tell(&untold, now);
         }
         left < begun
     }
@@ -63,13 +68,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Processes a frame that is not of the usual kind, or is large.
     #[inline(never)]
     fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
-        self.tell_and_forget(untold);
+        self.tell_and_forget(untold, now);
         if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
-    /// [`Worker::poll_wire`] with a gate.
+    /// [`Worker::poll_wire`] for any wire.
     #[inline(never)]
-    fn poll_gated_wire(&mut self, now: Instant) -> bool {
+    fn poll_any_wire(&mut self, now: Instant) -> bool {
         let begun = self.turn;
         while self.turn > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
@@ -160,28 +165,24 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let offloaded = &mut **offloaded;
-        let Some(acknowledgement) = offloaded.tcp.predict_data(&plain, now, clock) else { return false };
-        offloaded.receive.write_inline(plain.seq, payload);
-        let told_at_once = !slot.dirty && !offloaded.fetches;
-        if told_at_once && untold.cid == slot.cid {
-            untold.length += plain.length;
-        } else if told_at_once {
-            let at = offloaded.receive.offset_of(plain.seq);
-            let next = Untold { cid: slot.cid, session: offloaded.session, at, length: plain.length };
-            let earlier = std::mem::replace(untold, next);
-            self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
-            if earlier.length > 0 {
-                self.tell_late(earlier);
-            }
-            return true;
-        } else {
-            offloaded.pending.note_delivered(&offloaded.receive, plain.seq, plain.length);
-            if !slot.dirty {
-                slot.dirty = true;
-                self.programs.dirty.push(index);
-            }
+        // So that nothing but the usual is left to do, which needs no calls.
+        let Some(place) = offloaded.receive.straight(plain.seq, plain.length) else { return false };
+        if slot.dirty || offloaded.has_ranges() || !self.output.is_free_for(index) {
+            return false;
         }
+        let Some(acknowledgement) = offloaded.tcp.predict_data(&plain, now, clock) else { return false };
+        place.write(payload);
         self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
+        if untold.cid == slot.cid {
+            untold.length += plain.length;
+        } else {
+            let (at, fetches) = (offloaded.receive.offset_of(plain.seq), offloaded.fetches);
+            let next = Untold { cid: slot.cid, session: offloaded.session, at, length: plain.length, fetches };
+            if untold.length > 0 {
+                self.tell_late(untold, now);
+            }
+            *untold = next;
+        }
         true
     }
 

@@ -85,6 +85,8 @@ pub(super) struct Untold {
     /// Offset in session memory of the first of them.
     pub at: u32,
     pub length: u32,
+    /// As [`crate::offloaded::Offloaded::fetches`].
+    pub fetches: bool,
 }
 
 /// The programs' sessions, and the slots with events for them.
@@ -375,25 +377,26 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Tells a program of received bytes. If its ring is full, they are pending.
     #[inline(always)]
-    pub(super) fn tell(&mut self, untold: &Untold) {
-        if let Some(Some(session)) = self.programs.sessions.get_mut(untold.session as usize)
-            && session.tell(untold).is_err()
-        {
+    pub(super) fn tell(&mut self, untold: &Untold, now: Instant) {
+        let Some(Some(session)) = self.programs.sessions.get_mut(untold.session as usize) else { return };
+        if session.tell(untold).is_err() {
             self.tell_later(untold);
+        } else if untold.fetches {
+            self.take_up(untold.cid.slot(), now);
         }
     }
 
     /// [`Worker::tell`] in the middle of a batch.
     #[inline(never)]
-    pub(super) fn tell_late(&mut self, untold: Untold) {
-        self.tell(&untold);
+    pub(super) fn tell_late(&mut self, untold: &Untold, now: Instant) {
+        self.tell(untold, now);
     }
 
     /// The same, before anything else can happen to the connection.
-    pub(super) fn tell_and_forget(&mut self, untold: &mut Untold) {
+    pub(super) fn tell_and_forget(&mut self, untold: &mut Untold, now: Instant) {
         let untold = std::mem::take(untold);
         if untold.length > 0 {
-            self.tell(&untold);
+            self.tell(&untold, now);
         }
     }
 
@@ -409,7 +412,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
     /// round.
-    #[inline(always)]
+    #[inline(never)]
     pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
             let Some(slot) = self.connections.slots[index as usize].as_mut() else { continue };
