@@ -8,6 +8,8 @@
 
 /// Words of 8 bytes in one copy: a cache line.
 pub const WORDS: usize = 8;
+/// The last of them that is not always 0: state, out-of-order ranges, congestion window.
+pub const LAST_WORD: usize = 6;
 
 /// The state that a recovery needs. Sequence numbers are modulo 2³².
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -52,12 +54,6 @@ pub const fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
 }
 
-/// The last word that is not always 0.
-#[inline(always)]
-pub const fn last_word(state: u8, ranges_table: u8, ranges: u8, cwnd: u32) -> u64 {
-    state as u64 | (ranges_table as u64) << 8 | (ranges as u64) << 16 | (cwnd as u64) << 32
-}
-
 impl Record {
     /// Encodes the record as shared memory holds it.
     #[inline]
@@ -88,7 +84,7 @@ impl Record {
             pair(rcv_nxt, rcv_adv),
             pair(rcv_read, ts_recent),
             pair(ts_clock, srtt),
-            last_word(state, ranges_table, ranges, cwnd),
+            u64::from(state) | u64::from(ranges_table) << 8 | u64::from(ranges) << 16 | u64::from(cwnd) << 32,
             0,
         ]
     }

@@ -167,9 +167,7 @@ impl<W: Device> Output<W> {
         counters: &Counters,
         now: Instant,
     ) {
-        if self.held.is_some_and(|held| held != index) {
-            self.end_hold(counters);
-        }
+        self.make_free_for(index, counters);
         let frame = &mut *self.frame;
         let length = offloaded.template.acknowledge(ack, frame.front_mut());
         frame.set_length(length);
@@ -189,20 +187,22 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Whether the device computes checksums.
+    /// Whether every frame passes, and the device computes checksums.
     #[inline(always)]
-    pub fn has_checksums(&self) -> bool {
-        self.capabilities.checksum
+    pub fn is_usual(&self) -> bool {
+        self.capabilities.checksum && !self.wire.is_gated()
     }
 
-    /// Whether the acknowledgement that is held, if any, is that of the connection in slot `index`, so that its next one can be written.
+    /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may take its place.
     #[inline(always)]
-    pub fn is_free_for(&self, index: u32) -> bool {
-        self.held.is_none_or(|held| held == index)
+    pub fn make_free_for(&mut self, index: u32, counters: &Counters) {
+        if self.held.is_some_and(|held| held != index) {
+            self.end_hold(counters);
+        }
     }
 
-    /// [`Output::acknowledge`] over IPv4 with timestamps, where no frame passes a gate, the device computes checksums, no other
-    /// acknowledgement is held and the connection has no ranges out of order.
+    /// [`Output::acknowledge`] over IPv4 with timestamps, where the wire [`Output::is_usual`], no other acknowledgement is held, and the
+    /// connection has no ranges out of order.
     #[inline(always)]
     pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
         let timestamps = ack.timestamps.unwrap_or_default();

@@ -267,10 +267,54 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// frames come they cost no look at the others, which wait for a batch of them at most.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
+        if self.has_extras || !self.started || !self.output.is_usual() || !self.to_kernel.device.is_ready() {
+            return self.poll_any(now);
+        }
+        match self.wide {
+            Some(wide) => wide.run(move || self.poll_usual(now)),
+            None => self.poll_usual_narrow(now),
+        }
+    }
+
+    /// [`Worker::poll`] for a worker that has nothing but what most have.
+    #[inline(always)]
+    fn poll_usual(&mut self, now: Instant) -> bool {
+        let received = self.poll_usual_wire(now);
+        self.go_on(received, now)
+    }
+
+    #[inline(never)]
+    fn poll_usual_narrow(&mut self, now: Instant) -> bool {
+        let received = self.poll_usual_wire_narrow(now);
+        self.go_on(received, now)
+    }
+
+    #[inline(never)]
+    fn poll_usual_wire_narrow(&mut self, now: Instant) -> bool {
+        self.poll_usual_wire(now)
+    }
+
+    /// [`Worker::poll`] for any worker.
+    #[inline(never)]
+    fn poll_any(&mut self, now: Instant) -> bool {
         if self.has_extras {
             self.begin_extras(now);
         }
-        let received = self.started && self.poll_wire(now);
+        let usual = self.started && self.output.is_usual() && self.to_kernel.device.is_ready();
+        let received = match self.wide {
+            Some(wide) if usual => {
+                let worker = &mut *self;
+                wide.run(move || worker.poll_usual_wire(now))
+            }
+            _ if usual => self.poll_usual_wire_narrow(now),
+            _ => self.started && self.poll_wire(now),
+        };
+        self.go_on(received, now)
+    }
+
+    /// Goes on with the round behind the frames from the wire, if any were `received`.
+    #[inline(always)]
+    fn go_on(&mut self, received: bool, now: Instant) -> bool {
         if received && self.turn > 0 && !self.has_extras {
             self.end_round(now);
             return true;

@@ -1,6 +1,7 @@
 //! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied once and then
 //! checked.
 
+mod copy;
 mod region;
 mod wide;
 

@@ -1,6 +1,6 @@
 //! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
-use crate::wide::copy_inline;
+use crate::copy::copy_inline;
 use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;

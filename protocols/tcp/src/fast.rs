@@ -104,7 +104,8 @@ mod tests {
         };
         for round in 0..400u32 {
             let mut now = Instant(1_000_000 * u64::from(round));
-            let options = TcpOptions { timestamps: Some((round, 0)), window_scale: Some(round as u8 % 3), ..TcpOptions::default() };
+            let options =
+                TcpOptions { timestamps: Some((round, 0)), window_scale: Some(round as u8 % 3), ..TcpOptions::default() };
             let syn = Segment { seq: 500, flags: Flags::SYN, window: 1000, options, ..Segment::default() };
             let config = Config { receive_buffer: 1 << (12 + round % 8), nodelay: true, ..Config::default() };
             let mut tcp = Connection::accept(config, &syn, 100, round, now).expect("a plain SYN");

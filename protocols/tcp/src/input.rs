@@ -57,8 +57,7 @@ impl Connection {
             && ack == send.una
             && ack == send.nxt
             && ack == send.end
-            && self.state == State::Established
-            && self.due.is_empty()
+            && u16::from_le_bytes([self.state as u8, self.due.bits()]) == State::Established as u16
             && self.agreed.timestamps
             && receive.ts_known
             && value != 0
@@ -68,8 +67,7 @@ impl Connection {
             && window > 0
             && !send.fin_queued
             && self.reassembly.is_empty()
-            && self.timers.probes == 0
-            && self.rtt.backoff == 0
+            && self.timers.probes | self.rtt.backoff == 0
             && (receive.quick_acks > 0 || unacked >= 2 * send.mss);
         if !usual {
             return None;

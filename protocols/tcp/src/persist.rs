@@ -173,10 +173,10 @@ impl Connection {
     }
 
     /// Gives `store` the words of [`Connection::record_with`] of a connection with nothing out of order, with their places, each as soon as
-    /// it is read. A word that is always 0 is left out.
+    /// it is read. The last one that is not always 0 is the caller's.
     #[inline(always)]
-    pub fn record_words(&self, ts_clock: u32, ranges_table: u8, mut store: impl FnMut(usize, u64)) {
-        use baton_abi::record::{last_word, pair};
+    pub fn record_words(&self, ts_clock: u32, last: u64, mut store: impl FnMut(usize, u64)) {
+        use baton_abi::record::{LAST_WORD, pair};
         let (send, receive) = (&self.send, &self.receive);
         store(0, pair(send.una, send.nxt));
         store(1, pair(send.end, send.wnd));
@@ -184,7 +184,7 @@ impl Connection {
         store(3, pair(receive.nxt, receive.adv));
         store(4, pair(receive.read, receive.ts_recent));
         store(5, pair(ts_clock, self.rtt.smoothed));
-        store(6, last_word(self.state as u8, ranges_table, 0, self.congestion.cwnd));
+        store(LAST_WORD, last);
     }
 
     /// [`Connection::record`] at a moment of the connection's timestamp clock.

@@ -5,76 +5,27 @@ use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
 use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
+use crate::worker::programs::Untold;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
 use baton_rss::From;
-use crate::worker::programs::Untold;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
-use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
+use baton_wire::{Flags, FlowKey, Plain, TcpFrame, Usual};
 use core::sync::atomic::Ordering;
 
 /// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
 const MAX_SACK_BLOCKS: usize = 3;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Processes frames from the wire as long as it is its turn, unless the host device is busy. Returns whether there may be more to do.
-    #[inline]
+    /// Processes frames from any wire as long as it is its turn, unless the host device is busy. Returns whether there may be more to do.
+    #[inline(never)]
     pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.to_kernel.device.is_ready() {
             self.turn = 0;
             return true;
         }
-        if self.output.wire.is_gated() || !self.output.has_checksums() {
-            return self.poll_any_wire(now);
-        }
-        match self.wide {
-            Some(wide) => wide.run(|| self.poll_usual_wire(now)),
-            None => self.poll_usual_wire_narrow(now),
-        }
-    }
-
-    #[inline(never)]
-    fn poll_usual_wire_narrow(&mut self, now: Instant) -> bool {
-        self.poll_usual_wire(now)
-    }
-
-    /// [`Worker::poll_wire`] where every frame passes, and the device computes checksums.
-    #[inline(always)]
-    fn poll_usual_wire(&mut self, now: Instant) -> bool {
-        let (begun, clock) = (self.turn, now.millis());
-        let (mut left, mut usual) = (begun, 0);
-        let mut untold = Untold::default();
-        while left > 0 {
-            match self.output.wire.device.receive_or_show(&mut self.frame) {
-                Arrival::Nothing => break,
-                Arrival::Frame if self.receive_usual(&mut untold, now, clock) => usual += 1,
-                arrival => self.receive_other(arrival, &mut untold, now),
-            }
-            left -= 1;
-        }
-        self.turn = left;
-        if usual > 0 {
-            self.counters.add(Counter::WireReceived, usual);
-            self.counters.add(Counter::Segments, usual);
-        }
-        if untold.length > 0 {
-            self.tell(&untold, now);
-        }
-        left < begun
-    }
-
-    /// Processes a frame that is not of the usual kind, or is large.
-    #[inline(never)]
-    fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
-        self.tell_and_forget(untold, now);
-        if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
-    }
-
-    /// [`Worker::poll_wire`] for any wire.
-    #[inline(never)]
-    fn poll_any_wire(&mut self, now: Instant) -> bool {
         let begun = self.turn;
         while self.turn > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
@@ -86,6 +37,38 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.turn -= 1;
         }
         self.turn < begun
+    }
+
+    /// [`Worker::poll_wire`] for one where every frame passes and whose device computes checksums.
+    #[inline(always)]
+    pub(super) fn poll_usual_wire(&mut self, now: Instant) -> bool {
+        let (begun, clock) = (self.turn, now.millis());
+        let mut usual = 0;
+        let mut untold = Untold::default();
+        while self.turn > 0 {
+            match self.output.wire.device.receive_or_show(&mut self.frame) {
+                Arrival::Nothing => break,
+                Arrival::Frame if self.receive_usual(&mut untold, now, clock) => usual += 1,
+                arrival => self.receive_other(arrival, &mut untold, now),
+            }
+            self.turn -= 1;
+        }
+        if usual > 0 {
+            self.counters.add(Counter::WireReceived, usual);
+            self.counters.add(Counter::Segments, usual);
+        }
+        if untold.length > 0 {
+            self.tell(&untold, now);
+        }
+        self.turn < begun
+    }
+
+    /// Processes a frame that is not of the usual kind, or is large.
+    #[cold]
+    #[inline(never)]
+    fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
+        self.tell_and_forget(untold, now);
+        if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
@@ -150,38 +133,41 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified by a device, of a
-    /// connection that sends nothing, to be acknowledged at once. The caller counts it. False, and nothing is done, for any other frame.
+    /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
+    /// is found. The caller counts it. False, and nothing is done, for any other frame.
     #[inline(always)]
     fn receive_usual(&mut self, untold: &mut Untold, now: Instant, clock: u32) -> bool {
         if self.frame.checksum == Checksum::Unknown {
             return false;
         }
-        let Some((key, plain, payload)) = Plain::parse_usual(self.frame.bytes()) else { return false };
-        // The first slot with the same hash is nearly always the right one; the keys are compared here.
-        let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
+        let Some(usual) = Usual::parse(self.frame.bytes()) else { return false };
+        let key = usual.key();
+        let Some(index) = self.connections.lookup.find_again(&key) else { return false };
+        self.output.make_free_for(index, &self.counters);
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
         let Slot { key: expected, custody: Custody::Active(offloaded), .. } = slot else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared here.
         if *expected != key {
             return false;
         }
         let offloaded = &mut **offloaded;
+        let plain = usual.plain();
         // So that nothing but the usual is left to do, which needs no calls.
-        let Some(place) = offloaded.receive.straight(plain.seq, plain.length) else { return false };
-        if slot.dirty || offloaded.has_ranges() || !self.output.is_free_for(index) {
-            return false;
-        }
-        let Some(acknowledgement) = offloaded.tcp.predict_data(&plain, now, clock) else { return false };
-        place.write(payload);
+        let plainly = !slot.dirty && !offloaded.has_ranges();
+        let place = offloaded.receive.straight(plain.seq, plain.length).filter(|_| plainly);
+        let Some((place, acknowledgement)) =
+            place.and_then(|place| Some((place, offloaded.tcp.predict_data(&plain, now, clock)?)))
+        else {
+            return self.receive_plain(untold, index, &plain, now);
+        };
+        place.write(usual.payload());
         self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
         if untold.cid == slot.cid {
             untold.length += plain.length;
+        } else if untold.length == 0 {
+            untold.begin(slot.cid, offloaded, acknowledgement.ack, plain.length);
         } else {
-            let (at, fetches) = (offloaded.receive.offset_of(plain.seq), offloaded.fetches);
-            let next = Untold { cid: slot.cid, session: offloaded.session, at, length: plain.length, fetches };
-            if untold.length > 0 {
-                self.tell_late(untold, now);
-            }
-            *untold = next;
+            self.tell_late(untold, index, acknowledgement.ack, plain.length, now);
         }
         true
     }
@@ -194,38 +180,56 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        let Some((key, plain, payload)) = Plain::parse(bytes, verified) else { return false };
+        let Some((key, plain, _)) = Plain::parse(bytes, verified) else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
         if slot.key != key || !verified && !plain.checksum_holds(key, bytes) {
             return false;
         }
-        let Custody::Active(offloaded) = &mut slot.custody else { return false };
-        let offloaded = &mut **offloaded;
-        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(plain) {
-            return false;
-        }
-        let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        let headers = plain.headers(key);
         if SHOWN {
-            let headers = plain.headers(key);
+            let Custody::Active(offloaded) = &slot.custody else { return false };
+            let Offloaded { tcp, receive, .. } = &**offloaded;
             let whole = verified && headers + plain.length as usize == bytes.len() && tcp.expects(&plain);
+            let fast = !offloaded.is_on_fast_path() || tcp.is_fast(plain);
             // Free memory of the connection's, also if the frame is lost.
-            let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole) else { return false };
+            let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole && fast) else { return false };
             if !self.output.wire.device.receive_apart(headers, places) {
                 return false;
             }
         }
-        if !tcp.expects(&plain) {
+        self.take_plain::<SHOWN>(index, &plain, headers, now)
+    }
+
+    /// [`Worker::receive_usual`] where not all is usual.
+    #[inline(never)]
+    fn receive_plain(&mut self, untold: &mut Untold, index: u32, plain: &Plain, now: Instant) -> bool {
+        self.tell_and_forget(untold, now);
+        self.take_plain::<false>(index, plain, Usual::HEADERS, now)
+    }
+
+    /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the first `headers`
+    /// bytes of the frame or, if that was `SHOWN`, lies in receive memory.
+    #[inline(always)]
+    fn take_plain<const SHOWN: bool>(&mut self, index: u32, plain: &Plain, headers: usize, now: Instant) -> bool {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
+        let offloaded = &mut **offloaded;
+        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(*plain) {
+            return false;
+        }
+        let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        if !tcp.expects(plain) {
             return false;
         }
         if plain.length > 0 {
             if !SHOWN {
-                receive.write(plain.seq, payload);
+                receive.write(plain.seq, &self.frame.bytes()[headers..][..plain.length as usize]);
             }
             pending.note_delivered(receive, plain.seq, plain.length);
         }
-        let predicted = tcp.predict(&plain, now);
+        let predicted = tcp.predict(plain, now);
         let concerns_program = predicted.concerns_program();
         if concerns_program {
             offloaded.note_acknowledged(predicted.acked, predicted.events);

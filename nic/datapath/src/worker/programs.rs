@@ -4,7 +4,7 @@
 use super::Worker;
 use crate::custody::Custody;
 use crate::messages::Messages;
-use crate::offloaded::Pending;
+use crate::offloaded::{Offloaded, Pending};
 use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
@@ -87,6 +87,18 @@ pub(super) struct Untold {
     pub length: u32,
     /// As [`crate::offloaded::Offloaded::fetches`].
     pub fetches: bool,
+}
+
+impl Untold {
+    /// Begins with the `length` bytes of a connection before sequence number `end`.
+    #[inline(always)]
+    pub fn begin(&mut self, cid: Cid, offloaded: &Offloaded, end: u32, length: u32) {
+        self.cid = cid;
+        self.session = offloaded.session;
+        self.at = offloaded.receive.offset_of(end.wrapping_sub(length));
+        self.length = length;
+        self.fetches = offloaded.fetches;
+    }
 }
 
 /// The programs' sessions, and the slots with events for them.
@@ -386,13 +398,19 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// [`Worker::tell`] in the middle of a batch.
+    /// [`Worker::tell`], since another connection, in slot `index`, has received `length` bytes before sequence number `end`: they are
+    /// `untold` then.
     #[inline(never)]
-    pub(super) fn tell_late(&mut self, untold: &Untold, now: Instant) {
-        self.tell(untold, now);
+    pub(super) fn tell_late(&mut self, untold: &mut Untold, index: u32, end: u32, length: u32, now: Instant) {
+        self.tell_and_forget(untold, now);
+        if let Some(Some(slot)) = self.connections.slots.get(index as usize)
+            && let Custody::Active(offloaded) = &slot.custody
+        {
+            untold.begin(slot.cid, offloaded, end, length);
+        }
     }
 
-    /// The same, before anything else can happen to the connection.
+    /// [`Worker::tell`], before anything else can happen to the connection.
     pub(super) fn tell_and_forget(&mut self, untold: &mut Untold, now: Instant) {
         let untold = std::mem::take(untold);
         if untold.length > 0 {
