@@ -79,7 +79,7 @@ impl Connection {
         receive.quick_acks -= u8::from(receive.quick_acks > 0 && receive.quick_acks != ALWAYS);
         self.update_window(seq, ack, u32::from(window) << self.send.wscale);
         let window = self.select_window();
-        self.acknowledged();
+        self.acknowledged_all();
         let timestamps = Some((clock.wrapping_add(self.ts_offset), value));
         Some(Acknowledgement { seq: ack, ack: self.receive.nxt, window, timestamps })
     }

@@ -47,8 +47,14 @@ impl Connection {
 
     /// A segment goes out, and with it all that was to be acknowledged.
     #[inline(always)]
-    pub(crate) fn acknowledged(&mut self) {
+    fn acknowledged(&mut self) {
         self.due.remove(Due::ACK);
+        self.acknowledged_all();
+    }
+
+    /// The same where nothing was due.
+    #[inline(always)]
+    pub(crate) fn acknowledged_all(&mut self) {
         self.receive.unacked = 0;
         self.receive.last_ack = self.receive.nxt;
         self.timers.ack_at = Instant::NEVER;

@@ -152,12 +152,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let offloaded = &mut **offloaded;
         let plain = usual.plain();
-        // So that nothing but the usual is left to do, which needs no calls.
-        let plainly = !slot.dirty && !offloaded.has_ranges();
-        let place = offloaded.receive.straight(plain.seq, plain.length).filter(|_| plainly);
-        let Some((place, acknowledgement)) =
-            place.and_then(|place| Some((place, offloaded.tcp.predict_data(&plain, now, clock)?)))
-        else {
+        let expected = 'usual: {
+            // So that nothing but the usual is left to do, which needs no calls.
+            if slot.dirty || offloaded.has_ranges() {
+                break 'usual None;
+            }
+            let Some(place) = offloaded.receive.straight(plain.seq, plain.length) else { break 'usual None };
+            offloaded.tcp.predict_data(&plain, now, clock).map(|acknowledgement| (place, acknowledgement))
+        };
+        let Some((place, acknowledgement)) = expected else {
+            // Read anew, so that it lies in memory only here.
+            let plain = usual.plain();
             return self.receive_plain(untold, index, &plain, now);
         };
         place.write(usual.payload());
