@@ -507,6 +507,9 @@ pub(crate) fn layer(source: &Source) -> &'static str {
         ("nic/datapath", "datapath"),
         ("interface/ring", "ring and memory"),
         ("interface/abi", "ring and memory"),
+        ("platform/shm/src/copy", "copying"),
+        // What runs in its wide form.
+        ("platform/shm/src/wide", "datapath"),
         ("platform/shm", "ring and memory"),
         ("platform/backends", "device"),
         ("platform/device", "device"),
@@ -549,7 +552,7 @@ fn cycles_per_nano() -> f64 {
 /// See [`measure`].
 pub fn run() -> Result<DatapathReport> {
     let mut workloads = Vec::new();
-    for (size, burst) in [(1448, 1), (64, 16)] {
+    for (size, burst) in [(1448, 1), (64, 16), (1448, 16)] {
         for connections in [1, 1024] {
             workloads.push(measure(Workload { connections, size, burst })?);
         }

@@ -407,19 +407,25 @@ impl Template {
         usize::from(self.acknowledgement_length)
     }
 
+    /// Bytes of an acknowledgement over IPv4 with timestamps.
+    pub const USUAL_ACKNOWLEDGEMENT: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
+
     /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions.
     #[inline(always)]
-    pub fn acknowledge_usual(&self, ack: &Acknowledgement, timestamps: (u32, u32), out: &mut [u8; MAX_HEADER]) -> usize {
+    pub fn acknowledge_usual(
+        &self,
+        ack: &Acknowledgement,
+        timestamps: (u32, u32),
+        out: &mut [u8; Template::USUAL_ACKNOWLEDGEMENT.next_multiple_of(16)],
+    ) {
         const AT: usize = ETHERNET + IPV4;
-        const LENGTH: usize = (AT + TCP + TIMESTAMPS).next_multiple_of(16);
-        debug_assert!(self.tcp_offset() == AT && usize::from(self.acknowledgement_length) == AT + TCP + TIMESTAMPS);
-        out[..LENGTH].copy_from_slice(&self.acknowledgement[..LENGTH]);
+        debug_assert!(self.tcp_offset() == AT && usize::from(self.acknowledgement_length) == Template::USUAL_ACKNOWLEDGEMENT);
+        *out = *self.acknowledgement.first_chunk().expect("the prepared one has room for IPv6");
         Self::fill_acknowledgement::<AT>(&Acknowledgement { timestamps: Some(timestamps), ..*ack }, out);
-        AT + TCP + TIMESTAMPS
     }
 
     #[inline(always)]
-    fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) {
+    fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8]) {
         out[AT + tcp::SEQ..AT + tcp::ACK].copy_from_slice(&ack.seq.to_be_bytes());
         out[AT + tcp::ACK..AT + tcp::DATA_OFFSET].copy_from_slice(&ack.ack.to_be_bytes());
         out[AT + tcp::WINDOW..AT + tcp::CHECKSUM].copy_from_slice(&ack.window.to_be_bytes());

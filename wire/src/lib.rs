@@ -15,5 +15,5 @@ pub mod tcp;
 
 pub use flow::{Endpoint, Flow, FlowKey};
 pub use frame::{FrameError, TcpFrame};
-pub use plain::{Acknowledgement, Plain};
+pub use plain::{Acknowledgement, Plain, Usual};
 pub use tcp::{Flags, SackBlocks, TcpOptions};

@@ -15,6 +15,8 @@ pub(crate) const TIMESTAMPS: usize = 12;
 
 /// The 32-bit word from the EtherType on, its last byte cleared: IPv4, version 4, header length 5 (no options).
 const IPV4_NO_OPTIONS: u32 = 0x0800_4500;
+/// The bit of [`ECN_CE`], in the same word, that ECT(0) does not have.
+const ECN_CE_BIT: u32 = 1;
 /// The 32-bit word from the EtherType on, its last 12 bits cleared: IPv6, version 6.
 const IPV6_WORD: u32 = 0x86dd_6000;
 /// Bits of the 32-bit word at the IPv4 fragment field: "more fragments" and the offset, then (behind the TTL) the protocol.
@@ -37,6 +39,64 @@ pub struct Plain {
     pub timestamps: Option<(u32, u32)>,
     /// Bytes of payload.
     pub length: u32,
+}
+
+/// Bytes of headers of a [`Usual`] frame.
+const USUAL: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
+
+/// A frame of the most usual kind: a plain segment over IPv4 with timestamps, its checksums verified by a device. Its fields are read where
+/// they are used.
+#[derive(Clone, Copy, Debug)]
+pub struct Usual<'a> {
+    head: &'a [u8; USUAL],
+    payload: &'a [u8],
+}
+
+impl<'a> Usual<'a> {
+    const TCP: usize = ETHERNET + IPV4;
+    /// Bytes of headers in front of the payload.
+    pub const HEADERS: usize = USUAL;
+
+    /// Reads a frame as [`Plain::parse`] does. None for any but the most usual kind.
+    #[inline(always)]
+    pub fn parse(frame: &'a [u8]) -> Option<Usual<'a>> {
+        let head: &[u8; USUAL] = frame.first_chunk()?;
+        // ECT(1) is left to others with CE, of which it has one bit.
+        let usual = be32(head, ethernet::TYPE) & (0xffff_ff00 | ECN_CE_BIT) == IPV4_NO_OPTIONS
+            && be32(head, ETHERNET + ipv4::FRAGMENT) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP)
+            && be16(head, Self::TCP + tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) == ACK_WITH_TIMESTAMPS
+            && be32(head, Self::TCP + TCP) == TIMESTAMPS_WORD;
+        if !usual {
+            return None;
+        }
+        let payload = frame.get(USUAL..ETHERNET + usize::from(be16(head, ETHERNET + ipv4::LENGTH)))?;
+        Some(Usual { head, payload })
+    }
+
+    /// The 4-tuple; the destination is the local end.
+    #[inline(always)]
+    pub fn key(&self) -> FlowKey {
+        FlowKey::v4(le64(self.head, ETHERNET + ipv4::SOURCE), be32(self.head, Self::TCP))
+    }
+
+    /// The segment.
+    #[inline(always)]
+    pub fn plain(&self) -> Plain {
+        let head = self.head;
+        Plain {
+            seq: be32(head, Self::TCP + tcp::SEQ),
+            ack: be32(head, Self::TCP + tcp::ACK),
+            window: be16(head, Self::TCP + tcp::WINDOW),
+            timestamps: Some((be32(head, Self::TCP + TCP + 4), be32(head, Self::TCP + TCP + 8))),
+            length: self.payload.len() as u32,
+        }
+    }
+
+    /// The payload.
+    #[inline(always)]
+    pub fn payload(&self) -> &'a [u8] {
+        self.payload
+    }
 }
 
 /// The `N` bytes at `at`, as one load: assembled byte by byte, the compiler loads them one by one where only some are used.
@@ -73,33 +133,6 @@ impl Plain {
             word if word & 0xffff_f000 == IPV6_WORD => Self::parse_v6(frame),
             _ => None,
         }
-    }
-
-    /// [`Plain::parse`] for the most usual frame, with fewer instructions: IPv4 with timestamps, its checksums verified by a device. None
-    /// for any other.
-    #[inline(always)]
-    pub fn parse_usual(frame: &[u8]) -> Option<(FlowKey, Plain, &[u8])> {
-        const AT: usize = ETHERNET + IPV4;
-        const HEADERS: usize = AT + TCP + TIMESTAMPS;
-        let head: &[u8; HEADERS] = frame.first_chunk()?;
-        let usual = be32(head, ethernet::TYPE) & 0xffff_ff00 == IPV4_NO_OPTIONS
-            && be32(head, ETHERNET + ipv4::FRAGMENT) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP)
-            && head[ETHERNET + ipv4::TOS] & ECN_MASK != ECN_CE
-            && be16(head, AT + tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) == ACK_WITH_TIMESTAMPS
-            && be32(head, AT + TCP) == TIMESTAMPS_WORD;
-        if !usual {
-            return None;
-        }
-        let payload = frame.get(HEADERS..ETHERNET + usize::from(be16(head, ETHERNET + ipv4::LENGTH)))?;
-        let key = FlowKey::v4(le64(head, ETHERNET + ipv4::SOURCE), be32(head, AT));
-        let plain = Plain {
-            seq: be32(head, AT + tcp::SEQ),
-            ack: be32(head, AT + tcp::ACK),
-            window: be16(head, AT + tcp::WINDOW),
-            timestamps: Some((be32(head, AT + TCP + 4), be32(head, AT + TCP + 8))),
-            length: payload.len() as u32,
-        };
-        Some((key, plain, payload))
     }
 
     #[inline(always)]
@@ -230,6 +263,11 @@ mod tests {
                 assert_eq!(plain.timestamps, whole.options.timestamps);
                 assert_eq!(payload, b"hello");
                 assert_eq!(&frame[plain.headers(key)..], payload);
+                let usual = Usual::parse(frame);
+                assert_eq!(usual.is_some(), flow.is_v4() && timestamps.is_some());
+                if let Some(usual) = usual {
+                    assert_eq!((usual.key(), usual.plain(), usual.payload()), (key, plain, payload));
+                }
                 assert!(plain.checksum_holds(key, frame));
                 frame[length - 1] ^= 4;
                 assert!(!plain.checksum_holds(key, frame));
@@ -244,18 +282,24 @@ mod tests {
             for flags in [Flags::SYN, Flags::ACK | Flags::FIN, Flags::ACK | Flags::RST, Flags::ACK | Flags::ECE, Flags::PSH] {
                 let length = segment(&flow, flags, Some((1, 2)), 0, 0, &mut frame);
                 assert!(Plain::parse(&frame[..length], false).is_none(), "{flags:?}");
+                assert!(Usual::parse(&frame[..length]).is_none(), "{flags:?}");
             }
             let length = segment(&flow, Flags::ACK, None, 3, 0, &mut frame);
             assert!(Plain::parse(&frame[..length], false).is_none(), "marked");
             let length = segment(&flow, Flags::ACK, Some((1, 2)), 0, 0, &mut frame);
             for cut in 0..length {
                 assert!(Plain::parse(&frame[..cut], true).is_none(), "cut at {cut}");
+                assert!(Usual::parse(&frame[..cut]).is_none(), "cut at {cut}");
             }
             // With any single byte changed, both parsers read the same, or this one refuses.
             for at in 0..length {
                 for value in 0..=255u8 {
                     let mut bad = frame;
                     bad[at] = value;
+                    if let Some(usual) = Usual::parse(&bad[..length]) {
+                        let plain = Plain::parse(&bad[..length], true);
+                        assert_eq!(plain, Some((usual.key(), usual.plain(), usual.payload())), "byte {at} = {value}");
+                    }
                     if let Some((key, plain, payload)) = Plain::parse(&bad[..length], false) {
                         let whole = TcpFrame::parse(&bad[..length]).unwrap();
                         assert_eq!((key, plain.seq), (FlowKey::from(&whole.flow), whole.seq), "byte {at} = {value}");

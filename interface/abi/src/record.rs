@@ -8,6 +8,8 @@
 
 /// Words of 8 bytes in one copy: a cache line.
 pub const WORDS: usize = 8;
+/// The last of them that is not always 0: state, out-of-order ranges, congestion window.
+pub const LAST_WORD: usize = 6;
 
 /// The state that a recovery needs. Sequence numbers are modulo 2³².
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -46,7 +48,9 @@ pub struct Record {
     pub srtt: u32,
 }
 
-const fn pair(low: u32, high: u32) -> u64 {
+/// Two fields of 32 bits as a word.
+#[inline(always)]
+pub const fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
 }
 

@@ -85,7 +85,10 @@ const COPY: &str = "copy";
 const OTHER: &str = "other";
 
 /// Source files of one function.
-const FILES: [(&str, &str); 15] = [
+const FILES: [(&str, &str); 17] = [
+    ("platform/shm/src/copy", COPY),
+    // What it runs in its wide form is the way of the usual frame.
+    ("platform/shm/src/wide", INPUT),
     ("wire/src/checksum", CHECKSUM),
     ("protocols/tcp/src/output", OUTPUT),
     ("nic/datapath/src/transmit", OUTPUT),

@@ -107,8 +107,9 @@ impl<W: Device> GatedWire<W> {
         self.send(frame, counters);
     }
 
+    /// Sends a frame, which has passed.
     #[inline(always)]
-    fn send(&mut self, frame: &mut Frame, counters: &Counters) {
+    pub fn send(&mut self, frame: &mut Frame, counters: &Counters) {
         let sent = self.device.transmit(frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }

@@ -87,6 +87,8 @@ pub(crate) struct Offloaded {
     record: WordArray<{ at::PARAMETERS / 8 }>,
     /// Number of times that the record was published.
     published: u64,
+    /// The last word of the record that was published.
+    last_word: u64,
     /// Where its TCP runs.
     pub path: Path,
     pub template: Template,
@@ -170,6 +172,7 @@ impl Offloaded {
             tcp,
             record: nic_memory.shared_array(layout::nic::slot(slot)),
             published: 0,
+            last_word: 0,
             path: Path::default(),
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
@@ -198,6 +201,7 @@ impl Offloaded {
             ranges: 0,
         };
         offloaded.adopt_send_queue(image, memory);
+        offloaded.set_last_word();
         Some(offloaded)
     }
 

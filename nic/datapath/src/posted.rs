@@ -4,7 +4,7 @@
 use baton_abi::layout::{self, slot as at};
 use baton_device::Payload;
 use baton_recovery::{Post, gather, pieces};
-use baton_shm::{Circle, Region};
+use baton_shm::{Circle, Region, Straight};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -48,6 +48,12 @@ impl Receive {
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         if self.count == 0 { self.circle.write(seq, bytes) } else { self.scatter(seq, bytes) }
+    }
+
+    /// The place of the `length` bytes from sequence number `seq` on, if they lie in one piece in the circular buffer.
+    #[inline(always)]
+    pub fn straight(&self, seq: u32, length: u32) -> Option<Straight<'_>> {
+        if self.count == 0 { self.circle.straight(seq, length) } else { None }
     }
 
     /// The places of the `length` bytes from sequence number `seq` on. None where buffers are posted.

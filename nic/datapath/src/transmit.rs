@@ -12,6 +12,8 @@ use baton_wire::{Acknowledgement, Flags};
 
 /// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
 const RUN: u32 = 1 << 16;
+/// Bytes of a frame that are written for an acknowledgement over IPv4 with timestamps.
+const USUAL_ROOM: usize = Template::USUAL_ACKNOWLEDGEMENT.next_multiple_of(16);
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
@@ -155,9 +157,9 @@ impl<W: Device> Output<W> {
     }
 
     /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing the recovery
-    /// record, or holds it. `USUAL`: over IPv4, with timestamps.
+    /// record, or holds it.
     #[inline(always)]
-    pub fn acknowledge<const USUAL: bool>(
+    pub fn acknowledge(
         &mut self,
         index: u32,
         offloaded: &mut Offloaded,
@@ -165,18 +167,12 @@ impl<W: Device> Output<W> {
         counters: &Counters,
         now: Instant,
     ) {
-        if self.held.is_some_and(|held| held != index) {
-            self.end_hold(counters);
-        }
+        self.make_free_for(index, counters);
         let frame = &mut *self.frame;
-        let length = match ack.timestamps {
-            Some(timestamps) if USUAL => offloaded.template.acknowledge_usual(ack, timestamps, frame.front_mut()),
-            _ => offloaded.template.acknowledge(ack, frame.front_mut()),
-        };
+        let length = offloaded.template.acknowledge(ack, frame.front_mut());
         frame.set_length(length);
         frame.segmentation = None;
-        let start = if USUAL { ETHERNET + IPV4 } else { offloaded.template.tcp_offset() };
-        complete(frame, start, offloaded.image.link.interface, self.capabilities.checksum);
+        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
         let clock = ack.timestamps.map(|(clock, _)| clock);
         if !cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
@@ -188,6 +184,43 @@ impl<W: Device> Output<W> {
         }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish(now);
+        }
+    }
+
+    /// Whether every frame passes, and the device computes checksums.
+    #[inline(always)]
+    pub fn is_usual(&self) -> bool {
+        self.capabilities.checksum && !self.wire.is_gated()
+    }
+
+    /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may take its place.
+    #[inline(always)]
+    pub fn make_free_for(&mut self, index: u32, counters: &Counters) {
+        if self.held.is_some_and(|held| held != index) {
+            self.end_hold(counters);
+        }
+    }
+
+    /// [`Output::acknowledge`] over IPv4 with timestamps, where the wire [`Output::is_usual`], no other acknowledgement is held, and the
+    /// connection has no ranges out of order.
+    #[inline(always)]
+    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
+        let timestamps = ack.timestamps.unwrap_or_default();
+        let frame = &mut *self.frame;
+        frame.segmentation = None;
+        frame.interface = offloaded.image.link.interface;
+        frame.checksum = Checksum::Partial { start: (ETHERNET + IPV4) as u16, offset: TCP_CHECKSUM as u16 };
+        offloaded.template.acknowledge_usual(ack, timestamps, frame.begin::<USUAL_ROOM>(Template::USUAL_ACKNOWLEDGEMENT));
+        if !cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_usual(timestamps.0);
+        }
+        if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
+            self.held = Some(index);
+        } else {
+            self.wire.send(&mut self.frame, counters);
+        }
+        if cfg!(feature = "sabotage-ack-before-record") {
+            offloaded.publish_usual(timestamps.0);
         }
     }
 

@@ -30,7 +30,7 @@ use baton_device::{Device, Frame, MAX_FRAME};
 use baton_lro::Mode;
 use baton_moderation::Moderator;
 use baton_ring::{go_to_sleep, wake_up};
-use baton_shm::Region;
+use baton_shm::{Region, Wide};
 use baton_tcp::Instant;
 use connections::Connections;
 use core::sync::atomic::Ordering;
@@ -128,6 +128,10 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
+    /// Number of frames that may come from the wire before it is the other sources' turn.
+    turn: usize,
+    /// Whether what runs for every frame runs in its wide form.
+    wide: Option<Wide>,
     /// There may be a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring had no room. Set
     /// with each of them, so that a round without them asks once.
     has_extras: bool,
@@ -175,6 +179,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             frame: Frame::with_capacity(settings.frame_bytes),
             due: now.0,
             started: false,
+            turn: settings.batch,
+            wide: Wide::detect(),
             has_extras: true,
             processor: 0,
             settings,
@@ -255,17 +261,72 @@ impl<H: Device, W: Device> Worker<H, W> {
         &mut self.output.wire.device
     }
 
-    /// One round over all sources of work. Returns whether there was any.
+    /// One round: frames from the wire, as long as it is its turn, else the other sources of work. Returns whether there was any.
+    ///
+    /// It is the wire's turn until no frame waits there, or a batch of them has come since the other sources had theirs. So while
+    /// frames come they cost no look at the others, which wait for a batch of them at most.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
-        let mut worked = false;
+        if self.has_extras || !self.started || !self.output.is_usual() || !self.to_kernel.device.is_ready() {
+            return self.poll_any(now);
+        }
+        match self.wide {
+            Some(wide) => wide.run(move || self.poll_usual(now)),
+            None => self.poll_usual_narrow(now),
+        }
+    }
+
+    /// [`Worker::poll`] for a worker that has nothing but what most have.
+    #[inline(always)]
+    fn poll_usual(&mut self, now: Instant) -> bool {
+        let received = self.poll_usual_wire(now);
+        self.go_on(received, now)
+    }
+
+    #[inline(never)]
+    fn poll_usual_narrow(&mut self, now: Instant) -> bool {
+        let received = self.poll_usual_wire_narrow(now);
+        self.go_on(received, now)
+    }
+
+    #[inline(never)]
+    fn poll_usual_wire_narrow(&mut self, now: Instant) -> bool {
+        self.poll_usual_wire(now)
+    }
+
+    /// [`Worker::poll`] for any worker.
+    #[inline(never)]
+    fn poll_any(&mut self, now: Instant) -> bool {
         if self.has_extras {
             self.begin_extras(now);
         }
-        if self.started {
-            worked = self.poll_wire(now);
-            worked |= self.poll_host(now);
+        let usual = self.started && self.output.is_usual() && self.to_kernel.device.is_ready();
+        let received = match self.wide {
+            Some(wide) if usual => {
+                let worker = &mut *self;
+                wide.run(move || worker.poll_usual_wire(now))
+            }
+            _ if usual => self.poll_usual_wire_narrow(now),
+            _ => self.started && self.poll_wire(now),
+        };
+        self.go_on(received, now)
+    }
+
+    /// Goes on with the round behind the frames from the wire, if any were `received`.
+    #[inline(always)]
+    fn go_on(&mut self, received: bool, now: Instant) -> bool {
+        if received && self.turn > 0 && !self.has_extras {
+            self.end_round(now);
+            return true;
         }
+        self.poll_others(now) | received
+    }
+
+    /// Gives the sources other than the wire their turn. Returns whether there was any work.
+    #[inline(never)]
+    fn poll_others(&mut self, now: Instant) -> bool {
+        self.turn = self.settings.batch;
+        let mut worked = self.started && self.poll_host(now);
         worked |= self.poll_sessions(now);
         if self.has_extras {
             worked |= self.poll_extras(now);
@@ -276,11 +337,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
+        self.end_round(now);
+        worked
+    }
+
+    /// Sends what waits for the end of a round.
+    #[inline(always)]
+    fn end_round(&mut self, now: Instant) {
         self.output.flush(&self.counters);
         if !self.programs.dirty.is_empty() {
             self.send_events(now);
         }
-        worked
     }
 
     /// Begins a round of a worker that has what most have not.

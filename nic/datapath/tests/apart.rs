@@ -187,10 +187,10 @@ impl Stage {
         self.round()
     }
 
-    /// Runs a round. Returns what the NIC has sent.
+    /// Runs rounds until nothing is left to do. Returns what the NIC has sent.
     fn round(&mut self) -> Vec<Sent> {
         self.now = self.now.after(10);
-        self.worker.poll(self.now);
+        while self.worker.poll(self.now) {}
         let mut sent = Vec::new();
         while self.far.receive(&mut self.frame) {
             let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();

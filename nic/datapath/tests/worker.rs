@@ -716,3 +716,64 @@ fn segments_of_one_batch_are_acknowledged_together() {
         assert_eq!(acknowledged, [seq], "after {batch} segments");
     }
 }
+
+/// While frames come, the other sources wait for a batch of them at most; they do not wait once there is none.
+#[test]
+fn other_sources_have_their_turn_after_a_batch_of_frames() {
+    let mut stage = Stage::new();
+    let batch = WorkerSettings::default().batch;
+    stage.worker.poll(stage.now);
+    for (frames, expected) in [(0, 1), (1, 2), (2 * batch, batch)] {
+        let commands = &mut stage.programs[0].commands;
+        commands.push(Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 1, 0).to_words()).unwrap();
+        commands.publish();
+        let position = commands.position();
+        let mut rounds = 0;
+        while !stage.programs[0].commands.is_released(position) {
+            if rounds < frames {
+                stage.send_to_victim(stage.seq, &[7]);
+                stage.seq += 1;
+            }
+            stage.worker.poll(stage.now);
+            rounds += 1;
+        }
+        assert_eq!(rounds, expected, "{frames} frames, one for each round");
+    }
+}
+
+/// The segments of one batch are one message to the program, and none is lost while its ring is full.
+#[test]
+fn a_program_is_told_of_all_bytes() {
+    let mut stage = Stage::new();
+    let told = |stage: &mut Stage| {
+        let events = &mut stage.programs[0].events;
+        let told: Vec<Message> = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words).collect();
+        events.release();
+        assert!(told.iter().all(|message| message.operation == Operation::OsRecv));
+        told.iter().map(|message| (message.address - session::HEAP as u32, message.length)).collect::<Vec<_>>()
+    };
+    stage.victim_goes_on(10);
+    for _ in 0..5 {
+        stage.send_to_victim(stage.seq, &[7; 100]);
+        stage.seq += 100;
+    }
+    stage.worker.poll(stage.now);
+    assert_eq!(told(&mut stage), [(11, 500)]);
+    // More segments than the ring has room for, each in a round of its own.
+    for _ in 0..5000 {
+        stage.send_to_victim(stage.seq, &[7]);
+        stage.seq += 1;
+        stage.worker.poll(stage.now);
+        while stage.far.receive(&mut stage.frame) {}
+    }
+    let first = told(&mut stage);
+    stage.worker.poll(stage.now);
+    let rest = told(&mut stage);
+    assert_eq!((first.len(), rest.len()), (baton_abi::layout::RING_MESSAGES, 1));
+    let mut next = 511;
+    for (at, length) in first.into_iter().chain(rest) {
+        assert_eq!(at, next);
+        next += length;
+    }
+    assert_eq!(next, 511 + 5000);
+}

@@ -126,6 +126,17 @@ impl Parts {
         self.buffer[HEADROOM..].first_chunk_mut().expect("a frame has room for its headers")
     }
 
+    /// Sets the frame's length, at most `N`, and gives its first `N` bytes, to be written.
+    ///
+    /// # Panics
+    /// If the capacity is smaller than `N`, or `N` than the length.
+    #[inline(always)]
+    pub fn begin<const N: usize>(&mut self, length: usize) -> &mut [u8; N] {
+        assert!(length <= N);
+        self.length = length;
+        self.front_mut()
+    }
+
     /// The whole buffer, headroom first, for a backend.
     #[inline]
     pub fn room(&mut self) -> &mut [u8] {

@@ -1,6 +1,9 @@
 //! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied once and then
 //! checked.
 
+mod copy;
 mod region;
+mod wide;
 
-pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
+pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, Straight, WordArray, node_mask};
+pub use wide::Wide;

@@ -1,5 +1,7 @@
 //! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
+use crate::copy::copy_inline;
+use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -272,6 +274,17 @@ impl Circle {
         }
     }
 
+    /// The place of the `length` bytes from sequence number `seq` on, if they lie in one piece that ends before the buffer does.
+    #[inline(always)]
+    pub fn straight(&self, seq: u32, length: u32) -> Option<Straight<'_>> {
+        let offset = seq & self.mask;
+        if length > self.mask - offset {
+            return None;
+        }
+        // SAFETY: as in `write`: the place ends before the last of the `mask + 1` bytes at `base`.
+        Some(Straight { to: unsafe { self.base.add(offset as usize) }, length: length as usize, circle: PhantomData })
+    }
+
     /// [`Circle::write`] of bytes that reach the end of the buffer.
     #[cold]
     #[inline(never)]
@@ -295,6 +308,28 @@ impl Circle {
     pub fn read(&self, seq: u32, out: &mut [u8]) {
         // SAFETY: as in `write`.
         unsafe { read_around(self.base, self.mask, seq, out) };
+    }
+}
+
+/// Room in a [`Circle`] for bytes in one piece.
+#[derive(Debug)]
+pub struct Straight<'a> {
+    to: NonNull<u8>,
+    length: usize,
+    circle: PhantomData<&'a Circle>,
+}
+
+impl Straight<'_> {
+    /// Writes bytes, without a call; see [`crate::Wide`].
+    ///
+    /// # Panics
+    /// If there are more than it has room for.
+    #[inline(always)]
+    pub fn write(self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.length);
+        // SAFETY: `Circle::straight` has checked that `length` bytes from `to` on lie in the buffer, whose circle is borrowed; see
+        // `Region::write` for concurrent writes.
+        unsafe { copy_inline(bytes.as_ptr(), self.to.as_ptr(), bytes.len()) };
     }
 }
 

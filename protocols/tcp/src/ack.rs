@@ -141,7 +141,7 @@ impl Connection {
 
     /// RFC 9293 section 3.10.7.4: the window moves with newer segments only.
     #[inline(always)]
-    fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
+    pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
         let send = &mut self.send;
         let newer = before(send.una, ack) || before(send.wl1, seq) || (send.wl1 == seq && window > send.wnd);
         if newer {

@@ -147,11 +147,13 @@ pub(crate) struct Receive {
     pub adv: u32,
     /// First byte that the program has not read.
     pub read: u32,
+    pub ts_recent: u32,
     /// Bytes of receive memory that the window may use.
     pub capacity: u32,
+    /// Bytes by which the window's edge moves at least: see [`Connection::set_window_step`].
+    pub step: u32,
     /// Bytes received since the last acknowledgement went out.
     pub unacked: u32,
-    pub ts_recent: u32,
     /// Acknowledgement number of the last segment sent.
     pub last_ack: u32,
     pub wscale: u8,
@@ -273,6 +275,7 @@ impl Connection {
         let mss = u32::from(self.peer_mss());
         let mss = if self.config.max_segment == 0 { mss } else { mss.min(self.config.max_segment) };
         self.send.mss = room.min(mss).saturating_sub(options).max(36);
+        self.set_window_step();
     }
 
     /// The peer's maximum segment size; the default if it sent no option (RFC 9293 MUST-15).

@@ -61,6 +61,7 @@ impl Connection {
 mod tests {
     use super::*;
     use crate::connection::Config;
+    use alloc::format;
     use baton_wire::TcpOptions;
 
     /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight from 101 on.
@@ -91,6 +92,74 @@ mod tests {
         tcp.input(&acknowledgement, Instant(10));
         assert!(tcp.is_quiet(), "also while data is in flight");
         assert!(tcp.is_fast_segment(&Segment { window: 900, ..acknowledgement }), "a new window");
+    }
+
+    /// The short way for data in order does what the general one does, or nothing, in whatever state the connection is.
+    #[test]
+    fn the_short_way_does_what_the_general_one_does() {
+        let (mut random, mut short, mut general) = (1u64, 0, 0);
+        let mut draw = move |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % below
+        };
+        for round in 0..400u32 {
+            let mut now = Instant(1_000_000 * u64::from(round));
+            let options =
+                TcpOptions { timestamps: Some((round, 0)), window_scale: Some(round as u8 % 3), ..TcpOptions::default() };
+            let syn = Segment { seq: 500, flags: Flags::SYN, window: 1000, options, ..Segment::default() };
+            let config = Config { receive_buffer: 1 << (12 + round % 8), nodelay: true, ..Config::default() };
+            let mut tcp = Connection::accept(config, &syn, 100, round, now).expect("a plain SYN");
+            while tcp.poll_transmit(now, 0).is_some() {}
+            let options = TcpOptions { timestamps: Some((round + 1, 1)), ..TcpOptions::default() };
+            tcp.input(&Segment { seq: 501, ack: 101, flags: Flags::ACK, window: 1000, options, ..Segment::default() }, now);
+            if draw(2) == 0 {
+                tcp.set_quick_ack(draw(2) == 0);
+            }
+            let (mut value, mut seq) = (round + 1, 501u32);
+            for _ in 0..40 {
+                now = now.after(draw(100_000));
+                value = value.wrapping_add(draw(3) as u32).wrapping_sub(u32::from(draw(20) == 0));
+                let timestamps = (draw(30) > 0).then_some(if draw(40) == 0 { (0, 1) } else { (value, 1) });
+                let ack = tcp.snd_una().wrapping_add((draw(20) == 0).into());
+                let length = [0, 1, 100, 1448, 3000][draw(5) as usize];
+                let from = seq.wrapping_sub(u32::from(draw(25) == 0));
+                let plain = Plain { seq: from, ack, window: [0, 900, 1000][draw(12).min(2) as usize], timestamps, length };
+                let before = format!("{tcp:?}");
+                let mut other = tcp.clone();
+                match other.predict_data(&plain, now, now.millis()) {
+                    Some(acknowledgement) => {
+                        assert!(tcp.expects(&plain), "{plain:?} {before}");
+                        let predicted = tcp.predict(&plain, now);
+                        assert!(!predicted.concerns_program());
+                        assert_eq!(predicted.acknowledgement, Some(acknowledgement));
+                        assert_eq!(format!("{other:?}"), format!("{tcp:?}"));
+                        short += 1;
+                    }
+                    None => {
+                        assert_eq!(format!("{other:?}"), before, "nothing is done");
+                        tcp.input(&Segment::from(&plain), now);
+                        general += 1;
+                    }
+                }
+                if draw(15) == 0 {
+                    tcp.queue(draw(200) as u32);
+                }
+                if draw(30) == 0 {
+                    tcp.input(&Segment { seq: seq.wrapping_add(5000), ..Segment::from(&plain) }, now);
+                }
+                if draw(3) > 0 {
+                    while tcp.poll_transmit(now, 0).is_some() {}
+                }
+                seq = tcp.rcv_nxt();
+                if draw(3) == 0 {
+                    tcp.consumed(seq.wrapping_sub(tcp.rcv_read()) / 2);
+                }
+                while draw(10) == 0 && tcp.next_timeout() <= now {
+                    tcp.on_timeout(now);
+                }
+            }
+        }
+        assert!(short > 500 && general > 500, "{short} {general}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
 use crate::timers::DELAYED_ACK;
-use baton_wire::{Flags, Plain};
+use baton_wire::{Acknowledgement, Flags, Plain};
 
 /// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
 const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
@@ -41,6 +41,47 @@ impl Connection {
         // Its timestamps are there if ours are to be.
         let timestamps = segment.timestamps.is_some();
         Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(timestamps, now)) }
+    }
+
+    /// [`Connection::predict`] for the most usual segment: data with timestamps that is acknowledged at once, while nothing is in flight and
+    /// nothing waits to be sent. All of its payload then has to be put into receive memory before the acknowledgement leaves. None, and
+    /// nothing is done, for any other segment. `clock` is the time in milliseconds.
+    #[inline(always)]
+    pub fn predict_data(&mut self, segment: &Plain, now: Instant, clock: u32) -> Option<Acknowledgement> {
+        let Plain { seq, ack, window, timestamps, length } = *segment;
+        let (value, _) = timestamps?;
+        let (send, receive) = (&mut self.send, &mut self.receive);
+        let unacked = receive.unacked.wrapping_add(length);
+        let usual = seq == receive.nxt
+            && seq == receive.last_ack
+            && ack == send.una
+            && ack == send.nxt
+            && ack == send.end
+            && u16::from_le_bytes([self.state as u8, self.due.bits()]) == State::Established as u16
+            && self.agreed.timestamps
+            && receive.ts_known
+            && value != 0
+            && !before(value, receive.ts_recent)
+            && length > 0
+            && length <= receive.adv.wrapping_sub(seq)
+            && window > 0
+            && !send.fin_queued
+            && self.reassembly.is_empty()
+            && self.timers.probes | self.rtt.backoff == 0
+            && (receive.quick_acks > 0 || unacked >= 2 * send.mss);
+        if !usual {
+            return None;
+        }
+        debug_assert!(self.scoreboard.lost == 0, "nothing is in flight");
+        receive.last_at = now;
+        receive.ts_recent = value;
+        receive.nxt = seq.wrapping_add(length);
+        receive.quick_acks -= u8::from(receive.quick_acks > 0 && receive.quick_acks != ALWAYS);
+        self.update_window(seq, ack, u32::from(window) << self.send.wscale);
+        let window = self.select_window();
+        self.acknowledged_all();
+        let timestamps = Some((clock.wrapping_add(self.ts_offset), value));
+        Some(Acknowledgement { seq: ack, ack: self.receive.nxt, window, timestamps })
     }
 
     /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no surprise. Any other one

@@ -45,6 +45,7 @@ impl Connection {
             adv: _,
             read: _,
             capacity: _,
+            step: _,
             unacked,
             ts_recent: _,
             last_ack,

@@ -49,6 +49,12 @@ impl Connection {
     #[inline(always)]
     fn acknowledged(&mut self) {
         self.due.remove(Due::ACK);
+        self.acknowledged_all();
+    }
+
+    /// The same where nothing was due.
+    #[inline(always)]
+    pub(crate) fn acknowledged_all(&mut self) {
         self.receive.unacked = 0;
         self.receive.last_ack = self.receive.nxt;
         self.timers.ack_at = Instant::NEVER;

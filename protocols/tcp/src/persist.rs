@@ -172,6 +172,21 @@ impl Connection {
         self.record_with(self.ts_now(now))
     }
 
+    /// Gives `store` the words of [`Connection::record_with`] of a connection with nothing out of order, with their places, each as soon as
+    /// it is read. The last one that is not always 0 is the caller's.
+    #[inline(always)]
+    pub fn record_words(&self, ts_clock: u32, last: u64, mut store: impl FnMut(usize, u64)) {
+        use baton_abi::record::{LAST_WORD, pair};
+        let (send, receive) = (&self.send, &self.receive);
+        store(0, pair(send.una, send.nxt));
+        store(1, pair(send.end, send.wnd));
+        store(2, pair(send.wl1, send.max_wnd));
+        store(3, pair(receive.nxt, receive.adv));
+        store(4, pair(receive.read, receive.ts_recent));
+        store(5, pair(ts_clock, self.rtt.smoothed));
+        store(LAST_WORD, last);
+    }
+
     /// [`Connection::record`] at a moment of the connection's timestamp clock.
     #[inline(always)]
     pub fn record_with(&self, ts_clock: u32) -> Record {

@@ -73,5 +73,6 @@ impl Connection {
         // One unit is left free, so that a window can be rounded up; without a scale nothing is rounded.
         let unit = if shift == 0 { 0 } else { 1 << shift };
         self.receive.capacity = self.config.receive_buffer.saturating_sub(unit).min(65535 << shift).min(most);
+        self.set_window_step();
     }
 }

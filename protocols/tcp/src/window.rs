@@ -9,16 +9,20 @@ fn large_enough(capacity: u32) -> u32 {
 }
 
 impl Connection {
+    /// Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or a good part of the buffer, or not at all. To be called
+    /// when either changes.
+    pub(crate) fn set_window_step(&mut self) {
+        self.receive.step = self.send.mss.min(large_enough(self.receive.capacity)).max(1);
+    }
+
     /// The window field for the next segment; moves the advertised right edge, which never goes back (RFC 9293, SHLD-14).
     #[inline(always)]
     pub(crate) fn select_window(&mut self) -> u16 {
         let r = &mut self.receive;
         let offered = r.adv.wrapping_sub(r.nxt);
         let reach = r.read.wrapping_add(r.capacity).wrapping_sub(r.nxt);
-        // Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or a good part of the buffer, or not at all.
-        let gain = reach.wrapping_sub(offered) as i32;
-        let moves = gain >= self.send.mss.min(large_enough(r.capacity)) as i32 && gain > 0;
-        let wanted = if moves { reach } else { offered };
+        debug_assert_eq!(r.step, self.send.mss.min(large_enough(r.capacity)).max(1));
+        let wanted = if reach.wrapping_sub(offered) as i32 >= r.step as i32 { reach } else { offered };
         let mut field = wanted >> r.wscale;
         // Rounding down would take back a part of what was advertised, so round up where receive memory has the room; where it has
         // not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is still accepted.

@@ -324,6 +324,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// that it is about to give up.
     fn drain_wire(&mut self, now: Instant) {
         for _ in 0..MAX_DRAIN_BATCHES {
+            self.turn = self.settings.batch;
             if !self.settings.beside || !self.poll_wire(now) {
                 return;
             }

@@ -5,48 +5,77 @@ use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
 use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
+use crate::worker::programs::Untold;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
 use baton_rss::From;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
-use baton_wire::{Flags, FlowKey, Plain, TcpFrame};
+use baton_wire::{Flags, FlowKey, Plain, TcpFrame, Usual};
 use core::sync::atomic::Ordering;
 
 /// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
 const MAX_SACK_BLOCKS: usize = 3;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Processes a batch of frames from the wire, unless the host device is busy. Returns whether there may be more to do.
+    /// Processes frames from any wire as long as it is its turn, unless the host device is busy. Returns whether there may be more to do.
     #[inline(never)]
     pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.to_kernel.device.is_ready() {
+            self.turn = 0;
             return true;
         }
-        let (mut usual, mut left) = (0, self.settings.batch);
-        while left > 0 {
+        let begun = self.turn;
+        while self.turn > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
-                Arrival::Frame if self.has_extras && !self.output.wire.admits(&mut self.frame) => {}
-                Arrival::Frame if self.fast_path::<false, true>(now) => usual += 1,
-                Arrival::Frame => self.on_wire_frame(now),
                 Arrival::Large => self.on_large_frame(now),
+                Arrival::Frame if self.output.wire.admits(&mut self.frame) => self.on_wire_frame(now),
+                Arrival::Frame => {}
             }
-            left -= 1;
+            self.turn -= 1;
+        }
+        self.turn < begun
+    }
+
+    /// [`Worker::poll_wire`] for one where every frame passes and whose device computes checksums.
+    #[inline(always)]
+    pub(super) fn poll_usual_wire(&mut self, now: Instant) -> bool {
+        let (begun, clock) = (self.turn, now.millis());
+        let mut usual = 0;
+        let mut untold = Untold::default();
+        while self.turn > 0 {
+            match self.output.wire.device.receive_or_show(&mut self.frame) {
+                Arrival::Nothing => break,
+                Arrival::Frame if self.receive_usual(&mut untold, now, clock) => usual += 1,
+                arrival => self.receive_other(arrival, &mut untold, now),
+            }
+            self.turn -= 1;
         }
         if usual > 0 {
             self.counters.add(Counter::WireReceived, usual);
             self.counters.add(Counter::Segments, usual);
         }
-        left < self.settings.batch
+        if untold.length > 0 {
+            self.tell(&untold, now);
+        }
+        self.turn < begun
+    }
+
+    /// Processes a frame that is not of the usual kind, or is large.
+    #[cold]
+    #[inline(never)]
+    fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
+        self.tell_and_forget(untold, now);
+        if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
     /// receive memory, without the copy from the frame.
     #[inline(never)]
     fn on_large_frame(&mut self, now: Instant) {
-        if !self.output.wire.is_gated() && self.fast_path::<true, false>(now) {
+        if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
             self.counters.add(Counter::WireReceived, 1);
             self.counters.add(Counter::Segments, 1);
         } else if self.output.wire.device.receive(&mut self.frame)
@@ -82,7 +111,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if self.fast_path::<false, false>(now) {
+        if self.fast_path::<false>(now) {
             self.counters.add(Counter::Segments, 1);
         } else {
             self.on_wire_frame_slow(now);
@@ -103,51 +132,109 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
+    /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified by a device, of a
+    /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
+    /// is found. The caller counts it. False, and nothing is done, for any other frame.
+    #[inline(always)]
+    fn receive_usual(&mut self, untold: &mut Untold, now: Instant, clock: u32) -> bool {
+        if self.frame.checksum == Checksum::Unknown {
+            return false;
+        }
+        let Some(usual) = Usual::parse(self.frame.bytes()) else { return false };
+        let key = usual.key();
+        let Some(index) = self.connections.lookup.find_again(&key) else { return false };
+        self.output.make_free_for(index, &self.counters);
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        let Slot { key: expected, custody: Custody::Active(offloaded), .. } = slot else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared here.
+        if *expected != key {
+            return false;
+        }
+        let offloaded = &mut **offloaded;
+        let plain = usual.plain();
+        let expected = 'usual: {
+            // So that nothing but the usual is left to do, which needs no calls.
+            if slot.dirty || offloaded.has_ranges() {
+                break 'usual None;
+            }
+            let Some(place) = offloaded.receive.straight(plain.seq, plain.length) else { break 'usual None };
+            offloaded.tcp.predict_data(&plain, now, clock).map(|acknowledgement| (place, acknowledgement))
+        };
+        let Some((place, acknowledgement)) = expected else {
+            // Read anew, so that it lies in memory only here.
+            let plain = usual.plain();
+            return self.receive_plain(untold, index, &plain, now);
+        };
+        place.write(usual.payload());
+        self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
+        if untold.cid == slot.cid {
+            untold.length += plain.length;
+        } else if untold.length == 0 {
+            untold.begin(slot.cid, offloaded, acknowledgement.ack, plain.length);
+        } else {
+            self.tell_late(untold, index, acknowledgement.ack, plain.length, now);
+        }
+        true
+    }
+
     /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. The caller counts
-    /// it. False, and nothing is done, for any other frame; with `USUAL`, a copy of its own, for one that is not quite the usual, too
-    /// ([`Plain::parse_usual`]).
+    /// it. False, and nothing is done, for any other frame.
     ///
     /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the frame may be lost.
     #[inline(always)]
-    fn fast_path<const SHOWN: bool, const USUAL: bool>(&mut self, now: Instant) -> bool {
+    fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        if USUAL && !verified {
-            return false;
-        }
-        let parsed = if USUAL { Plain::parse_usual(bytes) } else { Plain::parse(bytes, verified) };
-        let Some((key, plain, payload)) = parsed else { return false };
+        let Some((key, plain, _)) = Plain::parse(bytes, verified) else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
         if slot.key != key || !verified && !plain.checksum_holds(key, bytes) {
             return false;
         }
-        let Custody::Active(offloaded) = &mut slot.custody else { return false };
-        let offloaded = &mut **offloaded;
-        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(plain) {
-            return false;
-        }
-        let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        let headers = plain.headers(key);
         if SHOWN {
-            let headers = plain.headers(key);
+            let Custody::Active(offloaded) = &slot.custody else { return false };
+            let Offloaded { tcp, receive, .. } = &**offloaded;
             let whole = verified && headers + plain.length as usize == bytes.len() && tcp.expects(&plain);
+            let fast = !offloaded.is_on_fast_path() || tcp.is_fast(plain);
             // Free memory of the connection's, also if the frame is lost.
-            let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole) else { return false };
+            let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole && fast) else { return false };
             if !self.output.wire.device.receive_apart(headers, places) {
                 return false;
             }
         }
-        if !tcp.expects(&plain) {
+        self.take_plain::<SHOWN>(index, &plain, headers, now)
+    }
+
+    /// [`Worker::receive_usual`] where not all is usual.
+    #[inline(never)]
+    fn receive_plain(&mut self, untold: &mut Untold, index: u32, plain: &Plain, now: Instant) -> bool {
+        self.tell_and_forget(untold, now);
+        self.take_plain::<false>(index, plain, Usual::HEADERS, now)
+    }
+
+    /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the first `headers`
+    /// bytes of the frame or, if that was `SHOWN`, lies in receive memory.
+    #[inline(always)]
+    fn take_plain<const SHOWN: bool>(&mut self, index: u32, plain: &Plain, headers: usize, now: Instant) -> bool {
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
+        let offloaded = &mut **offloaded;
+        if offloaded.is_on_fast_path() && !offloaded.tcp.is_fast(*plain) {
+            return false;
+        }
+        let Offloaded { tcp, receive, pending, .. } = &mut *offloaded;
+        if !tcp.expects(plain) {
             return false;
         }
         if plain.length > 0 {
             if !SHOWN {
-                receive.write(plain.seq, payload);
+                receive.write(plain.seq, &self.frame.bytes()[headers..][..plain.length as usize]);
             }
             pending.note_delivered(receive, plain.seq, plain.length);
         }
-        let predicted = tcp.predict(&plain, now);
+        let predicted = tcp.predict(plain, now);
         let concerns_program = predicted.concerns_program();
         if concerns_program {
             offloaded.note_acknowledged(predicted.acked, predicted.events);
@@ -155,7 +242,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // A pure acknowledgement starts no timer, and data that is sent does.
         let mut timers = concerns_program;
         match predicted.acknowledgement {
-            Some(acknowledgement) => self.output.acknowledge::<USUAL>(index, offloaded, &acknowledgement, &self.counters, now),
+            Some(acknowledgement) => self.output.acknowledge(index, offloaded, &acknowledgement, &self.counters, now),
             None => {
                 self.output.send_all(offloaded, &self.counters, now);
                 timers = timers || !offloaded.tcp.no_timer();

@@ -4,7 +4,7 @@
 use super::Worker;
 use crate::custody::Custody;
 use crate::messages::Messages;
-use crate::offloaded::Pending;
+use crate::offloaded::{Offloaded, Pending};
 use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
@@ -73,6 +73,31 @@ impl Session {
             self.moderator.signalled(now.0);
         }
         ring
+    }
+}
+
+/// Bytes that a connection without pending events has received in this batch, of which its program has not been told. There are none
+/// if the length is 0.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Untold {
+    pub cid: Cid,
+    pub session: u32,
+    /// Offset in session memory of the first of them.
+    pub at: u32,
+    pub length: u32,
+    /// As [`crate::offloaded::Offloaded::fetches`].
+    pub fetches: bool,
+}
+
+impl Untold {
+    /// Begins with the `length` bytes of a connection before sequence number `end`.
+    #[inline(always)]
+    pub fn begin(&mut self, cid: Cid, offloaded: &Offloaded, end: u32, length: u32) {
+        self.cid = cid;
+        self.session = offloaded.session;
+        self.at = offloaded.receive.offset_of(end.wrapping_sub(length));
+        self.length = length;
+        self.fetches = offloaded.fetches;
     }
 }
 
@@ -362,9 +387,50 @@ impl<H: Device, W: Device> Worker<H, W> {
         accepted
     }
 
+    /// Tells a program of received bytes. If its ring is full, they are pending.
+    #[inline(always)]
+    pub(super) fn tell(&mut self, untold: &Untold, now: Instant) {
+        let Some(Some(session)) = self.programs.sessions.get_mut(untold.session as usize) else { return };
+        if session.tell(untold).is_err() {
+            self.tell_later(untold);
+        } else if untold.fetches {
+            self.take_up(untold.cid.slot(), now);
+        }
+    }
+
+    /// [`Worker::tell`], since another connection, in slot `index`, has received `length` bytes before sequence number `end`: they are
+    /// `untold` then.
+    #[inline(never)]
+    pub(super) fn tell_late(&mut self, untold: &mut Untold, index: u32, end: u32, length: u32, now: Instant) {
+        self.tell_and_forget(untold, now);
+        if let Some(Some(slot)) = self.connections.slots.get(index as usize)
+            && let Custody::Active(offloaded) = &slot.custody
+        {
+            untold.begin(slot.cid, offloaded, end, length);
+        }
+    }
+
+    /// [`Worker::tell`], before anything else can happen to the connection.
+    pub(super) fn tell_and_forget(&mut self, untold: &mut Untold, now: Instant) {
+        let untold = std::mem::take(untold);
+        if untold.length > 0 {
+            self.tell(&untold, now);
+        }
+    }
+
+    #[cold]
+    fn tell_later(&mut self, untold: &Untold) {
+        let index = untold.cid.slot();
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
+        let Custody::Active(offloaded) = &mut slot.custody else { return };
+        (offloaded.pending.received_at, offloaded.pending.received) = (untold.at, untold.length);
+        slot.dirty = true;
+        self.programs.dirty.push(index);
+    }
+
     /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
     /// round.
-    #[inline(always)]
+    #[inline(never)]
     pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
             let Some(slot) = self.connections.slots[index as usize].as_mut() else { continue };
@@ -462,6 +528,14 @@ impl Session {
     /// Whether the program seems to sleep.
     fn sleeps(&self) -> bool {
         self.memory.word32(session::PROGRAM_SLEEPING).load(Ordering::Relaxed) != 0
+    }
+
+    /// Tells the program of received bytes, if the ring has room.
+    #[inline(always)]
+    fn tell(&mut self, untold: &Untold) -> Result<(), Full> {
+        self.unsignalled += u64::from(untold.length) + 1;
+        let message = Message::new(Operation::OsRecv, untold.cid, untold.at, untold.length);
+        self.events.push_and_publish(message.to_words(), || ())
     }
 
     /// Sends pending events, of which received bytes are one, as far as the ring has room.

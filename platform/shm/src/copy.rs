@@ -1,0 +1,81 @@
+//! A copy without a call, for payload.
+
+/// Copies `length` bytes, as `copy_nonoverlapping` does, without a call: with wide registers where this is inlined into
+/// [`crate::Wide::run`]. Bytes in the middle may be written twice.
+///
+/// # Safety
+/// That of `copy_nonoverlapping`.
+#[inline(always)]
+pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
+    /// Copies `N` bytes at an offset.
+    ///
+    /// # Safety
+    /// They must lie in both areas.
+    #[inline(always)]
+    unsafe fn piece<const N: usize>(from: *const u8, to: *mut u8, at: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { *to.add(at).cast::<[u8; N]>() = *from.add(at).cast::<[u8; N]>() }
+    }
+    let (mut from, mut to, mut left) = (from, to, length);
+    // SAFETY: each piece lies in the caller's `length` bytes: `left` of them are left from `from` on, and at least as many as a piece has
+    // wherever one is copied from their beginning or up to their end.
+    unsafe {
+        while left > 512 {
+            piece::<256>(from, to, 0);
+            piece::<256>(from, to, 256);
+            (from, to, left) = (from.add(512), to.add(512), left - 512);
+        }
+        if left > 256 {
+            piece::<256>(from, to, 0);
+            piece::<256>(from, to, left - 256);
+        } else if left > 128 {
+            piece::<128>(from, to, 0);
+            piece::<128>(from, to, left - 128);
+        } else if left > 64 {
+            piece::<64>(from, to, 0);
+            piece::<64>(from, to, left - 64);
+        } else if left > 32 {
+            piece::<32>(from, to, 0);
+            piece::<32>(from, to, left - 32);
+        } else if left >= 16 {
+            piece::<16>(from, to, 0);
+            piece::<16>(from, to, left - 16);
+        } else if left >= 8 {
+            piece::<8>(from, to, 0);
+            piece::<8>(from, to, left - 8);
+        } else if left >= 4 {
+            piece::<4>(from, to, 0);
+            piece::<4>(from, to, left - 4);
+        } else if left > 0 {
+            piece::<1>(from, to, 0);
+            piece::<1>(from, to, left / 2);
+            piece::<1>(from, to, left - 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Wide;
+
+    /// Copies all lengths up to some, and checks that nothing around is written.
+    fn check_all_lengths() {
+        let from: Vec<u8> = (0..2100).map(|at: u32| (at * 7 + 1) as u8).collect();
+        for length in 0..2048 {
+            let mut to = vec![0u8; length + 2];
+            // SAFETY: `from` has 2100 bytes, of which none is in `to`, which has `length` behind its first one.
+            unsafe { copy_inline(from.as_ptr(), to.as_mut_ptr().add(1), length) };
+            assert_eq!(to[1..=length], from[..length]);
+            assert_eq!((to[0], to[length + 1]), (0, 0));
+        }
+    }
+
+    #[test]
+    fn all_lengths_are_copied_whole() {
+        check_all_lengths();
+        if let Some(wide) = Wide::detect() {
+            wide.run(check_all_lengths);
+        }
+    }
+}
