@@ -51,7 +51,7 @@ fn examine() -> Vec<Finding> {
         finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
         rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
-        finding("large receive in front of devices (and BTF)", "nic attach", inside(front::supported)),
+        finding("large receive in front of devices", "nic attach", inside(front::supported)),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
         finding(

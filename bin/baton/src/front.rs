@@ -88,7 +88,7 @@ fn summary(figures: &Figures) -> String {
     let mean = *aggregate_bytes as f64 / (*aggregates).max(1) as f64;
     let mut text = format!("{taken} frames in, {given} out; {merged} merged into {aggregates} of {mean:.0} bytes");
     if dropped + refused > 0 {
-        text += &format!("; {dropped} dropped at the full ring, {refused} refused by the kernel");
+        text += &format!("; {dropped} dropped at the full queue, {refused} refused by the kernel");
     }
     if *lapses > 0 {
         text += &format!("; {lapses} times too late, {lost} frames lost");

@@ -156,7 +156,11 @@ pub fn run() -> Result<()> {
                 mirrors: Box::new(
                     Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
                 ),
-                devices: Devices::inherited(inherited.devices(), index),
+                devices: Box::new(Devices::inherited(
+                    inherited.devices(),
+                    index,
+                    [hardware.host.try_clone()?, hardware.wire.try_clone()?],
+                )),
                 injector,
                 _injector_link: injector_link,
             }

@@ -2,6 +2,7 @@
 //! would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
 use baton_linux::control::Channel;
+use baton_linux::interface;
 use baton_linux::netlink::Netlink;
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
 use baton_protocol::keeper::Kept;
@@ -25,14 +26,16 @@ pub(crate) struct Devices {
     accepts: HashMap<u32, (Accepts, [u8; 6])>,
     /// Devices to which attaching failed, so that the failure is logged once.
     refused: HashSet<u32>,
+    /// The NIC's packet sockets, until they receive: while it has no connection, they cost the host's frames nothing.
+    deaf: Vec<OwnedFd>,
     /// A move has needed a device: from then on changes of all devices are followed.
     followed: bool,
 }
 
 impl Devices {
-    /// Takes over the devices that an earlier agent attached to.
-    pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32) -> Devices {
-        Devices { followed: !attached.is_empty(), attached, injector, ..Devices::default() }
+    /// Takes over the devices that an earlier agent attached to. `sockets`: the NIC's packet sockets.
+    pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32, sockets: [OwnedFd; 2]) -> Devices {
+        Devices { followed: !attached.is_empty(), attached, injector, deaf: sockets.into(), ..Devices::default() }
     }
 
     /// Attaches the programs to a device, if they are not attached yet. The keeper holds the links as well, so they outlive this
@@ -41,6 +44,8 @@ impl Devices {
         if self.attached.contains_key(&index) {
             return Ok(());
         }
+        self.deaf.iter().try_for_each(|socket| interface::receive_at(socket.as_fd(), 0))?;
+        self.deaf.clear();
         let attached = steering.attach(index)?;
         keeper.send(&Kept::Device(index), &attached.links.each_ref().map(AsFd::as_fd))?;
         self.attached.insert(index, attached.links.into());

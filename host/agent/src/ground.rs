@@ -29,7 +29,7 @@ pub(crate) enum Shape {
     Beside {
         steering: Steering,
         mirrors: Box<Mirrors>,
-        devices: Devices,
+        devices: Box<Devices>,
         injector: OwnedFd,
         /// Keeps the injector's BPF program attached.
         _injector_link: OwnedFd,

@@ -1,8 +1,8 @@
 //! The NIC's large receive in front of a device that the kernel keeps, for connections that the kernel runs.
 //!
 //! The device keeps its addresses, routes, neighbours, queueing disciplines and firewall: segments are taken at its ingress
-//! ([`baton_steering::front`]), merged by the code of the inline shape ([`baton_lro`]), and come back at the same place by a TAP, as
-//! if the device had received the aggregates. Everything ends with the process, however it ends, since programs and TAP live as
+//! ([`baton_steering::front`]) to a TAP, merged by the code of the inline shape ([`baton_lro`]), and come back at the same place by
+//! the same TAP, as if the device had received the aggregates. Everything ends with the process, however it ends, since programs and TAP live as
 //! long as its descriptors.
 #![forbid(unsafe_code)]
 
@@ -16,11 +16,11 @@ use baton_linux::interface::{self, TapOptions};
 use baton_linux::netlink::{Changes, LINK_CHANGES, Netlink, ROUTE};
 use baton_linux::{process, rtnetlink};
 use baton_lro::LroSettings;
-use baton_steering::front::Front;
+use baton_steering::front::{self, Front};
 use merger::Merger;
 use status::{Clients, Figures, Status};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 /// Frames between two looks at the clock.
@@ -33,18 +33,21 @@ const BEAT: u64 = 500_000;
 const LATEST: u64 = 200_000;
 /// How often signals, clients and links are looked at under load, in nanoseconds.
 const LOOK: u64 = 10_000_000;
-/// While frames come, an empty ring is looked at again after this time, so that each look finds several, and no frame has to wake
+/// While frames come, an empty queue is looked at again after this time, so that each look finds several, and no frame has to wake
 /// the process. In nanoseconds.
 const NAP: u64 = 50_000;
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;
-/// A frame that is decided about at one moment is in the ring so many nanoseconds later.
+/// A frame that is decided about at one moment is in the queue so many nanoseconds later.
 const MARGIN: u64 = 20_000;
+
+/// Frames that wait for this process at most: at 2.5 Gb/s, some 70 ms of segments of 1500 bytes.
+const QUEUE: u16 = 16_384;
 
 /// Nice value: others run before this process only if they are as urgent.
 const PRIORITY: i32 = -15;
 
-/// Longest time for what is in the ring at the end, in nanoseconds.
+/// Longest time for what is in the queue at the end, in nanoseconds.
 const DRAINING: u64 = 50_000_000;
 
 const SIGNAL: u64 = 0;
@@ -69,7 +72,7 @@ pub struct Attached {
     beat: u64,
     /// When it was looked for aggregates that have waited long enough.
     expired: u64,
-    /// Times that the filter took this process for dead, and frames in the ring that were lost thereby.
+    /// Times that the filter took this process for dead, and frames in the queue that were lost thereby.
     lapses: u64,
     lost: u64,
 }
@@ -90,14 +93,13 @@ impl Attached {
         // From here on signals wait: everything is taken down in order.
         let signals = process::signal_descriptor(&process::ENDING)?;
         let options = TapOptions { segmentation: true, ..TapOptions::default() };
-        let tap = interface::open_tap("baton-in%d", options).context("making the TAP by which merged segments come back")?;
+        let tap = interface::open_tap("baton-in%d", options).context("making the TAP for the segments")?;
         let name = interface::tap_name(tap.as_fd())?;
-        let tap_index = set_up(&netlink, &name).with_context(|| format!("setting up {name}"))?;
+        let tap_index = set_up(&netlink, &name, tap.as_fd()).with_context(|| format!("setting up {name}"))?;
         let links = Changes::listen(ROUTE, LINK_CHANGES)?;
         let front = Front::attach(index, tap_index).with_context(|| format!("at the ingress of {device}"))?;
         let poller = Poller::new()?;
         poller.add(signals.as_fd(), SIGNAL, Trigger::Readable)?;
-        poller.add(front.fd(), FRAMES, Trigger::Readable)?;
         poller.add(links.as_fd(), LINKS, Trigger::Readable)?;
         let clients = Clients::new(listener, &poller, CLIENT)?;
         Ok(Attached {
@@ -119,7 +121,7 @@ impl Attached {
         })
     }
 
-    /// The TAP by which merged segments come back.
+    /// The TAP by which segments go, and come back merged.
     pub fn tap(&self) -> &str {
         &self.tap
     }
@@ -151,16 +153,14 @@ impl Attached {
             if got == BATCH {
                 continue;
             }
-            if self.merger.next_expiry().is_none() && self.front.is_empty() {
+            if self.merger.next_expiry().is_none() {
                 self.front.clear_until(now.saturating_sub(MARGIN));
             }
             if now - worked < LINGER {
                 std::thread::sleep(self.nap(now));
-            } else if self.front.sleeps() {
-                let looks = self.look(self.most_sleep(now));
-                self.front.wakes();
+            } else {
                 looked = now;
-                if looks? {
+                if self.sleep(now)? {
                     return Ok(self.end());
                 }
             }
@@ -168,18 +168,15 @@ impl Attached {
     }
 
     /// Publishes the heartbeat when it is time. If that is too late, the filter has given frames to the kernel which came later
-    /// than those in the ring: these are out of date, and lost.
+    /// than those in the queue: these are out of date, and lost.
     #[inline]
     fn live(&mut self, now: u64) {
         let age = now - self.beat;
         if age < BEAT {
             return;
         }
-        if age >= baton_steering::front::DEAD_AFTER {
+        if age >= front::DEAD_AFTER {
             self.lapses += 1;
-            while self.front.receive(|_| ()) {
-                self.lost += 1;
-            }
             self.lost += self.merger.forget(now / 1000);
             self.front.clear_until(now);
         }
@@ -194,15 +191,14 @@ impl Attached {
     /// Merges up to a batch of frames, and gives to the kernel what is due. Returns the number of frames.
     #[inline]
     fn batch(&mut self, now: u64) -> usize {
-        let (front, merger) = (&mut self.front, &mut self.merger);
         let mut got = 0;
-        while got < BATCH && front.receive(|taken| merger.receive(taken, now / 1000)) {
+        while got < BATCH && self.merger.receive(now / 1000) {
             got += 1;
         }
-        // What waits in the ring may belong to what would be given away.
+        // What waits in the queue may belong to what would be given away.
         if got < BATCH || now - self.expired > LATEST {
             self.expired = now;
-            merger.expire(now / 1000);
+            self.merger.expire(now / 1000);
         }
         got
     }
@@ -216,6 +212,15 @@ impl Attached {
         let beat = (self.beat + IDLE_BEAT).saturating_sub(now);
         let due = self.merger.next_expiry().map_or(u64::MAX, |due| (due * 1000).saturating_sub(now));
         Duration::from_nanos(beat.min(due))
+    }
+
+    /// Sleeps until a frame comes, or something is due. Returns whether to end. Only meanwhile is the TAP watched: else each frame
+    /// would wake nobody at a price.
+    fn sleep(&mut self, now: u64) -> Result<bool> {
+        self.poller.add(self.merger.fd(), FRAMES, Trigger::Readable)?;
+        let ends = self.look(self.most_sleep(now));
+        self.poller.remove(self.merger.fd())?;
+        ends
     }
 
     /// Waits, and looks after everything but frames. Returns whether to end.
@@ -252,13 +257,13 @@ impl Attached {
         match rtnetlink::link_at(&netlink, self.tap_index) {
             Ok(link) if link.up => Ok(()),
             Err(error) if !is_gone(&error) => Err(error.into()),
-            _ => bail!("{} was removed or taken down: without it merged segments cannot come back to {}", self.tap, self.device),
+            _ => bail!("{} was removed or taken down: without it segments cannot leave {} and come back", self.tap, self.device),
         }
     }
 
     /// Takes nothing any more, and gives to the kernel what waits.
     fn end(mut self) -> Figures {
-        // What passes from then on overtakes what is in the ring, so that is emptied before, too.
+        // What passes from then on overtakes what is in the queue, so that is emptied before, too.
         self.drain();
         self.front.stop();
         self.drain();
@@ -266,20 +271,20 @@ impl Attached {
         self.figures()
     }
 
-    /// Merges what is in the ring, as far as that is possible in time.
+    /// Merges what is in the queue, as far as that is possible in time.
     fn drain(&mut self) {
         let limit = monotonic_nanos() + DRAINING;
         loop {
             let now = monotonic_nanos();
-            self.batch(now);
-            if self.front.is_empty() || now > limit {
+            if self.batch(now) < BATCH || now > limit {
                 return;
             }
         }
     }
 
     fn figures(&self) -> Figures {
-        Figures { dropped: self.front.dropped(), lapses: self.lapses, lost: self.lost, ..self.merger.figures() }
+        let dropped = rtnetlink::open().and_then(|netlink| rtnetlink::dropped_sends(&netlink, self.tap_index)).unwrap_or(0);
+        Figures { dropped, lapses: self.lapses, lost: self.lost, ..self.merger.figures() }
     }
 
     fn status(&self) -> Status {
@@ -323,11 +328,15 @@ fn listen(device: &str, index: u32) -> Result<Listener> {
     }
 }
 
-/// Prepares the TAP: nothing of the kernel's own leaves by it.
-fn set_up(netlink: &Netlink, name: &str) -> io::Result<u32> {
+/// Prepares the TAP: what is taken gets there on the shortest way, and nothing of the kernel's own leaves by it.
+fn set_up(netlink: &Netlink, name: &str, tap: BorrowedFd<'_>) -> io::Result<u32> {
     // It needs no addresses. Without IPv6 the file is missing.
     let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+    interface::set_queue_length(name, QUEUE)?;
     let link = rtnetlink::link(netlink, name)?;
     rtnetlink::set_up(netlink, link.index, None, None)?;
+    interface::set_steering(tap, front::only_queue()?.as_fd())?;
+    // A kernel without queueing disciplines has none to be removed.
+    let _ = rtnetlink::send_at_once(netlink, link.index);
     Ok(link.index)
 }

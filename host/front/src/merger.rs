@@ -1,25 +1,85 @@
-//! Segments in, aggregates out: large receive between the filter's ring and the TAP.
+//! Segments in, aggregates out: large receive between the two directions of the TAP.
 
 use crate::status::Figures;
 use baton_backends::VnetDevice;
-use baton_device::{Checksum, Device, Frame, MAX_FRAME, Segmentation};
+use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::process;
 use baton_lro::{Lro, LroSettings};
-use baton_steering::front::{Summed, Taken};
-use baton_wire::frame::TCP_CHECKSUM;
-use baton_wire::{Flags, FlowKey, TcpFrame};
+use baton_steering::front::PAUSE;
+use baton_wire::frame::{ETHERNET, PROTOCOL_TCP};
+use baton_wire::offset::{ipv4, ipv6};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
-/// Offset of the flags in a TCP header.
-const FLAGS: usize = 13;
+/// A connection that was idle for so long, in microseconds, may have passed meanwhile. The process reads a segment some time after
+/// the filter has seen it.
+const IDLE: u64 = PAUSE / 1000 * 3 / 4;
+
+/// Frames that are given to the kernel together at most.
+const TOGETHER: usize = 4;
+/// Longest time that a large frame waits for the next, in microseconds.
+const HOLD: u64 = 100;
+/// Bytes of a large frame: more is likely to follow at once.
+const LARGE: usize = 60_000;
 
 /// Large receive, and the way to the kernel.
 pub(crate) struct Merger {
     lro: Lro,
-    tap: VnetDevice,
     frame: Frame,
-    figures: Figures,
+    out: Out,
+    taken: u64,
+}
+
+/// The way to the kernel. A large frame waits here for the next: given one by one, each would interrupt the processor that receives
+/// it, and wake its reader.
+struct Out {
+    tap: VnetDevice,
+    /// The first `waiting` of them wait, the others are free.
+    frames: [Frame; TOGETHER],
+    waiting: usize,
+    /// When the first began to wait.
+    since: u64,
+    given: u64,
+    refused: u64,
+}
+
+impl Out {
+    fn new(tap: OwnedFd) -> Out {
+        let frames = std::array::from_fn(|_| Frame::with_capacity(MAX_FRAME));
+        Out { tap: VnetDevice::new(tap, true), frames, waiting: 0, since: 0, given: 0, refused: 0 }
+    }
+
+    /// Takes a frame, whose buffer is exchanged for another.
+    #[inline]
+    fn take(&mut self, frame: &mut Frame, now: u64) {
+        if self.waiting == 0 {
+            self.since = now;
+        }
+        let large = frame.length() >= LARGE;
+        if frame.capacity() < MAX_FRAME {
+            self.frames[self.waiting].copy_from(frame);
+        } else {
+            std::mem::swap(&mut self.frames[self.waiting], frame);
+        }
+        self.waiting += 1;
+        if !large || self.waiting == TOGETHER {
+            self.give();
+        }
+    }
+
+    /// Gives what waits to the kernel.
+    fn give(&mut self) {
+        for frame in &mut self.frames[..self.waiting] {
+            let accepted = self.tap.transmit(frame);
+            *(if accepted { &mut self.given } else { &mut self.refused }) += 1;
+        }
+        self.waiting = 0;
+    }
+
+    /// When it is due.
+    fn due(&self) -> Option<u64> {
+        (self.waiting > 0).then_some(self.since + HOLD)
+    }
 }
 
 impl Merger {
@@ -30,87 +90,90 @@ impl Merger {
             *word = u64::from_ne_bytes(bytes.try_into().unwrap_or_default());
         }
         Ok(Merger {
-            lro: Lro::new(settings, now),
-            tap: VnetDevice::new(tap, true),
+            lro: Lro::new(settings, now).missing_some_after(IDLE),
             frame: Frame::with_capacity(MAX_FRAME),
-            figures: Figures::default(),
+            out: Out::new(tap),
+            taken: 0,
         })
     }
 
-    /// Takes a frame at `now` microseconds.
+    /// The TAP, to be polled for frames.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.out.tap.fd()
+    }
+
+    /// Takes the next frame at `now` microseconds. False if none waits.
     #[inline]
-    pub fn receive(&mut self, taken: Taken<'_>, now: u64) {
-        let Merger { lro, tap, frame, figures } = self;
-        fill(frame, &taken);
-        figures.taken += 1;
-        if taken.starts
-            && let Ok(parsed) = TcpFrame::parse(taken.bytes)
-        {
-            // The connection's segments since the last one here have gone another way: no gap is to be waited for.
-            lro.flush(&FlowKey::from(&parsed.flow), now, &mut |frame| give(tap, figures, frame));
+    pub fn receive(&mut self, now: u64) -> bool {
+        let Merger { lro, frame, out, taken } = self;
+        if !out.tap.receive(frame) {
+            return false;
         }
-        lro.receive(frame, now, &mut |frame| give(tap, figures, frame));
+        if is_tcp(frame) {
+            *taken += 1;
+            lro.receive(frame, now, &mut |frame| out.take(frame, now));
+        }
+        true
     }
 
     /// Gives to the kernel whatever has waited long enough.
     #[inline]
     pub fn expire(&mut self, now: u64) {
-        if self.lro.next_tick() <= now {
-            let Merger { lro, tap, figures, .. } = self;
-            lro.expire(now, &mut |frame| give(tap, figures, frame));
+        let Merger { lro, out, .. } = self;
+        if lro.next_tick() <= now {
+            lro.expire(now, &mut |frame| out.take(frame, now));
+        }
+        if out.due().is_some_and(|due| due <= now) {
+            out.give();
         }
     }
 
     /// When [`Merger::expire`] has something to do, in microseconds; None if nothing waits.
     pub fn next_expiry(&self) -> Option<u64> {
-        self.lro.next_expiry()
+        self.lro.next_expiry().into_iter().chain(self.out.due()).min()
     }
 
     /// Gives everything to the kernel.
     pub fn flush(&mut self, now: u64) {
-        let Merger { lro, tap, figures, .. } = self;
-        lro.flush_all(now, &mut |frame| give(tap, figures, frame));
+        let Merger { lro, out, .. } = self;
+        lro.flush_all(now, &mut |frame| out.take(frame, now));
+        out.give();
     }
 
     /// Forgets everything that waits. Returns how many frames that were.
     pub fn forget(&mut self, now: u64) -> u64 {
-        let mut forgotten = 0;
+        let mut forgotten = self.out.waiting as u64;
+        self.out.waiting = 0;
+        while self.out.tap.receive(&mut self.frame) {
+            forgotten += 1;
+        }
         self.lro.flush_all(now, &mut |_| forgotten += 1);
         forgotten
     }
 
     pub fn figures(&self) -> Figures {
-        let counters = self.lro.counters();
-        Figures { merged: counters.merged, aggregates: counters.aggregates, aggregate_bytes: counters.bytes, ..self.figures }
+        let (counters, out) = (self.lro.counters(), &self.out);
+        Figures {
+            taken: self.taken,
+            given: out.given,
+            refused: out.refused,
+            merged: counters.merged,
+            aggregates: counters.aggregates,
+            aggregate_bytes: counters.bytes,
+            ..Figures::default()
+        }
     }
 }
 
+/// Whether the filter can have taken a frame. What else is sent by the TAP comes from some program on this host that uses every
+/// device.
 #[inline]
-fn give(tap: &mut VnetDevice, figures: &mut Figures, frame: &mut Frame) {
-    if tap.transmit(frame) {
-        figures.given += 1;
-    } else {
-        figures.refused += 1;
-    }
-}
-
-/// Copies a frame and its offload state.
-#[inline]
-fn fill(frame: &mut Frame, taken: &Taken<'_>) {
-    frame.fill(taken.bytes);
-    frame.checksum = match taken.summed {
-        Summed::Unknown => Checksum::Unknown,
-        Summed::Verified => Checksum::Verified,
-        Summed::Partial => Checksum::Partial { start: taken.tcp_at, offset: TCP_CHECKSUM as u16 },
+fn is_tcp(frame: &Frame) -> bool {
+    let bytes = frame.bytes();
+    let protocol = match bytes.get(12..14) {
+        Some([0x08, 0x00]) => bytes.get(ETHERNET + ipv4::PROTOCOL),
+        Some([0x86, 0xdd]) => bytes.get(ETHERNET + ipv6::NEXT_HEADER),
+        _ => None,
     };
-    if taken.segment_size > 0 {
-        let flags = taken.bytes.get(usize::from(taken.tcp_at) + FLAGS).copied().unwrap_or(0);
-        frame.segmentation = Some(Segmentation {
-            size: taken.segment_size,
-            headers: taken.payload_at,
-            ipv6: taken.bytes.get(12..14) == Some(&[0x86, 0xdd]),
-            ecn: Flags(flags).contains(Flags::CWR),
-            udp: false,
-        });
-    }
+    protocol == Some(&PROTOCOL_TCP)
 }

@@ -34,7 +34,7 @@ pub struct Figures {
     pub aggregates: u64,
     /// Bytes of their IP packets.
     pub aggregate_bytes: u64,
-    /// Frames that found the ring full, and were lost.
+    /// Frames that found the queue full, and were lost.
     pub dropped: u64,
     /// Frames that the kernel did not accept, and that were lost.
     pub refused: u64,

@@ -42,13 +42,13 @@ impl Devices {
     /// With what is missing, and what to do about it.
     pub fn beside(connections: usize) -> Result<Devices> {
         let steering = Steering::new(connections as u32 + MESSAGE_SESSIONS)?;
-        let host = interface::open_filtered_packet_socket(0, false, |fd| {
+        let host = interface::open_deaf_packet_socket(false, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             set_up_rings(fd, false);
             steering.filter_outgoing(fd)
         });
         let host = host.context("packet socket")?;
-        let wire = interface::open_filtered_packet_socket(0, true, |fd| {
+        let wire = interface::open_deaf_packet_socket(true, |fd| {
             baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
             set_up_rings(fd, true);
             steering.filter_incoming(fd)

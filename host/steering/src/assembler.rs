@@ -22,8 +22,6 @@ pub(crate) enum R {
     R7,
     /// Preserved across calls.
     R8,
-    /// Preserved across calls.
-    R9,
     /// Top of the stack.
     R10,
 }
@@ -34,7 +32,6 @@ impl R {
             R::R6 => 6,
             R::R7 => 7,
             R::R8 => 8,
-            R::R9 => 9,
             R::R10 => 10,
             low => low as u8,
         }
@@ -64,11 +61,7 @@ pub(crate) enum Helper {
     MessageRedirectHash = 71,
     SocketRelease = 86,
     ConnectionLookup = 99,
-    ReadKernel = 113,
     RingBufferOutput = 130,
-    RingBufferReserve = 131,
-    RingBufferSubmit = 132,
-    RingBufferDiscard = 133,
     RedirectNeighbour = 152,
 }
 
@@ -147,11 +140,6 @@ impl Assembler {
     /// Adds atomically to eight bytes in memory.
     pub fn atomic_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
         self.push(0xdb, base, from, offset, 0)
-    }
-
-    /// Adds atomically to eight bytes in memory, whose old value is in `from` afterwards. It is a full memory barrier.
-    pub fn atomic_fetch_add(&mut self, base: R, offset: i16, from: R) -> &mut Self {
-        self.push(0xdb, base, from, offset, 1)
     }
 
     pub fn load(&mut self, size: Size, to: R, base: R, offset: i16) -> &mut Self {

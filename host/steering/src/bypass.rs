@@ -15,9 +15,6 @@ use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// Bytes of the ring of events.
-const RING: usize = 1 << 18;
-
 /// Number of unwatched sockets whose bytes are counted.
 const UNWATCHED_SOCKETS: u32 = 1 << 16;
 
@@ -67,7 +64,7 @@ impl SocketBypass {
         let map = bpf::create_map_of(MapKind::SocketHash, KEY_BYTES as u32, 8, 2 * sockets)?;
         let known = bpf::create_map(8, 16, 2 * sockets)?;
         let unwatched = bpf::create_map_of(MapKind::LeastRecentlyUsedHash, 8, 8, UNWATCHED_SOCKETS)?;
-        let ring = RingBuffer::new(RING)?;
+        let ring = RingBuffer::new()?;
         let verdict = bpf::load(ProgramKind::SocketMessage, &redirect(map.as_fd()))?;
         bpf::attach_to_map(verdict.as_fd(), map.as_fd())?;
         let maps = Maps { known: known.as_fd(), unwatched: unwatched.as_fd(), ring: ring.fd() };

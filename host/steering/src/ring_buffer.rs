@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+/// Bytes of the ring: a power of two, and whole pages.
+const BYTES: usize = 1 << 18;
 const BUSY: u32 = 1 << 31;
 const DISCARDED: u32 = 1 << 30;
 const HEADER: usize = 8;
@@ -18,8 +20,6 @@ pub(crate) const RECORD: usize = 16;
 #[derive(Debug)]
 pub(crate) struct RingBuffer {
     fd: OwnedFd,
-    /// Bytes of the data.
-    bytes: usize,
     page: usize,
     consumer: NonNull<u8>,
     producer: NonNull<u8>,
@@ -36,14 +36,13 @@ fn map(fd: BorrowedFd<'_>, offset: usize, length: usize, protection: i32) -> io:
 }
 
 impl RingBuffer {
-    /// Makes a ring of `bytes` bytes: a power of two, and whole pages.
-    pub fn new(bytes: usize) -> io::Result<RingBuffer> {
+    pub fn new() -> io::Result<RingBuffer> {
         // SAFETY: no pointers are involved.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-        let fd = bpf::create_map_of(bpf::MapKind::RingBuffer, 0, 0, bytes as u32)?;
+        let fd = bpf::create_map_of(bpf::MapKind::RingBuffer, 0, 0, BYTES as u32)?;
         let consumer = map(fd.as_fd(), 0, page, libc::PROT_READ | libc::PROT_WRITE)?;
-        let producer = map(fd.as_fd(), page, page + 2 * bytes, libc::PROT_READ)?;
-        Ok(RingBuffer { fd, bytes, page, consumer, producer })
+        let producer = map(fd.as_fd(), page, page + 2 * BYTES, libc::PROT_READ)?;
+        Ok(RingBuffer { fd, page, consumer, producer })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -55,45 +54,31 @@ impl RingBuffer {
         unsafe { page.cast::<AtomicU64>().as_ref() }
     }
 
-    /// Whether no record waits, not even one that a program is about to submit.
-    pub fn is_empty(&self) -> bool {
-        self.position(self.consumer).load(Ordering::Relaxed) >= self.position(self.producer).load(Ordering::Acquire)
-    }
-
-    /// The next record, if it has [`RECORD`] bytes; others are left out.
+    /// The next record.
     pub fn next(&mut self) -> Option<[u8; RECORD]> {
-        loop {
-            if let Some(record) = self.next_with(|bytes| bytes.try_into().ok())? {
-                return Some(record);
-            }
-        }
-    }
-
-    /// Hands the next record to `read`, and returns what that does. None if no record waits.
-    pub fn next_with<T>(&mut self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         loop {
             let at = self.position(self.consumer).load(Ordering::Relaxed);
             if at >= self.position(self.producer).load(Ordering::Acquire) {
                 return None;
             }
-            let offset = self.page + (at as usize & (self.bytes - 1));
+            let offset = self.page + (at as usize & (BYTES - 1));
             // SAFETY: the position is within the data, which is mapped twice in a row; headers are aligned.
             let header = unsafe { self.producer.add(offset).cast::<AtomicU32>().as_ref() }.load(Ordering::Acquire);
             if header & BUSY != 0 {
                 return None;
             }
             let length = (header & !(BUSY | DISCARDED)) as usize;
-            let next = at + (HEADER + length).next_multiple_of(8) as u64;
-            if header & DISCARDED != 0 {
-                self.position(self.consumer).store(next, Ordering::Release);
-                continue;
+            let mut record = [0; RECORD];
+            if header & DISCARDED == 0 && length == RECORD {
+                // SAFETY: the record's bytes lie after its header, within the doubled mapping; the kernel does not write them
+                // until the consumer's position has passed.
+                unsafe { self.producer.add(offset + HEADER).as_ptr().copy_to_nonoverlapping(record.as_mut_ptr(), RECORD) };
             }
-            // SAFETY: the record's bytes lie after its header, within the doubled mapping; the kernel does not write them until
-            // the consumer's position has passed, which is after `read`.
-            let record = unsafe { std::slice::from_raw_parts(self.producer.add(offset + HEADER).as_ptr(), length) };
-            let result = read(record);
-            self.position(self.consumer).store(next, Ordering::Release);
-            return Some(result);
+            let whole = (HEADER + length).next_multiple_of(8) as u64;
+            self.position(self.consumer).store(at + whole, Ordering::Release);
+            if header & DISCARDED == 0 && length == RECORD {
+                return Some(record);
+            }
         }
     }
 }
@@ -103,7 +88,7 @@ impl Drop for RingBuffer {
         // SAFETY: the two mappings were made in `new`, and are not used any more.
         unsafe {
             libc::munmap(self.consumer.as_ptr().cast(), self.page);
-            libc::munmap(self.producer.as_ptr().cast(), self.page + 2 * self.bytes);
+            libc::munmap(self.producer.as_ptr().cast(), self.page + 2 * BYTES);
         }
     }
 }

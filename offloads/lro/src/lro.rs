@@ -46,6 +46,8 @@ pub struct Lro {
     /// Index at which the search for an idle descriptor continues.
     hand: usize,
     held_bytes: usize,
+    /// See [`Lro::missing_some_after`].
+    idle: u64,
     counters: Counters,
 }
 
@@ -74,9 +76,16 @@ impl Lro {
             expired: Vec::new(),
             hand: 0,
             held_bytes: 0,
+            idle: u64::MAX,
             counters: Counters::default(),
             settings,
         }
+    }
+
+    /// For one that does not see all segments: when a connection has nothing waiting and was idle for so many microseconds, others
+    /// of its segments may have gone another way, and none is waited for.
+    pub fn missing_some_after(self, idle: u64) -> Lro {
+        Lro { idle, ..self }
     }
 
     /// Changes the settings. Everything that waits goes out first. Memory is kept where its size stays the same.
@@ -86,7 +95,7 @@ impl Lro {
         if size(&settings) == size(&self.settings) {
             self.settings = settings;
         } else {
-            *self = Lro { counters: self.counters, ..Lro::new(settings, now) };
+            *self = Lro { counters: self.counters, idle: self.idle, ..Lro::new(settings, now) };
         }
     }
 
@@ -157,6 +166,9 @@ impl Lro {
         };
         let reorders = self.settings.mode == Mode::Reorder;
         let Some(flow) = self.flows[at as usize].as_mut() else { return deliver(frame) };
+        if now.saturating_sub(flow.last_arrival) >= self.idle && flow.is_idle() {
+            flow.next = None;
+        }
         flow.arrived(now);
         let seq = flow.unwrapped(parsed.seq);
         let expected = flow.next.unwrap_or(seq);

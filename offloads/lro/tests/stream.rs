@@ -232,6 +232,24 @@ fn gaps_are_given_up() {
     }
 }
 
+/// One that does not see all segments waits for none after a pause, and for one that is missing without a pause.
+#[test]
+fn what_went_another_way_in_a_pause_is_not_waited_for() {
+    const PAUSE: u64 = 750;
+    let settings = LroSettings { mode: Mode::Reorder, ..LroSettings::default() };
+    let segment = |n: u32| Sent { connection: 0, offset: n * 1448, length: 1448, flags: 0, stamp: 0, ecn: 0, ident: n as u16 };
+    for (pause, held) in [(PAUSE - 1, 1), (PAUSE, 0)] {
+        let mut lro = Lro::new(settings, 0).missing_some_after(PAUSE);
+        lro.receive(&mut frame(&segment(0)), 0, &mut |_| ());
+        lro.expire(400, &mut |_| ());
+        lro.receive(&mut frame(&segment(9)), pause, &mut |_| ());
+        assert_eq!(lro.counters().held, held, "after {pause} microseconds");
+        // With something waiting it is a gap.
+        lro.receive(&mut frame(&segment(12)), pause + PAUSE, &mut |_| ());
+        assert_eq!(lro.counters().held, held + 1);
+    }
+}
+
 /// A flood of out-of-order segments costs logarithmic time per segment, stays below its cap, and delays no other connection's
 /// segments.
 #[test]

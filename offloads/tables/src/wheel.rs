@@ -66,10 +66,16 @@ impl<const TICK: u64> Wheel<TICK> {
 
     /// Time of the next bucket with entries, in microseconds.
     pub fn next_expiry(&self) -> Option<u64> {
-        (0..BUCKETS as u64).step_by(1).find_map(|ahead| {
+        let mut ahead = 0;
+        while ahead < BUCKETS as u64 {
             let bucket = (self.next + ahead) as usize % BUCKETS;
-            (self.occupied[bucket / 64] >> (bucket % 64) & 1 == 1).then_some((self.next + ahead) * TICK)
-        })
+            let word = self.occupied[bucket / 64] >> (bucket % 64);
+            if word != 0 {
+                return Some((self.next + ahead + u64::from(word.trailing_zeros())) * TICK);
+            }
+            ahead += 64 - (bucket % 64) as u64;
+        }
+        None
     }
 }
 
@@ -95,5 +101,17 @@ mod tests {
         // A time beyond the wheel's end expires there, to be entered again.
         while wheel.expire(3_000_000, &mut out).is_some() {}
         assert_eq!(out, [3]);
+    }
+
+    #[test]
+    fn the_next_entry_is_found_all_around_the_wheel() {
+        for start in [0, 1, 63, 64, 8191, 8192, 12_345] {
+            for ahead in [0, 1, 62, 64, 5000, 8190, 8191] {
+                let mut wheel = Wheel::<1>::new(start);
+                assert_eq!(wheel.next_expiry(), None);
+                wheel.enter(1, start + ahead);
+                assert_eq!(wheel.next_expiry(), Some(start + ahead));
+            }
+        }
     }
 }

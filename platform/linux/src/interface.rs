@@ -192,6 +192,19 @@ pub fn open_filtered_packet_socket(
     ignore_outgoing: bool,
     attach: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
 ) -> io::Result<OwnedFd> {
+    let fd = open_deaf_packet_socket(ignore_outgoing, attach)?;
+    receive_at(fd.as_fd(), interface)?;
+    Ok(fd)
+}
+
+/// As [`open_filtered_packet_socket`], but it receives nothing before [`receive_at`], and costs no frame of the host anything.
+///
+/// # Errors
+/// The failed system call's.
+pub fn open_deaf_packet_socket(
+    ignore_outgoing: bool,
+    attach: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
+) -> io::Result<OwnedFd> {
     const PACKET_VNET_HDR: i32 = 15;
     // With protocol 0 it receives nothing until it is bound.
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -202,14 +215,24 @@ pub fn open_filtered_packet_socket(
     set_socket_recv_buffer_size_force(&fd, 8 << 20)?;
     set_socket_send_buffer_size_force(&fd, 8 << 20)?;
     attach(fd.as_fd())?;
+    Ok(fd)
+}
+
+/// Makes a packet socket receive at an interface, or at all if the index is 0. One that does so already goes on.
+///
+/// # Errors
+/// The failed system call's.
+pub fn receive_at(socket: BorrowedFd<'_>, interface: u32) -> io::Result<()> {
     // SAFETY: sockaddr_ll is plain data, for which zero is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = libc::AF_PACKET as u16;
     address.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
     address.sll_ifindex = interface as i32;
     // SAFETY: the pointer and length describe `address`.
-    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t) })?;
-    Ok(fd)
+    check(unsafe {
+        libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as libc::socklen_t)
+    })
+    .map(|_| ())
 }
 
 /// Sets whether a packet socket is not shown what this host sends. It can be changed at any time.

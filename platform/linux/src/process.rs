@@ -157,6 +157,13 @@ pub fn raise_priority(nice: i32) -> bool {
     rustix::process::setpriority_process(None, nice).is_ok()
 }
 
+/// Makes the calling thread run only when no other wants the processor (SCHED_IDLE). Returns whether it worked.
+pub fn run_last() -> bool {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the pointer is to a value that lives through the call.
+    unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) == 0 }
+}
+
 /// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel (rseq).
 #[inline]
 pub fn current_cpu() -> usize {

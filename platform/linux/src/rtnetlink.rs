@@ -132,6 +132,37 @@ fn ask_for_link(netlink: &Netlink, request: Request) -> io::Result<LinkInfo> {
     info.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
 }
 
+/// Makes a link take what is sent by it at once, without a queue of the kernel's in front of it.
+///
+/// # Errors
+/// The failed system call's.
+pub fn send_at_once(netlink: &Netlink, index: u32) -> io::Result<()> {
+    const RTM_NEWQDISC: u16 = 36;
+    const ROOT: u32 = u32::MAX;
+    let mut header = [0u8; 20];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[12..16].copy_from_slice(&ROOT.to_ne_bytes());
+    netlink.ask(Request::new(RTM_NEWQDISC, ACK | CREATE_REPLACE, &header).attribute(1, b"noqueue\0"), |_| {})
+}
+
+/// Frames that the host has sent by a link and that the link has dropped.
+///
+/// # Errors
+/// `ENODEV` if there is no link with this index.
+pub fn dropped_sends(netlink: &Netlink, index: u32) -> io::Result<u64> {
+    const STATS64: u16 = 23;
+    /// Offset of `tx_dropped` in `rtnl_link_stats64`.
+    const DROPPED: usize = 7 * 8;
+    let mut header = [0u8; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    let mut dropped = None;
+    netlink.ask(Request::new(RTM_GETLINK, 0, &header), |body| {
+        let counters = attributes(body, 16).find(|(kind, _)| *kind == STATS64);
+        dropped = counters.and_then(|(_, all)| Some(u64::from_ne_bytes(all.get(DROPPED..DROPPED + 8)?.try_into().ok()?)));
+    })?;
+    dropped.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
+}
+
 fn parse_link(body: &[u8]) -> Option<LinkInfo> {
     const LINKINFO: u16 = 18;
     const AF_SPEC: u16 = 26;

@@ -75,6 +75,22 @@ fn wait_for(scene: &Scene, place: Place) -> String {
 }
 
 /// The answers come by another device than our frames leave by, from the start or from when it appears.
+/// Packet sockets of a host that are shown its frames (/proc/net/packet).
+fn listening_packet_sockets(host: &Namespace) -> usize {
+    let table = host.run(|| std::fs::read_to_string("/proc/thread-self/net/packet")).expect("its packet sockets");
+    let running = |line: &&str| line.split_whitespace().nth(5) == Some("1");
+    table.lines().skip(1).filter(running).count()
+}
+
+/// A Baton that has no connection costs the frames of others nothing.
+#[test]
+fn no_frame_is_shown_before_the_first_connection() {
+    let mut scene = scene(beside());
+    assert_eq!(listening_packet_sockets(&scene.bed.host_a), 0);
+    scene.exchange(10_000, Place::Nic);
+    assert_eq!(listening_packet_sockets(&scene.bed.host_a), 2);
+}
+
 #[test]
 fn frames_by_another_device_are_received() {
     for (ipv6, filter, early) in [(false, 0, true), (false, 2, false), (true, 0, true)] {
