@@ -6,11 +6,14 @@
 use crate::connection::{Connection, Due};
 use crate::time::Instant;
 
-/// Round trips that are shorter, in microseconds, need no larger window than a connection begins with: 256 KB fill a path of 4 Gb/s.
+/// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the rate there is how
+/// long NIC and programs need to take notice of each other, which no round trip shows.
 const SHORT: u32 = 500;
-/// Send memory in bytes of a connection on a short path whose program fills what it has: the more there is, the less often the
-/// program has to be woken to fill it again.
-const SHORT_SEND: u32 = 1 << 21;
+/// Most bytes of send or of receive memory that a connection on a short path can use. Send memory grows if the program fills what it
+/// has: the more there is, the less often the program has to be woken to fill it again. Receive memory: see [`Tuning::windows`].
+const SHORT_MEMORY: u32 = 1 << 21;
+/// Windows one after the other that a short path must use up before it gets more receive memory.
+const USED_UP: u8 = 4;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
 /// No connection needs more.
@@ -21,6 +24,14 @@ const MOST: u32 = 1 << 30;
 pub(crate) struct Tuning {
     quarters: [Instant; 2],
     read: u32,
+    /// Where the program was when it had read the last whole window, and what was seen since then: that the peer had used up most of the
+    /// window, and that the program had read most of what came.
+    window_read: u32,
+    full: bool,
+    empty: bool,
+    /// Windows one after the other in which both were seen: peer and program could do more, and wait for each other. A program that does
+    /// not keep up with its peer never empties its memory, and would gain nothing by more.
+    windows: u8,
 }
 
 impl Connection {
@@ -31,11 +42,37 @@ impl Connection {
             return None;
         }
         let [last, before_last] = self.tuning.quarters;
-        self.tuning = Tuning { quarters: [now, last], read };
+        (self.tuning.quarters, self.tuning.read) = ([now, last], read);
         let took = now.since(before_last);
         let round = u64::from(self.rtt.smoothed);
-        let limited = self.is_long_path() && took <= round + round / 4;
-        (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))
+        if window >= 65535 << self.receive.wscale {
+            return None;
+        }
+        if !self.is_long_path() {
+            let more = self.waits_for_window() && window < SHORT_MEMORY / 2;
+            return more.then(|| window.saturating_mul(FACTOR).min(SHORT_MEMORY));
+        }
+        (took <= round + round / 4).then(|| window.saturating_mul(FACTOR).min(MOST))
+    }
+
+    /// Notes how much of the window, of which `offered` bytes are left, peer and program have used when the program has read.
+    #[inline]
+    pub(crate) fn note_window(&mut self, offered: u32) {
+        let few = self.receive.capacity / 4;
+        self.tuning.full |= offered < few;
+        self.tuning.empty |= self.readable() < few;
+    }
+
+    /// Whether the window has been the limit for some time although the program reads all that comes. To be asked at each quarter.
+    fn waits_for_window(&mut self) -> bool {
+        let (read, window) = (self.receive.read, self.receive.capacity);
+        let tuning = &mut self.tuning;
+        if read.wrapping_sub(tuning.window_read) >= window {
+            let both = tuning.full && tuning.empty;
+            tuning.windows = if both { tuning.windows.saturating_add(1) } else { 0 };
+            (tuning.window_read, tuning.full, tuning.empty) = (read, false, false);
+        }
+        tuning.windows >= USED_UP
     }
 
     /// Bytes of send memory that the connection could use, if that is more than the `size` that it has.
@@ -47,7 +84,7 @@ impl Connection {
             return None;
         }
         if !self.is_long_path() {
-            return (size < SHORT_SEND).then_some(SHORT_SEND);
+            return (size < SHORT_MEMORY).then(|| size.saturating_mul(FACTOR).min(SHORT_MEMORY));
         }
         // Twice the window, so that the program refills one while the other is in flight.
         Some(window.saturating_mul(FACTOR).min(MOST))
@@ -73,5 +110,76 @@ impl Connection {
         // One unit is left free, so that a window can be rounded up; without a scale nothing is rounded.
         let unit = if shift == 0 { 0 } else { 1 << shift };
         self.receive.capacity = self.config.receive_buffer.saturating_sub(unit).min(65535 << shift).min(most);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::Config;
+    use crate::segment::Segment;
+    use baton_wire::{Flags, TcpOptions};
+
+    /// Bytes of a segment.
+    const PIECE: u32 = 16_384;
+
+    /// An open connection with 256 KB of receive memory, whose peer scales its window as far as is allowed.
+    fn open() -> Connection {
+        let options = TcpOptions { window_scale: Some(8), mss: Some(1448), ..TcpOptions::default() };
+        let syn = Segment { seq: 0, flags: Flags::SYN, window: 1000, options, ..Segment::default() };
+        let config = Config { receive_limit: 8 << 20, ..Config::default() };
+        let mut tcp = Connection::accept(config, &syn, 100, 0, Instant(0)).expect("a plain SYN");
+        send_all(&mut tcp);
+        tcp.input(&Segment { seq: 1, ack: 101, flags: Flags::ACK, window: 1000, ..Segment::default() }, Instant(0));
+        tcp
+    }
+
+    fn send_all(tcp: &mut Connection) {
+        while tcp.poll_transmit(Instant(0), 0).is_some() {}
+    }
+
+    /// The peer sends as much as the window allows but `spared` bytes, then the program reads all but `left` bytes, `rounds` times.
+    /// Returns the memory that is wanted at last.
+    fn exchange(tcp: &mut Connection, rounds: u32, spared: u32, left: u32) -> Option<u32> {
+        let mut wanted = None;
+        for _ in 0..rounds {
+            while tcp.receive.adv.wrapping_sub(tcp.receive.nxt) >= PIECE + spared {
+                let segment = Segment {
+                    seq: tcp.receive.nxt,
+                    ack: 101,
+                    flags: Flags::ACK,
+                    window: 1000,
+                    length: PIECE,
+                    ..Segment::default()
+                };
+                tcp.input(&segment, Instant(0));
+                send_all(tcp);
+            }
+            while tcp.readable() > left {
+                assert!(tcp.consumed(PIECE.min(tcp.readable() - left)));
+                wanted = tcp.wanted_receive_memory(Instant(0)).or(wanted);
+                send_all(tcp);
+            }
+        }
+        wanted
+    }
+
+    #[test]
+    fn a_short_path_gets_more_memory_when_peer_and_program_wait_for_each_other() {
+        let mut tcp = open();
+        assert!(!tcp.is_long_path());
+        assert_eq!(exchange(&mut tcp, u32::from(USED_UP) - 1, 0, 0), None, "a few bursts need none");
+        for memory in [1 << 20, SHORT_MEMORY] {
+            let wanted = exchange(&mut tcp, 2 * u32::from(USED_UP), 0, 0).expect("more");
+            assert_eq!(wanted.next_power_of_two(), memory);
+            tcp.set_receive_memory(memory, 8 << 20);
+        }
+        assert_eq!(exchange(&mut tcp, 20, 0, 0), None, "no more than that");
+    }
+
+    #[test]
+    fn it_gets_none_when_either_does_not_keep_up() {
+        assert_eq!(exchange(&mut open(), 50, 1 << 17, 0), None, "the window is never used up");
+        assert_eq!(exchange(&mut open(), 50, 0, 1 << 17), None, "the program is behind");
     }
 }
