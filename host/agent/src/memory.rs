@@ -16,6 +16,9 @@ use std::sync::atomic::Ordering;
 /// have advertised when they move, and what most programs queue at a time.
 const RECEIVE: u32 = 1 << 16;
 const SEND: u32 = 1 << 15;
+/// Least initial size of either in segments. A peer that was once offered a larger window sends nothing but probes while less than a
+/// segment fits, and the loopback device's segments are of 64 KB.
+const SEGMENTS: u32 = 4;
 /// Least size in bytes, if there is no more.
 const LEAST: u32 = 1 << 14;
 /// Greatest size in bytes.
@@ -69,9 +72,10 @@ pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> 
     let received = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?;
     let in_flight = image.cwnd.saturating_mul(u32::from(image.mss)).saturating_mul(2);
     let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
-    let receive = take_between(&mut session.heap, received, RECEIVE.min(limits.receive))?;
+    let segments = SEGMENTS * u32::from(image.mss);
+    let receive = take_between(&mut session.heap, received, RECEIVE.max(segments).min(limits.receive))?;
     // Where memory is scarce, a connection that could use more gets it when it requests more.
-    let sent = if scarce { SEND } else { SEND.max(in_flight) }.min(limits.send);
+    let sent = if scarce { SEND } else { SEND.max(in_flight) }.max(segments).min(limits.send);
     let Some(send) = take_between(&mut session.heap, image.send_queue(), sent) else {
         session.heap.give(receive.0, receive.1);
         return None;
