@@ -12,7 +12,8 @@ const SHORT: u32 = 500;
 /// Most bytes of send or of receive memory that a connection on a short path can use. Send memory grows if the program fills what it
 /// has: the more there is, the less often the program has to be woken to fill it again. Receive memory: see [`Tuning::windows`].
 const SHORT_MEMORY: u32 = 1 << 21;
-/// Windows one after the other that a short path must use up before it gets more receive memory.
+/// Windows one after the other that a short path must use up before it gets more receive memory; and how often send memory must have
+/// been used in whole, since the program filled it first, before it gets more of that. More memory costs the connection a moment of rest.
 const USED_UP: u8 = 4;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
@@ -32,6 +33,8 @@ pub(crate) struct Tuning {
     /// Windows one after the other in which both were seen: peer and program could do more, and wait for each other. A program that does
     /// not keep up with its peer never empties its memory, and would gain nothing by more.
     windows: u8,
+    /// Where the peer's acknowledgements were when the program had filled send memory on a short path for the first time.
+    filled_at: Option<u32>,
 }
 
 impl Connection {
@@ -77,14 +80,17 @@ impl Connection {
 
     /// Bytes of send memory that the connection could use, if that is more than the `size` that it has.
     #[inline]
-    pub fn wanted_send_memory(&self, size: u32) -> Option<u32> {
+    pub fn wanted_send_memory(&mut self, size: u32) -> Option<u32> {
         let queued = self.send.end.wrapping_sub(self.send.una);
         let window = self.congestion.cwnd.saturating_mul(self.send.mss);
         if queued <= size / 2 || window <= size / 2 {
             return None;
         }
         if !self.is_long_path() {
-            return (size < SHORT_MEMORY).then(|| size.saturating_mul(FACTOR).min(SHORT_MEMORY));
+            let una = self.send.una;
+            let used = una.wrapping_sub(*self.tuning.filled_at.get_or_insert(una));
+            let more = size < SHORT_MEMORY && used >= size * u32::from(USED_UP);
+            return more.then(|| size.saturating_mul(FACTOR).min(SHORT_MEMORY));
         }
         // Twice the window, so that the program refills one while the other is in flight.
         Some(window.saturating_mul(FACTOR).min(MOST))
@@ -175,6 +181,31 @@ mod tests {
             tcp.set_receive_memory(memory, 8 << 20);
         }
         assert_eq!(exchange(&mut tcp, 20, 0, 0), None, "no more than that");
+    }
+
+    /// Queues and sends the whole of 32 KB of send memory, `times` times. Returns the memory that is wanted at last.
+    fn send(tcp: &mut Connection, times: u32) -> Option<u32> {
+        const SIZE: u32 = 1 << 15;
+        let mut wanted = None;
+        for _ in 0..times {
+            tcp.queue(SIZE);
+            wanted = tcp.wanted_send_memory(SIZE).or(wanted);
+            for _ in 0..10 {
+                send_all(tcp);
+                let acknowledgement =
+                    Segment { seq: 1, ack: tcp.send.nxt, flags: Flags::ACK, window: 1000, ..Segment::default() };
+                tcp.input(&acknowledgement, Instant(0));
+            }
+            assert_eq!(tcp.send.una, tcp.send.end);
+        }
+        wanted
+    }
+
+    #[test]
+    fn a_program_that_fills_its_send_memory_now_and_then_gets_no_more_at_once() {
+        let mut tcp = open();
+        assert_eq!(send(&mut tcp, u32::from(USED_UP)), None);
+        assert_eq!(send(&mut tcp, 3), Some(1 << 17));
     }
 
     #[test]
