@@ -58,7 +58,7 @@ impl PacketDevice {
             && ring.has_gathered()
         {
             // What it has not sent is still in the ring.
-            let _ = send(&self.fd, &mut [], self.gathered_for, [&[], &[]]);
+            send_ring(&self.fd, self.gathered_for);
             self.lost += ring.sent();
         }
     }
@@ -223,7 +223,17 @@ impl Device for PacketDevice {
     }
 }
 
-/// Sends a frame behind its virtio header to an interface: `front`, then `payload`. Without bytes: what is in the socket's ring.
+/// Sends what is in the socket's ring to an interface.
+fn send_ring(fd: &OwnedFd, interface: u32) {
+    let to = link_address(interface);
+    // SAFETY: sendto(2) reads `to`, which lives for the call, and no bytes.
+    unsafe {
+        let length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+        libc::sendto(fd.as_raw_fd(), std::ptr::null(), 0, libc::MSG_DONTWAIT, (&raw const to).cast(), length)
+    };
+}
+
+/// Sends a frame behind its virtio header to an interface: `front`, then `payload`.
 fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) -> bool {
     let to = link_address(interface);
     let (mut parts, length) = parts(front, payload);

@@ -6,11 +6,15 @@
 use crate::connection::{Connection, Due};
 use crate::time::Instant;
 
-/// Round trips that are shorter, in microseconds, need no larger window than a connection begins with: 256 KB fill a path of 4 Gb/s.
+/// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the rate there is how
+/// long NIC and programs need to take notice of each other, which no round trip shows.
 const SHORT: u32 = 500;
-/// Send memory in bytes of a connection on a short path whose program fills what it has: the more there is, the less often the
-/// program has to be woken to fill it again.
-const SHORT_SEND: u32 = 1 << 21;
+/// Most bytes of send or of receive memory that a connection on a short path can use. Send memory grows if the program fills what it
+/// has: the more there is, the less often the program has to be woken to fill it again. Receive memory: see [`Tuning::windows`].
+const SHORT_MEMORY: u32 = 1 << 21;
+/// Windows one after the other that a short path must use up before it gets more receive memory; and how often send memory must have
+/// been used in whole, since the program filled it first, before it gets more of that. More memory costs the connection a moment of rest.
+const USED_UP: u8 = 4;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
 /// No connection needs more.
@@ -21,6 +25,16 @@ const MOST: u32 = 1 << 30;
 pub(crate) struct Tuning {
     quarters: [Instant; 2],
     read: u32,
+    /// Where the program was when it had read the last whole window, and what was seen since then: that the peer had used up most of the
+    /// window, and that the program had read most of what came.
+    window_read: u32,
+    full: bool,
+    empty: bool,
+    /// Windows one after the other in which both were seen: peer and program could do more, and wait for each other. A program that does
+    /// not keep up with its peer never empties its memory, and would gain nothing by more.
+    windows: u8,
+    /// Where the peer's acknowledgements were when the program had filled send memory on a short path for the first time.
+    filled_at: Option<u32>,
 }
 
 impl Connection {
@@ -31,23 +45,52 @@ impl Connection {
             return None;
         }
         let [last, before_last] = self.tuning.quarters;
-        self.tuning = Tuning { quarters: [now, last], read };
+        (self.tuning.quarters, self.tuning.read) = ([now, last], read);
         let took = now.since(before_last);
         let round = u64::from(self.rtt.smoothed);
-        let limited = self.is_long_path() && took <= round + round / 4;
-        (limited && window < 65535 << self.receive.wscale).then(|| window.saturating_mul(FACTOR).min(MOST))
+        if window >= 65535 << self.receive.wscale {
+            return None;
+        }
+        if !self.is_long_path() {
+            let more = self.waits_for_window() && window < SHORT_MEMORY / 2;
+            return more.then(|| window.saturating_mul(FACTOR).min(SHORT_MEMORY));
+        }
+        (took <= round + round / 4).then(|| window.saturating_mul(FACTOR).min(MOST))
+    }
+
+    /// Notes how much of the window, of which `offered` bytes are left, peer and program have used when the program has read.
+    #[inline]
+    pub(crate) fn note_window(&mut self, offered: u32) {
+        let few = self.receive.capacity / 4;
+        self.tuning.full |= offered < few;
+        self.tuning.empty |= self.readable() < few;
+    }
+
+    /// Whether the window has been the limit for some time although the program reads all that comes. To be asked at each quarter.
+    fn waits_for_window(&mut self) -> bool {
+        let (read, window) = (self.receive.read, self.receive.capacity);
+        let tuning = &mut self.tuning;
+        if read.wrapping_sub(tuning.window_read) >= window {
+            let both = tuning.full && tuning.empty;
+            tuning.windows = if both { tuning.windows.saturating_add(1) } else { 0 };
+            (tuning.window_read, tuning.full, tuning.empty) = (read, false, false);
+        }
+        tuning.windows >= USED_UP
     }
 
     /// Bytes of send memory that the connection could use, if that is more than the `size` that it has.
     #[inline]
-    pub fn wanted_send_memory(&self, size: u32) -> Option<u32> {
+    pub fn wanted_send_memory(&mut self, size: u32) -> Option<u32> {
         let queued = self.send.end.wrapping_sub(self.send.una);
         let window = self.congestion.cwnd.saturating_mul(self.send.mss);
         if queued <= size / 2 || window <= size / 2 {
             return None;
         }
         if !self.is_long_path() {
-            return (size < SHORT_SEND).then_some(SHORT_SEND);
+            let una = self.send.una;
+            let used = una.wrapping_sub(*self.tuning.filled_at.get_or_insert(una));
+            let more = size < SHORT_MEMORY && used >= size * u32::from(USED_UP);
+            return more.then(|| size.saturating_mul(FACTOR).min(SHORT_MEMORY));
         }
         // Twice the window, so that the program refills one while the other is in flight.
         Some(window.saturating_mul(FACTOR).min(MOST))
@@ -74,5 +117,101 @@ impl Connection {
         let unit = if shift == 0 { 0 } else { 1 << shift };
         self.receive.capacity = self.config.receive_buffer.saturating_sub(unit).min(65535 << shift).min(most);
         self.set_window_step();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::Config;
+    use crate::segment::Segment;
+    use baton_wire::{Flags, TcpOptions};
+
+    /// Bytes of a segment.
+    const PIECE: u32 = 16_384;
+
+    /// An open connection with 256 KB of receive memory, whose peer scales its window as far as is allowed.
+    fn open() -> Connection {
+        let options = TcpOptions { window_scale: Some(8), mss: Some(1448), ..TcpOptions::default() };
+        let syn = Segment { seq: 0, flags: Flags::SYN, window: 1000, options, ..Segment::default() };
+        let config = Config { receive_limit: 8 << 20, ..Config::default() };
+        let mut tcp = Connection::accept(config, &syn, 100, 0, Instant(0)).expect("a plain SYN");
+        send_all(&mut tcp);
+        tcp.input(&Segment { seq: 1, ack: 101, flags: Flags::ACK, window: 1000, ..Segment::default() }, Instant(0));
+        tcp
+    }
+
+    fn send_all(tcp: &mut Connection) {
+        while tcp.poll_transmit(Instant(0), 0).is_some() {}
+    }
+
+    /// The peer sends as much as the window allows but `spared` bytes, then the program reads all but `left` bytes, `rounds` times.
+    /// Returns the memory that is wanted at last.
+    fn exchange(tcp: &mut Connection, rounds: u32, spared: u32, left: u32) -> Option<u32> {
+        let mut wanted = None;
+        for _ in 0..rounds {
+            while tcp.receive.adv.wrapping_sub(tcp.receive.nxt) >= PIECE + spared {
+                let segment = Segment {
+                    seq: tcp.receive.nxt,
+                    ack: 101,
+                    flags: Flags::ACK,
+                    window: 1000,
+                    length: PIECE,
+                    ..Segment::default()
+                };
+                tcp.input(&segment, Instant(0));
+                send_all(tcp);
+            }
+            while tcp.readable() > left {
+                assert!(tcp.consumed(PIECE.min(tcp.readable() - left)));
+                wanted = tcp.wanted_receive_memory(Instant(0)).or(wanted);
+                send_all(tcp);
+            }
+        }
+        wanted
+    }
+
+    #[test]
+    fn a_short_path_gets_more_memory_when_peer_and_program_wait_for_each_other() {
+        let mut tcp = open();
+        assert!(!tcp.is_long_path());
+        assert_eq!(exchange(&mut tcp, u32::from(USED_UP) - 1, 0, 0), None, "a few bursts need none");
+        for memory in [1 << 20, SHORT_MEMORY] {
+            let wanted = exchange(&mut tcp, 2 * u32::from(USED_UP), 0, 0).expect("more");
+            assert_eq!(wanted.next_power_of_two(), memory);
+            tcp.set_receive_memory(memory, 8 << 20);
+        }
+        assert_eq!(exchange(&mut tcp, 20, 0, 0), None, "no more than that");
+    }
+
+    /// Queues and sends the whole of 32 KB of send memory, `times` times. Returns the memory that is wanted at last.
+    fn send(tcp: &mut Connection, times: u32) -> Option<u32> {
+        const SIZE: u32 = 1 << 15;
+        let mut wanted = None;
+        for _ in 0..times {
+            tcp.queue(SIZE);
+            wanted = tcp.wanted_send_memory(SIZE).or(wanted);
+            for _ in 0..10 {
+                send_all(tcp);
+                let acknowledgement =
+                    Segment { seq: 1, ack: tcp.send.nxt, flags: Flags::ACK, window: 1000, ..Segment::default() };
+                tcp.input(&acknowledgement, Instant(0));
+            }
+            assert_eq!(tcp.send.una, tcp.send.end);
+        }
+        wanted
+    }
+
+    #[test]
+    fn a_program_that_fills_its_send_memory_now_and_then_gets_no_more_at_once() {
+        let mut tcp = open();
+        assert_eq!(send(&mut tcp, u32::from(USED_UP)), None);
+        assert_eq!(send(&mut tcp, 3), Some(1 << 17));
+    }
+
+    #[test]
+    fn it_gets_none_when_either_does_not_keep_up() {
+        assert_eq!(exchange(&mut open(), 50, 1 << 17, 0), None, "the window is never used up");
+        assert_eq!(exchange(&mut open(), 50, 0, 1 << 17), None, "the program is behind");
     }
 }

@@ -39,8 +39,9 @@ impl Connection {
     /// sends nothing more, and may have forgotten the connection: it would answer with a reset.
     #[inline]
     pub(crate) fn after_read(&mut self) {
+        let offered = self.receive.adv.wrapping_sub(self.receive.nxt);
+        self.note_window(offered);
         let r = &mut self.receive;
-        let offered = r.adv.wrapping_sub(r.nxt);
         let gain = r.read.wrapping_add(r.capacity).wrapping_sub(r.adv) as i32;
         if gain > 0
             && offered < r.capacity / 2

@@ -62,14 +62,14 @@ fn windows_grow_with_the_path() {
     }
 }
 
-/// On a short path the initial memory is enough, and stays.
+/// On a short path, too, memory grows when peer and program wait for each other, but not as far.
 #[test]
-fn a_short_path_needs_no_more() {
+fn a_short_path_needs_less() {
     let mut scene = scene(TestbedSettings::default());
     scene.move_to(Place::Nic);
-    transfer(&mut scene, 1 << 20);
+    transfer(&mut scene, 20 << 20);
     let memory = memory(&mut scene);
-    assert!(memory[0] <= 1 << 18, "receive memory takes {memory:?} bytes");
+    assert!((1 << 17..=1 << 21).contains(&memory[0]), "receive memory takes {memory:?} bytes");
     scene.drain();
 }
 
