@@ -10,7 +10,7 @@ use crate::time::Instant;
 const SHORT: u32 = 500;
 /// Send memory in bytes of a connection on a short path whose program fills what it has: the more there is, the less often the
 /// program has to be woken to fill it again.
-const SHORT_SEND: u32 = 1 << 21;
+const SHORT_SEND: u32 = 1 << 22;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
 /// No connection needs more.
