@@ -11,14 +11,10 @@ use baton_shm::Region;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
-/// Initial sizes of receive and of send memory in bytes, unless the connection needs more. A connection uses all of its memory in
-/// turn, so the less it has, the more of it is still in a processor's cache when it comes round again. This is what most connections
-/// have advertised when they move, and what most programs queue at a time.
-const RECEIVE: u32 = 1 << 16;
-const SEND: u32 = 1 << 15;
-/// Least initial size of either in segments. A peer that was once offered a larger window sends nothing but probes while less than a
-/// segment fits, and the loopback device's segments are of 64 KB.
-const SEGMENTS: u32 = 4;
+/// Initial size of send and of receive memory in bytes, unless the connection needs more.
+const BEGINNING: u32 = 1 << 18;
+/// Initial size in bytes once more than half of the session's memory is taken, so that thousands of connections find room.
+const BEGINNING_LATE: u32 = 1 << 16;
 /// Least size in bytes, if there is no more.
 const LEAST: u32 = 1 << 14;
 /// Greatest size in bytes.
@@ -52,7 +48,7 @@ impl Limits {
         let locks = get(SO_BUF_LOCK).unwrap_or(0);
         let limit = |lock, option, setting| {
             let locked = (locks & lock != 0).then(|| get(option)).flatten().and_then(|bytes| u32::try_from(bytes).ok());
-            locked.or_else(|| third(setting)).unwrap_or(RECEIVE).clamp(1 << 12, MOST)
+            locked.or_else(|| third(setting)).unwrap_or(BEGINNING).clamp(1 << 12, MOST)
         };
         Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, "tcp_rmem"), send: limit(SEND_LOCKED, SO_SNDBUF, "tcp_wmem") }
     }
@@ -72,10 +68,10 @@ pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> 
     let received = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?;
     let in_flight = image.cwnd.saturating_mul(u32::from(image.mss)).saturating_mul(2);
     let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
-    let segments = SEGMENTS * u32::from(image.mss);
-    let receive = take_between(&mut session.heap, received, RECEIVE.max(segments).min(limits.receive))?;
+    let beginning = if scarce { BEGINNING_LATE } else { BEGINNING };
+    let receive = take_between(&mut session.heap, received, beginning.min(limits.receive))?;
     // Where memory is scarce, a connection that could use more gets it when it requests more.
-    let sent = if scarce { SEND } else { SEND.max(in_flight) }.max(segments).min(limits.send);
+    let sent = if scarce { beginning } else { beginning.max(in_flight) }.min(limits.send);
     let Some(send) = take_between(&mut session.heap, image.send_queue(), sent) else {
         session.heap.give(receive.0, receive.1);
         return None;
@@ -92,7 +88,7 @@ fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)>
     let mut size = wished.max(needed);
     loop {
         // Blocks larger than the initial size come only from what is left for growth.
-        if (size <= RECEIVE || size <= needed.next_power_of_two() || fits_growth(heap, size))
+        if (size <= BEGINNING || size <= needed.next_power_of_two() || fits_growth(heap, size))
             && let Some(block) = heap.take(size)
         {
             return Some(block);
@@ -149,20 +145,20 @@ mod tests {
     #[test]
     fn growth_leaves_room_for_others() {
         let mut heap = Heap::new(0, 64 << 20);
-        let grown: Vec<u32> = std::iter::from_fn(|| enlarge(&mut heap, RECEIVE, MOST, MOST)).map(|block| block.1).collect();
+        let grown: Vec<u32> = std::iter::from_fn(|| enlarge(&mut heap, BEGINNING, MOST, MOST)).map(|block| block.1).collect();
         assert_eq!(grown[0], 8 << 20, "a quarter of a half");
-        assert!(grown.windows(2).all(|pair| pair[0] >= pair[1]) && grown.iter().all(|size| *size > RECEIVE));
+        assert!(grown.windows(2).all(|pair| pair[0] >= pair[1]) && grown.iter().all(|size| *size > BEGINNING));
         assert!(heap.free_bytes() >= 32 << 20);
-        let begun = std::iter::from_fn(|| take_between(&mut heap, 1000, RECEIVE)).count();
-        assert!(begun >= 512, "{begun} connections begin");
+        let begun = std::iter::from_fn(|| take_between(&mut heap, 1000, BEGINNING)).count();
+        assert!(begun >= 128, "{begun} connections begin");
         assert_eq!(heap.free_bytes(), 0, "the last ones with less");
     }
 
     #[test]
     fn what_is_there_is_needed() {
         let mut heap = Heap::new(0, 64 << 20);
-        assert_eq!(take_between(&mut heap, 5 << 20, RECEIVE).map(|block| block.1), Some(8 << 20));
+        assert_eq!(take_between(&mut heap, 5 << 20, BEGINNING).map(|block| block.1), Some(8 << 20));
         assert_eq!(take_between(&mut heap, 100, 5000).map(|block| block.1), Some(8192));
-        assert_eq!(take_between(&mut heap, MOST + 1, RECEIVE), None);
+        assert_eq!(take_between(&mut heap, MOST + 1, BEGINNING), None);
     }
 }

@@ -9,9 +9,11 @@ use crate::time::Instant;
 /// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the rate there is how
 /// long NIC and programs need to take notice of each other, which no round trip shows.
 const SHORT: u32 = 500;
-/// Most bytes of send or of receive memory that a connection on a short path can use. Send memory grows if the program fills what it
-/// has: the more there is, the less often the program has to be woken to fill it again. Receive memory: see [`Tuning::windows`].
-const SHORT_MEMORY: u32 = 1 << 21;
+/// Most bytes of receive memory that a connection on a short path can use: see [`Tuning::windows`].
+const SHORT_RECEIVE: u32 = 1 << 21;
+/// The same of send memory, which grows if the program fills what it has: the more there is, the less often the program has to be woken
+/// to fill it again.
+const SHORT_SEND: u32 = 1 << 22;
 /// Windows one after the other that a short path must use up before it gets more receive memory; and how often send memory must have
 /// been used in whole, since the program filled it first, before it gets more of that. More memory costs the connection a moment of rest.
 const USED_UP: u8 = 4;
@@ -52,8 +54,8 @@ impl Connection {
             return None;
         }
         if !self.is_long_path() {
-            let more = self.waits_for_window() && window < SHORT_MEMORY / 2;
-            return more.then(|| window.saturating_mul(FACTOR).min(SHORT_MEMORY));
+            let more = self.waits_for_window() && window < SHORT_RECEIVE / 2;
+            return more.then(|| window.saturating_mul(FACTOR).min(SHORT_RECEIVE));
         }
         (took <= round + round / 4).then(|| window.saturating_mul(FACTOR).min(MOST))
     }
@@ -89,8 +91,8 @@ impl Connection {
         if !self.is_long_path() {
             let una = self.send.una;
             let used = una.wrapping_sub(*self.tuning.filled_at.get_or_insert(una));
-            let more = size < SHORT_MEMORY && used >= size * u32::from(USED_UP);
-            return more.then(|| size.saturating_mul(FACTOR).min(SHORT_MEMORY));
+            let more = size < SHORT_SEND && used >= size * u32::from(USED_UP);
+            return more.then(|| size.saturating_mul(FACTOR).min(SHORT_SEND));
         }
         // Twice the window, so that the program refills one while the other is in flight.
         Some(window.saturating_mul(FACTOR).min(MOST))
@@ -176,7 +178,7 @@ mod tests {
         let mut tcp = open();
         assert!(!tcp.is_long_path());
         assert_eq!(exchange(&mut tcp, u32::from(USED_UP) - 1, 0, 0), None, "a few bursts need none");
-        for memory in [1 << 20, SHORT_MEMORY] {
+        for memory in [1 << 20, SHORT_RECEIVE] {
             let wanted = exchange(&mut tcp, 2 * u32::from(USED_UP), 0, 0).expect("more");
             assert_eq!(wanted.next_power_of_two(), memory);
             tcp.set_receive_memory(memory, 8 << 20);

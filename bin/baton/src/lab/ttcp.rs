@@ -27,9 +27,9 @@ pub struct TtcpArguments {
     #[arg(long, value_enum)]
     direction: Option<Towards>,
     /// Rounds; the medians count.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Most messages of a transfer. (A transfer has at most 64 MB, too.)
+    /// Most messages of a transfer. (A transfer has at most 256 MB, too.)
     #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
     messages: u64,
     /// Without TSO and GSO on either side: every frame is at most an MTU long.

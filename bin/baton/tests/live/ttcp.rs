@@ -20,7 +20,7 @@ fn every_way_transfers_what_was_sent() {
     let other_nagle = ["full-nagle-host", "full-handshake-nagle-host", "full-aggregated-nagle-nic"];
     for way in ["none", "veth", "handoff", "fast-path"].into_iter().chain(full).chain(other_nagle) {
         for direction in ["transmit", "receive"] {
-            for (size, bytes) in [(1, 1500), (3000, 4_500_000), (65_536, 64 << 20)] {
+            for (size, bytes) in [(1, 1500), (3000, 4_500_000), (65_536, 98_304_000)] {
                 let same =
                     |cell: &&serde_json::Value| cell["way"] == way && cell["direction"] == direction && cell["size"] == size;
                 let cell = cells.iter().find(same).unwrap_or_else(|| panic!("{way} {direction} {size} is missing: {stderr}"));
