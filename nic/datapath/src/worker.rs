@@ -327,12 +327,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn poll_others(&mut self, now: Instant) -> bool {
         self.turn = self.settings.batch;
         let mut worked = self.started && self.poll_host(now);
+        // Before the programs: what the agent has forbidden a connection counts for all that its program sends afterwards.
+        if self.agent.commands.has_message() {
+            worked |= self.poll_commands(now);
+        }
         worked |= self.poll_sessions(now);
         if self.has_extras {
             worked |= self.poll_extras(now);
-        }
-        if self.agent.commands.has_message() {
-            worked |= self.poll_commands(now);
         }
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
