@@ -162,13 +162,8 @@ impl Forger {
         None
     }
 
-    /// Reads and drops all frames in flight.
-    fn settle(&mut self) {
-        self.settle_for(Duration::from_millis(60));
-    }
-
     /// Reads and drops frames until none has come for some time.
-    fn settle_for(&mut self, time: Duration) {
+    fn settle(&mut self, time: Duration) {
         let mut quiet = Instant::now();
         while quiet.elapsed() < time {
             if self.device.receive(&mut self.frame) {
@@ -190,7 +185,7 @@ fn a_byte_into_a_closed_window_is_answered() {
         // Until nothing more fits: the window is closed. Less of it than a segment may be left, which the peer fills when its timer for
         // closed windows expires, after 200 ms.
         scene.fill(64 << 20);
-        forger.settle_for(Duration::from_millis(300));
+        forger.settle(Duration::from_millis(300));
         // The forger knows of one byte that the peer has sent.
         let sent = forger.seq.wrapping_add(scene.sent[1] as u32 - 1);
         let acknowledged = || sent.wrapping_sub(socket::queue_bytes(scene.peer.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ"));
@@ -241,9 +236,9 @@ fn forger_end(seq: u32) -> u32 {
 const SO_SNDBUFFORCE: i32 = 32;
 const SO_RCVBUFFORCE: i32 = 33;
 
-/// More than four thousand segments are in flight when the connection moves to the NIC: every acknowledgement of them counts.
-#[test]
-fn thousands_of_segments_in_flight_move() {
+/// A connection in the kernel with more than four thousand segments in flight. None if a busy machine has lost some, which ends the
+/// growth.
+fn with_thousands_in_flight() -> Option<Scene> {
     let link = LinkSettings { delay: 90_000, ..LinkSettings::default() };
     let bed = hosts(TestbedSettings { link, peer_queue: Some(10_000), ..TestbedSettings::default() });
     let (server, peer) = connect(&bed, false, 8080);
@@ -255,15 +250,13 @@ fn thousands_of_segments_in_flight_move() {
     let mut session = Session::connect(&bed.socket()).expect("a session");
     let id = session.adopt(server.into()).expect("adoption");
     let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
-    let in_flight = |scene: &Scene| {
-        // Sent and not arrived: sent by the program, minus what waits unsent, minus what the peer has.
-        let arrived = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").bytes_received;
-        scene.sent[0] - arrived
-    };
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(10);
     let mut rate = 0;
     while rate < 4400 * 1448 {
-        assert!(Instant::now() < deadline, "never more than {rate} bytes a round trip");
+        if Instant::now() > deadline {
+            println!("never more than {rate} bytes a round trip");
+            return None;
+        }
         let before = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").bytes_received;
         let begun = Instant::now();
         while begun.elapsed() < Duration::from_millis(180) {
@@ -273,6 +266,18 @@ fn thousands_of_segments_in_flight_move() {
         }
         rate = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").bytes_received - before;
     }
+    Some(scene)
+}
+
+/// More than four thousand segments are in flight when the connection moves to the NIC: every acknowledgement of them counts.
+#[test]
+fn thousands_of_segments_in_flight_move() {
+    let mut scene = (0..4).find_map(|_| with_thousands_in_flight()).expect("thousands of segments in flight");
+    let in_flight = |scene: &Scene| {
+        // Sent and not arrived: sent by the program, minus what waits unsent, minus what the peer has.
+        let arrived = TcpInfo::read(scene.peer.as_fd()).expect("TCP_INFO").bytes_received;
+        scene.sent[0] - arrived
+    };
     while scene.send(1 << 16) > 0 {}
     assert!(in_flight(&scene) > 4300 * 1448);
     scene.move_to(Place::Nic);
