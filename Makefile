@@ -56,6 +56,7 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
+	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports
 
 # The simulator: many seeds, every crash and every pair of crashes of a move there and back, and the builds sabotaged on purpose.
 sim: build

@@ -9,6 +9,7 @@ use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,10 +17,15 @@ use std::time::{Duration, Instant};
 /// Each of these tests keeps both cores of a small machine busy, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
+/// The other tests start this one as the hostile program. Alone it checks that they learn of an attack that fails.
 #[test]
-#[ignore = "the hostile program, which the other tests start"]
 fn hostile_program() {
-    crate::hostile_client::run();
+    if crate::hostile_client::run() {
+        return;
+    }
+    let host = Namespace::new().expect("a namespace");
+    let hostile = Hostile::start_at(&host, Path::new("/nonexistent"), "", "no such attack");
+    assert!(!hostile.succeeds(), "an attack that there is not has succeeded");
 }
 
 struct Honest {

@@ -44,7 +44,7 @@ impl Hostile {
     pub fn start_at(namespace: &Namespace, socket: &Path, peer: &str, attack: &str) -> Hostile {
         // Not by its path, which may be inside a directory that only some users can read.
         let mut command = Command::new("/proc/self/exe");
-        command.args(["--exact", "hostile::hostile_program", "--ignored", "--nocapture", "--test-threads=1"]);
+        command.args(["--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
         command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdout(Stdio::piped());
         std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         let mut child = namespace.run(|| command.spawn()).expect("the hostile program");
@@ -66,11 +66,18 @@ impl Hostile {
         self.0.try_wait().expect("our child").is_some()
     }
 
-    /// Waits until it reports success.
-    pub fn expect_success(mut self) {
+    /// Waits for its end. Returns whether it reports success.
+    pub fn succeeds(mut self) -> bool {
         let mut rest = String::new();
         self.1.read_to_string(&mut rest).expect("its output");
-        assert!(self.0.wait().expect("our child").success(), "the hostile program: {rest}");
+        let success = self.0.wait().expect("our child").success();
+        println!("the hostile program: {rest}");
+        success
+    }
+
+    /// Waits until it reports success.
+    pub fn expect_success(self) {
+        assert!(self.succeeds(), "the hostile program has failed");
     }
 }
 
@@ -169,9 +176,9 @@ fn alone() -> Opening {
     Opening::alone()
 }
 
-/// Runs the attack; called by `hostile_program` of the test.
-pub fn run() {
-    let (Ok(attack), Ok(socket)) = (std::env::var(ATTACK), std::env::var(SOCKET)) else { return };
+/// Runs the attack, if this process was started for one; called by `hostile_program` of the test. Returns whether it was.
+pub fn run() -> bool {
+    let (Ok(attack), Ok(socket)) = (std::env::var(ATTACK), std::env::var(SOCKET)) else { return false };
     let socket = Path::new(&socket);
     let say = || {
         println!("attacking");
@@ -186,6 +193,7 @@ pub fn run() {
         "many" => take_all_sessions(socket),
         other => panic!("no attack {other:?}"),
     }
+    true
 }
 
 /// Moves the command ring's head far away; the connection is then moved to the kernel, which makes the NIC read the whole ring.

@@ -1,0 +1,131 @@
+//! Connections that the NIC has made are closed by it.
+
+use super::{address, bed, connect, connections, start, statistics, wait_for_server, wait_until};
+use crate::scratch::text;
+use baton_abi::layout::Counter;
+use baton_lab::testbed::{Testbed, address_b};
+use baton_linux::{process, socket};
+use baton_protocol::program::{Ask, Place, Reply};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+in_both_shapes! {
+    the_nic_closes_what_it_has_made
+    a_death_while_the_nic_closes_loses_nothing
+}
+
+/// A server that sends what it is asked for, so many bytes, and closes at once.
+const SEND_AND_CLOSE: &str = "
+import socket, threading
+listener = socket.create_server(('', 7000), backlog=100)
+def serve(one):
+    length = int(one.makefile('rb').readline())
+    one.sendall(bytes(n * 7 & 255 for n in range(256)) * (length // 256))
+    one.close()
+while True: threading.Thread(target=serve, args=(listener.accept()[0],)).start()
+";
+
+/// Asks such a server for so many bytes.
+fn ask_for(bed: &Testbed, length: usize) -> TcpStream {
+    let mut client = connect(bed, address(false, 7000)).expect("a connection");
+    client.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
+    writeln!(client, "{length}").expect("room");
+    client
+}
+
+/// Reads to the end of the stream, and compares.
+fn read_all(mut client: TcpStream, length: usize) {
+    let mut received = Vec::new();
+    client.read_to_end(&mut received).expect("an orderly end");
+    assert_eq!(received.len(), length);
+    assert!(received.iter().enumerate().all(|(at, byte)| *byte == (at * 7) as u8));
+}
+
+fn kernels_sockets(bed: &Testbed, filter: &str) -> String {
+    let mut command = Command::new("ss");
+    command.arg("-Htan").args(filter.split(' ')).stdout(Stdio::piped());
+    text(&bed.host_a.spawn(&mut command).expect("ss").wait_with_output().expect("its output").stdout).to_owned()
+}
+
+/// The NIC closes what it has made: no connection goes to the kernel for that, and none waits there.
+fn the_nic_closes_what_it_has_made(beside: bool) {
+    let bed = bed(beside);
+    let _server = start(&bed, &["python3", "-c", SEND_AND_CLOSE]);
+    wait_for_server(&bed, address(false, 7000));
+    let before = statistics(&bed);
+    let resets = crate::moves::resets_sent(&bed.host_a);
+    for _ in 0..300 {
+        read_all(ask_for(&bed, 10_240), 10_240);
+    }
+    let closes_late = ask_for(&bed, 10_240);
+    read_all(closes_late.try_clone().expect("a descriptor"), 10_240);
+    wait_until("the end of all connections", || connections(&bed).iter().all(|one| one.made_by != Place::Nic));
+    drop(closes_late);
+    // One more, behind the FIN.
+    read_all(ask_for(&bed, 2560), 2560);
+    assert_eq!(crate::moves::resets_sent(&bed.host_a) - resets, 0, "segments of the NIC's connections have reached the kernel");
+    let now = statistics(&bed);
+    assert_eq!(now.counters[Counter::Made as usize], before.counters[Counter::Made as usize] + 302);
+    assert_eq!((now.failed_moves, now.lost), (0, 0));
+    // To the NIC, when they are accepted.
+    assert!(now.moves - before.moves < 310, "{} moves", now.moves - before.moves);
+    assert_eq!(kernels_sockets(&bed, "state time-wait sport = :7000"), "");
+    // The same 4-tuple at once: the NIC lets it follow one that waits (RFC 6191).
+    let from = SocketAddr::new(address_b(false), 33_000);
+    for _ in 0..3 {
+        let mut client = None;
+        // The last one's end may be on its way to host B.
+        wait_until("the next connection", || {
+            client = bed.host_b.run(|| connect_from(from, address(false, 7000))).ok();
+            client.is_some()
+        });
+        let mut client = client.expect("a connection");
+        client.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
+        writeln!(client, "2560").expect("room");
+        read_all(client, 2560);
+    }
+}
+
+/// Connects from an address and port.
+fn connect_from(from: SocketAddr, to: SocketAddr) -> std::io::Result<TcpStream> {
+    const SOL_SOCKET: i32 = 1;
+    const SO_REUSEADDR: i32 = 2;
+    let stream = socket::stream(false, 0)?;
+    socket::set(stream.as_fd(), SOL_SOCKET, SO_REUSEADDR, 1)?;
+    socket::bind(stream.as_fd(), from)?;
+    socket::connect(stream.as_fd(), to)?;
+    Ok(TcpStream::from(stream))
+}
+
+/// A program closes, and the NIC or the agent dies before the peer has everything: the kernel sends the rest and the FIN.
+fn a_death_while_the_nic_closes_loses_nothing(beside: bool) {
+    for agent_dies in [false, true] {
+        let bed = bed(beside);
+        let _server = start(&bed, &["python3", "-c", SEND_AND_CLOSE]);
+        wait_for_server(&bed, address(false, 7000));
+        // More than the peer's window, so that the rest waits at the NIC until it is read.
+        let length = 4 << 20;
+        let clients: Vec<TcpStream> = (0..4).map(|_| ask_for(&bed, length)).collect();
+        let closed = || connections(&bed).iter().filter(|one| one.reason.contains("closed")).count();
+        // Each server's thread has sent all when it closes; what the peer's window does not hold lies in send memory.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while closed() < 4 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let first = statistics(&bed);
+        process::signal(if agent_dies { first.agent_process } else { first.nic_process }, 9).expect("a signal");
+        wait_until("the next NIC", || {
+            let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
+            matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
+        });
+        for client in clients {
+            read_all(client, length);
+        }
+        wait_until("the end of all connections", || connections(&bed).is_empty());
+        assert_eq!(statistics(&bed).lost, 0);
+        read_all(ask_for(&bed, 2560), 2560);
+    }
+}

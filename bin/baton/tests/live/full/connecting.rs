@@ -1,0 +1,187 @@
+//! Connections that a program under full offload opens, and how that fails.
+
+use super::{bed, count, on_b, statistics};
+use crate::common::hosts;
+use crate::scratch::text;
+use baton_abi::layout::Counter;
+use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
+use std::net::{SocketAddr, TcpListener};
+use std::process::{Command, Stdio};
+
+in_both_shapes! {
+    connecting_fails_as_natively
+}
+
+/// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
+const CONNECTS: &str = "
+import asyncio, errno, os, select, socket, sys
+at = (sys.argv[1], int(sys.argv[2]))
+def exchange(one):
+    one.settimeout(20)
+    data = os.urandom(100_000)
+    sent = got = 0
+    received = b''
+    while len(received) < len(data):
+        if sent < len(data): sent += one.send(data[sent:sent + 20000])
+        received += one.recv(65536) or sys.exit('the end')
+    assert received == data
+def blocking():
+    one = socket.socket()
+    one.connect(at)
+    assert one.getpeername() == at and one.getsockname()[1] != 0
+    exchange(one)
+    one.close()
+def polling(wait):
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex(at) == errno.EINPROGRESS
+    wait(one)
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+    exchange(one)
+    one.close()
+def by_select(one): assert select.select([], [one], [], 20)[1]
+def by_poll(one):
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] == select.POLLOUT
+def by_epoll(one, edge=0):
+    epoll = select.epoll()
+    epoll.register(one, select.EPOLLOUT | edge)
+    assert epoll.poll(20)[0][1] == select.EPOLLOUT
+def by_edge(one): by_epoll(one, select.EPOLLET)
+def refused():
+    one = socket.socket()
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.ECONNREFUSED
+    one.close()
+    one = socket.socket()
+    one.setblocking(False)
+    assert one.connect_ex((at[0], at[1] + 1)) == errno.EINPROGRESS
+    poll = select.poll()
+    poll.register(one, select.POLLOUT)
+    assert poll.poll(20000)[0][1] & select.POLLERR
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+    one.close()
+async def client():
+    reader, writer = await asyncio.open_connection(*at)
+    data = os.urandom(300_000)
+    writer.write(data)
+    assert await reader.readexactly(len(data)) == data
+    writer.close()
+    await writer.wait_closed()
+async def several(): await asyncio.gather(*(client() for _ in range(10)))
+for n in range(5):
+    blocking()
+    for wait in by_select, by_poll, by_epoll, by_edge: polling(wait)
+    refused()
+    asyncio.run(several())
+bound = socket.socket()
+bound.bind(('', 0))
+bound.connect(at)
+exchange(bound)
+print('right')
+";
+
+/// The NIC opens the connections of a client, in every way to connect and to wait.
+#[test]
+fn the_nic_opens_connections() {
+    let several = TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() };
+    let beside = TestbedSettings { beside: true, ..TestbedSettings::default() };
+    for settings in [TestbedSettings::default(), several, beside] {
+        opens_connections(&hosts(settings));
+    }
+}
+
+fn opens_connections(bed: &Testbed) {
+    for ipv6 in [false, true] {
+        let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(ipv6), 6000))).expect("a listener");
+        std::thread::spawn(move || {
+            for one in listener.incoming().flatten() {
+                std::thread::spawn(move || std::io::copy(&mut one.try_clone()?, &mut &one));
+            }
+        });
+        let address = address_b(ipv6).to_string();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let program = if ipv6 {
+            CONNECTS.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("getpeername()", "getpeername()[:2]")
+        } else {
+            CONNECTS.into()
+        };
+        command.arg("run").arg("--socket").arg(bed.socket()).args([
+            "--offload",
+            "full",
+            "--",
+            "python3",
+            "-c",
+            &program,
+            &address,
+            "6000",
+        ]);
+        command.env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let before = count(bed, Counter::Made);
+        let ran = bed.host_a.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
+        assert!(ran.status.success() && ran.stdout == b"right\n", "{}{}", text(&ran.stdout), text(&ran.stderr));
+        let made = count(bed, Counter::Made) - before;
+        assert!(made >= 75, "the NIC opened {made} (IPv6 {ipv6}); {:?}", statistics(bed));
+    }
+    let end = statistics(bed);
+    assert_eq!((end.failed_moves, end.lost), (0, 0));
+}
+
+/// Connections to nowhere, with each error that Linux has for it; and more connections than there are ports.
+const ERRORS: &str = "
+import errno, socket, sys, time
+def attempt(address, **options):
+    one = socket.socket()
+    for option, value in options.items(): one.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    one.settimeout(30)
+    try: one.connect(address)
+    except OSError as error: return one, errno.errorcode[error.errno]
+    return one, 'open'
+peer = sys.argv[1]
+print(attempt((peer, 6001))[1])
+print(attempt((peer, 6002))[1])
+print(attempt((peer, 6003))[1])
+begun = time.monotonic()
+print(attempt((peer, 6004), TCP_SYNCNT=1)[1])
+print('in time' if 2 < time.monotonic() - begun < 8 else 'after %f s' % (time.monotonic() - begun))
+held = [attempt((peer, 6000)) for _ in range(9)]
+print(' '.join(sorted(why for _, why in held)))
+held.pop(next(at for at, one in enumerate(held) if one[1] == 'open'))[0].close()
+";
+
+/// ICMP messages while the NIC opens a connection, TCP_SYNCNT, and the end of the ports: as natively.
+fn connecting_fails_as_natively(beside: bool) {
+    let bed = bed(beside);
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 6000))).expect("a listener");
+    let rules = [
+        "add table inet wall",
+        "add chain inet wall in { type filter hook input priority 0 ; }",
+        "add rule inet wall in tcp dport 6001 reject with icmp type host-unreachable",
+        "add rule inet wall in tcp dport 6002 reject with icmp type admin-prohibited",
+        "add rule inet wall in tcp dport 6003 reject with icmp type port-unreachable",
+        "add rule inet wall in tcp dport 6004 drop",
+    ];
+    for rule in rules {
+        let words: Vec<&str> = ["nft"].into_iter().chain(rule.split(' ')).collect();
+        let added = on_b(&bed, &words);
+        assert!(added.status.success(), "{rule}: {}", text(&added.stderr));
+    }
+    let ports = bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "42000 42007"));
+    ports.expect("the range of ports");
+    let address = address_b(false).to_string();
+    let run = |prefix: &[&str]| {
+        let line: Vec<&str> = prefix.iter().copied().chain(["python3", "-c", ERRORS, &address]).collect();
+        let mut command = Command::new(line[0]);
+        command.args(&line[1..]).env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let ran = bed.host_a.spawn(&mut command).expect("a program").wait_with_output().expect("its output");
+        assert!(ran.status.success(), "{}", text(&ran.stderr));
+        text(&ran.stdout).to_owned()
+    };
+    let made = count(&bed, Counter::Made);
+    let socket = bed.socket().to_string_lossy().into_owned();
+    let ours = run(&[env!("CARGO_BIN_EXE_baton"), "run", "--socket", &socket, "--offload", "full", "--"]);
+    assert_eq!(count(&bed, Counter::Made), made + 8, "{ours}");
+    let opens = ["open"; 8].join(" ");
+    assert_eq!(ours, format!("EHOSTUNREACH\nEHOSTUNREACH\nECONNREFUSED\nETIMEDOUT\nin time\nEADDRNOTAVAIL {opens}\n"));
+    drop(listener);
+}
