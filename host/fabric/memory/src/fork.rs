@@ -3,23 +3,23 @@
 //! program, need none.
 
 use crate::lent::{Blocks, Lent, shared};
-use std::cell::UnsafeCell;
+use std::cell::RefCell;
+use std::io::{PipeReader, PipeWriter, Read};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::MutexGuard;
 
 /// Held from before a fork until after it, so that the blocks stay as they are.
 struct Forking {
     blocks: MutexGuard<'static, Blocks>,
-    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits for its end.
-    pipe: [i32; 2],
+    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits for its end. Without a pipe the
+    /// parent does not wait, and what it writes in the first microseconds may show in the child.
+    pipe: Option<(PipeReader, PipeWriter)>,
 }
 
-struct Cell(UnsafeCell<Option<Forking>>);
-
-// SAFETY: only used between `prepare` and `parent` or `child`, by the thread that forks, which holds the lock of the blocks.
-unsafe impl Sync for Cell {}
-
-static FORKING: Cell = Cell(UnsafeCell::new(None));
+thread_local! {
+    /// From `prepare` to `parent` or `child`, which run in the thread that forks.
+    static FORKING: RefCell<Option<Forking>> = const { RefCell::new(None) };
+}
 
 /// Makes forks of this process copy the blocks. False if that is not possible.
 pub fn watch() -> bool {
@@ -27,32 +27,26 @@ pub fn watch() -> bool {
     unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) == 0 }
 }
 
-unsafe extern "C" fn prepare() {
+extern "C" fn prepare() {
     let Some(lent) = shared() else { return };
-    let blocks = lent.lock();
-    let mut pipe = [-1; 2];
-    // SAFETY: room for two descriptors. Without a pipe the parent does not wait, and changes of the first microseconds may show.
-    unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) };
-    // SAFETY: this thread holds the lock.
-    unsafe { *FORKING.0.get() = Some(Forking { blocks, pipe }) };
+    // Before the lock is taken: it may allocate.
+    let pipe = std::io::pipe().ok();
+    let forking = Forking { blocks: lent.lock(), pipe };
+    FORKING.with(|place| *place.borrow_mut() = Some(forking));
 }
 
-unsafe extern "C" fn parent() {
-    // SAFETY: this thread holds the lock since `prepare`.
-    let Some(Forking { blocks, pipe: [reading, writing] }) = (unsafe { (*FORKING.0.get()).take() }) else { return };
-    let mut byte = 0u8;
-    // SAFETY: descriptors of `prepare`, or -1; room for a byte. It returns when the child is done, or has ended.
-    unsafe {
-        libc::close(writing);
-        while libc::read(reading, (&raw mut byte).cast(), 1) < 0 && *libc::__errno_location() == libc::EINTR {}
-        libc::close(reading);
+extern "C" fn parent() {
+    let Some(Forking { blocks, pipe }) = FORKING.with(|place| place.borrow_mut().take()) else { return };
+    if let Some((mut reading, writing)) = pipe {
+        drop(writing);
+        // It returns when the child is done, or has ended.
+        while matches!(reading.read(&mut [0]), Err(error) if error.kind() == std::io::ErrorKind::Interrupted) {}
     }
     drop(blocks);
 }
 
-unsafe extern "C" fn child() {
-    // SAFETY: as in `parent`; a child has only the thread that has forked.
-    let Some(Forking { blocks, pipe: [reading, writing] }) = (unsafe { (*FORKING.0.get()).take() }) else { return };
+extern "C" fn child() {
+    let Some(Forking { blocks, pipe }) = FORKING.with(|place| place.borrow_mut().take()) else { return };
     if let Some(lent) = shared() {
         lent.close();
         for (place, length, at) in lent.used(&blocks) {
@@ -62,11 +56,7 @@ unsafe extern "C" fn child() {
             }
         }
     }
-    // SAFETY: descriptors of `prepare`, or -1.
-    unsafe {
-        libc::close(writing);
-        libc::close(reading);
-    }
+    drop(pipe);
     drop(blocks);
 }
 
