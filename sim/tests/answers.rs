@@ -96,7 +96,7 @@ fn a_fin_that_came_too_early_counts_when_the_hole_is_filled() {
     }
 }
 
-/// Segments that overtake each other by less than 50 microseconds are no loss: the peer is told of no gap.
+/// Segments that overtake each other by less than 50 microseconds are no loss: no gap is reported to the peer.
 #[test]
 fn what_comes_a_little_late_is_no_gap() {
     let mut connection = connection(&image(), BUFFER);
@@ -236,7 +236,7 @@ fn any_amount_in_flight_is_taken_over() {
     }
 }
 
-/// A peer that sends a timestamp of 0 and then its clock is heard, as in Linux: 0 is not compared with, also when it is later by the
+/// A peer that sends a timestamp of 0 and then its clock is accepted, as in Linux: 0 is not compared with, also when it is later by the
 /// arithmetic of RFC 7323 section 5.2.
 #[test]
 fn a_timestamp_of_zero_keeps_no_later_one_out() {

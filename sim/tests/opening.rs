@@ -20,7 +20,7 @@ fn send(from: &mut Connection, now: Instant) -> Segment {
     segment(&from.poll_transmit(now, 0).expect("a segment"))
 }
 
-/// RFC 9293 section 3.5, figure 8: two SYNs cross, and both ends are open after each has heard of its own.
+/// RFC 9293 section 3.5, figure 8: two SYNs cross, and both ends are open after each SYN was acknowledged.
 #[test]
 fn two_ends_open_at_once() {
     let now = Instant(1_000_000);

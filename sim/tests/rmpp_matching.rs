@@ -161,7 +161,7 @@ fn with_a_receive_on_the_nic() -> World {
 
 const LONG: u64 = 100_000;
 
-/// Lets time pass for the second endpoint until the first one, of which it hears nothing, is dead.
+/// Lets time pass for the second endpoint until the first one, from which nothing arrives, is dead.
 fn outlive(world: &mut World) {
     for _ in 0..100 {
         world.now += 100_000;

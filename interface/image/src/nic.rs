@@ -22,7 +22,7 @@ pub const RETRANSMITTED: u8 = 4;
 pub const EVER: u8 = 8;
 /// The segment carries PSH, also when it is sent again.
 pub const PUSHED: u8 = 16;
-/// An earlier owner sent the segment, nobody knows when: no round-trip sample, but its order among the others counts.
+/// An earlier owner sent the segment, and its time was not kept: no round-trip sample, but its order among the others counts.
 pub const UNTIMED: u8 = 32;
 
 /// Records that a flight of any bytes may have: as many as a NIC keeps of small segments.

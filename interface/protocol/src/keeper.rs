@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 /// The argument with which a keeper starts an agent.
 pub const AGENT_ARGUMENT: &str = "agent-process";
 
-/// What an agent tells the keeper, and the keeper the next agent. Descriptors come along.
+/// What an agent sends the keeper, and the keeper the next agent. Descriptors come along.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {
     /// From the agent: programs may come. From the keeper: that was all.

@@ -28,7 +28,7 @@ pub fn send_settings<T: Serialize>(channel: &Channel, settings: &T) -> io::Resul
 /// Receives what [`send_settings`] sends.
 ///
 /// # Errors
-/// The system's, or `InvalidData` if the other process speaks another version.
+/// The system's, or `InvalidData` if the other process has another version of the protocol.
 pub fn receive_settings<T: DeserializeOwned>(channel: &Channel) -> io::Result<T> {
     let (version, _) = channel.receive::<u32>()?;
     if version != VERSION {

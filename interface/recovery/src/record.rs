@@ -103,7 +103,7 @@ pub fn empty_memory(image: &Image, unread: u32, ranges: Option<&[(u32, u32)]>) -
 /// no state that an image can have.
 pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
     let mut state = State::from_number(record.state)?;
-    // The connection has ended in order, and the agent has not heard of it. The kernel sends our FIN once more, which the peer
+    // The connection has ended in order, and the agent has no message about it yet. The kernel sends our FIN once more, which the peer
     // acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
     let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
     let snd_una = if ended { record.snd_end } else { record.snd_una };
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(empty_memory(&sending, 0, Some(&[])), (true, false), "a byte is not acknowledged");
     }
 
-    /// A connection that has ended in order, of which the agent has not heard: what is unread is still the program's, and the FIN that
+    /// A connection that has ended in order, of which the agent has no message yet: what is unread is still the program's, and the FIN that
     /// was acknowledged is sent again.
     #[test]
     fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {

@@ -58,7 +58,7 @@ pub struct SoakReport {
     pub failed_by_restart: u64,
     /// NICs and agents killed.
     pub kills: u32,
-    /// Times that another NIC was told what there was.
+    /// Times that another NIC was given all messages.
     pub replacements: u32,
     /// Times that the peer was started anew.
     pub restarts: u32,

@@ -123,7 +123,7 @@ pub(crate) struct Offloaded {
     pub fetches: bool,
     nic_memory: Arc<Region>,
     slot_offset: usize,
-    /// Offset in session memory of the word that tells the program the processor.
+    /// Offset in session memory of the word with the processor, for the program.
     processor_offset: usize,
     /// Offset in session memory of [`layout::block::QUIET_ABOVE`].
     quiet_offset: usize,

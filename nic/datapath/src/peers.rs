@@ -330,7 +330,7 @@ impl Peers {
         self.shared.connections.iter().map(|count| count.load(Ordering::Acquire)).sum()
     }
 
-    /// Holds calls of a bucket from now on, and tells its owner so.
+    /// Holds calls of a bucket from now on, and notifies its owner.
     pub(crate) fn pause(&mut self, which: Move) {
         if usize::from(which.from) == self.me {
             self.leaving_index(which);

@@ -743,14 +743,14 @@ fn other_sources_have_their_turn_after_a_batch_of_frames() {
 
 /// The segments of one batch are one message to the program, and none is lost while its ring is full.
 #[test]
-fn a_program_is_told_of_all_bytes() {
+fn all_bytes_are_announced_to_a_program() {
     let mut stage = Stage::new();
-    let told = |stage: &mut Stage| {
+    let announced = |stage: &mut Stage| {
         let events = &mut stage.programs[0].events;
-        let told: Vec<Message> = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words).collect();
+        let messages: Vec<Message> = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words).collect();
         events.release();
-        assert!(told.iter().all(|message| message.operation == Operation::OsRecv));
-        told.iter().map(|message| (message.address - session::HEAP as u32, message.length)).collect::<Vec<_>>()
+        assert!(messages.iter().all(|message| message.operation == Operation::OsRecv));
+        messages.iter().map(|message| (message.address - session::HEAP as u32, message.length)).collect::<Vec<_>>()
     };
     stage.victim_goes_on(10);
     for _ in 0..5 {
@@ -758,7 +758,7 @@ fn a_program_is_told_of_all_bytes() {
         stage.seq += 100;
     }
     stage.worker.poll(stage.now);
-    assert_eq!(told(&mut stage), [(11, 500)]);
+    assert_eq!(announced(&mut stage), [(11, 500)]);
     // More segments than the ring has room for, each in a round of its own.
     for _ in 0..5000 {
         stage.send_to_victim(stage.seq, &[7]);
@@ -766,9 +766,9 @@ fn a_program_is_told_of_all_bytes() {
         stage.worker.poll(stage.now);
         while stage.far.receive(&mut stage.frame) {}
     }
-    let first = told(&mut stage);
+    let first = announced(&mut stage);
     stage.worker.poll(stage.now);
-    let rest = told(&mut stage);
+    let rest = announced(&mut stage);
     assert_eq!((first.len(), rest.len()), (baton_abi::layout::RING_MESSAGES, 1));
     let mut next = 511;
     for (at, length) in first.into_iter().chain(rest) {

@@ -19,7 +19,7 @@ pub enum Verdict {
     Later(u64),
     /// It is dropped.
     Drop,
-    /// It is dropped, and its sender is to be told.
+    /// It is dropped, and its sender is to get an answer.
     Reject,
 }
 

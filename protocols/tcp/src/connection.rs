@@ -134,7 +134,7 @@ pub(crate) struct Send {
     pub mss: u32,
     pub wscale: u8,
     pub fin_queued: bool,
-    /// An ECN reaction was made: tell the peer with the next data.
+    /// An ECN reaction was made: the next data carries CWR.
     pub cwr_pending: bool,
 }
 

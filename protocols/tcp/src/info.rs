@@ -71,7 +71,7 @@ pub struct Info {
     pub reordering: u32,
     /// Bytes of the peer's window.
     pub snd_wnd: u32,
-    /// When the peer was last heard of.
+    /// When the last segment of the peer arrived.
     pub last_heard: Instant,
     /// When data was last sent, 0 for never.
     pub last_sent: Instant,

@@ -21,7 +21,7 @@ impl Connection {
     }
 
     pub(crate) fn on_keepalive_timeout(&mut self, now: Instant) -> Events {
-        // The timer is not moved by every segment; it is asked here when the peer last spoke.
+        // The timer is not moved by every segment; it is asked here when the last segment arrived.
         let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
         let silent = now.since(self.receive.last_at);
         if silent < idle {

@@ -59,7 +59,7 @@ impl Newest {
     }
 }
 
-/// What one acknowledgement told.
+/// What one acknowledgement has changed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
     pub now: Instant,

@@ -116,7 +116,7 @@ impl World {
             keys.first().map(|key| CookieOption { cookie: cookie_for_client(key, tcp), experimental: option.experimental });
         let matching = keys.iter().position(|key| cookie_for_client(key, tcp) == option.cookie);
         match matching {
-            // A cookie of the second key is good, and the client is told the first key's.
+            // A cookie of the second key is good, and the client is given the first key's.
             Some(at) => self.take_syn_data(child, tcp, answer.filter(|_| at > 0)),
             None => self.set_cookie(child, answer),
         }

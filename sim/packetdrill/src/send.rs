@@ -243,7 +243,7 @@ impl World {
                 if opening {
                     self.sockets.remove(&id);
                 } else if unread || abortive {
-                    // RFC 2525 section 2.17: a RST tells the peer that what it sent was not read.
+                    // RFC 2525 section 2.17: a RST shows the peer that what it sent was not read.
                     stream.tcp.abort();
                 } else {
                     stream.shutdown();
@@ -270,7 +270,7 @@ impl Socket {
         if self.options.notsent_lowat > 0 { self.options.notsent_lowat } else { lowat }
     }
 
-    /// Whether a writer is woken, or told that it may write: a third of the buffer is free (Linux's sk_stream_is_writeable), and no more
+    /// Whether a writer is woken, or gets the answer that it may write: a third of the buffer is free (Linux's sk_stream_is_writeable), and no more
     /// than TCP_NOTSENT_LOWAT waits to be sent.
     pub fn is_writable(&self, lowat: u32) -> bool {
         let Some(stream) = self.stream() else { return true };
@@ -279,7 +279,7 @@ impl Socket {
         free >= queued / 2 && free > 0 && u64::from(stream.unsent()) * 2 < u64::from(self.notsent_limit(lowat))
     }
 
-    /// Puts bytes into the send queue, and notes what the program wants to hear of them.
+    /// Puts bytes into the send queue, and notes what the program wants to be notified of.
     pub fn put(&mut self, bytes: &[u8], flags: i32, last: bool) {
         let zerocopy = self.options.zerocopy && flags & libc::MSG_ZEROCOPY != 0 && last;
         let stamps = if last { self.options.timestamping } else { 0 };
@@ -332,7 +332,7 @@ impl Socket {
         self.options.send_buffer = self.options.send_buffer.max(wanted.min(most));
     }
 
-    /// Wakes a writer that was told to wait, if it may write again.
+    /// Wakes a writer that waits, if it may write again.
     pub fn wake_writer(&mut self, lowat: u32) {
         if self.no_space && self.is_writable(lowat) {
             self.no_space = false;

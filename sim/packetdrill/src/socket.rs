@@ -94,7 +94,7 @@ pub struct Socket {
     pub zerocopy_sends: u32,
     /// Counts what wakes an edge-triggered epoll set.
     pub wakeups: u64,
-    /// The program was told that there is no room to write.
+    /// The program has got the answer that there is no room to write.
     pub no_space: bool,
 }
 

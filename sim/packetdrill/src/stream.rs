@@ -14,16 +14,16 @@ const RECEIVE_MEMORY: usize = 1 << 24;
 /// Largest window in bytes: Linux begins with it and lets it grow with what comes.
 pub const FIRST_WINDOW: u32 = 65_535;
 
-/// A write whose completion its program wants to hear of.
+/// A write whose completion its program wants to be notified of.
 #[derive(Clone, Debug)]
 pub struct Watched {
     /// Sequence number behind its last byte.
     pub end: u32,
-    /// What it wants to hear.
+    /// What it wants to be notified of.
     pub what: Watch,
 }
 
-/// What a program wants to hear of a write.
+/// What a program wants to be notified of about a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Watch {
     /// MSG_ZEROCOPY: the number of the send.
@@ -229,7 +229,7 @@ impl Stream {
         }
     }
 
-    /// Whether a segment is the acknowledgement that every move sends, and says nothing that the peer has not heard: it is not put on the
+    /// Whether a segment is the acknowledgement that every move sends, and has nothing new for the peer: it is not put on the
     /// wire, where scripts could not tell when a move took place.
     pub fn repeats_itself(&mut self, transmit: &Transmit) -> bool {
         let (syn, fin) = (transmit.flags.contains(Flags::SYN), transmit.flags.contains(Flags::FIN));

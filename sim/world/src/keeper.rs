@@ -1,5 +1,5 @@
-//! The keeper: what survives an agent besides memory. It hears of connections late, and starts the next agent only when it has
-//! heard everything that the last one had to say.
+//! The keeper: what survives an agent besides memory. It learns of connections late, and starts the next agent only when it has
+//! received everything that the last one had sent.
 
 use crate::kernel::Descriptor;
 use baton_wire::Flow;
@@ -24,7 +24,7 @@ pub(crate) enum Until {
     Never,
 }
 
-/// What an agent tells the keeper.
+/// What an agent sends the keeper.
 enum Message {
     Registered(u32, Kept),
     Forgotten(u32),

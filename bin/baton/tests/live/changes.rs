@@ -80,7 +80,7 @@ fn without_a_route_nothing_is_sent() {
             while !reason(&scene).contains("no route") && !reason(&scene).contains("not one of this host's") {
                 assert!(Instant::now() < deadline, "{away:?}: {}", reason(&scene));
             }
-            // The NIC is told at the same moment, and may still send until it has read that.
+            // The agent sends the NIC its command at the same moment; until the NIC has run it, it may still send.
             let mut quiet = Instant::now();
             while quiet.elapsed() < Duration::from_millis(20) {
                 scene.send(1);
@@ -101,7 +101,7 @@ fn without_a_route_nothing_is_sent() {
     }
 }
 
-/// The NIC has acknowledged the peer's FIN, and told the program of it. A rule drops the frame that replays it to the kernel: until it has
+/// The NIC has acknowledged the peer's FIN, and notified the program. A rule drops the frame that replays it to the kernel: until it has
 /// arrived the program does not find a socket without it, and it is replayed again.
 #[test]
 fn the_end_of_a_stream_reaches_the_kernel_in_spite_of_a_drop() {

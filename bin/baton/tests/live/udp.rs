@@ -225,7 +225,7 @@ fn connected_sockets_report_errors() {
     }
 }
 
-/// Reads nothing until it is told to; then prints how many datagrams there are, which must be in order. With `fork` a child
+/// Reads nothing before a line comes on standard input; then prints how many datagrams there are, which must be in order. With `fork` a child
 /// reads them.
 const BURST: &str = "
 import os, socket, sys

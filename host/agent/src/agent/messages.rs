@@ -110,7 +110,7 @@ impl Agent {
             left -= due.len();
             for host in due {
                 open.hosts.entry(host).and_modify(|host| host.stale = false);
-                // The reason is the kernel's own; who asks for the host again is told.
+                // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says why.
                 let _ = ground.find_host(number, messages.address, open, host);
             }
         }

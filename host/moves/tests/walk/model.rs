@@ -25,7 +25,7 @@ pub enum Socket {
     Read(Streams),
     /// Established, empty, its input blocked.
     Shell,
-    /// It hears, and does not speak.
+    /// Established; it receives, and sends nothing.
     Imported(Streams),
     /// Closed in silence.
     Gone,
@@ -183,7 +183,7 @@ impl World {
         assert_eq!(self.owner, step.owner(), "the owner at {step:?}: {:?}", self.done);
         let dead = !self.nic_lives && step.custody() == Custody::Nic;
         let custody = if dead { Custody::Held } else { step.custody() };
-        // A NIC that has died cannot replay: until the agent does, the kernel hears only what comes.
+        // A NIC that has died cannot replay: until the agent does, the kernel receives only what arrives.
         let released = matches!(self.done.last(), Some(Action::Release)) && self.custody == Custody::Kernel;
         assert!(released || self.custody == custody, "the frames at {step:?} are {:?}'s: {:?}", self.custody, self.done);
         assert_eq!(self.journal.map(|(phase, _)| phase), step.journal(), "the journal at {step:?}: {:?}", self.done);

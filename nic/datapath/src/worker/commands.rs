@@ -69,7 +69,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// `os_resource`: tells the agent how many connections there is room for.
+    /// `os_resource`: reports to the agent how many connections there is room for.
     pub(super) fn advertise(&mut self) {
         let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
         let free = (self.connections.slots.len() as u64).saturating_sub(connections);
@@ -241,7 +241,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// slot.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.occupant(cid)?.custody {
-            // A connection that has ended has no image; the agent has been told of its end.
+            // A connection that has ended has no image; its end has been reported to the agent.
             Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };

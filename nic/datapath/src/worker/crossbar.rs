@@ -1,7 +1,7 @@
 //! Several workers: each dispatches what it receives to the worker that owns the frame's bucket, and buckets move between workers
 //! without one frame overtaking another.
 //!
-//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and tell the old owner that they will send
+//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and notify the old owner that they will send
 //! nothing more of it. When all have done so the card is switched to the new owner, and the old owner processes the frames in its
 //! own queues. Then the bucket's connections go to the new owner, through the front worker. Last, all workers send what they held
 //! to the new owner.

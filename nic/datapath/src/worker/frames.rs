@@ -5,7 +5,7 @@ use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
 use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
-use crate::worker::programs::Untold;
+use crate::worker::programs::Unannounced;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
@@ -44,12 +44,12 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn poll_usual_wire(&mut self, now: Instant) -> bool {
         let (begun, clock) = (self.turn, now.millis());
         let mut usual = 0;
-        let mut untold = Untold::default();
+        let mut unannounced = Unannounced::default();
         while self.turn > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
-                Arrival::Frame if self.receive_usual(&mut untold, now, clock) => usual += 1,
-                arrival => self.receive_other(arrival, &mut untold, now),
+                Arrival::Frame if self.receive_usual(&mut unannounced, now, clock) => usual += 1,
+                arrival => self.receive_other(arrival, &mut unannounced, now),
             }
             self.turn -= 1;
         }
@@ -57,8 +57,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.counters.add(Counter::WireReceived, usual);
             self.counters.add(Counter::Segments, usual);
         }
-        if untold.length > 0 {
-            self.tell(&untold, now);
+        if unannounced.length > 0 {
+            self.announce(&unannounced, now);
         }
         self.turn < begun
     }
@@ -66,8 +66,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Processes a frame that is not of the usual kind, or is large.
     #[cold]
     #[inline(never)]
-    fn receive_other(&mut self, arrival: Arrival, untold: &mut Untold, now: Instant) {
-        self.tell_and_forget(untold, now);
+    fn receive_other(&mut self, arrival: Arrival, unannounced: &mut Unannounced, now: Instant) {
+        self.announce_and_clear(unannounced, now);
         if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
@@ -136,7 +136,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
     /// is found. The caller counts it. False, and nothing is done, for any other frame.
     #[inline(always)]
-    fn receive_usual(&mut self, untold: &mut Untold, now: Instant, clock: u32) -> bool {
+    fn receive_usual(&mut self, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
         if self.frame.checksum == Checksum::Unknown {
             return false;
         }
@@ -163,16 +163,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some((place, acknowledgement)) = expected else {
             // Read anew, so that it lies in memory only here.
             let plain = usual.plain();
-            return self.receive_plain(untold, index, &plain, now);
+            return self.receive_plain(unannounced, index, &plain, now);
         };
         place.write(usual.payload());
         self.output.acknowledge_usual(index, offloaded, &acknowledgement, &self.counters);
-        if untold.cid == slot.cid {
-            untold.length += plain.length;
-        } else if untold.length == 0 {
-            untold.begin(slot.cid, offloaded, acknowledgement.ack, plain.length);
+        if unannounced.cid == slot.cid {
+            unannounced.length += plain.length;
+        } else if unannounced.length == 0 {
+            unannounced.begin(slot.cid, offloaded, acknowledgement.ack, plain.length);
         } else {
-            self.tell_late(untold, index, acknowledgement.ack, plain.length, now);
+            self.announce_other(unannounced, index, acknowledgement.ack, plain.length, now);
         }
         true
     }
@@ -209,8 +209,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// [`Worker::receive_usual`] where not all is usual.
     #[inline(never)]
-    fn receive_plain(&mut self, untold: &mut Untold, index: u32, plain: &Plain, now: Instant) -> bool {
-        self.tell_and_forget(untold, now);
+    fn receive_plain(&mut self, unannounced: &mut Unannounced, index: u32, plain: &Plain, now: Instant) -> bool {
+        self.announce_and_clear(unannounced, now);
         self.take_plain::<false>(index, plain, Usual::HEADERS, now)
     }
 

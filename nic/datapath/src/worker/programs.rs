@@ -76,10 +76,10 @@ impl Session {
     }
 }
 
-/// Bytes that a connection without pending events has received in this batch, of which its program has not been told. There are none
+/// Bytes that a connection without pending events has received in this batch, that have not been announced to its program. There are none
 /// if the length is 0.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Untold {
+pub(super) struct Unannounced {
     pub cid: Cid,
     pub session: u32,
     /// Offset in session memory of the first of them.
@@ -89,7 +89,7 @@ pub(super) struct Untold {
     pub fetches: bool,
 }
 
-impl Untold {
+impl Unannounced {
     /// Begins with the `length` bytes of a connection before sequence number `end`.
     #[inline(always)]
     pub fn begin(&mut self, cid: Cid, offloaded: &Offloaded, end: u32, length: u32) {
@@ -389,41 +389,41 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Tells a program of received bytes. If its ring is full, they are pending.
     #[inline(always)]
-    pub(super) fn tell(&mut self, untold: &Untold, now: Instant) {
-        let Some(Some(session)) = self.programs.sessions.get_mut(untold.session as usize) else { return };
-        if session.tell(untold).is_err() {
-            self.tell_later(untold);
-        } else if untold.fetches {
-            self.take_up(untold.cid.slot(), now);
+    pub(super) fn announce(&mut self, unannounced: &Unannounced, now: Instant) {
+        let Some(Some(session)) = self.programs.sessions.get_mut(unannounced.session as usize) else { return };
+        if session.announce(unannounced).is_err() {
+            self.announce_otherr(unannounced);
+        } else if unannounced.fetches {
+            self.take_up(unannounced.cid.slot(), now);
         }
     }
 
-    /// [`Worker::tell`], since another connection, in slot `index`, has received `length` bytes before sequence number `end`: they are
-    /// `untold` then.
+    /// [`Worker::announce`], since another connection, in slot `index`, has received `length` bytes before sequence number `end`: they are
+    /// `unannounced` then.
     #[inline(never)]
-    pub(super) fn tell_late(&mut self, untold: &mut Untold, index: u32, end: u32, length: u32, now: Instant) {
-        self.tell_and_forget(untold, now);
+    pub(super) fn announce_other(&mut self, unannounced: &mut Unannounced, index: u32, end: u32, length: u32, now: Instant) {
+        self.announce_and_clear(unannounced, now);
         if let Some(Some(slot)) = self.connections.slots.get(index as usize)
             && let Custody::Active(offloaded) = &slot.custody
         {
-            untold.begin(slot.cid, offloaded, end, length);
+            unannounced.begin(slot.cid, offloaded, end, length);
         }
     }
 
-    /// [`Worker::tell`], before anything else can happen to the connection.
-    pub(super) fn tell_and_forget(&mut self, untold: &mut Untold, now: Instant) {
-        let untold = std::mem::take(untold);
-        if untold.length > 0 {
-            self.tell(&untold, now);
+    /// [`Worker::announce`], before anything else can happen to the connection.
+    pub(super) fn announce_and_clear(&mut self, unannounced: &mut Unannounced, now: Instant) {
+        let unannounced = std::mem::take(unannounced);
+        if unannounced.length > 0 {
+            self.announce(&unannounced, now);
         }
     }
 
     #[cold]
-    fn tell_later(&mut self, untold: &Untold) {
-        let index = untold.cid.slot();
+    fn announce_otherr(&mut self, unannounced: &Unannounced) {
+        let index = unannounced.cid.slot();
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
-        (offloaded.pending.received_at, offloaded.pending.received) = (untold.at, untold.length);
+        (offloaded.pending.received_at, offloaded.pending.received) = (unannounced.at, unannounced.length);
         slot.dirty = true;
         self.programs.dirty.push(index);
     }
@@ -532,9 +532,9 @@ impl Session {
 
     /// Tells the program of received bytes, if the ring has room.
     #[inline(always)]
-    fn tell(&mut self, untold: &Untold) -> Result<(), Full> {
-        self.unsignalled += u64::from(untold.length) + 1;
-        let message = Message::new(Operation::OsRecv, untold.cid, untold.at, untold.length);
+    fn announce(&mut self, unannounced: &Unannounced) -> Result<(), Full> {
+        self.unsignalled += u64::from(unannounced.length) + 1;
+        let message = Message::new(Operation::OsRecv, unannounced.cid, unannounced.at, unannounced.length);
         self.events.push_and_publish(message.to_words(), || ())
     }
 

@@ -142,7 +142,7 @@ impl Message {
     /// What the policy has to know after a data packet, whether it was placed or had come before.
     fn news(&mut self, asked: Asked, placed: bool) -> Option<Event> {
         if self.base == self.packets {
-            // Repeated for a packet that comes again: the sender has not heard that all is there.
+            // Repeated for a packet that comes again: the sender does not know yet that all is there.
             return placed.then_some(Event::Placed { handle: self.handle });
         }
         let due = match asked {

@@ -255,7 +255,7 @@ impl Policy {
         }
     }
 
-    /// An RTS that has come before: the sender has not heard of it, or was asked for it.
+    /// An RTS that has come before: the answer has not reached the sender, or it was asked for it.
     pub(super) fn repeated_rts(
         &mut self,
         at: usize,

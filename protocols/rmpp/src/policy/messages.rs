@@ -108,7 +108,7 @@ pub(super) enum ReceiveState {
     AwaitRts,
     /// Its data comes.
     Receiving,
-    /// It has ended, and the sender is to hear of it until it confirms with a CLEANUP.
+    /// It has ended, and the sender is notified until it confirms with a CLEANUP.
     Ended(Status),
     /// All of it was placed; its END has not come.
     Placed(Status),

@@ -43,7 +43,7 @@ pub(super) struct Offloaded {
     stage: Stage,
     /// While leaving: the data half has confirmed it.
     confirmed: bool,
-    /// What a new data half is to be told before it matches.
+    /// What a new data half must get before it matches.
     told: VecDeque<Command>,
     /// Lent handles, and packets that it may clear by itself.
     places: usize,

@@ -125,7 +125,7 @@ impl Peer {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
-    /// The command that tells the data half of this peer, which has number `peer`.
+    /// The command that enters this peer in the data half, which has number `peer`.
     pub fn command(&self, peer: u16) -> Command {
         let Peer { address, endpoint, local, remote, next_match: next, incoming_floor: floor, .. } = *self;
         Command::SetPeer { peer, address, endpoint, local, remote, next, floor }

@@ -79,7 +79,7 @@ enum Task {
     ForgetCommands,
     DropStaleFrames,
     LetFramesFlow,
-    /// The last of a takeover: programs get at what is in the kernel, and hear that they have to repeat their requests.
+    /// The last of a takeover: programs get at what is in the kernel, and are notified that they have to repeat their requests.
     Announce,
 }
 
