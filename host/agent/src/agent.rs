@@ -7,6 +7,7 @@ use crate::adoption::Inherited;
 use crate::cgroups::Cgroups;
 use crate::changes::{ELSEWHERE, Watched};
 use crate::chaos::Chaos;
+use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
 use crate::devices::Devices;
@@ -57,9 +58,6 @@ const SIGNALS: u64 = u64::MAX - 9;
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
-/// Least time between two log lines that clients cause, in microseconds.
-const COMPLAIN: u64 = 1_000_000;
-
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
 /// [`Descriptor`].
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
@@ -95,7 +93,7 @@ pub(crate) struct Agent {
     pub draining: bool,
     /// Limit on this process's file descriptors.
     descriptors: u64,
-    complained: u64,
+    complaints: Complaints,
     pub keeper: Channel,
     pub routes: Netlink,
     pub diagnosis: Netlink,
@@ -218,7 +216,7 @@ pub fn run() -> Result<()> {
         shape,
         draining: inherited.draining(),
         descriptors,
-        complained: 0,
+        complaints: Complaints::default(),
         keeper,
         routes,
         diagnosis,
@@ -308,11 +306,9 @@ impl Agent {
         self.say_now_and_then(&format!("a client is turned away: {error:#}"));
     }
 
-    /// Logs something that clients can cause at will, at most once per [`COMPLAIN`].
+    /// Logs something that clients can cause at will, unless too much of it was logged just before.
     pub(crate) fn say_now_and_then(&mut self, what: &str) {
-        let now = monotonic_micros();
-        if now.saturating_sub(self.complained) > COMPLAIN {
-            self.complained = now;
+        if self.complaints.admit(what, monotonic_micros()) {
             eprintln!("baton agent: {what}");
         }
     }

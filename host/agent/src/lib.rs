@@ -9,6 +9,7 @@ mod cgroups;
 mod changes;
 mod chaos;
 mod closing;
+mod complaints;
 mod connecting;
 mod connection;
 mod connections;
