@@ -7,7 +7,6 @@ use baton_device::{Arrival, BEGINNING, Capabilities, Device, Frame, HEADROOM, Pa
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
-use std::sync::atomic::AtomicU8;
 
 /// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
 /// The descriptor must be non-blocking.
@@ -236,7 +235,7 @@ fn send_ring(fd: &OwnedFd, interface: u32) {
 /// Sends a frame behind its virtio header to an interface: `front`, then `payload`.
 fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) -> bool {
     let to = link_address(interface);
-    let (mut parts, length) = parts(front, payload);
+    let (mut parts, length) = vnet::parts(front, payload);
     let message = message(&to, &mut parts);
     // SAFETY: sendmsg(2) reads `to` and `parts`, which live for the call; these are memory that is borrowed for it.
     let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT) };
@@ -246,20 +245,12 @@ fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) ->
 /// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns its length there, and that
 /// of the header; what does not fit is cut off. None if no frame waits.
 fn receive_parts(fd: &OwnedFd, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
-    let (mut parts, _) = parts(front, payload);
+    let (mut parts, _) = vnet::parts(front, payload);
     let mut message = message(std::ptr::null(), &mut parts);
     // SAFETY: recvmsg(2) writes into `parts`: `front` is borrowed mutably, and the bytes of `payload` are atomics, which others may
     // write at any time.
     let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     usize::try_from(got).ok()
-}
-
-/// What a system call reads or writes one after the other, and its length in bytes.
-fn parts(front: &mut [u8], payload: Payload<'_>) -> ([libc::iovec; 3], usize) {
-    let place = |part: &[AtomicU8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
-    let first = libc::iovec { iov_base: front.as_mut_ptr().cast(), iov_len: front.len() };
-    let parts = [first, place(payload[0]), place(payload[1])];
-    (parts, parts.iter().map(|part| part.iov_len).sum())
 }
 
 /// A message to `to`, if that is not null, or from anybody.

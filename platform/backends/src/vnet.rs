@@ -2,8 +2,9 @@
 //! `PACKET_VNET_HDR`. The header describes partial checksums, and frames of up to 64 KB that stand for several segments (Linux,
 //! `include/uapi/linux/virtio_net.h`).
 
-use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Segmentation};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Payload, Segmentation};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicU8;
 
 /// Bytes of a `virtio_net_hdr`.
 pub(crate) const VNET_HEADER: usize = 10;
@@ -141,11 +142,61 @@ impl Device for VnetDevice {
         self.takes_datagrams &= header[GSO_TYPE] != GSO_UDP || written != Err(rustix::io::Errno::INVAL);
         written == Ok(length)
     }
+
+    fn transmits_apart(&self) -> bool {
+        self.segmentation
+    }
+
+    fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
+        if frame.interface == NOWHERE {
+            return false;
+        }
+        let header = encode(frame);
+        let length = VNET_HEADER + frame.length();
+        let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..length];
+        front[..VNET_HEADER].copy_from_slice(&header);
+        let (parts, length) = parts(front, payload);
+        // SAFETY: writev(2) reads `parts`, which live for the call; these are memory that is borrowed for it.
+        let written = unsafe { libc::writev(self.fd.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) };
+        written == length as isize
+    }
+}
+
+/// What a system call reads or writes one after the other, and its length in bytes.
+pub(crate) fn parts(front: &mut [u8], payload: Payload<'_>) -> ([libc::iovec; 3], usize) {
+    let place = |part: &[AtomicU8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
+    let first = libc::iovec { iov_base: front.as_mut_ptr().cast(), iov_len: front.len() };
+    let parts = [first, place(payload[0]), place(payload[1])];
+    (parts, parts.iter().map(|part| part.iov_len).sum())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A frame whose payload lies in two pieces elsewhere is one frame on the wire.
+    #[test]
+    fn a_frame_in_parts_is_one_frame() {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+        let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None).unwrap();
+        let (mut one, mut other) = (VnetDevice::new(one, true), VnetDevice::new(other, true));
+        let bytes: Vec<u8> = (0..5000u32).map(|at| at as u8).collect();
+        let elsewhere: Vec<AtomicU8> = bytes[66..].iter().map(|byte| AtomicU8::new(*byte)).collect();
+        let mut frame = Frame::with_capacity(8192);
+        let segmentation = Some(Segmentation { size: 1448, headers: 66, ipv6: false, ecn: false, udp: false });
+        for at in [0, 1000, elsewhere.len()] {
+            frame.fill(&bytes[..66]);
+            frame.segmentation = segmentation;
+            let (first, second) = elsewhere.split_at(at);
+            assert!(one.transmits_apart() && one.transmit_apart(&mut frame, [first, second]));
+            assert!(other.receive(&mut frame));
+            assert!(frame.bytes() == bytes && frame.segmentation == segmentation);
+            assert!(!other.receive(&mut frame), "one frame");
+        }
+        frame.fill(&bytes[..66]);
+        frame.interface = NOWHERE;
+        assert!(!one.transmit_apart(&mut frame, [&elsewhere, &[]]) && !other.receive(&mut frame));
+    }
 
     #[test]
     fn headers_survive() {
