@@ -8,6 +8,7 @@ use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
+use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, ssize_t};
@@ -152,10 +153,23 @@ fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
     if flags & libc::MSG_DONTWAIT != 0 || tcp.is_nonblocking() {
         return true;
     }
-    // SAFETY: F_GETFL takes no pointer.
-    let nonblocking = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
-    tcp.note_nonblocking(nonblocking);
-    nonblocking
+    !tcp.waits(BLOCKS, || {
+        // SAFETY: F_GETFL takes no pointer.
+        let nonblocking = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK != 0;
+        tcp.note_nonblocking(nonblocking);
+        !nonblocking
+    })
+}
+
+/// [`deadline`] of a connection's call, unless it is known that there is none.
+fn deadline_of(tcp: &Tcp, fd: c_int, option: c_int) -> Option<u64> {
+    let fact = if option == libc::SO_SNDTIMEO { SENDS_FOR_EVER } else { RECEIVES_FOR_EVER };
+    let mut limit = None;
+    tcp.waits(fact, || {
+        limit = deadline(fd, option);
+        limit.is_none()
+    });
+    limit
 }
 
 /// When a blocking call times out (SO_RCVTIMEO, SO_SNDTIMEO): microseconds of the monotonic clock.
@@ -257,7 +271,7 @@ unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int
         if tcp.managed().is_some_and(|(connection, session)| session.shared.await_answer(connection, token())) {
             continue;
         }
-        let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_SNDTIMEO));
+        let limit = limit.get_or_insert_with(|| deadline_of(tcp, fd, libc::SO_SNDTIMEO));
         if let Err(number) = wait::block(tcp, fd, Want::Send, *limit) {
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
@@ -436,7 +450,7 @@ unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags
             }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
         }
-        let limit = limit.get_or_insert_with(|| deadline(fd, libc::SO_RCVTIMEO));
+        let limit = limit.get_or_insert_with(|| deadline_of(tcp, fd, libc::SO_RCVTIMEO));
         let peeked = if flags & libc::MSG_PEEK != 0 { 0 } else { done };
         if let Err(number) = wait::block(tcp, fd, Want::Receive((wanted - peeked).min(1 << 17) as u32), *limit) {
             return if done > 0 { done as ssize_t } else { fail(number) };

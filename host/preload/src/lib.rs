@@ -26,6 +26,7 @@ mod tcp;
 mod thread;
 mod udp;
 mod wait;
+mod waiting;
 mod worth;
 
 /// Inode number of a descriptor's file, 0 if there is none.

@@ -6,6 +6,7 @@ use crate::handover::{HandOver, Inside, State};
 use crate::listening::{self, Queue};
 use crate::process::{self, Session};
 use crate::wait::Waiter;
+use crate::waiting::{Fact, Waiting};
 use crate::worth::{self, Moment, Worth};
 use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
@@ -79,6 +80,8 @@ pub(crate) struct Tcp {
     /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel nevertheless
     /// only delays the hand-over.
     nonblocking: AtomicBool,
+    /// How its calls wait.
+    waiting: Waiting,
     /// Failed attempts to register it with the agent.
     attempts: AtomicU32,
     /// It listens.
@@ -139,6 +142,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             inherited: AtomicBool::new(false),
             pinned: AtomicBool::new(false),
             nonblocking: AtomicBool::new(false),
+            waiting: Waiting::default(),
             attempts: AtomicU32::new(0),
             listens: AtomicBool::new(false),
             queue: AtomicPtr::new(std::ptr::null_mut()),
@@ -152,6 +156,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.put_into(State::Candidate);
     tcp.set_lowat(1);
     tcp.nonblocking.store(false, RELAXED);
+    tcp.waiting.forget();
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);
@@ -272,6 +277,16 @@ impl Tcp {
     /// Records O_NONBLOCK; see [`Tcp::may_sleep`].
     pub fn note_nonblocking(&self, nonblocking: bool) {
         self.nonblocking.store(nonblocking, RELAXED);
+    }
+
+    /// Forgets how its calls wait, after the program may have changed it.
+    pub fn forget_waiting(&self) {
+        self.waiting.forget();
+    }
+
+    /// Whether something holds of how its calls wait: known, or asked for. What other processes can change is asked for every time.
+    pub fn waits(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
+        if self.inherited.load(RELAXED) { asks() } else { self.waiting.holds(fact, asks) }
     }
 
     /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it since.

@@ -323,6 +323,7 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
         && let Some(tcp) = table::tcp(fd)
     {
         tcp.note_nonblocking(argument as c_int & libc::O_NONBLOCK != 0);
+        tcp.forget_waiting();
     }
     if matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) { copied(fd, result) } else { result }
 }
@@ -366,15 +367,17 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
     };
-    if request == libc::FIONBIO {
-        tcp.note_nonblocking(false);
-    }
-    match tcp.enter_kernel() {
+    let done = match tcp.enter_kernel() {
         // SAFETY: the program's own arguments (`# Safety`).
         Some(_inside) => unsafe { real::ioctl(fd, request, argument) },
         // SAFETY: the program's own arguments (`# Safety`).
         None => unsafe { options::ioctl(tcp, fd, request, argument) },
+    };
+    if request == libc::FIONBIO {
+        tcp.note_nonblocking(false);
+        tcp.forget_waiting();
     }
+    done
 }
 
 /// Intercepts the C library's `setsockopt`.
@@ -391,10 +394,13 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
     };
     let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { options::set(tcp, fd, level, option, value, length) };
+        let done = unsafe { options::set(tcp, fd, level, option, value, length) };
+        tcp.forget_waiting();
+        return done;
     };
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::setsockopt(fd, level, option, value, length) };
+    tcp.forget_waiting();
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
         options::note_lowat(tcp, fd);
     }
