@@ -209,7 +209,7 @@ impl Attacher {
         let mut due = BTreeSet::new();
         for token in tokens.drain(..) {
             match token {
-                BELL => self.shared.bell().clear(),
+                BELL => self.shared.clear_bell(),
                 CHANNEL => self.receive_from_agent()?,
                 EVENTS => {}
                 SIGNALS => self.ends = true,

@@ -348,7 +348,7 @@ impl Session {
         }
         for token in tokens.drain(..) {
             match token {
-                BELL => self.shared.bell().clear(),
+                BELL => self.shared.clear_bell(),
                 WATCHED => {}
                 END => self.end(),
                 connection => self.mark_ready(connection as u32),

@@ -439,7 +439,7 @@ impl Set {
             let left = count > 0 && inner.interest.has_queued();
             drop(inner);
             if bell && let Some(session) = session {
-                session.shared.bell().clear();
+                session.shared.clear_bell();
                 session.shared.catch_up(thread::token());
             }
             if end && let Some(session) = session {
@@ -531,7 +531,7 @@ impl Set {
         let Some(epfd) = locked(&self.fds).first().copied() else { return false };
         if !self.is_inherited() {
             if let Some(session) = process::session() {
-                session.shared.bell().clear();
+                session.shared.clear_bell();
                 session.shared.catch_up(thread::token());
             }
             let mut inner = locked(&self.inner);

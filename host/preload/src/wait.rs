@@ -132,7 +132,7 @@ pub(crate) fn sleep(
     if let Some(session) = session {
         session.shared.uncount_sleeper();
         if result.is_ok() && fds[programs + 1].revents != 0 {
-            session.shared.bell().clear();
+            session.shared.clear_bell();
             session.shared.catch_up(thread::token());
         }
         if result.is_ok() && fds[programs + 2].revents != 0 {

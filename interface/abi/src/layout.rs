@@ -178,7 +178,10 @@ pub mod session {
 
     /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
     pub const NIC_SLEEPING: usize = 0;
-    /// 4-byte word: nonzero while the program sleeps, so that the NIC must ring its doorbell.
+    /// 4-byte word: nonzero while the NIC sends what the program has given it, and does not look at its messages.
+    pub const NIC_SENDING: usize = 4;
+    /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether the NIC has rung its doorbell since the
+    /// program last looked at its ring. Nonzero without that bit: the NIC must ring.
     pub const PROGRAM_SLEEPING: usize = 64;
     /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections' owners
     /// again.

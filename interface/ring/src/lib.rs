@@ -10,4 +10,7 @@ mod sync;
 
 #[cfg(not(loom))]
 pub use lock::{Lock, LockGuard, Token};
-pub use ring::{Consumer, Full, Producer, count_sleeper, go_to_sleep, must_ring, needs_doorbell, uncount_sleeper, wake_up};
+pub use ring::{
+    Consumer, Full, Producer, clear_rung, count_sleeper, go_to_sleep, has_sleeper, must_ring, needs_doorbell, note_rung,
+    uncount_sleeper, wake_up, wants_ring,
+};

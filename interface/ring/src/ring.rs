@@ -218,15 +218,46 @@ pub fn wake_up(flag: &AtomicU32) {
     flag.store(0, Ordering::Relaxed);
 }
 
+/// Bit of a counted flag: the doorbell was rung, and the consumer has not looked at its ring since. The other bits are the number of
+/// sleeping threads.
+const RUNG: u32 = 1 << 31;
+
 /// As [`go_to_sleep`] for a consumer of several threads: counts one more sleeping thread.
 pub fn count_sleeper(flag: &AtomicU32) {
-    flag.fetch_add(1, Ordering::SeqCst);
+    // Who looks at the ring next has seen what was rung for, even if the ring itself was lost on its way here.
+    if flag.fetch_add(1, Ordering::SeqCst) & RUNG != 0 {
+        clear_rung(flag);
+    }
     fence(Ordering::SeqCst);
 }
 
 /// Undoes [`count_sleeper`].
 pub fn uncount_sleeper(flag: &AtomicU32) {
     flag.fetch_sub(1, Ordering::Relaxed);
+}
+
+/// Announces that a consumer of several threads looks at its ring from now on, so that its doorbell is rung again for what it does not
+/// see there. To be called after the doorbell was cleared.
+pub fn clear_rung(flag: &AtomicU32) {
+    flag.fetch_and(!RUNG, Ordering::SeqCst);
+    fence(Ordering::SeqCst);
+}
+
+/// As [`needs_doorbell`] for such a consumer: whether a thread sleeps, and the doorbell was not rung since it last looked at its ring.
+/// However long it takes to wake up, it is rung once. Who rings calls [`note_rung`] before.
+#[inline]
+pub fn wants_ring(flag: &AtomicU32) -> bool {
+    needs_doorbell(flag) && flag.load(Ordering::Relaxed) & RUNG == 0
+}
+
+/// Whether a thread of such a consumer seems to sleep. For decisions that may be wrong.
+pub fn has_sleeper(flag: &AtomicU32) -> bool {
+    flag.load(Ordering::Relaxed) & !RUNG != 0
+}
+
+/// Announces that the doorbell of a consumer of several threads is rung now.
+pub fn note_rung(flag: &AtomicU32) {
+    flag.fetch_or(RUNG, Ordering::SeqCst);
 }
 
 /// Whether the consumer sleeps, so that its doorbell must be rung. To be asked by the producer after publishing.
@@ -421,7 +452,7 @@ mod model {
     /// Either the consumer sees the message before it sleeps, or the producer sees that the consumer sleeps: no wake-up is lost.
     #[test]
     fn no_wake_up_is_lost() {
-        for asks in [needs_doorbell, must_ring] {
+        for asks in [needs_doorbell, must_ring, wants_ring] {
             loom::model(move || {
                 let words = ring(2);
                 let flag = Arc::new(AtomicU32::new(0));
@@ -441,5 +472,33 @@ mod model {
                 assert!(sees_message || rung, "asleep with a message waiting");
             });
         }
+    }
+
+    /// A consumer that has been rung, and that is going to sleep again, sees the message that came meanwhile, or is rung for it.
+    #[test]
+    fn none_is_lost_between_two_sleeps() {
+        loom::model(|| {
+            let words = ring(2);
+            let flag = Arc::new(AtomicU32::new(0));
+            count_sleeper(&flag);
+            note_rung(&flag);
+            let mut producer = Producer::new(words.clone());
+            let rung = {
+                let flag = flag.clone();
+                thread::spawn(move || {
+                    producer.push([1, 1]).unwrap();
+                    producer.publish();
+                    wants_ring(&flag)
+                })
+            };
+            uncount_sleeper(&flag);
+            clear_rung(&flag);
+            let consumer = Consumer::new(words);
+            let seen = consumer.has_message();
+            count_sleeper(&flag);
+            let seen = seen || consumer.has_message();
+            let rung = rung.join().unwrap();
+            assert!(seen || rung, "asleep with a message waiting");
+        });
     }
 }

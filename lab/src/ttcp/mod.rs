@@ -233,7 +233,10 @@ impl Hosts {
         command.args(["ttcp-program", &peer.to_string(), direction, &size.to_string(), &bytes.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         process::inherit(&mut command, &[], true);
-        self.pair()[0].spawn(&mut command).context("starting the program")
+        let child = self.pair()[0].spawn(&mut command).context("starting the program")?;
+        // The NIC has the first processor. A program there would wait for it, and it for the program.
+        process::pin(child.id() as i32, process::cores() - 1);
+        Ok(child)
     }
 
     /// One transfer.

@@ -68,7 +68,7 @@ impl TtcpReport {
 }
 
 /// The message size at which a way's host CPU falls to the kernel's, when transmitting: the last such crossing, interpolated on
-/// logarithmic axes.
+/// logarithmic axes. None if it does not stay there up to the largest size.
 fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
     let mut points: Vec<(f64, f64)> = cells
         .iter()
@@ -76,6 +76,7 @@ fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
         .map(|cell| ((cell.size as f64).ln(), cell.host_ratio.ln()))
         .collect();
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    points.last().filter(|last| last.1 <= 0.0)?;
     let last = points.windows(2).rfind(|pair| pair[0].1 > 0.0 && pair[1].1 <= 0.0)?;
     let share = last[0].1 / (last[0].1 - last[1].1);
     Some((last[0].0 + share * (last[1].0 - last[0].0)).exp())

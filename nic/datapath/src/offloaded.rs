@@ -213,6 +213,17 @@ impl Offloaded {
         self.session_memory.word32(self.processor_offset).store(processor, Ordering::Relaxed);
     }
 
+    /// Bytes that fill more than half of send memory, but not all of it.
+    pub fn most_of_send_memory(&self) -> u32 {
+        self.send_size / 8 * 5
+    }
+
+    /// Whether a thread of the program seems to be inside an operation on the connection.
+    pub fn is_entered(&self) -> bool {
+        let busy = layout::session::block(self.memory.block) + layout::block::BUSY;
+        self.session_memory.word32(busy).load(Ordering::Relaxed) != 0
+    }
+
     /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits for (see
     /// [`layout::block::QUIET_ABOVE`]), and on a short path most of the memory, as long as another acknowledgement must come. There the
     /// rest lasts longer than the program needs to wake up; on a long path the memory may be what limits the rate.

@@ -8,6 +8,7 @@ mod connections;
 mod crossbar;
 mod datagrams;
 mod frames;
+mod gathering;
 mod host_tcp;
 mod lending;
 mod messages;
@@ -332,6 +333,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_commands(now);
         }
         worked |= self.poll_sessions(now);
+        if self.programs.put_off.is_some() {
+            self.send_put_off(now);
+            worked = true;
+        }
         if self.has_extras {
             worked |= self.poll_extras(now);
         }
@@ -428,7 +433,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
             idle &= !session.has_commands();
         }
-        idle &= !self.has_messages_waiting() && self.datagrams.ready.is_empty();
+        idle &= self.programs.put_off.is_none() && !self.has_messages_waiting() && self.datagrams.ready.is_empty();
         if !idle {
             self.end_sleep();
         }

@@ -49,6 +49,11 @@ impl SessionBell {
         let _ = rustix::net::send(&self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
+    /// Takes one ring from this end.
+    pub fn take(&self) {
+        let _ = rustix::net::recv(&self.0, &mut [0u8; 1], RecvFlags::DONTWAIT);
+    }
+
     /// Clears this end.
     pub fn clear(&self) {
         let mut ring = [0u8; 1];

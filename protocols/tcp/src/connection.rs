@@ -333,6 +333,12 @@ impl Connection {
         self.send.end
     }
 
+    /// Number of queued bytes that have not been sent.
+    #[inline]
+    pub fn unsent(&self) -> u32 {
+        self.send.end.wrapping_sub(self.send.nxt)
+    }
+
     /// Next sequence number expected.
     #[inline]
     pub fn rcv_nxt(&self) -> u32 {

@@ -76,7 +76,7 @@ impl Link {
 
     /// Clears the doorbell.
     pub fn clear_bell(&self) {
-        self.shared.bell().clear();
+        self.shared.clear_bell();
     }
 
     /// Announces that the program is going to sleep. False if it must not: an event waits, or there is another NIC.

@@ -11,7 +11,7 @@ use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
-use baton_ring::{Lock, Producer, Token, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
+use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableWords, Region, RingWords};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -291,6 +291,13 @@ impl Shared {
     /// The doorbell, which rings when there are events while a thread sleeps.
     pub fn bell(&self) -> &SessionBell {
         &self.bell
+    }
+
+    /// Clears the doorbell. The caller looks for events next: it is not rung again for those that are there already. It is seldom
+    /// rung twice before (by the agent, too); then the next wait ends at once.
+    pub fn clear_bell(&self) {
+        self.bell.take();
+        clear_rung(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 
     /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is woken by the

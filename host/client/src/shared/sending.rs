@@ -3,7 +3,7 @@
 use super::{RELAXED, Shared, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
-use baton_abi::layout::{ANSWERED, block};
+use baton_abi::layout::{ANSWERED, block, session as at};
 use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
 use baton_linux::process;
 use baton_ring::{Producer, Token};
@@ -127,11 +127,12 @@ impl Shared {
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
         let answers = self.interface == Interface::Handshake && connection.room() > 0;
         let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
+        let sending = self.memory.word32(at::NIC_SENDING);
         let comes = |_| {
             std::hint::spin_loop();
             self.takes(connection, token)
         };
-        answers && (0..ANSWER_LOOKS).any(comes)
+        answers && (0..ANSWER_LOOKS).take_while(|_| sending.load(RELAXED) == 0).any(comes)
     }
 
     /// Whether small sends may be kept back, so that one message stands for several.

@@ -2,6 +2,7 @@
 //! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
 use super::Worker;
+use super::gathering::{Answered, PutOff};
 use crate::custody::Custody;
 use crate::messages::Messages;
 use crate::offloaded::{Offloaded, Pending};
@@ -11,7 +12,7 @@ use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
 use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation, is_plain_send, join_sends};
 use baton_device::Device;
 use baton_moderation::Moderator;
-use baton_ring::{Consumer, Full, Producer, needs_doorbell};
+use baton_ring::{Consumer, Full, Producer, has_sleeper, note_rung, wants_ring};
 use baton_shm::{Region, RingWords};
 use baton_tcp::{Events, Instant};
 use baton_wire::Endpoint;
@@ -42,6 +43,8 @@ pub(super) struct Session {
     pub moderator: Moderator,
     /// The NIC keeps only the fast path of its connections.
     pub fast_path: bool,
+    /// The last message that its program waited for ([`ANSWER`]).
+    pub answered: Option<Answered>,
     /// Present in a session for messages, which has no connections.
     pub messages: Option<Box<Messages>>,
 }
@@ -59,8 +62,8 @@ impl Session {
 
     /// Whether the doorbell has to be rung at `now`.
     fn should_ring(&mut self, now: Instant) -> bool {
-        if !needs_doorbell(self.memory.word32(session::PROGRAM_SLEEPING)) {
-            // A program that is awake reads its ring without a doorbell.
+        if !wants_ring(self.memory.word32(session::PROGRAM_SLEEPING)) {
+            // A program that is awake, or waking up since it was rung, reads its ring without a doorbell.
             (self.unsignalled, self.moderated) = (0, 0);
             self.moderator.signalled(now.0);
             return false;
@@ -71,6 +74,7 @@ impl Session {
         if ring {
             (self.unsignalled, self.moderated) = (0, 0);
             self.moderator.signalled(now.0);
+            note_rung(self.memory.word32(session::PROGRAM_SLEEPING));
         }
         ring
     }
@@ -101,6 +105,17 @@ impl Unannounced {
     }
 }
 
+/// What became of a batch of a session's messages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Taken {
+    /// They were run, if there were any.
+    Some,
+    /// They were run, and the program waited for the last one to be taken ([`ANSWER`]).
+    Answered,
+    /// The session has ended.
+    Stopped,
+}
+
 /// The programs' sessions, and the slots with events for them.
 pub(super) struct Programs {
     /// The sessions, by their numbers.
@@ -113,6 +128,8 @@ pub(super) struct Programs {
     pub ended: Vec<Cid>,
     /// Slots for which a message with [`FETCH`] was read in this batch.
     pub fetched: Vec<u32>,
+    /// What waits for the next message.
+    pub put_off: Option<PutOff>,
     /// Address and number of each session for messages, in order; of all workers' sessions.
     pub message_ports: Vec<(Endpoint, u32)>,
 }
@@ -121,7 +138,7 @@ impl Programs {
     pub fn new(slots: usize) -> Programs {
         let (dirty, ring_full) = (Vec::with_capacity(slots), Vec::with_capacity(slots));
         let fetched = Vec::with_capacity(BATCH);
-        Programs { sessions: Vec::new(), dirty, ring_full, ended: Vec::new(), fetched, message_ports: Vec::new() }
+        Programs { sessions: Vec::new(), dirty, ring_full, ended: Vec::new(), fetched, put_off: None, message_ports: Vec::new() }
     }
 }
 
@@ -140,8 +157,17 @@ impl<H: Device, W: Device> Worker<H, W> {
         let commands = Consumer::new(memory.ring(session::COMMANDS));
         let events = Producer::new(memory.ring(session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
-        self.programs.sessions[at] =
-            Some(Session { memory, commands, events, unsignalled: 0, moderated: 0, moderator, fast_path: false, messages: None });
+        self.programs.sessions[at] = Some(Session {
+            memory,
+            commands,
+            events,
+            unsignalled: 0,
+            moderated: 0,
+            moderator,
+            fast_path: false,
+            answered: None,
+            messages: None,
+        });
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
@@ -201,31 +227,57 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
 
-    /// Takes up to a batch of a session's messages. Returns whether there was any.
+    /// Takes a session's messages: up to a batch, or several where the program waits for each message to be taken. Returns whether there
+    /// was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
-        let (mut worked, mut answer, mut unsent) = (false, None, None);
-        if self.programs.sessions[id].as_ref().is_none_or(|session| session.messages.is_some()) {
+        let Some(session) = self.programs.sessions[id].as_ref().filter(|session| session.messages.is_none()) else {
             return false;
+        };
+        let begun = session.commands.position();
+        let mut unsent = self.end_waiting(id);
+        let waited = unsent.is_some();
+        let mut taken = self.take_messages(id, &mut unsent, now);
+        if taken == Taken::Answered {
+            taken = self.gather(id, &mut unsent, now);
         }
-        let begun = self.programs.sessions[id].as_ref().map_or(0, |session| session.commands.position());
+        if taken == Taken::Stopped {
+            return true;
+        }
+        self.send_queued(unsent, now);
+        let mut count = 0;
+        if let Some(session) = self.programs.sessions[id].as_mut() {
+            // The recovery records cover these messages now, so the ring need not hold them any longer.
+            session.commands.release();
+            count = session.commands.position().wrapping_sub(begun);
+            self.counters.add(Counter::Messages, count);
+        }
+        if !self.programs.fetched.is_empty() {
+            self.fetch_more(now);
+        }
+        waited || count > 0
+    }
+
+    /// Takes up to a batch of a session's messages, and answers them if one asks for it. What the last ones have queued is `unsent`.
+    pub(super) fn take_messages(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
+        let (mut answer, mut handshake) = (None, false);
         for _ in 0..BATCH {
-            let Some(session) = self.programs.sessions[id].as_mut() else { return worked };
+            let Some(session) = self.programs.sessions[id].as_mut() else { return Taken::Stopped };
             let Some(words) = session.commands.pop() else {
                 if session.commands.is_corrupt() {
-                    self.send_queued(unsent, now);
+                    self.send_queued(unsent.take(), now);
                     self.programs.fetched.clear();
                     self.stop_session(id);
-                    return true;
+                    return Taken::Stopped;
                 }
                 break;
             };
-            worked = true;
             let before = session.commands.position() - 1;
             let words = pop_more(&mut session.commands, words);
             let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
             let accepted = Message::from_words(words).is_some_and(|message| {
                 let flags = if message.operation == Operation::NicSend { message.kind } else { 0 };
-                if last_of_many || flags & ANSWER != 0 {
+                handshake = flags & ANSWER != 0;
+                if last_of_many || handshake {
                     answer = Some(message.cid);
                 }
                 if flags & FETCH != 0 {
@@ -235,7 +287,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                     _ if message.operation == Operation::NicControl && message.kind == Control::Datagrams as u16 => {
                         self.on_datagrams_message(id, message.address)
                     }
-                    None => self.run_program_message(id, &message, &mut unsent, now),
+                    None => self.run_program_message(id, &message, unsent, now),
                     Some(_) => self.route_program_message(id, &message, now),
                 }
             });
@@ -243,27 +295,14 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
             }
         }
-        if !worked {
-            return false;
-        }
-        if let Some(cid) = answer {
-            // The program may wait for this, so it comes before the segments.
-            self.record_queued(unsent, now);
-            if let Some(session) = self.programs.sessions[id].as_mut() {
-                session.commands.release();
-                session.answer(cid);
-            }
-        }
-        self.send_queued(unsent, now);
+        let Some(cid) = answer else { return Taken::Some };
+        // The program may wait for this, so it comes before the segments.
+        self.record_queued(*unsent, now);
         if let Some(session) = self.programs.sessions[id].as_mut() {
-            // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
-            self.counters.add(Counter::Messages, session.commands.position().wrapping_sub(begun));
+            session.answer(cid);
         }
-        if !self.programs.fetched.is_empty() {
-            self.fetch_more(now);
-        }
-        true
+        if handshake { Taken::Answered } else { Taken::Some }
     }
 
     /// Looks again for what the programs of connections in `fetched` have queued: until the message was released they may have kept
@@ -285,7 +324,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Sends what has been queued on the connection in slot `unsent`, if there is one.
-    fn send_queued(&mut self, unsent: Option<u32>, now: Instant) {
+    pub(super) fn send_queued(&mut self, unsent: Option<u32>, now: Instant) {
         let Some(index) = unsent else { return };
         if let Some(Some(slot)) = self.connections.slots.get_mut(index as usize)
             && let Custody::Active(offloaded) = &mut slot.custody
@@ -491,8 +530,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Sends the pending events of a connection without received bytes. If acknowledgements are the only events, the program sleeps, and
-    /// they free less send memory than it waits for, the doorbell is not rung for them, unless the ring is full. A program that is
-    /// about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection is known to the
+    /// they free less send memory than it waits for, or it waits for its next message to be taken, the doorbell is not rung for them,
+    /// unless the ring is full. A program that is about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection is known to the
     /// host's TCP only.
     #[inline(never)]
     fn send_other_events(&mut self, index: u32, now: Instant) {
@@ -501,7 +540,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(offloaded) = slot.offloaded() else { return };
         let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { return };
         let (fetches, unsignalled) = (offloaded.fetches, session.unsignalled);
-        let silent = active && !offloaded.pending.has_rare() && session.sleeps() && offloaded.frees_too_little();
+        let waits = || offloaded.frees_too_little() || session.answered.is_some() && session.commands.has_message();
+        let silent = active && !offloaded.pending.has_rare() && session.sleeps() && waits();
         slot.dirty = session.send(cid, &mut offloaded.pending).is_err();
         if slot.dirty {
             self.programs.ring_full.push(index);
@@ -526,8 +566,8 @@ impl Session {
     }
 
     /// Whether the program seems to sleep.
-    fn sleeps(&self) -> bool {
-        self.memory.word32(session::PROGRAM_SLEEPING).load(Ordering::Relaxed) != 0
+    pub(super) fn sleeps(&self) -> bool {
+        has_sleeper(self.memory.word32(session::PROGRAM_SLEEPING))
     }
 
     /// Tells the program of received bytes, if the ring has room.

@@ -1,0 +1,132 @@
+//! The messages of a program that waits for each to be taken ([`baton_abi::ANSWER`]). To send takes longer than to answer, and the program
+//! would wait meanwhile. So a message is answered first, and what follows at once is sent together with it.
+
+use super::Worker;
+use super::programs::Taken;
+use crate::custody::Custody;
+use crate::offloaded::Offloaded;
+use baton_abi::layout::session;
+use baton_device::Device;
+use baton_tcp::Instant;
+use core::sync::atomic::Ordering;
+
+/// Messages that are sent together at most, and bytes: those of eight large frames.
+const MESSAGES: u32 = 64;
+const BYTES: u32 = 1 << 19;
+
+/// Looks for the next message, some two microseconds, in which a program sees the answer and begins with it; and most looks while it
+/// copies that.
+const LOOKS: u32 = 100;
+const COPYING_LOOKS: u32 = 800;
+
+/// Microseconds for which bytes of a stream wait for the next message: about as long as a program that slept needs to wake up and to copy.
+const PUT_OFF: u64 = 40;
+
+/// Microseconds after which the next message belongs to a stream no more.
+const STREAM: u64 = 200;
+
+/// The last message that was answered.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    at: Instant,
+    /// Its connection's slot, and what that had received: a program that sends after it has received something may wait for more
+    /// before it goes on.
+    index: u32,
+    received: u32,
+}
+
+/// Bytes that wait for the next message.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PutOff {
+    session: usize,
+    /// The connection's slot.
+    index: u32,
+    until: Instant,
+}
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// The connection whose bytes wait for a message of session `id`, if there is one. They do not any longer.
+    #[inline]
+    pub(super) fn end_waiting(&mut self, id: usize) -> Option<u32> {
+        self.programs.put_off.take_if(|put_off| put_off.session == id).map(|put_off| put_off.index)
+    }
+
+    /// Sends what waits if it has done so for long enough.
+    #[cold]
+    pub(super) fn send_put_off(&mut self, now: Instant) {
+        if let Some(put_off) = self.programs.put_off.take_if(|put_off| put_off.until.0 <= now.0) {
+            self.send_gathered(put_off.session, put_off.index, now);
+        }
+    }
+
+    /// Goes on behind a message that has queued bytes on the connection in slot `unsent`, and has been answered: takes and answers what
+    /// follows at once, and sends all together, or lets it wait for more.
+    #[cold]
+    pub(super) fn gather(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
+        for _ in 1..MESSAGES {
+            if !self.is_followed(id, *unsent) {
+                break;
+            }
+            match self.take_messages(id, unsent, now) {
+                Taken::Answered => {}
+                other => return other,
+            }
+        }
+        let Some(index) = unsent.take() else { return Taken::Answered };
+        if self.goes_on(id, index, now) && self.programs.put_off.is_none() {
+            self.programs.put_off = Some(PutOff { session: id, index, until: now.after(PUT_OFF) });
+        } else {
+            self.send_gathered(id, index, now);
+        }
+        Taken::Answered
+    }
+
+    /// Whether the next message comes at once, and there is room for it.
+    fn is_followed(&self, id: usize, unsent: Option<u32>) -> bool {
+        let Some(session) = &self.programs.sessions[id] else { return false };
+        let Some(offloaded) = unsent.and_then(|index| self.active(index)) else { return false };
+        has_room(offloaded)
+            && !session.sleeps()
+            && (0..COPYING_LOOKS).take_while(|look| *look < LOOKS || offloaded.is_entered()).any(|_| {
+                core::hint::spin_loop();
+                session.commands.has_message()
+            })
+    }
+
+    /// Whether the message just answered is one of a stream of them, which only the program's sleep, or another thread on its processor,
+    /// has interrupted. Remembers it.
+    fn goes_on(&mut self, id: usize, index: u32, now: Instant) -> bool {
+        let Some((received, has_room)) = self.active(index).map(|offloaded| (offloaded.tcp.rcv_nxt(), has_room(offloaded)))
+        else {
+            return false;
+        };
+        let Some(session) = self.programs.sessions[id].as_mut() else { return false };
+        let last = session.answered.replace(Answered { at: now, index, received });
+        has_room && last.is_some_and(|last| (last.index, last.received) == (index, received) && now.since(last.at) < STREAM)
+    }
+
+    fn active(&self, index: u32) -> Option<&Offloaded> {
+        match &self.connections.slots.get(index as usize)?.as_ref()?.custody {
+            Custody::Active(offloaded) => Some(offloaded),
+            _ => None,
+        }
+    }
+
+    /// Sends what the connection in slot `index` has queued. The program learns that this lasts longer.
+    fn send_gathered(&mut self, id: usize, index: u32, now: Instant) {
+        let note = |worker: &Self, sending: u32| {
+            if let Some(Some(session)) = worker.programs.sessions.get(id) {
+                session.memory.word32(session::NIC_SENDING).store(sending, Ordering::Relaxed);
+            }
+        };
+        note(self, 1);
+        self.send_queued(Some(index), now);
+        self.output.flush(&self.counters);
+        note(self, 0);
+    }
+}
+
+/// Whether more is gathered.
+fn has_room(offloaded: &Offloaded) -> bool {
+    offloaded.tcp.unsent() < BYTES.min(offloaded.most_of_send_memory())
+}
