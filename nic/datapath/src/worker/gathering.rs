@@ -19,6 +19,9 @@ const BYTES: u32 = 1 << 19;
 const LOOKS: u32 = 100;
 const COPYING_LOOKS: u32 = 800;
 
+/// Most looks between all messages that are sent together, some 80 microseconds: other programs wait meanwhile.
+const ALL_LOOKS: u32 = 4000;
+
 /// Microseconds for which bytes of a stream wait for the next message: about as long as a program that slept needs to wake up and to copy.
 const PUT_OFF: u64 = 40;
 
@@ -63,8 +66,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// follows at once, and sends all together, or lets it wait for more.
     #[cold]
     pub(super) fn gather(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
+        let mut looks = ALL_LOOKS;
         for _ in 1..MESSAGES {
-            if !self.is_followed(id, *unsent) {
+            if !self.is_followed(id, *unsent, &mut looks) {
                 break;
             }
             match self.take_messages(id, unsent, now) {
@@ -81,13 +85,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         Taken::Answered
     }
 
-    /// Whether the next message comes at once, and there is room for it.
-    fn is_followed(&self, id: usize, unsent: Option<u32>) -> bool {
+    /// Whether the next message comes at once, and there is room for it. Takes the looks that this needs from `looks`.
+    fn is_followed(&self, id: usize, unsent: Option<u32>, looks: &mut u32) -> bool {
         let Some(session) = &self.programs.sessions[id] else { return false };
         let Some(offloaded) = unsent.and_then(|index| self.active(index)) else { return false };
         has_room(offloaded)
             && !session.sleeps()
-            && (0..COPYING_LOOKS).take_while(|look| *look < LOOKS || offloaded.is_entered()).any(|_| {
+            && (0..COPYING_LOOKS.min(*looks)).take_while(|look| *look < LOOKS || offloaded.is_entered()).any(|_| {
+                *looks -= 1;
                 core::hint::spin_loop();
                 session.commands.has_message()
             })
