@@ -259,7 +259,10 @@ unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int
             }
             Attempt::Failed(libc::EAGAIN) => {}
             Attempt::Failed(_) if done > 0 => return done as ssize_t,
-            Attempt::Failed(number) => return send_failed(number, flags),
+            Attempt::Failed(number) => {
+                leave_if_lost(tcp);
+                return send_failed(number, flags);
+            }
         }
         tcp.stuck.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
         if does_not_wait(tcp, fd, flags) {
@@ -287,6 +290,14 @@ fn unusual_send(flags: c_int) -> &'static str {
         "MSG_FASTOPEN"
     } else {
         "unknown send flag"
+    }
+}
+
+/// Resets the peers of all lost connections, if this one has failed because its session has ended: no thread may sleep that would.
+#[cold]
+fn leave_if_lost(tcp: &Tcp) {
+    if let Some((_, session)) = tcp.managed() {
+        session.leave_if_known_over();
     }
 }
 
@@ -442,7 +453,10 @@ unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags
             }
             Attempt::Failed(libc::EAGAIN) => {}
             Attempt::Failed(_) if done > 0 => return done as ssize_t,
-            Attempt::Failed(number) => return fail(number),
+            Attempt::Failed(number) => {
+                leave_if_lost(tcp);
+                return fail(number);
+            }
         }
         if does_not_wait(tcp, fd, flags) {
             if done == 0 && tcp.has_ended_just_now() {

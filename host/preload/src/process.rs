@@ -241,6 +241,14 @@ impl Session {
         }
     }
 
+    /// Abandons it if some thread has noticed that it has ended. That thread may have held a lock, so that it could not do so itself.
+    #[inline]
+    pub fn leave_if_known_over(&'static self) {
+        if self.shared.has_ended() {
+            self.leave();
+        }
+    }
+
     /// Abandons a session that has ended: its sockets are the kernel's until another session is opened, and connections that
     /// were on the NIC are lost. The caller must not hold the lock of a set or a socket.
     #[cold]

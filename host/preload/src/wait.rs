@@ -95,8 +95,10 @@ pub(crate) fn sleep(
     mask: *const libc::sigset_t,
     ready: impl Fn() -> bool,
 ) -> Result<c_int, c_int> {
-    let waiter = Waiter::take();
+    // The thread that noticed the end may not have left.
+    session.inspect(|session| session.leave_if_known_over());
     let session = session.filter(|session| !session.shared.has_ended());
+    let waiter = Waiter::take();
     if let Some(session) = session {
         session.shared.count_sleeper();
         // Before the sockets have this waiter, which would be written for events that `ready` sees.

@@ -267,6 +267,29 @@ fn when_all_are_killed_connections_are_reset_at_once() {
     }
 }
 
+/// All are killed while no thread of the program sleeps in a call of the library's: a look that does not wait finds it out. The lost
+/// connections' sockets are closed all the same, so their peers are reset by what they send next.
+#[test]
+fn lost_connections_are_reset_although_no_thread_sleeps() {
+    let host = Host::with_baton("spinning");
+    let mut program = host.program("accepted", "spin", 2);
+    host.wait_until_on_nic(2);
+    let established = || {
+        let mut command = Command::new("ss");
+        let listed = host.namespace.spawn(command.args(["-Htn", "state", "established"]).stdout(Stdio::piped()));
+        let output = listed.expect("ss").wait_with_output().expect("its end").stdout;
+        text(&output).lines().count()
+    };
+    assert_eq!(established(), 4);
+    kill_at_once(&host.helpers());
+    let said = program.ask("wait");
+    assert_eq!(said["server"], Value::from(vec!["ECONNRESET"; 2]), "{said}");
+    assert!(established() <= 2, "the server's sockets are open");
+    let said = program.ask("echo");
+    assert_eq!(said["client"], Value::from(vec!["ECONNRESET"; 2]), "{said}");
+    program.ends_well();
+}
+
 /// The agent is killed while it restores connections after the keeper was killed: each connection works in the kernel or is
 /// reset. Where one side was restored and the other lost, the kernel finds out by its next retransmission, whose timer begins at
 /// a second.
