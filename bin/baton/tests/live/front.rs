@@ -56,7 +56,11 @@ impl Attached {
         let mut says = BufReader::new(process.stdout.take().expect("its output"));
         let mut line = String::new();
         says.read_line(&mut line).expect("a line");
-        assert!(line.starts_with("attached to"), "it said {line:?}");
+        if !line.starts_with("attached to") {
+            let _ = process.kill();
+            let ended = process.wait_with_output().expect("its end");
+            panic!("it said {line:?}, {}", String::from_utf8_lossy(&ended.stderr));
+        }
         Attached { process, says }
     }
 
@@ -277,6 +281,7 @@ fn a_dead_process_is_passed_by() {
             shortest = shortest.min(stall);
             // A sender that lost its last segments waits for a time-out. If frames went nowhere for long, it would wait for a third.
             assert!(stall < 1000, "{stall} ms without a byte after it was killed");
+            attached.process.wait().expect("its end");
             attached = Attached::new(&hosts[0], &[]);
         }
         assert!(shortest < 300, "at least {shortest} ms without a byte after it was killed");
