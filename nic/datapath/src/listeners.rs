@@ -106,9 +106,11 @@ impl Listeners {
         self.listeners.is_empty()
     }
 
-    /// Adds a listener, or changes its settings.
+    /// Adds a listener, or changes its settings. Handshakes under way at endpoints that it keeps go on: their clients have been
+    /// answered.
     pub fn add(&mut self, settings: ListenerSettings) {
-        let granted = self.remove(settings.id).map_or_else(Vec::new, |listener| listener.granted);
+        let granted = self.take(settings.id).map_or_else(Vec::new, |listener| listener.granted);
+        self.forget_all(settings.id, &settings.endpoints);
         for endpoint in &settings.endpoints {
             self.by_endpoint.insert(*endpoint, settings.id);
         }
@@ -117,14 +119,25 @@ impl Listeners {
 
     /// Removes a listener. Its handshakes end: clients that go on are the kernel's.
     pub fn remove(&mut self, id: u32) -> Option<Listener> {
+        let removed = self.take(id)?;
+        self.forget_all(id, &[]);
+        Some(removed)
+    }
+
+    fn take(&mut self, id: u32) -> Option<Listener> {
         let removed = self.listeners.remove(&id)?;
         self.by_endpoint.retain(|_, listener| *listener != id);
+        Some(removed)
+    }
+
+    /// Forgets a listener's handshakes, but for those at the endpoints `kept`.
+    fn forget_all(&mut self, id: u32, kept: &[Endpoint]) {
         for index in 0..self.handshakes.len() as u32 {
-            if self.handshakes[index as usize].as_ref().is_some_and(|handshake| handshake.listener == id) {
+            let ends = |one: &Handshake| one.listener == id && !kept.contains(&one.opening.flow.local);
+            if self.handshakes[index as usize].as_ref().is_some_and(ends) {
                 self.forget(index);
             }
         }
-        Some(removed)
     }
 
     /// The listener at an endpoint.
@@ -246,6 +259,20 @@ mod tests {
         assert!(listeners.forget(first.expect("the first")).is_some() && listeners.free.len() == 1);
         listeners.remove(5);
         assert!(listeners.is_empty() && listeners.handshakes.iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_changed_listener_keeps_its_handshakes() {
+        let now = Instant(1);
+        let mut listeners = Listeners::new([0; 4], false, 0);
+        listeners.add(settings(1, 1));
+        let one = opening(&listeners, 5000, now);
+        let key = FlowKey::from(&one.flow);
+        assert!(listeners.remember(1, one, now).is_some());
+        listeners.add(ListenerSettings { mtu: 1400, endpoints: vec![endpoint(2), endpoint(1)], ..settings(1, 1) });
+        assert!(listeners.find(&key).is_some());
+        listeners.add(settings(1, 2));
+        assert!(listeners.find(&key).is_none(), "the kernel has what comes to this endpoint now");
     }
 
     #[test]

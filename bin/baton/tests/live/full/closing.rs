@@ -10,11 +10,12 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 in_both_shapes! {
     the_nic_closes_what_it_has_made
     a_death_while_the_nic_closes_loses_nothing
+    a_death_before_the_close_loses_nothing
 }
 
 /// A server that sends what it is asked for, so many bytes, and closes at once.
@@ -102,19 +103,26 @@ fn connect_from(from: SocketAddr, to: SocketAddr) -> std::io::Result<TcpStream> 
 
 /// A program closes, and the NIC or the agent dies before the peer has everything: the kernel sends the rest and the FIN.
 fn a_death_while_the_nic_closes_loses_nothing(beside: bool) {
+    // More than the peer's window until it reads, and not more than that and send memory: all is closed when the death comes.
+    a_death_while_some_is_unread(beside, 256 << 10, "its program has closed it");
+}
+
+/// The program is still sending at the death, and closes at the next NIC or in the kernel.
+fn a_death_before_the_close_loses_nothing(beside: bool) {
+    a_death_while_some_is_unread(beside, 4 << 20, "");
+}
+
+/// Four peers ask for so many bytes and read none. When the agent gives the reason for each of their connections, NIC or agent dies.
+fn a_death_while_some_is_unread(beside: bool, length: usize, reason: &str) {
     for agent_dies in [false, true] {
         let bed = bed(beside);
         let _server = start(&bed, &["python3", "-c", SEND_AND_CLOSE]);
         wait_for_server(&bed, address(false, 7000));
-        // More than the peer's window, so that the rest waits at the NIC until it is read.
-        let length = 4 << 20;
         let clients: Vec<TcpStream> = (0..4).map(|_| ask_for(&bed, length)).collect();
-        let closed = || connections(&bed).iter().filter(|one| one.reason.contains("closed")).count();
-        // Each server's thread has sent all when it closes; what the peer's window does not hold lies in send memory.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while closed() < 4 && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("all connections in that state", || {
+            let there = |client: &TcpStream| client.peek(&mut [0]).is_ok_and(|count| count > 0);
+            clients.iter().all(there) && connections(&bed).iter().filter(|one| one.reason.contains(reason)).count() == 4
+        });
         let first = statistics(&bed);
         process::signal(if agent_dies { first.agent_process } else { first.nic_process }, 9).expect("a signal");
         wait_until("the next NIC", || {
