@@ -24,8 +24,9 @@ BATON = Path(os.environ.get("BATON_PROGRAM", Path(__file__).resolve().parent.par
 SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
 # Suites whose servers and clients can be on two hosts.
 FULL = "test_httplib test_httpservers test_smtplib test_poplib test_ssl".split()
-# Its client's RST has to overtake an event between two threads, which across a wire it does not always do, natively neither.
-RACES = "test_preauth_data_to_tls_server"
+# The first's client's RST has to overtake an event between two threads, which across a wire it does not always do, natively neither.
+# The other waits for ever on a machine whose VM sockets cannot reach the machine itself, natively too.
+LEFT_OUT = ("--ignore", "test_preauth_data_to_tls_server", "--ignore", "ThreadedVSOCKSocketStreamTest")
 LONGEST = 50
 # A connection is registered a moment after it was made, and moved a moment after its move is due.
 SLACK = 50
@@ -65,7 +66,7 @@ def full(suites):
     for suite in suites or FULL:
         for end in ("server", "client"):
             start, servers = ([], (there, programs.REACHED)) if end == "server" else (programs.inside(), (here, programs.OURS))
-            runner = (str(Path(__file__).parent / "two_hosts.py"), *servers, "--ignore", RACES)
+            runner = (str(Path(__file__).parent / "two_hosts.py"), *servers, *LEFT_OUT)
             with tempfile.TemporaryDirectory(prefix="baton-suites-") as directory:
                 directory = Path(directory)
                 native = results(start, suite, directory, runner)
