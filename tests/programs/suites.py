@@ -23,7 +23,7 @@ import programs
 BATON = Path(os.environ.get("BATON_PROGRAM", Path(__file__).resolve().parent.parent.parent / "target/release/baton"))
 SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib test_ssl test_asyncio".split()
 # Suites whose servers and clients can be on two hosts.
-FULL = "test_httplib test_httpservers test_smtplib test_poplib test_ssl".split()
+FULL = "test_socket test_asyncio test_httplib test_httpservers test_smtplib test_poplib test_telnetlib test_ssl".split()
 # The first's client's RST has to overtake an event between two threads, which across a wire it does not always do, natively neither.
 # The other waits for ever on a machine whose VM sockets cannot reach the machine itself, natively too.
 LEFT_OUT = ("--ignore", "test_preauth_data_to_tls_server", "--ignore", "ThreadedVSOCKSocketStreamTest")

@@ -28,7 +28,8 @@ pub struct TtcpReport {
     /// Every way at every message size, in the order of measurement.
     pub cells: Vec<Cell>,
     /// Message size from which on full offload with a handshake for each message costs the host less than the kernel does, by
-    /// interpolation. None if it lies outside the measured sizes.
+    /// interpolation. The smallest size that was measured if it does at every size, as where system calls are dear. None if it
+    /// does not at the largest.
     pub crossover_handshake_bytes: Option<f64>,
     /// Instructions of the NIC by packet, if they were counted.
     pub costs: Vec<Cost>,
@@ -68,7 +69,7 @@ impl TtcpReport {
 }
 
 /// The message size at which a way's host CPU falls to the kernel's, when transmitting: the last such crossing, interpolated on
-/// logarithmic axes. None if it does not stay there up to the largest size.
+/// logarithmic axes. The smallest size if it lies below at every size; None if it does not stay there up to the largest.
 fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
     let mut points: Vec<(f64, f64)> = cells
         .iter()
@@ -77,6 +78,9 @@ fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
         .collect();
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
     points.last().filter(|last| last.1 <= 0.0)?;
+    if points.iter().all(|point| point.1 <= 0.0) {
+        return points.first().map(|first| first.0.exp());
+    }
     let last = points.windows(2).rfind(|pair| pair[0].1 > 0.0 && pair[1].1 <= 0.0)?;
     let share = last[0].1 / (last[0].1 - last[1].1);
     Some((last[0].0 + share * (last[1].0 - last[0].0)).exp())
@@ -121,5 +125,15 @@ mod tests {
         let found = TtcpReport::new(cells, Vec::new()).crossover_handshake_bytes;
         assert!(found.is_some_and(|bytes| (bytes - 512.0).abs() < 0.1), "{found:?}");
         assert_eq!(TtcpReport::new(vec![cell("full-handshake", 1, 2.0)], Vec::new()).crossover_handshake_bytes, None);
+    }
+
+    /// Where the handshake is always cheaper, that is said, and the bar asks for a crossover.
+    #[test]
+    fn a_handshake_that_is_cheaper_at_every_size_crosses_at_the_smallest() {
+        let sizes = [1, 64, 8192];
+        let cells = sizes.iter().flat_map(|size| [cell("full-handshake", *size, 0.5), cell("none", *size, 1.0)]).collect();
+        let report = TtcpReport::new(cells, Vec::new());
+        assert!(report.crossover_handshake_bytes.is_some_and(|bytes| (bytes - 1.0).abs() < 0.1));
+        assert!(report.bars.iter().any(|bar| bar.name == "ttcp.crossover_handshake_bytes" && !bar.holds));
     }
 }
