@@ -16,6 +16,7 @@ use crate::ground::{Ground, Mirrors, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
+use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
@@ -80,6 +81,7 @@ pub(crate) struct Agent {
     pub watched: Watched,
     pub cgroups: Cgroups,
     pub guards: Guards,
+    pub known: Known,
     pub looks: Looks,
     pub users: Users,
     pub listeners: Listeners,
@@ -207,6 +209,7 @@ pub fn run() -> Result<()> {
         watched,
         cgroups: Cgroups::default(),
         guards,
+        known: Known::default(),
         looks: Looks::default(),
         cut_off: Vec::new(),
         leaving: Vec::new(),
@@ -285,6 +288,8 @@ impl Agent {
                     session => {
                         self.serve(session as u32);
                         self.clear_attended();
+                        // A connection that stands still waits for one request at most.
+                        self.handle_nic_messages();
                     }
                 }
             }
@@ -394,6 +399,9 @@ impl Agent {
             routes: &self.routes,
             diagnosis: &self.diagnosis,
             guards: &mut self.guards,
+            known: &mut self.known,
+            latest: self.serials,
+            alone: self.moves.is_quiet(),
             process: session.process,
         };
         Some((ground, session))

@@ -149,6 +149,7 @@ impl Agent {
     /// restored to the kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
         let changed = RouteChanges::collect(&self.watched.routes);
+        self.known.discard();
         if changed.links
             && let Shape::Beside { steering, devices, .. } = &mut self.shape
             && !devices.is_new()
@@ -169,6 +170,7 @@ impl Agent {
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
     pub(crate) fn policies_changed(&mut self) {
         if self.guards.policies_changed() {
+            self.known.discard();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
             self.follow_datagram_ways();
@@ -178,9 +180,29 @@ impl Agent {
     /// Handles changed traffic-control filters: connections at devices that now have one are restored to the kernel.
     pub(crate) fn filters_changed(&mut self) {
         if self.guards.traffic_changed() {
+            self.known.discard();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
             self.follow_datagram_ways();
+        }
+    }
+
+    /// Checks a connection that has just come to the NIC again, if something has changed since it was checked: notifications are
+    /// handled for connections that are there already.
+    pub(crate) fn catch_up(&mut self, session: u32, number: u32) {
+        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+        let changes = ground.known.changes();
+        let Some(way) = connection.running().and_then(|on_nic| on_nic.way) else { return };
+        if way.as_of == changes {
+            return;
+        }
+        let followed = match connection.unproved {
+            Some(_) => Err("the firewall has changed"),
+            None => follow_way(&mut ground, connection),
+        };
+        if let Err(why) = followed {
+            self.return_soon(session, number, why);
         }
     }
 
@@ -204,6 +226,7 @@ impl Agent {
             return;
         }
         self.guards.forget_rules();
+        self.known.discard();
         self.follow_listeners();
         self.follow_datagrams();
         self.open_all_in_kernel();
@@ -232,6 +255,7 @@ impl Agent {
                 self.must_return(session, number, "the programs of its control group have changed");
             }
         }
+        self.known.discard();
         let all = self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
         all.filter(|connection| touches(connection)).for_each(doubt);
     }

@@ -90,8 +90,9 @@ impl Agent {
     }
 
     /// Writes what the NIC needs to open a connection into its slot, and what the program sees meanwhile into its block.
-    fn write_opening(&self, session: u32, connection: &Connection, image: &Image) {
+    fn write_opening(&mut self, session: u32, connection: &Connection, image: &Image) {
         let Some(cid) = connection.cid else { return };
+        let limits = connection.fd().map(|fd| Limits::of(fd, &mut self.known)).unwrap_or_default();
         let (memory, base) = (&self.hardware.memory, nic::slot(cid.slot()));
         unpublish(memory, cid.slot());
         let mut bytes = [0u8; MAX_ENCODED];
@@ -101,7 +102,7 @@ impl Agent {
         for (at, value) in [(0, session), (5, connection.number)] {
             memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
         }
-        connection.fd().map(Limits::of).unwrap_or_default().write(memory, cid);
+        limits.write(memory, cid);
         let b = &connection.block;
         for field in [block::RECEIVE_SIZE, block::SEND_SIZE, block::READ_SEQ, block::RECEIVE_SEQ] {
             b.store(field, 0);
@@ -149,7 +150,7 @@ impl Agent {
         // The program may have set them while the NIC opened the connection.
         let set = |flag, before| before || flags & flag != 0;
         let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
-        let limits = Limits::of(fd.as_fd());
+        let limits = Limits::of(fd.as_fd(), &mut self.known);
         self.prepare_handoff(session, number, image, saved, limits)
     }
 

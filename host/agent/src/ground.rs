@@ -4,6 +4,7 @@ use crate::chaos::Chaos;
 use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
+use crate::known::Known;
 use crate::nic::NicProcess;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
@@ -126,6 +127,11 @@ pub(crate) struct Ground<'a> {
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,
     pub guards: &'a mut Guards,
+    pub known: &'a mut Known,
+    /// Serial number of the connection that was registered last.
+    pub latest: u64,
+    /// No other move is under way: nothing waits while this one's answer is looked for.
+    pub alone: bool,
     /// Number of the process whose connection is moved.
     pub process: u32,
 }
@@ -136,6 +142,12 @@ impl Ground<'_> {
         if self.chaos.strikes(step, self.nic.process()) {
             self.nic.end();
         }
+    }
+
+    /// The socket for requests to the connection tracker, if that may have an entry of the connection of this serial number.
+    pub fn tracker_of(&mut self, serial: u64) -> Option<&Netlink> {
+        let netfilter = self.guards.netfilter()?;
+        (!self.known.is_untracked(netfilter, serial, self.latest)).then_some(netfilter)
     }
 
     /// Whether a process other than its program and Baton's own holds the connection's socket.

@@ -56,6 +56,11 @@ impl Guards {
         Guards { xfrm, netfilter: Netlink::open(NETFILTER).ok(), firewall: None, legacy: has_legacy_tables(), traffic, filtered }
     }
 
+    /// The socket for requests to netfilter. None where the kernel has none.
+    pub fn netfilter(&self) -> Option<&Netlink> {
+        self.netfilter.as_ref()
+    }
+
     /// Notifications of changed traffic-control filters.
     pub fn traffic_changes(&self) -> Option<&Changes> {
         self.traffic.as_ref()

@@ -23,6 +23,7 @@ mod guards;
 mod host_tcp;
 mod idle;
 mod journal;
+mod known;
 mod listened;
 mod listening;
 mod looks;

@@ -92,6 +92,7 @@ impl Agent {
     fn begin_listening(&mut self, session: u32, fd: BorrowedFd<'_>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
         let listening = Listening::read(fd)?;
         self.can_open()?;
+        let limits = Limits::of(fd, &mut self.known);
         let known = self.listeners.by_id.iter().find(|(_, listener)| listener.listening.cookie == listening.cookie);
         let id = match known.map(|(id, _)| *id) {
             Some(id) => id,
@@ -101,7 +102,7 @@ impl Agent {
                 self.listeners.next += 1;
                 let listener = Listener {
                     listening: listening.clone(),
-                    limits: Limits::of(fd),
+                    limits,
                     ours,
                     theirs: theirs.into(),
                     sessions: BTreeSet::new(),
@@ -115,7 +116,7 @@ impl Agent {
             }
         };
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
-        (listener.listening, listener.limits) = (listening, Limits::of(fd));
+        (listener.listening, listener.limits) = (listening, limits);
         listener.sessions.insert(session);
         let theirs = listener.theirs.try_clone().map_err(|error| system("dup", &error))?;
         self.keep_listener(id);

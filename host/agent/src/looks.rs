@@ -109,6 +109,7 @@ impl Agent {
         }
         if self.looks.routes_due != 0 && now >= self.looks.routes_due {
             self.looks.routes_due = 0;
+            self.known.discard();
             let destinations = std::mem::take(&mut self.looks.destinations);
             let all = destinations.len() > MOST_DESTINATIONS;
             self.follow_ways(|connection| all || destinations.contains(&connection.peer.ip().to_canonical()));
@@ -117,6 +118,7 @@ impl Agent {
             return;
         }
         if self.guards.legacy_appeared() {
+            self.known.discard();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
         }

@@ -1,6 +1,7 @@
 //! Send and receive memory of connections: initial sizes, limits of growth, and allocation from the session's heap.
 
 use crate::connection::Memory;
+use crate::known::Known;
 use crate::session::OpenSession;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, slot};
@@ -35,22 +36,18 @@ pub(crate) struct Limits {
     pub send: u32,
 }
 
-/// Reads the third field of a sysctl such as tcp_rmem: the maximum.
-fn third(setting: &str) -> Option<u32> {
-    std::fs::read_to_string(format!("/proc/sys/net/ipv4/{setting}")).ok()?.split_whitespace().nth(2)?.parse().ok()
-}
-
 impl Limits {
     /// Returns the maxima of the host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the
     /// kernel.
-    pub fn of(fd: BorrowedFd<'_>) -> Limits {
+    pub fn of(fd: BorrowedFd<'_>, known: &mut Known) -> Limits {
         let get = |option| socket::get(fd, SOL_SOCKET, option).ok();
         let locks = get(SO_BUF_LOCK).unwrap_or(0);
-        let limit = |lock, option, setting| {
+        let limit = |lock, option, greatest: Option<u32>| {
             let locked = (locks & lock != 0).then(|| get(option)).flatten().and_then(|bytes| u32::try_from(bytes).ok());
-            locked.or_else(|| third(setting)).unwrap_or(BEGINNING).clamp(1 << 12, MOST)
+            locked.or(greatest).unwrap_or(BEGINNING).clamp(1 << 12, MOST)
         };
-        Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, "tcp_rmem"), send: limit(SEND_LOCKED, SO_SNDBUF, "tcp_wmem") }
+        let [receive, send] = known.buffers();
+        Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, receive), send: limit(SEND_LOCKED, SO_SNDBUF, send) }
     }
 
     /// Writes the limits into the slot, for the NIC, before a handoff.

@@ -47,6 +47,11 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
+    /// Whether one move at most is under way, and none has to be begun.
+    pub fn is_quiet(&self) -> bool {
+        self.under_way.len() <= 1 && self.returning.is_empty() && self.suggested.is_empty()
+    }
+
     /// Time that the loop may sleep as far as moves are concerned. None without a limit.
     pub fn wait(&self) -> Option<Duration> {
         let micros = match () {
@@ -135,6 +140,8 @@ impl Agent {
                 connection.under_way = false;
                 self.attend(key.0);
                 self.drive(key.0, key.1, Event::Tick);
+                // A connection that stands still waits for no other's preparations.
+                self.handle_nic_messages();
             }
             if monotonic_micros() >= end {
                 return;
@@ -219,6 +226,9 @@ impl Agent {
     /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return.is_some());
+        if conclusion == Conclusion::Moved {
+            self.catch_up(session, number);
+        }
         self.answer_askers(session, number, conclusion);
         if must_return {
             self.follow_return(session, number);

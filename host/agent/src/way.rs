@@ -29,6 +29,8 @@ pub(crate) struct Way {
     pub mtu: u32,
     /// Options of the socket on which the route depends.
     pub routing: Routing,
+    /// Number of notifications of changes before it was looked up; see [`crate::known::Known::changes`].
+    pub as_of: u64,
 }
 
 impl Way {
@@ -52,10 +54,10 @@ impl Ground<'_> {
             _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer)
                 .map_err(|error| system("getsockopt", &error))?,
         };
-        if !route::is_local(self.routes, local).map_err(|error| system("RTM_GETROUTE", &error))? {
+        if !self.known.is_own(self.routes, local).map_err(|error| system("RTM_GETROUTE", &error))? {
             return Err(Refusal::SourceGone(local));
         }
-        let found = route::of_connection(self.routes, connection.local, connection.peer, &routing);
+        let found = self.known.route(self.routes, connection.local, connection.peer, &routing);
         let route = found.map_err(|_| Refusal::NoRoute)?;
         if routing.on_link && route.gateway.is_some() {
             return Err(Refusal::NoRoute);
@@ -71,6 +73,7 @@ impl Ground<'_> {
     /// # Errors
     /// Those of [`Ground::route_of`], or why the NIC cannot.
     pub fn way_of(&mut self, connection: &Connection) -> Result<Way, Refusal> {
+        let as_of = self.known.changes();
         let (routing, route) = self.route_of(connection)?;
         if routing.mark != 0 {
             return Err(Refusal::Marked(routing.mark));
@@ -99,7 +102,7 @@ impl Ground<'_> {
         let neighbour = if interface.kind == rtnetlink::LOOPBACK {
             [0; 6]
         } else {
-            rtnetlink::neighbour(self.routes, route.interface, hop).ok().flatten().ok_or(Refusal::NoNeighbour)?
+            self.known.neighbour(self.routes, route.interface, hop).ok_or(Refusal::NoNeighbour)?
         };
         let v4 = connection.flow.is_v4();
         let (ttl, tos) = match (&connection.fd, &connection.on_nic) {
@@ -110,7 +113,7 @@ impl Ground<'_> {
         let mtu = route.mtu.unwrap_or(of_device).clamp(68, 65535);
         let path = self.path_of(connection, &routing, &interface)?;
         let link = Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: path.leaves_by };
-        Ok(Way { link, path, hop, mtu, routing })
+        Ok(Way { link, path, hop, mtu, routing, as_of })
     }
 
     /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now, and the next
@@ -152,18 +155,18 @@ impl Ground<'_> {
 
     /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is
     /// bound to, or its route's, if the NIC can inject there.
-    pub fn device_of_replay(&self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
+    pub fn device_of_replay(&mut self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
         let before = on_nic.image.link.interface;
         let wanted = if routing.device == 0 { route.interface } else { routing.device };
         if matches!(self.shape, Shape::Inline { .. }) || wanted == before {
             return before;
         }
-        let link = rtnetlink::link_at(self.routes, wanted);
+        let link = self.known.link(self.routes, wanted);
         if link.is_ok_and(|link| link.up && link.kind == rtnetlink::ETHERNET) { wanted } else { before }
     }
 
     /// Returns the devices at which a connection's frames are received, beside the kernel; inline the wire is the only one.
-    fn path_of(&self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
+    fn path_of(&mut self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
         if matches!(self.shape, Shape::Inline { .. }) {
             return Ok(path);
@@ -172,7 +175,7 @@ impl Ground<'_> {
         path.anywhere = routing.device == 0;
         // A strict reverse path filter accepts packets by each of several equal-cost paths.
         if path.anywhere && interface.kind != rtnetlink::LOOPBACK {
-            let paths = route::paths(self.routes, connection.local, connection.peer, routing).unwrap_or_default();
+            let paths = self.known.paths(self.routes, connection.local, connection.peer, routing).unwrap_or_default();
             let mut others: Vec<u32> = paths.into_iter().filter(|index| *index != interface.index).collect();
             others.sort_unstable();
             others.dedup();
@@ -187,7 +190,8 @@ impl Ground<'_> {
     /// Returns the device of a route, if the NIC can use it. Beside the kernel the programs are attached to all devices when the
     /// first is used.
     fn device(&mut self, index: u32) -> Result<LinkInfo, Refusal> {
-        let info = || rtnetlink::link_at(self.routes, index).map_err(|error| system("RTM_GETLINK", &error));
+        let (known, routes) = (&mut *self.known, self.routes);
+        let mut info = || known.link(routes, index).map_err(|error| system("RTM_GETLINK", &error));
         match self.shape {
             Shape::Inline { interface } if *interface == index => info(),
             Shape::Inline { .. } => Err(Refusal::OtherInterface(index)),

@@ -39,11 +39,12 @@ pub fn system(call: &'static str, error: &io::Error) -> Refusal {
     }
 }
 
-/// Examines a socket without changing it.
+/// Examines a socket without changing it. `namespace` is the cookie of the namespace that it has to be in
+/// ([`socket::own_namespace`]).
 ///
 /// # Errors
 /// The first reason for which the connection stays in the kernel.
-pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Refusal> {
+pub fn examine(fd: BorrowedFd<'_>, namespace: u64) -> Result<TcpInfo, Refusal> {
     match socket::get(fd, libc::SOL_SOCKET, SO_PROTOCOL) {
         Ok(libc::IPPROTO_TCP) => {}
         Ok(IPPROTO_MPTCP) => {
@@ -55,7 +56,7 @@ pub fn examine(fd: BorrowedFd<'_>) -> Result<TcpInfo, Refusal> {
     if matches!(socket::get(fd, libc::IPPROTO_TCP, TCP_IS_MPTCP), Ok(1)) {
         return Err(Refusal::Mptcp);
     }
-    if !socket::is_of_this_namespace(fd).map_err(|error| system("SO_NETNS_COOKIE", &error))? {
+    if socket::namespace(fd).map_err(|error| system("SO_NETNS_COOKIE", &error))? != namespace {
         return Err(Refusal::OtherNamespace);
     }
     let info = TcpInfo::read(fd).map_err(|error| system("TCP_INFO", &error))?;

@@ -92,18 +92,15 @@ impl<'a> Exporter<'a> {
         // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
         shell::block_input(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
-        let read = read_image(fd, flow, link, saved);
-        let again = read_image(fd, flow, link, saved);
-        read.and_then(|(first, first_write, _)| {
-            let (image, write_seq, retransmitted) = again?;
-            let moved = (image.snd_una, image.rcv_nxt, image.unread) != (first.snd_una, first.rcv_nxt, first.unread);
-            if moved || write_seq != first_write {
-                return Err(Refusal::Unsettled);
-            }
-            let local = socket::local_address(fd).step("getsockname")?;
-            let peer = socket::peer_address(fd).step("getpeername")?;
-            Ok(Exporter { fd, image, local, peer, write_seq, retransmitted, saved: saved.clone() })
-        })
+        let first = Numbers::read(fd)?;
+        let (image, numbers, retransmitted) = read_image(fd, flow, link, saved)?;
+        if numbers != first {
+            return Err(Refusal::Unsettled);
+        }
+        let local = socket::local_address(fd).step("getsockname")?;
+        // Fails if the peer has ended or reset the connection meanwhile.
+        let peer = socket::peer_address(fd).step("getpeername")?;
+        Ok(Exporter { fd, image, local, peer, write_seq: numbers.write_seq, retransmitted, saved: saved.clone() })
     }
 
     /// The image that was read.
@@ -204,20 +201,40 @@ pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     saved.write(fd)
 }
 
-/// The image, the number behind the send queue (a queued FIN counts), and how many segments were sent again.
-fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, u32, u32), Refusal> {
+/// Sequence numbers and queues of a socket in repair mode.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Numbers {
+    /// The number behind the send queue; a queued FIN counts.
+    write_seq: u32,
+    /// Bytes of the send queue, and those of them that were never sent.
+    queued: u32,
+    unsent: u32,
+    rcv_nxt: u32,
+    /// Bytes of the receive queue.
+    unread: u32,
+}
+
+impl Numbers {
+    fn read(fd: BorrowedFd<'_>) -> Result<Numbers, Refusal> {
+        shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
+        let write_seq = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+        let queued = socket::queue_bytes(fd, socket::SIOCOUTQ).step("SIOCOUTQ")?;
+        let unsent = socket::queue_bytes(fd, socket::SIOCOUTQNSD).step("SIOCOUTQNSD")?;
+        shell::select(fd, Queue::Receive).step("TCP_REPAIR_QUEUE")?;
+        let rcv_nxt = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
+        let unread = socket::queue_bytes(fd, socket::SIOCINQ).step("SIOCINQ")?;
+        Ok(Numbers { write_seq, queued, unsent, rcv_nxt, unread })
+    }
+}
+
+/// The image, the numbers that are in it, and how many segments were sent again.
+fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, Numbers, u32), Refusal> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
     // It may have arrived since the connection was examined.
     crate::examine::check_urgent(fd)?;
     let state = State::from_number(info.state).ok_or(Refusal::State(crate::examine::state_name(info.state)))?;
     let options = options(fd).step("getsockopt")?;
-    shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
-    let write_seq = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
-    let queued = socket::queue_bytes(fd, socket::SIOCOUTQ).step("SIOCOUTQ")?;
-    let unsent = socket::queue_bytes(fd, socket::SIOCOUTQNSD).step("SIOCOUTQNSD")?;
-    shell::select(fd, Queue::Receive).step("TCP_REPAIR_QUEUE")?;
-    let rcv_nxt = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
-    let unread = socket::queue_bytes(fd, socket::SIOCINQ).step("SIOCINQ")?;
+    let numbers @ Numbers { write_seq, queued, unsent, rcv_nxt, unread } = Numbers::read(fd)?;
     shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
     let window = read_window(fd)?;
     let timestamps = info.options & tcp_info::OPTION_TIMESTAMPS != 0;
@@ -266,7 +283,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         sent_ago: Some(info.last_data_sent.saturating_mul(1000)),
     };
     image.check().map_err(|_| Refusal::Unsettled)?;
-    Ok((image, write_seq, info.total_retrans))
+    Ok((image, numbers, info.total_retrans))
 }
 
 /// {snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup}.

@@ -252,17 +252,16 @@ pub(crate) fn reassociate(
     }
     // getsockname shows the port even if the socket no longer holds it; this shows the port that it holds.
     let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));
-    let connected = !kept_port && connect_without_binding(fd, local, peer)?;
-    if !connected {
+    if kept_port || !connect_without_binding(fd, local, peer)? {
         if !kept_port {
             // The port belongs to a listener (an accepted connection): share it.
             dissolve(fd, beginning)?;
             socket::bind(fd, local)?;
         }
         socket::connect(fd, peer)?;
-    }
-    if socket::local_address(fd)? != local {
-        return Err(io::Error::from_raw_os_error(libc::EADDRNOTAVAIL));
+        if socket::local_address(fd)? != local {
+            return Err(io::Error::from_raw_os_error(libc::EADDRNOTAVAIL));
+        }
     }
     if mss.is_some() {
         socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, limit)?;

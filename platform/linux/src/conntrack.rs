@@ -2,36 +2,54 @@
 //! segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the system-wide setting is
 //! not changed.
 
-use crate::netlink::{ACK, NETFILTER, Netlink, Request, attributes};
+use crate::netlink::{ACK, Netlink, Request, attributes};
 use baton_wire::Flow;
 use std::io;
 
 const IPCTNL_MSG_CT_NEW: u16 = 1 << 8;
 const IPCTNL_MSG_CT_GET: u16 = 1 << 8 | 1;
+const IPCTNL_MSG_CT_GET_STATS: u16 = 1 << 8 | 5;
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
 /// IP_CT_TCP_FLAG_BE_LIBERAL.
 const BE_LIBERAL: u8 = 0x08;
 
+/// Number of entries that the tracker has; 0 without a tracker. `netlink` is of family [`crate::netlink::NETFILTER`], as for all
+/// functions here.
+///
+/// # Errors
+/// The failed system call's.
+pub fn entries(netlink: &Netlink) -> io::Result<u32> {
+    const CTA_STATS_GLOBAL_ENTRIES: u16 = 1;
+    let mut entries = None;
+    let asked = netlink.ask(Request::new(IPCTNL_MSG_CT_GET_STATS, 0, &[0; HEADER]), |body| {
+        let found = attributes(body, HEADER).find(|(kind, value)| *kind == CTA_STATS_GLOBAL_ENTRIES && value.len() == 4);
+        entries = found.map(|(_, value)| u32::from_be_bytes([value[0], value[1], value[2], value[3]]));
+    });
+    match asked {
+        Ok(()) => entries.ok_or_else(|| io::ErrorKind::InvalidData.into()),
+        Err(error) if is_absence(&error) => Ok(0),
+        Err(error) => Err(error),
+    }
+}
+
 /// Makes the tracker's entry of a connection liberal in both directions. Returns whether there was an entry.
 ///
 /// # Errors
 /// The failed system call's. A missing tracker or entry is no error.
-pub fn be_liberal(flow: &Flow) -> io::Result<bool> {
-    let Ok(netlink) = Netlink::open(NETFILTER) else { return Ok(false) };
+pub fn be_liberal(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     // The entry's key is its original direction, and it is not known who opened the connection.
-    Ok(update(&netlink, flow)? || update(&netlink, &flow.reversed())?)
+    Ok(update(netlink, flow)? || update(netlink, &flow.reversed())?)
 }
 
 /// Whether this host translates the connection's addresses (NAT): then the wire's addresses are not the socket's.
 ///
 /// # Errors
 /// The failed system call's. A missing tracker or entry is no error.
-pub fn is_translated(flow: &Flow) -> io::Result<bool> {
+pub fn is_translated(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     /// IPS_SRC_NAT and IPS_DST_NAT.
     const TRANSLATED: u32 = 1 << 4 | 1 << 5;
     const CTA_STATUS: u16 = 3;
-    let Ok(netlink) = Netlink::open(NETFILTER) else { return Ok(false) };
     let mut translated = false;
     // An entry is found by either of its directions, and one of them is the socket's.
     let found = netlink.ask(request_of(IPCTNL_MSG_CT_GET, 0, flow), |body| {

@@ -22,6 +22,8 @@ pub(crate) const ACK: u16 = 4;
 pub(crate) const DUMP: u16 = 0x300;
 pub(crate) const CREATE_REPLACE: u16 = 0x400 | 0x100;
 pub(crate) const CREATE_EXCLUSIVE: u16 = 0x400 | 0x200;
+/// Most bytes of answers that are received at once.
+const ANSWER_BYTES: usize = 65536;
 const NESTED: u16 = 0x8000;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
@@ -106,10 +108,12 @@ impl Netlink {
         let flags = u16::from_ne_bytes([request.bytes[6], request.bytes[7]]);
         let several = flags & DUMP == DUMP;
         let acknowledged = flags & ACK != 0;
-        let mut buffer = vec![0u8; 65536];
+        // Not zeroed: that would take longer than most answers.
+        let mut buffer = Vec::with_capacity(ANSWER_BYTES);
         loop {
-            let (got, _) = rustix::net::recv(&self.fd, &mut buffer, RecvFlags::empty())?;
-            let mut rest = &buffer[..got];
+            buffer.clear();
+            rustix::net::recv(&self.fd, rustix::buffer::spare_capacity(&mut buffer), RecvFlags::empty())?;
+            let mut rest = &buffer[..];
             while rest.len() >= 16 {
                 let length = u32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]) as usize;
                 let kind = u16::from_ne_bytes([rest[4], rest[5]]);

@@ -34,7 +34,7 @@ const RTAX_MTU: u16 = 2;
 const IPPROTO_TCP: u8 = 6;
 
 /// Properties of a socket that count when its packets are routed, besides the addresses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Routing {
     /// SO_MARK.
     pub mark: u32,

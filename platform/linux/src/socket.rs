@@ -356,7 +356,15 @@ pub fn cookie(fd: BorrowedFd<'_>) -> io::Result<u64> {
 /// # Errors
 /// The failed system call's; `ENOPROTOOPT` before Linux 5.14.
 pub fn is_of_this_namespace(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    Ok(namespace(fd)? == namespace(stream(false, 0)?.as_fd())?)
+    Ok(namespace(fd)? == own_namespace()?)
+}
+
+/// The cookie of the calling thread's network namespace; see [`namespace`].
+///
+/// # Errors
+/// The failed system call's.
+pub fn own_namespace() -> io::Result<u64> {
+    namespace(stream(false, 0)?.as_fd())
 }
 
 /// The cookie of a socket's network namespace, which no other gets while the machine runs. For an accepted Unix socket it is the

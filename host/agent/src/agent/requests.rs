@@ -330,8 +330,9 @@ impl Agent {
 
     fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
         let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
-        let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS);
-        if let Err(stay) = examined.and_then(|()| examine::examine(fd.as_fd()).map(|_| ())) {
+        let namespace = self.known.namespace().map_err(|error| examine::system("SO_NETNS_COOKIE", &error));
+        let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and(namespace);
+        if let Err(stay) = examined.and_then(|namespace| examine::examine(fd.as_fd(), namespace)) {
             return stays(stay);
         }
         let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {

@@ -21,6 +21,7 @@ use baton_handoff::shell;
 use baton_image::Image;
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
+use baton_linux::route::{Route, Routing};
 use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
 use baton_shm::Region;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -40,6 +41,8 @@ pub(crate) struct Performer<'a> {
     fd: Option<BorrowedFd<'a>>,
     region: &'a Region,
     way: Option<Way>,
+    /// The route by which the kernel sends, looked up in this turn.
+    route: Option<(Routing, Route)>,
     entry: Option<Entry>,
     exporter: Option<Exporter<'a>>,
     importer: Option<Importer>,
@@ -72,6 +75,7 @@ impl<'a> Performer<'a> {
             fd,
             region,
             way,
+            route: None,
             entry,
             exporter: None,
             importer,
@@ -85,9 +89,10 @@ impl<'a> Performer<'a> {
         connection.carried = Some(Box::new(Carried { way, entry, importer, image }));
     }
 
-    /// Sends the NIC the command of an action, and looks for the answer for a moment.
+    /// Sends the NIC the command of an action, and looks for the answer for a moment if no other move waits meanwhile.
     fn send(&mut self, action: &Action, command: Message) -> Outcome {
         match self.ground.nic.ask(command) {
+            Ok(()) if !self.ground.alone => Outcome::Sent,
             Ok(()) => match self.ground.nic.glance(command.cid) {
                 Some(answer) => self.answered(action, answer),
                 None => Outcome::Sent,
@@ -128,7 +133,10 @@ impl<'a> Performer<'a> {
         Ok(())
     }
 
-    fn keep_out(&self) {
+    fn keep_out(&mut self) {
+        if self.step == Step::Covered {
+            self.prepare_freeze();
+        }
         // Most operations end within a microsecond; the next action checks whether this one has.
         let _ = self.connection.block.keep_out();
     }

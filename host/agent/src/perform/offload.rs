@@ -10,7 +10,7 @@ use crate::record::{queues, unpublish, write_image};
 use crate::way::Way;
 use baton_abi::layout::{block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_handoff::examine;
+use baton_handoff::examine::{self, system};
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
@@ -49,7 +49,8 @@ impl Performer<'_> {
 
     fn may_move(&mut self) -> Result<(), Refusal> {
         let connection = &mut *self.connection;
-        let info = examine::examine(connection.fd()?)?;
+        let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
+        let info = examine::examine(connection.fd()?, namespace)?;
         unenforced::check(connection.fd()?)?;
         if connection.unproved == Some(UNKNOWN) {
             connection.unproved = Some((info.bytes_acked, info.bytes_received));
@@ -68,7 +69,9 @@ impl Performer<'_> {
         if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
             return Err(Refusal::Signed);
         }
-        if conntrack::is_translated(&connection.flow).unwrap_or(false) {
+        if let Some(netfilter) = self.ground.tracker_of(connection.serial)
+            && conntrack::is_translated(netfilter, &connection.flow).unwrap_or(false)
+        {
             return Err(Refusal::Translated);
         }
         Ok(())
@@ -90,7 +93,9 @@ impl Performer<'_> {
             return Err(refusal);
         }
         // Its segments will bypass the host's connection tracker.
-        let _ = conntrack::be_liberal(&self.connection.flow);
+        if let Some(netfilter) = self.ground.tracker_of(self.connection.serial) {
+            let _ = conntrack::be_liberal(netfilter, &self.connection.flow);
+        }
         Ok(())
     }
 
@@ -121,6 +126,15 @@ impl Performer<'_> {
         }
         hand_to_kernel(self.open, self.connection);
         left
+    }
+
+    /// The connection stands still soon: asks the kernel for what is needed meanwhile, unless it has answered lately.
+    pub(super) fn prepare_freeze(&mut self) {
+        if self.ground.known.renew() {
+            // A reason to refuse is found again at the steal.
+            let _ = self.ground.way_of(self.connection);
+        }
+        self.ground.known.buffers();
     }
 
     /// Diverts the connection's frames to the NIC alone. The program is kept out: the connection's blackout begins.
@@ -195,7 +209,7 @@ impl Performer<'_> {
         let retransmitted = exporter.retransmitted();
         let stay = self.connection.stay.as_deref();
         let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
-        let limits = Limits::of(self.fd()?);
+        let limits = Limits::of(self.fd()?, self.ground.known);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
         self.connection.on_nic = Some(Box::new(OnNic {
             image,

@@ -30,7 +30,10 @@ impl Performer<'_> {
     /// the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
     pub(super) fn check(&mut self) -> Result<(), Refusal> {
         self.fd()?;
-        self.ground.route_of(self.connection).map(|_| ())
+        // The connection stands still soon, and needs the route once more then.
+        self.ground.known.renew();
+        self.route = Some(self.ground.route_of(self.connection)?);
+        Ok(())
     }
 
     /// Makes the NIC stop the connection, write its image and hold the frames that arrive.
@@ -38,7 +41,7 @@ impl Performer<'_> {
         let Ok(cid) = self.cid() else { return Outcome::Refused(Refusal::NoRoom) };
         // The replay has to arrive by a device from which the socket receives now.
         if self.connection.growing.is_none()
-            && let Ok((routing, route)) = self.ground.route_of(self.connection)
+            && let Some((routing, route)) = self.route.take().or_else(|| self.ground.route_of(self.connection).ok())
             && let Some(on_nic) = &self.connection.on_nic
         {
             let comes_by = self.ground.device_of_replay(on_nic, &routing, &route);
