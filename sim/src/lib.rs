@@ -4,6 +4,7 @@
 pub mod frames;
 pub mod pair;
 pub mod rmpp;
+pub mod rmpp_streams;
 pub mod stream;
 
 pub use baton_netem::{Impairments, Link, Rng, link};

@@ -2,8 +2,9 @@
 
 use crate::Rng;
 use crate::link::{Impairments, Link};
+use crate::rmpp_streams::StreamNet;
 use baton_rmpp::interface::WORDS;
-use baton_rmpp::{Command, Completion, Config, Data, Disposition, Event, Half, Halves, Policy};
+use baton_rmpp::{Command, Completion, Config, Data, DataConfig, Disposition, Event, Half, Halves, Policy, StreamConfig};
 use baton_wire::frame::Link as FrameLink;
 use baton_wire::rmpp::{Envelope, Received, envelope};
 use baton_wire::{Endpoint, Flow};
@@ -84,6 +85,17 @@ impl Node {
             on_nic,
             address,
         }
+    }
+
+    /// Lets the data of long messages come and go by streams. Both halves must be the host's.
+    pub fn use_streams(&mut self, streams: StreamConfig) {
+        let config = self.config.data(Halves::BOTH, self.address, EVENTS);
+        self.host = Data::new(DataConfig { streams: Some(streams), ..config });
+    }
+
+    /// Its address.
+    pub fn address(&self) -> Endpoint {
+        self.address
     }
 
     /// Kills the NIC and starts the next one: what it knew is gone.
@@ -189,6 +201,8 @@ pub struct World {
     pub nodes: Vec<Node>,
     /// The time.
     pub now: u64,
+    /// Streams, if endpoints use any.
+    pub streams: Option<StreamNet>,
     carrier: Carrier,
     links: Vec<Vec<Link<Vec<u8>>>>,
 }
@@ -199,7 +213,7 @@ impl World {
         let count = nodes.len();
         let link = |from: usize, to: usize| Link::new(impairments, seed ^ ((from * count + to) as u64) << 32);
         let links = (0..count).map(|from| (0..count).map(|to| link(from, to)).collect()).collect();
-        World { nodes, now: 1_000_000, carrier, links }
+        World { nodes, now: 1_000_000, streams: None, carrier, links }
     }
 
     /// Address of an endpoint's host.
@@ -232,6 +246,15 @@ impl World {
 
     /// Lets every endpoint do what it can do at this time, and puts its packets on the links.
     pub fn settle(&mut self) {
+        self.send_packets();
+        while let Some(streams) = &mut self.streams
+            && streams.pump(&mut self.nodes, self.now)
+        {
+            self.send_packets();
+        }
+    }
+
+    fn send_packets(&mut self) {
         for from in 0..self.nodes.len() {
             self.nodes[from].settle(self.now);
             let mut packet = vec![0; self.nodes[from].config.packet.into()];
@@ -263,7 +286,8 @@ impl World {
         // What waits in a ring is looked at again a microsecond later.
         let lagging = self.nodes.iter().any(Node::has_records).then_some(self.now + 1);
         let timers = self.nodes.iter().filter_map(|node| node.policy.next_timeout());
-        let Some(next) = arrivals.chain(timers).chain(lagging).min() else {
+        let streams = self.streams.as_ref().and_then(StreamNet::next);
+        let Some(next) = arrivals.chain(timers).chain(lagging).chain(streams).min() else {
             return false;
         };
         self.now = self.now.max(next);

@@ -6,6 +6,7 @@ mod rmpp_worlds;
 
 use baton_rmpp::{Completion, Config, Counters, Error, Outgoing, Region, Request, Side};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
+use baton_sim::rmpp_streams::{StreamFaults, StreamNet};
 use baton_sim::{Impairments, Rng, stream};
 use rmpp_worlds::{clean, config};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +25,9 @@ struct Seen {
     nic_deaths: u64,
     restarts: u64,
     refused: u64,
+    streams: u64,
+    streams_broken: u64,
+    streamed: u64,
 }
 
 /// A schedule that is being run.
@@ -32,6 +36,8 @@ struct Schedule {
     rng: Rng,
     configs: [Config; 2],
     step: u8,
+    /// Bytes from which on the data of a message goes by a stream, if an endpoint has any.
+    streams: [Option<u64>; 2],
     /// Number of the next message, and the lengths of all.
     lengths: Vec<u64>,
     /// Per endpoint: the messages being sent, by place; the places being received into, with their bytes.
@@ -55,10 +61,17 @@ fn faults(rng: &mut Rng) -> Impairments {
     }
 }
 
+fn stream_faults(rng: &mut Rng) -> StreamFaults {
+    let upto = |rng: &mut Rng, most| if rng.chance(500_000) { rng.below(most) as u32 } else { 0 };
+    let notice = [10, 5_000, 1_000_000][rng.below(3) as usize];
+    StreamFaults { refused: upto(rng, 500_000), breaks: upto(rng, 100_000), delay: rng.below(3_000), notice }
+}
+
 impl Schedule {
-    fn new(seed: u64) -> Schedule {
+    /// With `streams` every endpoint has some, else a few of those at step 0.
+    fn new(seed: u64, streams: bool) -> Schedule {
         let mut rng = Rng::new(seed);
-        let step = rng.below(4) as u8;
+        let step = if streams { 0 } else { rng.below(4) as u8 };
         let carrier = [Carrier::Ethernet, Carrier::Udp4, Carrier::Udp6][rng.below(3) as usize];
         let most = if rng.chance(700_000) { [16, 24] } else { [128, 128] };
         let configs = [0, 1].map(|node| Config {
@@ -82,14 +95,20 @@ impl Schedule {
             node.lag = lagging.then(|| Rng::new(seed ^ u64::from(config.endpoint)));
             node
         });
-        let nodes = nodes.into();
+        let mut nodes: Vec<Node> = nodes.into();
         let impairments = faults(&mut rng);
-        let world = World::new(nodes, carrier, impairments, seed);
+        let least = [0, 1].map(|_| (streams || step == 0 && rng.chance(500_000)).then(|| 1 + rng.below(20_000)));
+        for (at, node) in nodes.iter_mut().enumerate() {
+            least[at].into_iter().for_each(|least| node.use_streams(StreamNet::settings(at, least)));
+        }
+        let mut world = World::new(nodes, carrier, impairments, seed);
+        world.streams = Some(StreamNet::new(seed, stream_faults(&mut rng)));
         Schedule {
             world,
             rng,
             configs,
             step,
+            streams: least,
             lengths: Vec::new(),
             sending: Default::default(),
             receiving: Default::default(),
@@ -170,7 +189,10 @@ impl Schedule {
         self.note(at);
         self.configs[at].incarnation += 1000;
         let address = self.world.address(at);
-        self.world.nodes[at] = Node::new(self.configs[at], halves_on_nic(self.step), address);
+        let mut node = Node::new(self.configs[at], halves_on_nic(self.step), address);
+        self.streams[at].into_iter().for_each(|least| node.use_streams(StreamNet::settings(at, least)));
+        self.world.nodes[at] = node;
+        self.world.streams.iter_mut().for_each(|streams| streams.restart(at));
         self.sending[at].clear();
         self.receiving[at].clear();
         self.seen.restarts += 1;
@@ -180,6 +202,7 @@ impl Schedule {
         let node = &self.world.nodes[at];
         let refused = |counters: &Counters| counters.refused.iter().sum::<u64>();
         self.seen.refused += refused(node.host.counters()) + refused(node.nic.counters());
+        self.seen.streamed += node.host.counters().streamed[0];
     }
 
     fn act(&mut self) {
@@ -209,7 +232,10 @@ impl Schedule {
             80 => {
                 let impairments = faults(&mut self.rng);
                 self.world.set_impairments(impairments);
+                let faults = stream_faults(&mut self.rng);
+                self.world.streams.iter_mut().for_each(|streams| streams.set_faults(faults));
             }
+            81 => self.world.streams.iter_mut().for_each(|streams| streams.break_all(now)),
             _ => {
                 let pause = self.rng.below(20_000);
                 self.world.run_until(pause, |_| false);
@@ -233,6 +259,8 @@ impl Schedule {
     /// Lets everything end: without faults, with receives for whatever comes.
     fn finish(&mut self) {
         self.world.set_impairments(Impairments { rate: 1_000_000_000, delay: 20, ..clean() });
+        let faults = StreamFaults { delay: 100, notice: 1000, ..StreamFaults::default() };
+        self.world.streams.iter_mut().for_each(|streams| streams.set_faults(faults));
         self.cancel_receives();
         for _ in 0..400 {
             for at in 0..2 {
@@ -256,11 +284,14 @@ impl Schedule {
             assert!(self.receiving[at].is_empty());
             self.note(at);
         }
+        if let Some(streams) = &self.world.streams {
+            (self.seen.streams, self.seen.streams_broken) = (streams.opened, streams.broken);
+        }
     }
 }
 
-fn run(seed: u64) -> Seen {
-    let mut schedule = Schedule::new(seed);
+fn run(seed: u64, streams: bool) -> Seen {
+    let mut schedule = Schedule::new(seed, streams);
     for _ in 0..150 {
         schedule.act();
     }
@@ -268,29 +299,46 @@ fn run(seed: u64) -> Seen {
     schedule.seen
 }
 
-#[test]
-fn every_schedule_ends_in_delivery_or_a_clear_error() {
+/// Runs the schedules that the environment asks for; None if that is a single one.
+fn run_all(streams: bool, usual: u64) -> Option<Seen> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("BATON_RMPP_SEED") {
-        println!("{:?}", run(seed));
-        return;
+        println!("{:?}", run(seed, streams));
+        return None;
     }
     let mut all = Seen::default();
-    for seed in 0..number("BATON_RMPP_SEEDS").unwrap_or(200) {
-        let seen = std::panic::catch_unwind(|| run(seed)).unwrap_or_else(|_| panic!("BATON_RMPP_SEED={seed} fails"));
+    for seed in 0..number("BATON_RMPP_SEEDS").unwrap_or(usual) {
+        let seen = std::panic::catch_unwind(|| run(seed, streams)).unwrap_or_else(|_| panic!("BATON_RMPP_SEED={seed} fails"));
         all.delivered += seen.delivered;
         all.truncated += seen.truncated;
         all.nic_deaths += seen.nic_deaths;
         all.restarts += seen.restarts;
         all.refused += seen.refused;
+        all.streams += seen.streams;
+        all.streams_broken += seen.streams_broken;
+        all.streamed += seen.streamed;
         for (error, count) in seen.errors {
             *all.errors.entry(error).or_default() += count;
         }
     }
     println!("{all:#?}");
+    Some(all)
+}
+
+#[test]
+fn every_schedule_ends_in_delivery_or_a_clear_error() {
+    let Some(all) = run_all(false, 200) else { return };
     // The test has seen what it is for.
     assert!(all.delivered > 1000 && all.truncated > 0 && all.nic_deaths > 100 && all.restarts > 50 && all.refused > 100);
     for error in [Error::PeerDead, Error::PeerRestarted, Error::PeerClosed] {
         assert!(all.errors.contains_key(&format!("Send {error:?}")), "{error:?}");
     }
+}
+
+/// The same where long messages go by streams, which open late or not at all, break anywhere, and deliver in pieces.
+#[test]
+fn every_schedule_with_streams_ends_in_delivery_or_a_clear_error() {
+    let Some(all) = run_all(true, 200) else { return };
+    assert!(all.delivered > 1000 && all.truncated > 0 && all.restarts > 50);
+    assert!(all.streams > 300 && all.streams_broken > 200 && all.streamed > 5_000_000);
 }

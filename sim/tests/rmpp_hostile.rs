@@ -5,7 +5,7 @@ mod rmpp_worlds;
 use baton_rmpp::{Drop, Error, Outgoing, Region, Request};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::{Rng, stream};
-use baton_wire::rmpp::{Body, Header, Kind, Packet, PacketFlags, Rts, append_data, emit};
+use baton_wire::rmpp::{Body, Cts, Header, Kind, Packet, PacketFlags, Rts, append_data, emit};
 use rmpp_worlds::{clean, config, world};
 
 /// Incarnations of the endpoints of a world, as [`config`] sets them.
@@ -47,7 +47,7 @@ fn answers(node: &mut Node, world_address: [baton_wire::Endpoint; 2], now: u64) 
             node.nic.poll_transmit(&node.memory[..], &mut out).or_else(|| node.host.poll_transmit(&node.memory[..], &mut out));
         let Some(sent) = sent else { return seen };
         let packet = Packet::parse(&out[..sent.length], &world_address[1], &world_address[0]).unwrap();
-        seen.push((packet.header, if let Body::Cts(handle) = packet.body { handle } else { 0 }));
+        seen.push((packet.header, if let Body::Cts(cts) = packet.body { cts.handle } else { 0 }));
     }
 }
 
@@ -132,7 +132,7 @@ fn a_receiver_cannot_ask_for_more_than_there_is() {
     let sent = world.nodes[0].nic.counters().sent;
     let cts = |world: &World, first: u32, count: u16, handle: u32, grant: u16| {
         let header = Header { message: 1, packet: first, count, grant, handle, ..header(1, Kind::Cts) };
-        packet(world, 1, header, Body::Cts(77), &[])
+        packet(world, 1, header, Body::Cts(Cts { handle: 77, ..Cts::default() }), &[])
     };
     // The first message of an endpoint has handle 0x10000.
     let handle = 0x10000;
@@ -265,7 +265,7 @@ fn random_packets_do_no_harm() {
                 Rts { length, tag: 0, data: 9, context: 0, handle: 1 + small(&mut rng), fragment: 1 + rng.below(1500) as u16 };
             let body = match kind {
                 Kind::Rts => Body::Rts(rts, &[]),
-                Kind::Cts => Body::Cts(handle),
+                Kind::Cts => Body::Cts(Cts { handle, ..Cts::default() }),
                 Kind::Data => Body::Data(&[]),
                 _ => Body::Empty,
             };
@@ -336,7 +336,7 @@ fn damaged_packets_are_counted_and_change_nothing() {
         let rts = Rts { length: 50, tag: 0, data: 0, context: 0, handle: 5, fragment: 9 };
         let (body, data): (_, &[u8]) = match kind {
             Kind::Rts => (Body::Rts(rts, &[]), &[3; 20]),
-            Kind::Cts => (Body::Cts(3), &[]),
+            Kind::Cts => (Body::Cts(Cts { handle: 3, ..Cts::default() }), &[]),
             Kind::Data => (Body::Data(&[]), &[3; 20]),
             _ => (Body::Empty, &[]),
         };

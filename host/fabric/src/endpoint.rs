@@ -188,7 +188,11 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
         (false, Some(reason)) => format!("on this host, since {reason}"),
         (false, None) => "on this host (FI_RMPP_NIC=never)".to_owned(),
     };
-    log(Level::Info, &format!("endpoint at {address}, packets of {} bytes, data half {half}", settings.packet));
+    let carrier = messages.encapsulation();
+    log(
+        Level::Info,
+        &format!("endpoint at {address}, packets of {} bytes, long messages by {carrier}, data half {half}", settings.packet),
+    );
     let state = State {
         endpoint: messages,
         addresses: None,

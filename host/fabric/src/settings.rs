@@ -45,6 +45,11 @@ fn match_on_nic() -> bool {
     variable("FI_RMPP_MATCH", |value: &String| matches!(value.as_str(), "host" | "nic")).is_some_and(|value| value == "nic")
 }
 
+/// Whether long messages go by TCP connections where no NIC takes part (FI_RMPP_STREAM).
+fn stream() -> bool {
+    variable("FI_RMPP_STREAM", |value: &String| matches!(value.as_str(), "yes" | "no")).is_none_or(|value| value == "yes")
+}
+
 /// Settings of an endpoint at `address`, on a link with frames of `mtu` bytes.
 pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     let headers = if address.is_ipv4() { HEADERS_V4 } else { HEADERS_V6 };
@@ -54,6 +59,7 @@ pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
         packet: usual,
         nic: nic(),
         match_on_nic: match_on_nic(),
+        stream: stream(),
         lend: Some(crate::lending::lend),
         ..Settings::default()
     };
@@ -61,6 +67,8 @@ pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
     settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=MAX_GRANT).contains(grant)).unwrap_or(settings.grant);
     settings.early = variable("FI_RMPP_EARLY", |early: &u8| u16::from(*early) < MAX_GRANT).unwrap_or(settings.early);
+    let least = variable("FI_RMPP_STREAM_BYTES", |bytes: &u32| *bytes > 0);
+    settings.stream_least = least.unwrap_or(settings.stream_least);
     let dead = variable("FI_RMPP_DEAD_MS", |dead: &u64| (100..=3_600_000).contains(dead));
     settings.dead = dead.map_or(settings.dead, |milliseconds| milliseconds * 1000);
     settings

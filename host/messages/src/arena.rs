@@ -215,6 +215,26 @@ impl<B: Buffer> Arena<B> {
         }
     }
 
+    /// The bytes of a region, if they lie in one piece of this process's memory.
+    pub fn piece(&self, region: &Region) -> Option<&[u8]> {
+        let (number, at) = self.locate(region.offset, region.length)?;
+        match &self.slots[number] {
+            Slot::Program(buffer) => buffer.piece(at, region.length),
+            Slot::Own(bytes) => bytes.get(at as usize..(at + region.length) as usize),
+            Slot::Free | Slot::Shared(_) => None,
+        }
+    }
+
+    /// As [`Arena::piece`], to be written.
+    pub fn piece_mut(&mut self, region: &Region) -> Option<&mut [u8]> {
+        let (number, at) = self.locate(region.offset, region.length)?;
+        match &mut self.slots[number] {
+            Slot::Program(buffer) => buffer.piece_mut(at, region.length),
+            Slot::Own(bytes) => bytes.get_mut(at as usize..(at + region.length) as usize),
+            Slot::Free | Slot::Shared(_) => None,
+        }
+    }
+
     /// Slot and place of an access, if it is inside.
     fn locate(&self, offset: u64, length: u64) -> Option<(usize, u64)> {
         let (number, at) = ((offset >> PLACE_BITS) as usize, offset & (MAX_LENGTH - 1));

@@ -235,6 +235,11 @@ impl<B: Buffer> Endpoint<B> {
         self.half.is_on_nic()
     }
 
+    /// What carries the data of long messages, in a word.
+    pub fn encapsulation(&self) -> &'static str {
+        if self.half.has_streams() { "stream" } else { "udp" }
+    }
+
     /// Why the data half is not on the NIC, if it was to be.
     pub fn without_nic(&self) -> Option<&str> {
         self.without_nic.as_deref()
@@ -291,6 +296,18 @@ impl<B: Buffer> Endpoint<B> {
         let matched = self.matched_on_nic;
         let nic = format!("packets on NICs {on_nic}, matched there {matched}, NICs that died {deaths}");
         format!("policy {policy:?}, data {data:?}, not sent {unsent}, lost copies {}, {nic}", self.lost)
+    }
+
+    /// What this host's data half has counted.
+    #[cfg(test)]
+    pub fn counters(&self) -> &baton_rmpp::Counters {
+        self.half.report().0
+    }
+
+    /// The streams, which a test breaks.
+    #[cfg(test)]
+    pub fn streams(&self) -> &crate::streams::Streams {
+        self.half.streams().expect("there are streams")
     }
 
     /// Whether messages are still to be sent.

@@ -5,9 +5,10 @@
 //! divided between the two.
 
 use crate::arena::{Arena, Buffer};
+use crate::streams::Streams;
 use baton_client::messages::{Carrier, Link, Local};
 use baton_linux::events::{Poller, Trigger};
-use baton_rmpp::{Command, Config, Counters, Event, Half, Halves, handle};
+use baton_rmpp::{Command, Config, Counters, DataConfig, Event, Half, Halves, StreamConfig, handle};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 
@@ -17,10 +18,13 @@ const EVENTS: u16 = 4096;
 const BUFFERS_HERE: u16 = 256;
 /// With a NIC: how many times its ring is looked at for each time that the socket is, which takes a system call.
 const ROUNDS_BETWEEN: u32 = 32;
+/// While streams bring something: looks at them for each at the socket.
+const STREAMED: u32 = 4;
 /// Tokens of the poller.
 pub const SOCKET: u64 = 1;
 const BELL: u64 = 2;
 const END: u64 = 3;
+const STREAMS: u64 = 4;
 
 /// The NIC's data half, and which messages it has.
 struct OnNic {
@@ -44,13 +48,17 @@ pub struct DataHalf {
     socket: Carrier,
     config: Config,
     nic: Option<OnNic>,
+    /// Only without a NIC.
+    streams: Option<Streams>,
+    /// Looks in a row at which streams brought something.
+    streamed: u32,
     /// NICs that have died.
     deaths: u32,
 }
 
 impl DataHalf {
-    /// The data half for a policy with these settings: of this host alone, or also of the NIC behind `link`.
-    pub fn new(config: Config, socket: Carrier, link: Option<Link>) -> DataHalf {
+    /// The data half for a policy with these settings: of this host alone, with streams or without, or also of the NIC behind `link`.
+    pub fn new(config: Config, socket: Carrier, link: Option<Link>, streams: Option<(StreamConfig, Streams)>) -> DataHalf {
         let nic = link.map(|link| OnNic {
             link,
             sends: vec![false; config.sends.into()],
@@ -60,13 +68,14 @@ impl DataHalf {
             looks: 0,
             ended: false,
         });
-        DataHalf { local: Self::local(&config, &socket), socket, config, nic, deaths: 0 }
+        let (settings, streams) = streams.unzip();
+        DataHalf { local: Self::local(&config, &socket, settings), socket, config, nic, streams, streamed: 0, deaths: 0 }
     }
 
-    fn local(config: &Config, socket: &Carrier) -> Local {
+    fn local(config: &Config, socket: &Carrier, streams: Option<StreamConfig>) -> Local {
         // Only a NIC matches: what this host's data half reports, the policy sees at once.
         let config = Config { data_posted: 0, ..*config };
-        Local::new(config.data(Halves::BOTH, socket.address().into(), EVENTS))
+        Local::new(DataConfig { streams, ..config.data(Halves::BOTH, socket.address().into(), EVENTS) })
     }
 
     /// Address at which it receives.
@@ -77,6 +86,17 @@ impl DataHalf {
     /// Whether a NIC has it.
     pub fn is_on_nic(&self) -> bool {
         self.nic.is_some()
+    }
+
+    /// The streams, which a test breaks.
+    #[cfg(test)]
+    pub fn streams(&self) -> Option<&Streams> {
+        self.streams.as_ref()
+    }
+
+    /// Whether the data of long messages goes by streams, to peers that take part.
+    pub fn has_streams(&self) -> bool {
+        self.streams.is_some()
     }
 
     /// Whether a NIC may match: all peers' packets come by it.
@@ -102,7 +122,7 @@ impl DataHalf {
         } else {
             return false;
         }
-        self.local = Self::local(&self.config, &self.socket);
+        self.local = Self::local(&self.config, &self.socket, None);
         true
     }
 
@@ -117,7 +137,13 @@ impl DataHalf {
                 return false;
             }
         }
-        self.local.receive(&mut self.socket, memory) > 0
+        let streamed = self.streams.as_mut().is_some_and(|streams| streams.receive(&mut self.local.data, memory));
+        // Where bytes come by a stream, the next ones are more likely than a packet.
+        self.streamed = if streamed { self.streamed.wrapping_add(1) } else { 0 };
+        if !self.streamed.is_multiple_of(STREAMED) {
+            return true;
+        }
+        self.local.receive(&mut self.socket, memory) > 0 || streamed
     }
 
     /// The next event for the policy.
@@ -157,7 +183,9 @@ impl DataHalf {
         if let Some(nic) = &mut self.nic {
             nic.link.publish();
         }
-        self.local.transmit(&mut self.socket, memory) > 0
+        let sent = self.local.transmit(&mut self.socket, memory) > 0;
+        let streamed = self.streams.as_mut().is_some_and(|streams| streams.transmit(&mut self.local.data, memory));
+        sent || streamed
     }
 
     /// Asks again for ways to hosts that were not known. The kernel finds a neighbour when there is something to send to it, so
@@ -181,6 +209,9 @@ impl DataHalf {
         for socket in self.socket.sockets() {
             poller.add(socket, SOCKET, Trigger::Readable)?;
         }
+        if let Some(streams) = &self.streams {
+            poller.add(streams.poller(), STREAMS, Trigger::Readable)?;
+        }
         if let Some(nic) = &self.nic {
             poller.add(nic.link.bell(), BELL, Trigger::Readable)?;
             poller.add(nic.link.hangs_up(), END, Trigger::HangUp)?;
@@ -190,7 +221,7 @@ impl DataHalf {
 
     /// Announces to the NIC that the program is going to sleep. False if it must not. [`DataHalf::end_sleep`] follows.
     pub fn prepare_sleep(&mut self) -> bool {
-        let Some(nic) = &mut self.nic else { return true };
+        let Some(nic) = &mut self.nic else { return self.streams.as_mut().is_none_or(Streams::may_sleep) };
         nic.looks = ROUNDS_BETWEEN;
         nic.link.prepare_sleep()
     }
@@ -199,6 +230,9 @@ impl DataHalf {
     pub fn end_sleep(&mut self, tokens: &[u64]) {
         if tokens.contains(&SOCKET) {
             self.socket.look_at_all();
+        }
+        if let Some(streams) = self.streams.as_mut().filter(|_| tokens.contains(&STREAMS)) {
+            streams.wake();
         }
         if let Some(nic) = &mut self.nic {
             nic.link.end_sleep();

@@ -7,6 +7,7 @@
 //! | `endpoint.rs` | sends, receives, probes; the program's operations and their completions |
 //! | `opening.rs` | what an endpoint is made of, with a NIC and without |
 //! | `half.rs` | the data half, here or on the NIC |
+//! | `streams.rs` | TCP connections that carry the data of long messages |
 //! | `arena.rs` | the memory that messages are sent from and received into |
 //! | `staging.rs` | the part of it that the NIC reaches |
 //! | `multiple.rs` | buffers that receive one message after the other |
@@ -25,6 +26,7 @@ mod rma;
 mod settings;
 mod spill;
 mod staging;
+mod streams;
 
 pub use arena::{Buffer, MAX_LENGTH};
 pub use baton_rmpp::{Delivered, Error, Limit, PeerId};

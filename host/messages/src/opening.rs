@@ -4,11 +4,13 @@ use crate::arena::{Arena, Buffer, SPACE, Slot};
 use crate::half::DataHalf;
 use crate::settings::{Lend, Settings, Use};
 use crate::staging::Staging;
+use crate::streams::Streams;
 use baton_abi::layout::session;
 use baton_client::messages::{Carrier, Link};
 use baton_linux::datagrams::Datagrams;
 use baton_protocol::program::Messages;
-use baton_rmpp::Config;
+use baton_rmpp::data::first_bytes;
+use baton_rmpp::{Config, StreamConfig};
 use baton_shm::Region;
 use std::io;
 use std::os::fd::AsFd;
@@ -24,6 +26,8 @@ const RTS_BYTES: u16 = 16_384;
 const NIC_PACKETS: u32 = 1024;
 /// Packets of a message that the NIC may clear without this process.
 const NIC_AHEAD: u32 = 2048;
+/// Packets of a message that this host's data half may clear by itself, which come by a stream in one run.
+const AHEAD: u32 = 2048;
 /// Receives and unexpected messages that a NIC keeps which matches; with more, this process matches.
 const NIC_POSTED: u16 = 16_384;
 const NIC_UNEXPECTED: u16 = 1024;
@@ -58,15 +62,18 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
         let config = Config { nic_buffers: (room as u32).max(settings.grant.into()), ..config };
         // Without a NIC all packets come by the socket.
         socket.add_partner()?;
+        // Without streams there are packets: that is no reason to fail.
+        let streams = settings.stream.then(|| streams(settings, &config, &socket)).and_then(Result::ok);
+        let config = Config { ahead: if streams.is_some() { AHEAD } else { config.ahead }, ..config };
         let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
-        return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None), config, arena, without_nic });
+        return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None, streams), config, arena, without_nic });
     };
     let config = on_nic(&config, settings.match_on_nic);
     let memory = link.memory().clone();
     let end = settings.lend.and_then(|lend| lend_part(memory.region(), lend)).unwrap_or(memory.region().len());
     let staging = Staging::new(config.buffers + buffers(&config), end as u64);
     let arena = Arena::new(Slot::Shared(memory), Some(staging));
-    Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link)), config, arena, without_nic })
+    Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link), None), config, arena, without_nic })
 }
 
 fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
@@ -88,6 +95,14 @@ fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
         dead: settings.dead,
         ..Config::default()
     }
+}
+
+fn streams(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Result<(StreamConfig, Streams)> {
+    let streams = Streams::new(socket.address())?;
+    let [a, b, c, d] = config.hash_key;
+    let secret = [a ^ c.rotate_left(32), b ^ d.rotate_left(32)];
+    let least = u64::from(settings.stream_least).saturating_sub(first_bytes(config.packet).into()).max(1);
+    Ok((StreamConfig { port: streams.port()?, secret, least }, streams))
 }
 
 /// The settings within a NIC's limits.

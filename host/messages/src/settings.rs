@@ -47,6 +47,10 @@ pub struct Settings {
     pub nic: Use,
     /// Whether the NIC, if it has the data half, matches as well.
     pub match_on_nic: bool,
+    /// Whether the data of long messages goes by TCP connections, where neither side's data half is on a NIC.
+    pub stream: bool,
+    /// Bytes of the shortest message whose data does.
+    pub stream_least: u32,
     /// The socket of the NIC's agent: where BATON_SOCKET says, or the usual place.
     pub agent: PathBuf,
     /// How a part of the session's memory is lent to the program, if it takes any.
@@ -67,6 +71,8 @@ impl Default for Settings {
             dead: 5_000_000,
             nic: Use::Never,
             match_on_nic: false,
+            stream: true,
+            stream_least: 64 << 10,
             agent: baton_client::agent_socket(),
             lend: None,
         }

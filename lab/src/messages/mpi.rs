@@ -23,10 +23,23 @@ const LIMIT: &str = "120";
 pub enum Carrier {
     /// Open MPI's own TCP (btl tcp).
     Tcp,
-    /// The provider, with the data half in the program.
+    /// The provider, with the data half in the program: long messages by a stream.
     RmppHost,
+    /// The same, with all messages in packets over UDP.
+    RmppPackets,
     /// The provider, with the data half on host A's NIC.
     RmppNic,
+}
+
+impl Carrier {
+    /// What carries the data of long messages.
+    pub fn encapsulation(self) -> &'static str {
+        match self {
+            Carrier::Tcp => "tcp",
+            Carrier::RmppHost => "stream",
+            Carrier::RmppPackets | Carrier::RmppNic => "udp",
+        }
+    }
 }
 
 /// One job of two ranks.
@@ -34,6 +47,8 @@ pub enum Carrier {
 pub struct MpiCell {
     /// What the messages went by.
     pub carrier: Carrier,
+    /// What carries the data of long messages: [`Carrier::encapsulation`].
+    pub encapsulation: &'static str,
     /// Whether a NIC stands between host A's kernel and the link; else the link is between two kernels.
     pub nic: bool,
     /// Bytes of a message.
@@ -186,6 +201,7 @@ impl MpiHosts {
         let [kernel, nic] = [0, 1].map(|at| (used[at] - before[at]) as f64 / 1e6 / megabytes.max(1e-9));
         Ok(MpiCell {
             carrier,
+            encapsulation: carrier.encapsulation(),
             nic: matches!(self.hosts, Hosts::WithNic(_)),
             size: load.size,
             median_us: printed.median_us,
@@ -233,6 +249,8 @@ impl MpiHosts {
                 "FI_PROVIDER",
                 "-x",
                 "FI_RMPP_NIC",
+                "-x",
+                "FI_RMPP_STREAM",
             ],
         };
         words.extend(transport.iter().map(Into::into));
@@ -249,6 +267,7 @@ impl MpiHosts {
             command.env("LD_PRELOAD", self.provider.join("librmpp-memory.so"));
         }
         command.env("FI_RMPP_NIC", if carrier == Carrier::RmppNic { "auto" } else { "never" });
+        command.env("FI_RMPP_STREAM", if carrier == Carrier::RmppHost { "yes" } else { "no" });
         if let Hosts::WithNic(bed) = &self.hosts {
             command.env("BATON_SOCKET", bed.socket());
         }

@@ -609,6 +609,7 @@ fn attach(
             receives: settings.receives,
             hash_key,
         }),
+        streams: None,
     };
     worker.attach_messages(session, memory, MessageEndpoint { data, starts });
     Ok(())

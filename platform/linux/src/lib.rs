@@ -22,6 +22,7 @@ pub mod rights;
 pub mod route;
 pub mod rtnetlink;
 pub mod socket;
+pub mod stream;
 pub mod tcp_info;
 pub mod topology;
 pub mod xfrm;

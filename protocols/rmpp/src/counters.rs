@@ -47,8 +47,16 @@ pub struct Counters {
     pub received: u64,
     /// Packets sent.
     pub sent: u64,
-    /// Data packets placed in memory.
+    /// Data packets placed in memory, those that came by a stream included.
     pub placed: u64,
+    /// Streams that peers have opened.
+    pub streams: u64,
+    /// Streams of either direction that have ended otherwise than with their association.
+    pub streams_ended: u64,
+    /// Runs received.
+    pub runs: u64,
+    /// Bytes of messages received and sent by streams.
+    pub streamed: [u64; 2],
     /// Packets refused by the parser, by [`Refusal`].
     pub refused: [u64; Refusal::COUNT],
     /// Packets and commands dropped, by [`Drop`].

@@ -34,7 +34,7 @@ pub mod policy;
 mod queue;
 
 pub use counters::{Counters, Drop};
-pub use data::{Data, DataConfig, Disposition, Halves, MatchConfig, Run};
+pub use data::{Data, DataConfig, Disposition, Halves, Intake, MatchConfig, Outflow, Run, StreamConfig, StreamId, StreamOrder};
 pub use interface::{Arrived, Command, Event, Half, Matcher};
 pub use memory::{Memory, Region};
 pub use policy::{

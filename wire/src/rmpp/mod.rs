@@ -7,9 +7,10 @@
 
 pub mod envelope;
 mod packet;
+pub mod stream;
 
 pub use envelope::{Envelope, EnvelopeError, Received};
-pub use packet::{Body, Header, Packet, Refusal, Rts, append_data, emit, of_other_version, packet_length, seal};
+pub use packet::{Body, Cts, Header, Offer, Packet, Refusal, Rts, append_data, emit, of_other_version, packet_length, seal};
 
 use crate::flow::Endpoint;
 use bitflags::bitflags;
@@ -17,14 +18,15 @@ use bitflags::bitflags;
 use crc::{CRC_32_ISCSI, Crc, Table};
 
 /// Version of the layout, the first byte of every packet.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes of the header of every packet.
 pub const HEADER: usize = 40;
 /// Bytes of an RTS packet's body in front of the message's first bytes.
 pub const RTS_BODY: usize = 40;
 /// Bytes of a CTS packet's body.
-pub const CTS_BODY: usize = 4;
-/// Most packets that one CTS may clear: the receiver keeps a bit for each in one integer.
+pub const CTS_BODY: usize = 20;
+/// Most packets that one CTS may clear if they come as packets: the receiver keeps a bit for each in one integer. For those that come
+/// by a stream it is [`stream::MAX_STREAMED`].
 pub const MAX_CLEARED: u16 = 128;
 
 /// Offsets in the header, in bytes.
@@ -43,6 +45,18 @@ pub(crate) mod at {
     pub const RESERVED: usize = 30;
     pub const HANDLE: usize = 32;
     pub const CRC: usize = 36;
+}
+
+fn be16(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
 /// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP, by tables: for where there is no std to ask the processor what it can.

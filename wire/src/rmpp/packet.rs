@@ -1,6 +1,9 @@
 //! The header and bodies of RMPP packets: parser and writer.
 
-use super::{CTS_BODY, HEADER, HoldReason, Kind, MAX_CLEARED, PacketFlags, RTS_BODY, Status, VERSION, at, crc32c};
+use super::stream::MAX_STREAMED;
+use super::{
+    CTS_BODY, HEADER, HoldReason, Kind, MAX_CLEARED, PacketFlags, RTS_BODY, Status, VERSION, at, be16, be32, be64, crc32c,
+};
 use crate::flow::Endpoint;
 
 /// Why a packet is refused.
@@ -85,6 +88,28 @@ pub struct Rts {
     pub fragment: u16,
 }
 
+/// What a CTS says beside its header.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Cts {
+    /// The receiver's handle of the message, for data packets, runs and END.
+    pub handle: u32,
+    /// How the sender can open a stream for the data of long messages; None if it cannot.
+    pub offer: Option<Offer>,
+    /// The sender's stream that the receiver reads: the answer goes by it. 0: by packets.
+    pub stream: u32,
+}
+
+/// Where a stream is accepted, and what its [`super::stream::Greeting`] must say.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Offer {
+    /// TCP port at the address that the CTS comes from; not 0.
+    pub port: u16,
+    /// The number that the receiver has given the sender.
+    pub peer: u16,
+    /// Known to receiver and sender alone.
+    pub key: u64,
+}
+
 /// The body of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Body<'a> {
@@ -92,8 +117,8 @@ pub enum Body<'a> {
     Empty,
     /// An RTS and the message's first bytes.
     Rts(Rts, &'a [u8]),
-    /// The receiver's handle of the message, for data packets.
-    Cts(u32),
+    /// Where and how the cleared data comes.
+    Cts(Cts),
     /// A piece of the message.
     Data(&'a [u8]),
 }
@@ -105,18 +130,6 @@ pub struct Packet<'a> {
     pub header: Header,
     /// Its body.
     pub body: Body<'a>,
-}
-
-fn be16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]])
-}
-
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
 /// Bytes of the packet that begins here, as its header says: another one may follow it. None if there is no whole header.
@@ -181,7 +194,7 @@ impl Header {
             matches!(self.kind, Kind::Rts | Kind::Cts | Kind::Data | Kind::End | Kind::Ack | Kind::Cleanup | Kind::Hold);
         let with_handle = matches!(self.kind, Kind::Cts | Kind::Data | Kind::End | Kind::Ack | Kind::Hold);
         let count_holds = match self.kind {
-            Kind::Cts => (1..=MAX_CLEARED).contains(&self.count) && self.packet.checked_add(u32::from(self.count)).is_some(),
+            Kind::Cts => (1..=MAX_STREAMED).contains(&self.count) && self.packet.checked_add(u32::from(self.count)).is_some(),
             Kind::Ack => Status::from_number(self.count).is_some(),
             Kind::Hold => HoldReason::from_number(self.count).is_some(),
             _ => self.count == 0,
@@ -200,15 +213,22 @@ impl<'a> Body<'a> {
         match header.kind {
             Kind::Rts => Self::parse_rts(bytes),
             Kind::Cts if bytes.len() != CTS_BODY => Err(Refusal::Length),
-            Kind::Cts => match be32(bytes, 0) {
-                0 => Err(Refusal::Value),
-                handle => Ok(Body::Cts(handle)),
-            },
+            Kind::Cts => Self::parse_cts(header, bytes),
             Kind::Data if bytes.is_empty() => Err(Refusal::Length),
             Kind::Data => Ok(Body::Data(bytes)),
             _ if bytes.is_empty() => Ok(Body::Empty),
             _ => Err(Refusal::Length),
         }
+    }
+
+    fn parse_cts(header: &Header, bytes: &[u8]) -> Result<Body<'a>, Refusal> {
+        let offer = Offer { port: be16(bytes, 4), peer: be16(bytes, 6), key: be64(bytes, 8) };
+        let empty = Offer { port: 0, peer: 0, key: 0 };
+        let cts = Cts { handle: be32(bytes, 0), offer: (offer != empty).then_some(offer), stream: be32(bytes, 16) };
+        // Without an offer there is no stream, and without a stream only so many packets can come.
+        let offered = cts.offer.map_or(cts.stream == 0, |offer| offer.port != 0);
+        let counted = cts.stream != 0 || header.count <= MAX_CLEARED;
+        if cts.handle != 0 && offered && counted { Ok(Body::Cts(cts)) } else { Err(Refusal::Value) }
     }
 
     fn parse_rts(bytes: &'a [u8]) -> Result<Body<'a>, Refusal> {
@@ -256,8 +276,14 @@ pub fn emit(header: &Header, body: &Body<'_>, out: &mut [u8]) -> usize {
     put32(at::HANDLE, header.handle);
     match body {
         Body::Empty | Body::Data(_) => HEADER,
-        Body::Cts(handle) => {
-            put32(HEADER, *handle);
+        Body::Cts(cts) => {
+            let offer = cts.offer.unwrap_or(Offer { port: 0, peer: 0, key: 0 });
+            let body = &mut out[HEADER..HEADER + CTS_BODY];
+            body[..4].copy_from_slice(&cts.handle.to_be_bytes());
+            body[4..6].copy_from_slice(&offer.port.to_be_bytes());
+            body[6..8].copy_from_slice(&offer.peer.to_be_bytes());
+            body[8..16].copy_from_slice(&offer.key.to_be_bytes());
+            body[16..20].copy_from_slice(&cts.stream.to_be_bytes());
             HEADER + CTS_BODY
         }
         Body::Rts(rts, _) => {
@@ -316,7 +342,7 @@ mod tests {
                     data = b"first";
                     Body::Rts(Rts { length: 5000, tag: 9, data: 10, context: 11, handle: 12, fragment: 100 }, data)
                 }
-                Kind::Cts => Body::Cts(13),
+                Kind::Cts => Body::Cts(Cts { handle: 13, offer: Some(Offer { port: 1, peer: 2, key: 3 << 50 }), stream: 4 }),
                 Kind::Data => {
                     data = b"piece";
                     header.flags = PacketFlags::RSM;

@@ -6,6 +6,7 @@
 mod matching;
 mod receive;
 mod send;
+mod stream;
 
 use crate::counters::{Counters, Drop};
 use crate::interface::{Command, Event, Half};
@@ -15,12 +16,14 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{self, Body, HEADER, Header, Kind, Packet, RTS_BODY, Refusal};
+use baton_wire::rmpp::{self, Body, Cts, HEADER, Header, Kind, Packet, RTS_BODY, Refusal};
 use matching::DataMatching;
 use receive::Receiving;
 use send::Sending;
+use stream::Streams;
 
 pub use matching::MatchConfig;
+pub use stream::{Intake, Outflow, StreamConfig, StreamId, StreamOrder};
 
 /// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see [`Disposition::PassUp`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -63,6 +66,8 @@ pub struct DataConfig {
     pub events: u16,
     /// Present if it can match.
     pub matching: Option<MatchConfig>,
+    /// Present if the data of long messages may come and go by streams: only with both halves.
+    pub streams: Option<StreamConfig>,
 }
 
 impl DataConfig {
@@ -129,12 +134,13 @@ pub struct Data {
     peers: Box<[Option<Peer>]>,
     receiving: Receiving,
     sending: Sending,
-    /// Packets without data that wait to be sent: address, header, and a CTS's handle.
-    control: VecDeque<(Endpoint, Header, u32)>,
+    /// Packets without data that wait to be sent: address, header, and what a CTS says.
+    control: VecDeque<(Endpoint, Header, Cts)>,
     events: VecDeque<Event>,
     /// Buffers for RTS packets.
     buffers: Vec<u16>,
     matching: Option<DataMatching>,
+    streams: Option<Streams>,
     counters: Counters,
 }
 
@@ -149,6 +155,7 @@ impl Data {
             events: VecDeque::with_capacity(config.events.into()),
             buffers: Vec::with_capacity(config.buffer_count.into()),
             matching: config.matching.as_ref().map(|sizes| DataMatching::new(sizes, config.incoming.into())),
+            streams: config.streams.map(|streams| Streams::new(streams, config.peers)),
             counters: Counters::default(),
             config,
         }
@@ -208,14 +215,19 @@ impl Data {
             Command::Resend { handle, floor, anew } => self.sending.resend(handle, floor, anew),
             Command::Release { handle, half, confirm } => {
                 match half {
-                    Half::Receiving => self.receiving.release(handle),
+                    Half::Receiving => {
+                        let released = self.receiving.release(handle);
+                        if let (Some((peer, stream)), Some(streams)) = (released, &mut self.streams) {
+                            streams.await_message(peer, stream, false);
+                        }
+                    }
                     Half::Sending => self.sending.release(handle),
                 }
                 if confirm {
                     self.events.push_back(Event::Released { handle, half });
                 }
             }
-            Command::Control { to, header } => self.control.push_back((to, header, 0)),
+            Command::Control { to, header } => self.control.push_back((to, header, Cts::default())),
             Command::SetMatcher { .. }
             | Command::Post { .. }
             | Command::Cancel { .. }
@@ -230,6 +242,8 @@ impl Data {
         let Some(place) = self.peers.get_mut(usize::from(number)) else { return };
         let name = |peer: &Peer| (peer.address, peer.endpoint);
         let before = core::mem::replace(place, peer);
+        let association = |peer: &Option<Peer>| peer.map(|peer| (peer.address, peer.endpoint, peer.local, peer.remote));
+        let goes_on = association(&before) == association(&peer);
         if let Some(matching) = &mut self.matching {
             matching.set_peer(number, before.as_ref().map(name), peer.as_ref().map(name));
             // While it matches, this side knows better than the policy which message comes next.
@@ -238,6 +252,9 @@ impl Data {
             {
                 (now.next, now.floor) = (before.next, before.floor);
             }
+        }
+        if !goes_on {
+            self.drop_streams(number);
         }
     }
 
@@ -268,7 +285,7 @@ impl Data {
         } else {
             match packet.body {
                 Body::Data(data) => self.receive_data(from, &packet.header, data, memory),
-                Body::Cts(handle) => self.receive_cts(from, &packet.header, handle),
+                Body::Cts(cts) => self.receive_cts(from, &packet.header, &cts),
                 Body::Rts(rts, first) => self.receive_rts(from, &packet.header, rts, first, memory),
                 Body::Empty => self.report(Event::Control { from: *from, header: packet.header }),
             }
@@ -320,8 +337,8 @@ impl Data {
     /// cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
     pub fn poll_run(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
         let run = match take_first(&mut self.control) {
-            Some((to, header, handle)) => {
-                let body = if header.kind == Kind::Cts { Body::Cts(handle) } else { Body::Empty };
+            Some((to, header, cts)) => {
+                let body = if header.kind == Kind::Cts { Body::Cts(cts) } else { Body::Empty };
                 let written = rmpp::emit(&header, &body, out);
                 rmpp::seal(&mut out[..written], &self.config.address, &to);
                 Run { to, length: written, segment: written, packets: 1 }

@@ -1,17 +1,21 @@
 //! The receiving half: data packets are placed in the receiver's memory as they come (section 4.2).
 
-use super::{Data, Peer};
+use super::{Data, Peer, StreamId};
 use crate::counters::Drop;
 use crate::handle;
 use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
 use alloc::boxed::Box;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{Header, Kind, MAX_CLEARED, PacketFlags};
+use baton_wire::rmpp::stream::{MAX_STREAMED, RunHeader};
+use baton_wire::rmpp::{Cts, Header, Kind, MAX_CLEARED, PacketFlags};
+
+/// Times that a message is cleared anew while nothing comes by its stream, after which the stream counts as dead.
+const PATIENCE: u8 = 6;
 
 /// A message that is being received.
 #[derive(Clone, Copy, Debug)]
-struct Message {
+pub(super) struct Message {
     handle: u32,
     peer: u16,
     number: u32,
@@ -42,6 +46,21 @@ struct Message {
     reported: u32,
     /// The current gap has been reported.
     gap_reported: bool,
+    /// The stream by which cleared packets come; 0: as packets.
+    stream: u32,
+    /// Packets behind missing ones that a stream has brought, from the first to before the second.
+    island: (u32, u32),
+    /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row there were no more.
+    streamed: u64,
+    stalled: u8,
+}
+
+/// Where the bytes of a run go.
+pub(super) struct Place {
+    /// Those before this one have been placed. It is counted from the first behind the RTS's.
+    pub from: u64,
+    /// Where the message goes, from that first one on.
+    pub region: Region,
 }
 
 /// The messages that are being received, by slot of their handle.
@@ -68,12 +87,59 @@ impl Receiving {
         self.messages.get_mut(handle::slot(handle))?.as_mut().filter(|message| message.handle == handle)
     }
 
-    /// Forgets a message, if it is known.
-    pub fn release(&mut self, handle: u32) {
-        if self.find(handle).is_some() {
-            self.messages[handle::slot(handle)] = None;
-            self.count -= 1;
+    /// Forgets a message, if it is known. Returns its peer, and the stream by which it comes.
+    pub fn release(&mut self, handle: u32) -> Option<(u16, u32)> {
+        let message = *self.find(handle)?;
+        self.messages[handle::slot(handle)] = None;
+        self.count -= 1;
+        Some((message.peer, message.stream))
+    }
+
+    /// The message of a run, if it comes by that stream.
+    pub fn of_run(&mut self, stream: StreamId, header: &RunHeader) -> Option<&mut Message> {
+        let is_of = |message: &&mut Message| {
+            (message.peer, message.stream, message.number) == (stream.peer, stream.number, header.message)
+        };
+        self.find(header.handle).filter(is_of)
+    }
+
+    /// Checks a run. Returns where it begins, counted in bytes from the first behind the RTS's; None if its message has ended.
+    ///
+    /// # Errors
+    /// Why it makes no sense.
+    pub fn check_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<Option<u64>, Drop> {
+        let Some(message) = self.find(header.handle) else { return Ok(None) };
+        if (message.peer, message.number) != (stream.peer, header.message) {
+            return Err(Drop::Stranger);
         }
+        if message.is_complete() {
+            return Ok(None);
+        }
+        let end = header.first + u32::from(header.count);
+        if message.stream != stream.number || end > message.limit {
+            return Err(Drop::NotCleared);
+        }
+        let [begin, end] = [header.first, end].map(|packet| u64::from(packet) * u64::from(message.fragment));
+        if end.min(message.rest).checked_sub(begin) != Some(header.length.into()) {
+            return Err(Drop::Length);
+        }
+        Ok(Some(begin))
+    }
+
+    /// Where the bytes of a run go that was checked; None if nobody wants them any more.
+    pub fn place(&self, stream: StreamId, header: &RunHeader) -> Option<Place> {
+        let message = self.messages.get(handle::slot(header.handle))?.as_ref()?;
+        let is_of = (message.handle, message.peer, message.stream, message.number)
+            == (header.handle, stream.peer, stream.number, header.message);
+        let cleared = header.first + u32::from(header.count) <= message.limit && !message.is_complete();
+        let from = u64::from(message.base) * u64::from(message.fragment);
+        (is_of && cleared).then_some(Place { from, region: message.region })
+    }
+
+    /// The messages that come by a stream.
+    pub fn of_stream(&self, peer: u16, stream: u32) -> impl Iterator<Item = u32> {
+        let is_of = move |message: &&Message| (message.peer, message.stream) == (peer, stream);
+        self.messages.iter().flatten().filter(is_of).map(|message| message.handle)
     }
 
     /// Enters a message if it is new. None if its slot is another one's: the policy reuses a slot only after it has released it.
@@ -96,7 +162,8 @@ impl Message {
 
     /// Whether a data packet is one that was cleared and has not come before.
     fn check(&self, header: &Header, length: usize) -> Result<(), Drop> {
-        if header.packet >= self.limit {
+        // Of those that come by a stream more are cleared than there are bits.
+        if header.packet >= self.limit || header.packet >= self.base.saturating_add(u128::BITS) {
             return Err(Drop::NotCleared);
         }
         if length as u64 != self.length_of(header.packet) {
@@ -116,9 +183,7 @@ impl Message {
             return Err(Drop::Memory);
         }
         self.placed |= 1 << (packet - self.base);
-        let run = self.placed.trailing_ones();
-        self.placed = self.placed.checked_shr(run).unwrap_or(0);
-        self.base += run;
+        self.go_on(self.base + self.placed.trailing_ones());
         if self.placed == 0 {
             self.gap_reported = false;
         }
@@ -133,8 +198,63 @@ impl Message {
         header
     }
 
+    /// The packets from `first` on, up to before `end`, have been placed by a stream. Returns how many had not been before.
+    pub fn advance(&mut self, first: u32, end: u32) -> u32 {
+        if end <= first.max(self.base) {
+            return 0;
+        }
+        self.stalled = 0;
+        let (from, to) = self.island;
+        if first <= self.base {
+            let before = self.base;
+            self.go_on(end);
+            return self.base - before;
+        }
+        // Packets before it are missing: they came as packets, and some were lost.
+        let joins = (from..=to).contains(&first);
+        match (from == to, joins) {
+            (true, _) => self.island = (first, end),
+            (_, true) => self.island.1 = end.max(to),
+            // A stream brings a message's packets in their order.
+            (false, false) => return 0,
+        }
+        self.island.1 - self.island.0 - (to - from)
+    }
+
+    /// All packets before `base` have been placed, and more that join them.
+    fn go_on(&mut self, base: u32) {
+        let mut base = base;
+        while base > self.base {
+            self.placed = self.placed.checked_shr(base - self.base).unwrap_or(0);
+            self.base = base;
+            base += self.placed.trailing_ones();
+            if self.island.0 <= base && self.island.1 > self.island.0 {
+                base = base.max(self.island.1);
+                self.island = (0, 0);
+            }
+        }
+    }
+
+    /// Whether a stream has brought all packets up to this one.
+    pub fn has_placed(&self, packet: u32) -> bool {
+        self.base > packet || (self.island.0..self.island.1).contains(&packet)
+    }
+
+    /// Whether all of it has been placed.
+    pub fn is_complete(&self) -> bool {
+        self.base == self.packets
+    }
+
+    /// Bytes of each data packet but the last.
+    pub fn fragment(&self) -> u64 {
+        self.fragment.into()
+    }
+
     /// Packets that may be cleared behind those that are.
     fn further(&self) -> u32 {
+        if self.stream != 0 {
+            return (self.until - self.limit).min(MAX_STREAMED.into());
+        }
         let window = u128::BITS.saturating_sub(self.limit - self.base);
         u32::from(self.step).min(self.until - self.limit).min(window)
     }
@@ -196,26 +316,120 @@ impl Data {
         let outcome = message.check(header, data.len()).and_then(|()| message.place(header.packet, data, memory));
         if matches!(outcome, Ok(()) | Err(Drop::Duplicate)) {
             let asks = header.flags.contains(PacketFlags::RSM) && header.grant == message.grant && !message.more_reported;
-            let asked = match (asks, message.further()) {
-                (false, _) => Asked::Nothing,
-                (true, 0) if message.limit == message.until => Asked::Policy,
-                // A packet is missing, which will be cleared again, with an RSM of its own.
-                (true, 0) => Asked::Nothing,
-                (true, count) => {
-                    message.grant = handle::next_generation(message.grant);
-                    let (first, message) = (message.limit, &mut *message);
-                    message.limit += count;
-                    let header = message.cts(&peer, self.config.endpoint, first, count);
-                    self.control.push_back((peer.address, header, message.handle));
-                    Asked::Answered
-                }
-            };
-            if let Some(event) = message.news(asked, outcome.is_ok()) {
+            let (handle, complete) = (message.handle, message.is_complete());
+            let asked = if asks { self.answer_more(handle, &peer) } else { Asked::Nothing };
+            let news = self.receiving.find(handle).and_then(|message| message.news(asked, outcome.is_ok()));
+            if complete {
+                self.leave_stream(handle);
+            }
+            if let Some(event) = news {
                 self.report(event)?;
             }
         }
         self.counters.placed += u64::from(outcome.is_ok());
         outcome
+    }
+
+    /// Answers an RSM, or leaves that to the policy.
+    fn answer_more(&mut self, handle: u32, peer: &Peer) -> Asked {
+        self.join_stream(handle);
+        let Some(message) = self.receiving.find(handle) else { return Asked::Nothing };
+        match message.further() {
+            0 if message.limit == message.until => Asked::Policy,
+            // A packet is missing, which will be cleared again, with an RSM of its own.
+            0 => Asked::Nothing,
+            count => {
+                message.grant = handle::next_generation(message.grant);
+                let first = message.limit;
+                message.limit += count;
+                self.send_cts(handle, peer, first, count);
+                Asked::Answered
+            }
+        }
+    }
+
+    /// Sends the CTS that clears `count` packets of a message from `first` on.
+    fn send_cts(&mut self, handle: u32, peer: &Peer, first: u32, count: u32) {
+        let Some(message) = self.receiving.find(handle) else { return };
+        let header = message.cts(peer, self.config.endpoint, first, count);
+        let cts = match &mut self.streams {
+            Some(streams) => streams.cts(message.peer, peer, handle, message.rest, message.stream),
+            None => Cts { handle, ..Cts::default() },
+        };
+        self.control.push_back((peer.address, header, cts));
+    }
+
+    /// Has a message that is long enough come by its peer's stream from its next CTS on, if there is one.
+    fn join_stream(&mut self, handle: u32) {
+        if let Some(message) = self.receiving.find(handle)
+            && let Some(streams) = &mut self.streams
+            && message.stream == 0
+            && !message.is_complete()
+        {
+            message.stream = streams.carries(message.peer, message.rest);
+            streams.await_message(message.peer, message.stream, true);
+        }
+    }
+
+    /// Nothing more of a message comes by its stream.
+    fn leave_stream(&mut self, handle: u32) {
+        if let Some(message) = self.receiving.find(handle)
+            && let Some(streams) = &mut self.streams
+        {
+            streams.await_message(message.peer, core::mem::take(&mut message.stream), false);
+        }
+    }
+
+    /// Packets of a message have been placed by a stream; `asks`: the RSM is behind them.
+    pub(super) fn take_up_placed(&mut self, handle: u32, asks: bool, placed: bool, peer: &Peer) {
+        let asks = asks && self.receiving.find(handle).is_some_and(|message| !message.more_reported);
+        let asked = if asks { self.answer_more(handle, peer) } else { Asked::Nothing };
+        let Some(message) = self.receiving.find(handle) else { return };
+        // The policy's time-outs depend on how far it is.
+        let asked = if asked == Asked::Nothing { Asked::Answered } else { asked };
+        let complete = message.is_complete();
+        let news = if placed || asked == Asked::Policy { message.news(asked, placed) } else { None };
+        self.events.extend(news);
+        if complete {
+            self.leave_stream(handle);
+        }
+    }
+
+    /// The stream of a message has ended: what has not come is cleared again, to come as packets.
+    pub(super) fn clear_again(&mut self, handle: u32, peer: &Peer) {
+        let Some(message) = self.receiving.find(handle) else { return };
+        (message.stream, message.island) = (0, (0, 0));
+        let count = u32::from(message.step.min(MAX_CLEARED)).min(message.until - message.base);
+        if count > 0 {
+            (message.limit, message.more_reported) = (message.base + count, false);
+            message.grant = handle::next_generation(message.grant);
+            let first = message.base;
+            self.send_cts(handle, peer, first, count);
+        }
+    }
+
+    /// A message that comes by a stream is cleared anew, as the policy has not learned of any progress. Whether that is done with: a
+    /// stream repeats nothing, so what it has begun to bring goes on, and one that brings nothing is given up.
+    fn waits_for_stream(&mut self, handle: u32, first: u32) -> bool {
+        let Some(message) = self.receiving.find(handle).filter(|message| message.stream != 0 && first < message.limit) else {
+            return false;
+        };
+        let peer = message.peer;
+        let base = message.base;
+        let (arriving, bytes) = self.arriving(peer, handle, base);
+        let Some(message) = self.receiving.find(handle) else { return false };
+        message.stalled = if message.streamed == bytes { message.stalled.saturating_add(1) } else { 0 };
+        message.streamed = bytes;
+        if message.stalled >= PATIENCE {
+            self.end_incoming(peer.into());
+            return true;
+        }
+        if arriving {
+            message.reported = message.base;
+            let placed = message.base;
+            self.events.push_back(Event::More { handle, placed });
+        }
+        arriving
     }
 
     /// Clears packets of a message, and sends the CTS for those that have not been placed. What lies behind the packets that this
@@ -249,17 +463,27 @@ impl Data {
             more_reported: true,
             reported: first,
             gap_reported: false,
+            stream: 0,
+            island: (0, 0),
+            streamed: 0,
+            stalled: 0,
         };
         let Some(entry) = self.receiving.enter(new) else { return self.counters.drop(Drop::NoMessage) };
         entry.alone |= ahead > 0;
         (entry.until, entry.step) = (entry.until.max(until), entry.step.max(count));
+        self.join_stream(handle);
+        let Some(entry) = self.receiving.find(handle) else { return };
         // An RSM on its way will go on. Where everything has been placed that was cleared, it may have been lost.
         if first > entry.limit || first == entry.limit && !entry.more_reported && entry.further() == 0 {
             return;
         }
         let from = first.max(entry.base);
         // A bit for each cleared packet, counted from the first that is missing.
-        let end = (from + u32::from(count)).min(entry.until).min(entry.base + u128::BITS);
+        let end = match entry.stream {
+            0 => (from + u32::from(count)).min(entry.until).min(entry.base + u128::BITS),
+            // What comes by a stream needs no bits.
+            _ => entry.until.min(from + u32::from(MAX_STREAMED)),
+        };
         if from >= end || entry.alone && first < entry.base {
             // More has come than the policy knows, perhaps all of it.
             let event = match entry.base == entry.packets {
@@ -271,9 +495,12 @@ impl Data {
             self.events.push_back(event);
             return;
         }
+        if self.waits_for_stream(handle, first) {
+            return;
+        }
+        let Some(entry) = self.receiving.find(handle) else { return };
         (entry.grant, entry.more_reported) = (grant, false);
         entry.limit = entry.limit.max(end);
-        let header = entry.cts(&known, self.config.endpoint, from, end - from);
-        self.control.push_back((known.address, header, handle));
+        self.send_cts(handle, &known, from, end - from);
     }
 }

@@ -1,6 +1,6 @@
 //! The sending half: a CTS is answered with data packets, the last of them but k with the RSM, and END (sections 4.3 and 4.4).
 
-use super::{Data, Run};
+use super::{Data, DataConfig, Run};
 use crate::counters::Drop;
 use crate::handle;
 use crate::interface::Command;
@@ -9,7 +9,8 @@ use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::{self, Body, Header, Kind, PacketFlags, Rts};
+use baton_wire::rmpp::stream::RunHeader;
+use baton_wire::rmpp::{self, Body, Cts, Header, Kind, MAX_CLEARED, PacketFlags, Rts};
 
 /// A message that is being sent.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +39,10 @@ struct Message {
     idle_at: Option<u32>,
     rts_pending: bool,
     end_pending: bool,
+    /// The stream by which the current grant is answered; 0: by packets. Then `next` is the first packet that no run has.
+    stream: u32,
+    /// The first packet that this stream was given.
+    streamed: u32,
     /// It is in the queue of messages with something to send.
     queued: bool,
 }
@@ -85,13 +90,48 @@ impl Sending {
             message.floor = floor;
             if anew {
                 (message.next, message.limit, message.receiver) = (0, 0, 0);
-                (message.more_at, message.end_pending) = (None, false);
+                (message.more_at, message.end_pending, message.stream) = (None, false, 0);
             }
             message.rts_pending = message.receiver == 0 || message.idle_at == Some(message.next);
             message.idle_at = Some(message.next);
             message.end_pending |= message.receiver != 0 && message.next == message.packets;
             self.queue(handle);
         }
+    }
+
+    /// Whether a message is known.
+    pub fn knows(&self, handle: u32) -> bool {
+        self.messages.get(handle::slot(handle)).is_some_and(|place| place.is_some_and(|message| message.handle == handle))
+    }
+
+    /// Whether a message has something to send by a stream.
+    pub fn has_run(&mut self, handle: u32, stream: u32) -> bool {
+        self.find(handle).is_some_and(|message| message.stream == stream && message.next < message.limit)
+    }
+
+    /// The next packets of a message as a run, `most` at most: its header, but for what the stream knows, and its bytes.
+    pub fn next_run(&mut self, handle: u32, stream: u32, most: u32) -> Option<(RunHeader, Region)> {
+        let message = self.find(handle).filter(|message| message.stream == stream && message.next < message.limit)?;
+        let (first, fragment) = (message.next, u64::from(message.rts.fragment));
+        // A run's length is counted in 32 bits, which is enough for as many packets of any length.
+        let count = (message.limit - first).min(most);
+        let end = first + count;
+        let at = u64::from(message.first) + u64::from(first) * fragment;
+        let length = (u64::from(count) * fragment).min(message.region.length.saturating_sub(at));
+        message.next = end;
+        let header = RunHeader {
+            incarnations: [0; 2],
+            stream,
+            message: message.number,
+            handle: message.receiver,
+            grant: message.grant,
+            first,
+            count: count as u16,
+            more: message.more_at.filter(|more| (first..end).contains(more)),
+            end: end == message.packets,
+            length: length as u32,
+        };
+        Some((header, Region { offset: message.region.offset.saturating_add(at), length }))
     }
 
     /// Puts a message into the queue if it has something to send and is not in it.
@@ -108,27 +148,49 @@ impl Sending {
 
 impl Message {
     fn has_packet(&self) -> bool {
-        self.rts_pending || self.next < self.limit || self.end_pending
+        self.rts_pending || self.has_data() || self.end_pending
     }
 
-    /// Takes up a CTS.
-    fn clear(&mut self, header: &Header, receiver: u32) -> Result<(), Drop> {
-        let (first, end) = (header.packet, header.packet + u32::from(header.count));
-        if end > self.packets {
+    /// Whether there are data packets to send.
+    fn has_data(&self) -> bool {
+        self.stream == 0 && self.next < self.limit
+    }
+
+    /// Checks a CTS.
+    fn check_cts(&self, header: &Header) -> Result<(), Drop> {
+        if header.packet + u32::from(header.count) > self.packets {
             return Err(Drop::ClearedTooMuch);
         }
         if self.receiver != 0 && (header.grant.wrapping_sub(self.grant) as i16) <= 0 {
             return Err(Drop::OldGrant);
         }
-        // A CTS that goes on where the last one ended is added to it; any other one says what to send now.
-        if first != self.limit {
+        Ok(())
+    }
+
+    /// Takes up a CTS that was checked, whose answer goes by a stream, or by packets if that is 0.
+    fn clear(&mut self, header: &Header, receiver: u32, stream: u32) {
+        // A receiver that takes our stream for alive clears more than can come as packets.
+        let count = if stream == 0 { header.count.min(MAX_CLEARED) } else { header.count };
+        let (first, end) = (header.packet, header.packet + u32::from(count));
+        let goes_on = stream != 0 && self.stream == stream && first >= self.streamed;
+        if goes_on {
+            // What this stream was given comes, or the receiver notices that the stream has ended. What it has cleared and was not
+            // given yet is still to go, unless the receiver has it already.
+            if first > self.limit {
+                self.next = first;
+            }
+        } else if first != self.limit {
+            // A CTS that goes on where the last one ended is added to it; any other one says what to send now.
             self.next = first;
         }
-        (self.limit, self.grant, self.receiver) = (end, header.grant, receiver);
+        let end = if goes_on { end.max(self.limit) } else { end };
+        if !goes_on {
+            self.streamed = self.next;
+        }
+        (self.limit, self.grant, self.receiver, self.stream) = (end, header.grant, receiver, stream);
         self.rts_pending = false;
         self.more_at = (end < self.packets).then(|| (end - 1).saturating_sub(self.early.into()).max(self.next.max(first)));
-        self.end_pending = end == self.packets;
-        Ok(())
+        self.end_pending = end == self.packets && stream == 0;
     }
 
     /// The header of the message's next packet, and the bytes of the message that it carries.
@@ -140,7 +202,7 @@ impl Message {
             return (header, Region { offset: self.region.offset, length: self.first.into() });
         }
         let mut header = Header { grant: self.grant, handle: self.receiver, ..header(Kind::Data) };
-        if self.next >= self.limit {
+        if !self.has_data() {
             self.end_pending = false;
             (header.kind, header.packet) = (Kind::End, self.packets);
             return (header, Region::default());
@@ -193,20 +255,28 @@ impl Data {
             idle_at: None,
             rts_pending: true,
             end_pending: false,
+            stream: 0,
+            streamed: 0,
             queued: false,
         });
         self.sending.queue(handle);
     }
 
     /// Takes up a CTS: its header names our handle, its body the receiver's.
-    pub(super) fn receive_cts(&mut self, from: &Endpoint, header: &Header, receiver: u32) -> Result<(), Drop> {
+    pub(super) fn receive_cts(&mut self, from: &Endpoint, header: &Header, cts: &Cts) -> Result<(), Drop> {
         let message = self.sending.find(header.handle).ok_or(Drop::NoMessage)?;
         let peer = self.peers.get(usize::from(message.peer)).copied().flatten().ok_or(Drop::NoMessage)?;
         if !peer.sent(from, header) || header.message != message.number {
             return Err(Drop::Stranger);
         }
-        message.clear(header, receiver)?;
-        self.sending.queue(header.handle);
+        message.check_cts(header)?;
+        let (number, DataConfig { endpoint, address, .. }) = (message.peer, self.config);
+        let stream = self.streams.as_mut().map_or(0, |streams| streams.answer(number, &peer, cts, endpoint, &address));
+        message.clear(header, cts.handle, stream);
+        match &mut self.streams {
+            Some(streams) if stream != 0 => streams.queue(number, stream, header.handle),
+            _ => self.sending.queue(header.handle),
+        }
         Ok(())
     }
 

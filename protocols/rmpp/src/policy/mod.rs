@@ -560,6 +560,7 @@ impl Config {
             packet: self.packet,
             events,
             matching: (self.data_posted > 0 && halves.receiving).then(|| self.matching()),
+            streams: None,
         }
     }
 
