@@ -400,6 +400,7 @@ impl Agent {
             diagnosis: &self.diagnosis,
             guards: &mut self.guards,
             known: &mut self.known,
+            changes: &self.watched.routes,
             latest: self.serials,
             alone: self.moves.is_quiet(),
             process: session.process,

@@ -9,7 +9,7 @@ use crate::nic::NicProcess;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
-use baton_linux::netlink::Netlink;
+use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::{interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
@@ -128,6 +128,8 @@ pub(crate) struct Ground<'a> {
     pub diagnosis: &'a Netlink,
     pub guards: &'a mut Guards,
     pub known: &'a mut Known,
+    /// Notifications about routes, addresses, devices and neighbours.
+    pub changes: &'a Changes,
     /// Serial number of the connection that was registered last.
     pub latest: u64,
     /// No other move is under way: nothing waits while this one's answer is looked for.

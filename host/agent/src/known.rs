@@ -6,7 +6,7 @@
 //! [`Known::changes`]. Only what was found is kept: errors, and neighbours or routes that are not there, are asked for again.
 
 use baton_linux::events::monotonic_micros;
-use baton_linux::netlink::Netlink;
+use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::route::{self, Route, Routing};
 use baton_linux::rtnetlink::{self, LinkInfo};
 use baton_linux::{conntrack, socket};
@@ -63,9 +63,14 @@ impl Known {
         *self = Known { changes: self.changes, namespace: self.namespace, ..Known::default() };
     }
 
-    /// Discards answers that are more than half as old as they may become. Returns whether there were such. Called before a
-    /// connection stands still, so that what it needs then has been asked for before.
-    pub fn renew(&mut self) -> bool {
+    /// Discards answers that are more than half as old as they may become, or older than a notification that is waiting to be
+    /// handled. Returns whether there were such. Called before a connection stands still, so that what it needs then has been asked
+    /// for before: what changed earlier must not be found when the socket cannot be made any more.
+    pub fn renew(&mut self, changes: &Changes) -> bool {
+        if self.since != 0 && changes.are_waiting() {
+            self.empty();
+            return true;
+        }
         self.expire(LIFETIME / 2)
     }
 
@@ -201,7 +206,8 @@ mod tests {
         known.buffers = Some([Some(1), Some(2)]);
         known.since = monotonic_micros() - LIFETIME / 2 - 1;
         assert_eq!(known.buffers(), [Some(1), Some(2)]);
-        known.renew();
+        let quiet = Changes::listen(baton_linux::netlink::ROUTE, 0).expect("a socket");
+        known.renew(&quiet);
         assert_eq!(known.buffers(), buffers, "it would become too old while the connection stands still");
         known.buffers = Some([Some(1), Some(2)]);
         known.since = monotonic_micros() - LIFETIME - 1;

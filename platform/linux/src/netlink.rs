@@ -167,6 +167,11 @@ impl Changes {
         Ok(Changes { fd })
     }
 
+    /// Whether notifications are waiting to be read. The kernel reports a change before the call that made it returns.
+    pub fn are_waiting(&self) -> bool {
+        !matches!(rustix::net::recv(&self.fd, &mut [0u8], RecvFlags::DONTWAIT | RecvFlags::PEEK), Err(Errno::WOULDBLOCK))
+    }
+
     /// Reads all waiting notifications. Returns whether there were any; lost ones count.
     pub fn any(&self) -> bool {
         let mut any = false;

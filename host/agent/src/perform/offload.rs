@@ -130,7 +130,7 @@ impl Performer<'_> {
 
     /// The connection stands still soon: asks the kernel for what is needed meanwhile, unless it has answered lately.
     pub(super) fn prepare_freeze(&mut self) {
-        if self.ground.known.renew() {
+        if self.ground.known.renew(self.ground.changes) {
             // A reason to refuse is found again at the steal.
             let _ = self.ground.way_of(self.connection);
         }

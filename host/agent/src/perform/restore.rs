@@ -31,7 +31,7 @@ impl Performer<'_> {
     pub(super) fn check(&mut self) -> Result<(), Refusal> {
         self.fd()?;
         // The connection stands still soon, and needs the route once more then.
-        self.ground.known.renew();
+        self.ground.known.renew(self.ground.changes);
         self.route = Some(self.ground.route_of(self.connection)?);
         Ok(())
     }
