@@ -148,8 +148,37 @@ fn mpi(rounds: u32, progress: &dyn Fn(&str)) -> Result<Vec<MpiCell>> {
     Ok(cells)
 }
 
-/// A carrier's median over TCP's, of the same messages on the same link.
+/// A carrier over TCP, with the same messages on the same link: the median of the rounds' ratios, since a machine's speed changes
+/// between rounds more than within one.
 fn ratio(cells: &[MpiCell], nic: bool, load: Load, ours: Carrier, figure: impl Fn(&MpiCell) -> f64 + Copy) -> f64 {
-    let median = |carrier| of(cells, |cell| (cell.nic, cell.size, cell.carrier) == (nic, load.size, carrier), figure);
-    median(ours) / median(Carrier::Tcp)
+    let of =
+        |carrier| cells.iter().filter(move |cell| (cell.nic, cell.size, cell.carrier) == (nic, load.size, carrier)).map(figure);
+    let mut ratios: Vec<f64> = of(ours).zip(of(Carrier::Tcp)).map(|(ours, tcp)| ours / tcp).collect();
+    quantile(&mut ratios, 0.5)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A round in which the machine was slow for both counts as any other.
+    #[test]
+    fn rounds_are_compared_one_by_one() {
+        let cell = |carrier: Carrier, mb_per_s: f64| MpiCell {
+            carrier,
+            encapsulation: carrier.encapsulation(),
+            nic: false,
+            size: BANDWIDTH.size,
+            median_us: 0.0,
+            least_us: 0.0,
+            mb_per_s,
+            host_cpu_ms_per_mb: 0.0,
+            kernel_cpu_ms_per_mb: 0.0,
+            nic_cpu_ms_per_mb: 0.0,
+        };
+        let rounds = [(2.0, 1.0), (200.0, 100.0), (200.0, 100.0), (3.0, 100.0), (50.0, 25.0)];
+        let cells: Vec<MpiCell> =
+            rounds.iter().flat_map(|(ours, tcp)| [cell(Carrier::RmppHost, *ours), cell(Carrier::Tcp, *tcp)]).collect();
+        assert_eq!(ratio(&cells, false, BANDWIDTH, Carrier::RmppHost, |cell| cell.mb_per_s), 2.0);
+    }
 }
