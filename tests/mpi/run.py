@@ -417,6 +417,11 @@ def gaps(hosts):
     return result == 0
 
 
+def shared_by_mpich():
+    """MPICH's shared memory that has a name. It has one until all ranks have attached it; killed ranks leave it behind."""
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ranks, small messages")
@@ -425,6 +430,17 @@ def main():
     parser.add_argument("--ping-pong", action="store_true", help="latency and bandwidth instead of tests")
     arguments = parser.parse_args()
     found = libraries([name for name in arguments.mpi.split(",") if name])
+    before = shared_by_mpich()
+    try:
+        good = run_all(arguments, found)
+    finally:
+        for left in shared_by_mpich() - before:
+            left.unlink(missing_ok=True)
+    sys.exit(0 if good else 1)
+
+
+def run_all(arguments, found):
+    """Runs what is asked for with each library. Returns whether all of it is as it should be."""
     good = True
     baton = os.environ.get("BATON_PROGRAM", str(ROOT / "target/release/baton"))
     with HostsWithNic(baton) if arguments.nic else Hosts() as hosts:
@@ -449,7 +465,7 @@ def main():
             good &= without_provider(mpi, hosts, program)
             if not arguments.quick:
                 good &= killed(mpi, hosts, program)
-    sys.exit(0 if good else 1)
+    return good
 
 
 if __name__ == "__main__":
