@@ -457,7 +457,7 @@ enum Client {
 }
 
 impl Client {
-    /// Runs until it is told to stop. The server may end once it was.
+    /// Runs until it has to stop. The server may end after that.
     fn run(&self, progress: &Progress) -> Result<()> {
         self.work(progress).or_else(|error| if progress.stop.load(Ordering::Relaxed) { Ok(()) } else { Err(error) })
     }

@@ -93,7 +93,7 @@ struct Client {
 }
 
 impl Requests {
-    /// Runs until it is told to stop.
+    /// Runs until it has to stop.
     ///
     /// # Errors
     /// If a connection breaks or an answer is too long.
@@ -151,10 +151,10 @@ impl Requests {
     }
 }
 
-/// Sends or receives on one connection until it is told to stop, or the other side ends.
+/// Sends or receives on one connection until it has to stop, or the other side ends.
 ///
 /// # Errors
-/// If it cannot connect, or the connection breaks before it is told to stop.
+/// If it cannot connect, or the connection breaks before it has to stop.
 pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<()> {
     socket::use_cubic(stream.as_fd())?;
     let mut buffer = vec![0x5a; 1 << 17];
@@ -169,7 +169,7 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
     Ok(())
 }
 
-/// Sends a message of `size` bytes and waits for as many, again and again until it is told to stop. It never sleeps. With `shares` it
+/// Sends a message of `size` bytes and waits for as many, again and again until it has to stop. It never sleeps. With `shares` it
 /// offers the processor whenever nothing has come.
 ///
 /// # Errors

@@ -258,7 +258,7 @@ impl<'a> Streams<'a> {
     }
 }
 
-/// Runs a program's turns until it is told to stop, then until nothing is in flight any more.
+/// Runs a program's turns until it has to stop, then until nothing is in flight any more.
 fn run_program(pipe: &mut impl Pipe, streams: &mut Streams<'_>) {
     let connections = streams.alive.len();
     let mut next = monotonic_micros();

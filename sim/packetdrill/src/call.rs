@@ -195,7 +195,7 @@ impl Adapter {
     }
 
     /// The time in microseconds. It moves by one with each question, since packetdrill spins until its moment has come. A thread whose
-    /// blocking call has ended hears first when that was.
+    /// blocking call has ended is given the time of that first.
     pub fn time(&self) -> u64 {
         let mut turn = self.lock();
         if let Some(ended) = turn.ended.remove(&thread_number()) {
