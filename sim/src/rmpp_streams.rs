@@ -11,6 +11,8 @@ use std::collections::VecDeque;
 const PORT: u16 = 7000;
 /// Bytes that are under way at most.
 const WINDOW: usize = 30_000;
+/// Microseconds after which a receiver looks again that is to look for packets first.
+const LOOK: u64 = 10;
 
 /// What happens to streams, in parts per million.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,6 +60,8 @@ pub struct StreamNet {
     rng: Rng,
     faults: StreamFaults,
     pipes: Vec<Pipe>,
+    /// When receivers look again at what they could not read yet.
+    look: Option<u64>,
     /// Streams that were taken up, and that broke.
     pub opened: u64,
     /// See there.
@@ -67,7 +71,7 @@ pub struct StreamNet {
 impl StreamNet {
     /// No streams yet.
     pub fn new(seed: u64, faults: StreamFaults) -> StreamNet {
-        StreamNet { rng: Rng::new(seed), faults, pipes: Vec::new(), opened: 0, broken: 0 }
+        StreamNet { rng: Rng::new(seed), faults, pipes: Vec::new(), look: None, opened: 0, broken: 0 }
     }
 
     /// Changes what happens from now on.
@@ -101,6 +105,7 @@ impl StreamNet {
     /// Lets every endpoint read and write what it can at this time. Whether anything happened.
     pub fn pump(&mut self, nodes: &mut [Node], now: u64) -> bool {
         let mut any = false;
+        self.look = None;
         for at in 0..nodes.len() {
             any |= self.obey(at, nodes, now);
         }
@@ -126,6 +131,11 @@ impl StreamNet {
             any |= self.notify(at, nodes, now);
         }
         self.pipes.retain(|pipe| pipe.closed != [true; 2]);
+        for node in nodes {
+            let before = node.host.has_transmit();
+            node.host.send_deferred();
+            any |= node.host.has_transmit() != before;
+        }
         any
     }
 
@@ -136,7 +146,7 @@ impl StreamNet {
             .pipes
             .iter()
             .flat_map(|pipe| (0..2).filter_map(|end| pipe.notices[end].filter(|_| !pipe.closed[end])).collect::<Vec<u64>>());
-        arrivals.chain(notices).min()
+        arrivals.chain(notices).chain(self.look).min()
     }
 
     fn obey(&mut self, from: usize, nodes: &mut [Node], now: u64) -> bool {
@@ -206,7 +216,7 @@ impl StreamNet {
     }
 
     fn read(&mut self, at: usize, nodes: &mut [Node], now: u64) -> bool {
-        let StreamNet { rng, pipes, opened, faults, broken } = self;
+        let StreamNet { rng, pipes, opened, faults, broken, look } = self;
         let pipe = &mut pipes[at];
         let [opener, receiver] = pipe.ends;
         if pipe.closed[1] || pipe.arrived.is_empty() {
@@ -233,7 +243,11 @@ impl StreamNet {
         let node = &mut nodes[receiver];
         let Some(intake) = node.host.intake(id) else { return false };
         let most = match intake {
-            Intake::Wait => return false,
+            Intake::Wait => {
+                *look = Some(now + LOOK);
+                return false;
+            }
+            Intake::Hold => return false,
             Intake::Header(missing) => missing,
             Intake::Discard(bytes) => bytes as usize,
             Intake::Place(region) => region.length as usize,

@@ -209,16 +209,22 @@ impl Victim {
 
     /// Announces a long message for which a receive waits. Returns the CTS.
     fn announce(&mut self) -> (Header, Cts) {
+        self.announce_for(REGION);
+        self.cts().expect("the message is cleared")
+    }
+
+    /// Announces a long message that has a receive of this region.
+    fn announce_for(&mut self, region: Region) {
         self.message += 1;
         let number = self.message;
-        post(&mut self.world, 1, REGION, number.into());
+        post(&mut self.world, 1, region, number.into());
         let now = self.world.now;
         self.world.nodes[1].settle(now);
         // What was before is not waited for.
         let header = Header { message: number, packet: number, ..Self::header(Kind::Rts) };
         let rts = Rts { length: LENGTH, tag: number.into(), data: 0, context: 0, handle: 0x1_0000 | number, fragment: FRAGMENT };
         self.packet(header, Body::Rts(rts, &[]), &[7; 500]);
-        self.cts().expect("the message is cleared")
+        self.world.nodes[1].settle(now);
     }
 
     fn cts(&mut self) -> Option<(Header, Cts)> {
@@ -270,11 +276,12 @@ impl Victim {
                     node.settle(1_000_000);
                     continue;
                 }
+                Intake::Hold => return true,
             };
             match intake {
                 Intake::Header(_) => node.host.stream_header(id, &bytes[..count]),
                 Intake::Place(region) => {
-                    let inside = region.offset >= REGION.offset && region.offset + region.length <= REGION.offset + REGION.length;
+                    let inside = region.offset >= REGION.offset && region.offset + region.length <= REGION.offset + LENGTH;
                     assert!(inside, "{region:?}");
                     assert!(node.memory[..].write(region.offset, &bytes[..count]));
                     node.host.stream_placed(id, count as u64);
@@ -431,6 +438,130 @@ fn a_stranger_cannot_open_a_peers_stream() {
     assert!(host.intake(id).is_none());
 }
 
+/// A run that a sender writes behind its RTS, without having been asked.
+fn unasked(id: StreamId, message: u32) -> RunHeader {
+    RunHeader {
+        incarnations: INCARNATIONS,
+        stream: id.number,
+        message,
+        handle: 0,
+        grant: 0,
+        first: 0,
+        count: 100,
+        more: None,
+        end: true,
+        length: 100_000,
+    }
+}
+
+#[test]
+fn a_run_that_nobody_asked_for_is_placed_if_all_of_it_is_wanted_and_dropped_else() {
+    let mut victim = Victim::new();
+    let (id, header, cts) = victim.attached();
+    let run = Victim::run(id, &header, &cts);
+    assert!(victim.feed(id, &[&run.emit()[..], &vec![9; run.length as usize]].concat()));
+    victim.answers();
+    // Of a message that was never announced: it waits, and then stands in nobody's way.
+    assert!(victim.feed(id, &unasked(id, 77).emit()));
+    assert_eq!(victim.world.nodes[1].host.intake(id), Some(Intake::Hold));
+    victim.announce();
+    let before = victim.world.nodes[1].memory.clone();
+    assert!(victim.feed(id, &vec![0xee; 100_000]));
+    // Of one whose receive is shorter: all of it is dropped, and comes again.
+    assert!(victim.feed(id, &[&unasked(id, victim.message).emit()[..], &vec![0xee; 100_000]].concat()));
+    assert!(victim.world.nodes[1].memory == before);
+    assert_eq!(victim.world.nodes[1].host.counters().unasked, [0, 2]);
+    // Of one that is wanted.
+    let whole = Region { length: LENGTH, ..REGION };
+    victim.announce_for(whole);
+    assert!(victim.feed(id, &[&unasked(id, victim.message).emit()[..], &vec![3; 100_000]].concat()));
+    let memory = &victim.world.nodes[1].memory[REGION.offset as usize..][..LENGTH as usize];
+    assert!(memory[..500].iter().all(|byte| *byte == 7) && memory[500..].iter().all(|byte| *byte == 3));
+    assert_eq!(victim.world.nodes[1].host.counters().unasked, [1, 2]);
+    let answers = victim.answers();
+    assert!(answers.iter().all(|(header, _)| header.kind == Kind::Ack), "no CTS was needed: {answers:?}");
+    // One that says something else than its RTS ends the stream, and nothing else.
+    victim.announce_for(whole);
+    let wrong = RunHeader { length: 100_001, ..unasked(id, victim.message) };
+    assert!(!victim.feed(id, &[&wrong.emit()[..], &[0xee; 5000]].concat()));
+    assert_eq!(victim.dropped(Drop::Length), 1);
+    assert_eq!(victim.world.nodes[1].host.poll_stream(), Some(StreamOrder::CloseIncoming(id)));
+    let (again, cts) = victim.cts().unwrap();
+    assert_eq!((again.message, again.packet, cts.stream), (victim.message, 0, 0));
+    victim.others_go_on(900);
+}
+
+/// A world whose endpoint 0 has a stream to endpoint 1 that is read.
+fn opened() -> World {
+    let mut world = world(&[Some(5_000), Some(5_000)], 2048);
+    for token in 0..4 {
+        let region = Region { offset: 0, length: 100_000 };
+        post(&mut world, 1, Region { offset: 400_000, ..region }, token);
+        send(&mut world, 0, 1, region, token);
+        arrived(&mut world, token, 400_000);
+    }
+    world.run_until(1_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7]));
+    world
+}
+
+/// A message of 100,000 bytes arrives, and its sender learns of that.
+fn arrived(world: &mut World, token: u64, offset: usize) {
+    let ended = |node: &Node| node.completions.iter().any(|one| one.token == token && one.result.is_ok());
+    assert!(world.run_until(10_000_000, |world| world.nodes.iter().all(ended)), "{token}");
+    assert_eq!(stream::mismatches(token, 0, &world.nodes[1].memory[offset..offset + 100_000]), 0);
+    world.nodes.iter_mut().for_each(|node| node.completions.clear());
+}
+
+#[test]
+fn the_data_of_a_message_for_which_a_receive_waits_comes_unasked() {
+    let mut world = opened();
+    let before = *world.nodes[1].host.counters();
+    post(&mut world, 1, Region { offset: 400_000, length: 100_000 }, 10);
+    send(&mut world, 0, 1, Region { offset: 0, length: 100_000 }, 10);
+    let begin = world.now;
+    arrived(&mut world, 10, 400_000);
+    let after = *world.nodes[1].host.counters();
+    assert_eq!((after.unasked, after.sent), ([before.unasked[0] + 1, 0], before.sent + 1), "an ACK, and no CTS");
+    assert!(world.now - begin < 1_000, "nothing waited for a time-out: {}", world.now - begin);
+}
+
+#[test]
+fn data_that_came_before_its_receive_waits_in_the_stream() {
+    let mut world = opened();
+    let before = *world.nodes[1].host.counters();
+    send(&mut world, 0, 1, Region { offset: 0, length: 100_000 }, 10);
+    world.run_until(50_000, |_| false);
+    assert_eq!(world.nodes[1].host.counters().streamed, before.streamed);
+    post(&mut world, 1, Region { offset: 400_000, length: 100_000 }, 10);
+    arrived(&mut world, 10, 400_000);
+    let [sent, received] = [0, 1].map(|node| *world.nodes[node].host.counters());
+    assert_eq!(received.unasked, [before.unasked[0] + 1, 0]);
+    assert_eq!(sent.streamed[1], received.streamed[0], "it was sent once");
+}
+
+#[test]
+fn data_whose_receive_comes_later_than_anothers_makes_way() {
+    let mut world = opened();
+    let before = *world.nodes[1].host.counters();
+    for token in [10, 11] {
+        send(&mut world, 0, 1, Region { offset: (token - 10) * 100_000, length: 100_000 }, token);
+    }
+    post(&mut world, 1, Region { offset: 500_000, length: 100_000 }, 11);
+    let ended = |world: &mut World| world.nodes.iter().all(|node| node.completions.iter().any(|one| one.token == 11));
+    assert!(world.run_until(1_000_000, ended));
+    assert_eq!(stream::mismatches(11, 0, &world.nodes[1].memory[500_000..600_000]), 0);
+    post(&mut world, 1, Region { offset: 400_000, length: 100_000 }, 10);
+    arrived(&mut world, 10, 400_000);
+    assert_eq!(world.nodes[1].host.counters().unasked, [before.unasked[0], 1]);
+    // Whoever posts late is asked for a while.
+    for token in 12..15 {
+        post(&mut world, 1, Region { offset: 400_000, length: 100_000 }, token);
+        send(&mut world, 0, 1, Region { offset: 0, length: 100_000 }, token);
+        arrived(&mut world, token, 400_000);
+    }
+    assert_eq!(world.nodes[1].host.counters().unasked, [before.unasked[0] + 1, 1]);
+}
+
 /// Headers with any fields: whatever is placed lies in the receive.
 #[test]
 fn any_header_reaches_the_receive_at_most() {
@@ -447,7 +578,7 @@ fn any_header_reaches_the_receive_at_most() {
         let run = RunHeader {
             incarnations: [any(200, 100), any(200, 101)],
             message: any(200, good.message),
-            handle: any(1 << 17, good.handle),
+            handle: if round % 5 == 0 { 0 } else { any(1 << 17, good.handle) },
             grant: any(10, good.grant.into()) as u16,
             first,
             count: count as u16,

@@ -221,7 +221,9 @@ impl DataHalf {
 
     /// Announces to the NIC that the program is going to sleep. False if it must not. [`DataHalf::end_sleep`] follows.
     pub fn prepare_sleep(&mut self) -> bool {
-        let Some(nic) = &mut self.nic else { return self.streams.as_mut().is_none_or(Streams::may_sleep) };
+        let Some(nic) = &mut self.nic else {
+            return self.streams.as_mut().is_none_or(|streams| streams.may_sleep(&self.local.data));
+        };
         nic.looks = ROUNDS_BETWEEN;
         nic.link.prepare_sleep()
     }

@@ -72,7 +72,7 @@ impl Default for Settings {
             nic: Use::Never,
             match_on_nic: false,
             stream: true,
-            stream_least: 64 << 10,
+            stream_least: 16 << 10,
             agent: baton_client::agent_socket(),
             lend: None,
         }

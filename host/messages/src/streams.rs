@@ -106,8 +106,8 @@ impl Streams {
     }
 
     /// Whether the program may sleep until something comes. If not, all sockets are looked at in the next round.
-    pub fn may_sleep(&mut self) -> bool {
-        let idle = !std::mem::take(&mut self.unfinished);
+    pub fn may_sleep(&mut self, data: &Data) -> bool {
+        let idle = !std::mem::take(&mut self.unfinished) && !data.has_unread();
         self.look |= !idle;
         idle
     }
@@ -137,6 +137,7 @@ impl Streams {
                 looked += 1;
             }
         }
+        data.send_deferred();
         self.obey(data);
         any
     }
@@ -153,6 +154,7 @@ impl Streams {
                     self.unfinished = true;
                     return any;
                 }
+                Some(Intake::Hold) => return any,
                 Some(intake @ Intake::Header(missing)) => (&mut header[..missing], intake),
                 Some(Intake::Discard(bytes)) => (&mut self.scratch[..bytes.min(SCRATCH as u64) as usize], Intake::Discard(bytes)),
                 Some(Intake::Place(region)) => {

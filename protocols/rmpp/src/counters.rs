@@ -55,6 +55,8 @@ pub struct Counters {
     pub streams_ended: u64,
     /// Runs received.
     pub runs: u64,
+    /// Of these, runs that were sent unasked: taken, and dropped since nobody wanted them yet, or not all of them.
+    pub unasked: [u64; 2],
     /// Bytes of messages received and sent by streams.
     pub streamed: [u64; 2],
     /// Packets refused by the parser, by [`Refusal`].

@@ -18,7 +18,7 @@ use bitflags::bitflags;
 use crc::{CRC_32_ISCSI, Crc, Table};
 
 /// Version of the layout, the first byte of every packet.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// Bytes of the header of every packet.
 pub const HEADER: usize = 40;
 /// Bytes of an RTS packet's body in front of the message's first bytes.
@@ -146,6 +146,8 @@ bitflags! {
     pub struct PacketFlags: u16 {
         /// Request to send more (the paper's RSM): the message goes on behind the cleared packets. Data packets only.
         const RSM = 1;
+        /// The run that was sent unasked is taken ([`stream::MAX_UNASKED`]). In a CTS that names a stream only.
+        const TAKEN = 2;
     }
 }
 

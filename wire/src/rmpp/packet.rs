@@ -157,7 +157,12 @@ impl<'a> Packet<'a> {
         }
         let kind = Kind::from_number(bytes[at::KIND]).ok_or(Refusal::Kind)?;
         let flags = PacketFlags::from_bits(be16(bytes, at::FLAGS)).ok_or(Refusal::Flags)?;
-        if be16(bytes, at::RESERVED) != 0 || flags.contains(PacketFlags::RSM) && kind != Kind::Data {
+        let expected = match kind {
+            Kind::Data => PacketFlags::RSM,
+            Kind::Cts => PacketFlags::TAKEN,
+            _ => PacketFlags::empty(),
+        };
+        if be16(bytes, at::RESERVED) != 0 || !expected.contains(flags) {
             return Err(Refusal::Flags);
         }
         let header = Header {
@@ -227,7 +232,7 @@ impl<'a> Body<'a> {
         let cts = Cts { handle: be32(bytes, 0), offer: (offer != empty).then_some(offer), stream: be32(bytes, 16) };
         // Without an offer there is no stream, and without a stream only so many packets can come.
         let offered = cts.offer.map_or(cts.stream == 0, |offer| offer.port != 0);
-        let counted = cts.stream != 0 || header.count <= MAX_CLEARED;
+        let counted = cts.stream != 0 || header.count <= MAX_CLEARED && !header.flags.contains(PacketFlags::TAKEN);
         if cts.handle != 0 && offered && counted { Ok(Body::Cts(cts)) } else { Err(Refusal::Value) }
     }
 

@@ -14,6 +14,8 @@ pub const RUN: usize = 48;
 /// Most packets that a CTS clears whose answer comes by a stream, and most that one run carries. At the receiver nothing is kept for
 /// each.
 pub const MAX_STREAMED: u16 = 4096;
+/// Most packets of a run that is sent unasked: behind the RTS, before there is a CTS. The receiver takes it as a whole, or not at all.
+pub const MAX_UNASKED: u16 = MAX_STREAMED;
 
 const KIND_GREETING: u8 = 1;
 const KIND_RUN: u8 = 2;
@@ -47,13 +49,13 @@ pub struct RunHeader {
     pub stream: u32,
     /// Number of the message.
     pub message: u32,
-    /// The receiver's handle of the message.
+    /// The receiver's handle of the message. 0: the run is sent unasked.
     pub handle: u32,
-    /// The grant that it answers.
+    /// The grant that it answers; 0 if it is sent unasked.
     pub grant: u16,
-    /// First data packet.
+    /// First data packet; 0 if it is sent unasked.
     pub first: u32,
-    /// Packets, 1 to [`MAX_STREAMED`].
+    /// Packets, 1 to [`MAX_STREAMED`], or [`MAX_UNASKED`] if it is sent unasked.
     pub count: u16,
     /// The packet with which the sender asks for more (RSM).
     pub more: Option<u32>,
@@ -152,7 +154,8 @@ impl RunHeader {
         let end = header.first.checked_add(header.count.into()).filter(|end| *end != NO_PACKET);
         let counted = (1..=MAX_STREAMED).contains(&header.count) && header.length >= header.count.into();
         let asks = header.more.is_none_or(|more| more >= header.first && end.is_some_and(|end| more < end));
-        if [header.stream, header.message, header.handle].contains(&0) || end.is_none() || !counted || !asks {
+        let answers = header.handle != 0 || (header.first, header.grant) == (0, 0) && header.count <= MAX_UNASKED;
+        if [header.stream, header.message].contains(&0) || end.is_none() || !counted || !asks || !answers {
             return Err(Refusal::Value);
         }
         Ok(header)
@@ -205,7 +208,8 @@ mod tests {
     #[test]
     fn what_was_written_reads_back() {
         assert_eq!(Greeting::parse(&GREETINGS.emit()), Ok(GREETINGS));
-        for header in [HEADER, RunHeader { more: None, end: false, ..HEADER }] {
+        let unasked = RunHeader { handle: 0, grant: 0, first: 0, more: None, count: MAX_UNASKED, ..HEADER };
+        for header in [HEADER, RunHeader { more: None, end: false, ..HEADER }, unasked] {
             assert_eq!(RunHeader::parse(&header.emit()), Ok(header));
         }
     }
@@ -236,6 +240,9 @@ mod tests {
             (RunHeader { length: 7, ..HEADER }, Refusal::Value),
             (RunHeader { stream: 0, ..HEADER }, Refusal::Value),
             (RunHeader { handle: 0, ..HEADER }, Refusal::Value),
+            (RunHeader { handle: 0, grant: 0, ..HEADER }, Refusal::Value),
+            (RunHeader { handle: 0, grant: 1, first: 0, more: None, ..HEADER }, Refusal::Value),
+            (RunHeader { handle: 0, grant: 0, first: 0, more: None, count: MAX_UNASKED + 1, ..HEADER }, Refusal::Value),
             (RunHeader { incarnations: [1, 0], ..HEADER }, Refusal::Incarnation),
         ] {
             assert_eq!(RunHeader::parse(&bad.emit()), Err(reason), "{bad:?}");

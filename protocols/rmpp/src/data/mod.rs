@@ -219,6 +219,7 @@ impl Data {
                         let released = self.receiving.release(handle);
                         if let (Some((peer, stream)), Some(streams)) = (released, &mut self.streams) {
                             streams.await_message(peer, stream, false);
+                            streams.forget_unasked(peer, handle);
                         }
                     }
                     Half::Sending => self.sending.release(handle),

@@ -1,5 +1,6 @@
 //! The receiving half: data packets are placed in the receiver's memory as they come (section 4.2).
 
+use super::stream::Streams;
 use super::{Data, Peer, StreamId};
 use crate::counters::Drop;
 use crate::handle;
@@ -7,7 +8,7 @@ use crate::interface::{Command, Event};
 use crate::memory::{Memory, Region};
 use alloc::boxed::Box;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::stream::{MAX_STREAMED, RunHeader};
+use baton_wire::rmpp::stream::{MAX_STREAMED, MAX_UNASKED, RunHeader};
 use baton_wire::rmpp::{Cts, Header, Kind, MAX_CLEARED, PacketFlags};
 
 /// Times that a message is cleared anew while nothing comes by its stream, after which the stream counts as dead.
@@ -48,6 +49,8 @@ pub(super) struct Message {
     gap_reported: bool,
     /// The stream by which cleared packets come; 0: as packets.
     stream: u32,
+    /// The run that its sender may have sent unasked is taken.
+    takes_unasked: bool,
     /// Packets behind missing ones that a stream has brought, from the first to before the second.
     island: (u32, u32),
     /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row there were no more.
@@ -126,6 +129,12 @@ impl Receiving {
         Ok(Some(begin))
     }
 
+    /// The first packet of a message that is not cleared.
+    pub fn limit(&self, handle: u32) -> Option<u32> {
+        let message = self.messages.get(handle::slot(handle))?.as_ref();
+        message.filter(|message| message.handle == handle).map(|message| message.limit)
+    }
+
     /// Where the bytes of a run go that was checked; None if nobody wants them any more.
     pub fn place(&self, stream: StreamId, header: &RunHeader) -> Option<Place> {
         let message = self.messages.get(handle::slot(header.handle))?.as_ref()?;
@@ -195,6 +204,9 @@ impl Message {
         let mut header = Header::new(Kind::Cts, [endpoint, peer.endpoint], [peer.local, peer.remote]);
         (header.message, header.grant, header.packet) = (self.number, self.grant, first);
         (header.count, header.handle) = (count as u16, self.sender);
+        if self.stream != 0 && self.takes_unasked {
+            header.flags = PacketFlags::TAKEN;
+        }
         header
     }
 
@@ -371,12 +383,36 @@ impl Data {
         }
     }
 
+    /// Takes the run that the sender of a message which is cleared for the first time may have sent unasked, unless that has come
+    /// and was dropped, or reaches beyond what is cleared. Returns whether its CTS waits for a look at the stream.
+    fn take_unasked(&mut self, handle: u32) -> bool {
+        let Some(message) = self.receiving.find(handle) else { return false };
+        let Some(streams) = self.streams.as_mut().filter(|_| message.stream != 0 && !message.takes_unasked) else { return false };
+        let all = message.rest.div_ceil(message.fragment.max(1).into());
+        if u64::from(message.limit) >= all.min(MAX_UNASKED.into()) {
+            message.takes_unasked = streams.take_unasked(message.peer, message.number, handle);
+        }
+        message.takes_unasked && all <= MAX_UNASKED.into() && streams.defer(handle)
+    }
+
+    /// Sends the CTS that have waited for a look at the streams: their messages' data has not come unasked.
+    pub fn send_deferred(&mut self) {
+        while let Some(handle) = self.streams.as_mut().and_then(Streams::deferred) {
+            let message = self.receiving.find(handle).map(|message| (message.peer, message.base, message.limit));
+            let Some((peer, first, limit)) = message else { continue };
+            if let Some(peer) = self.peers.get(usize::from(peer)).copied().flatten().filter(|_| limit > first) {
+                self.send_cts(handle, &peer, first, limit - first);
+            }
+        }
+    }
+
     /// Nothing more of a message comes by its stream.
     fn leave_stream(&mut self, handle: u32) {
         if let Some(message) = self.receiving.find(handle)
             && let Some(streams) = &mut self.streams
         {
             streams.await_message(message.peer, core::mem::take(&mut message.stream), false);
+            streams.forget_unasked(message.peer, handle);
         }
     }
 
@@ -398,7 +434,7 @@ impl Data {
     /// The stream of a message has ended: what has not come is cleared again, to come as packets.
     pub(super) fn clear_again(&mut self, handle: u32, peer: &Peer) {
         let Some(message) = self.receiving.find(handle) else { return };
-        (message.stream, message.island) = (0, (0, 0));
+        (message.stream, message.island, message.takes_unasked) = (0, (0, 0), false);
         let count = u32::from(message.step.min(MAX_CLEARED)).min(message.until - message.base);
         if count > 0 {
             (message.limit, message.more_reported) = (message.base + count, false);
@@ -464,6 +500,7 @@ impl Data {
             reported: first,
             gap_reported: false,
             stream: 0,
+            takes_unasked: false,
             island: (0, 0),
             streamed: 0,
             stalled: 0,
@@ -501,6 +538,8 @@ impl Data {
         let Some(entry) = self.receiving.find(handle) else { return };
         (entry.grant, entry.more_reported) = (grant, false);
         entry.limit = entry.limit.max(end);
-        self.send_cts(handle, &known, from, end - from);
+        if from > 0 || !self.take_unasked(handle) {
+            self.send_cts(handle, &known, from, end - from);
+        }
     }
 }

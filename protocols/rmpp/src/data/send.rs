@@ -9,7 +9,7 @@ use crate::queue::take_first;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use baton_wire::Endpoint;
-use baton_wire::rmpp::stream::RunHeader;
+use baton_wire::rmpp::stream::{MAX_UNASKED, RunHeader};
 use baton_wire::rmpp::{self, Body, Cts, Header, Kind, MAX_CLEARED, PacketFlags, Rts};
 
 /// A message that is being sent.
@@ -43,6 +43,8 @@ struct Message {
     stream: u32,
     /// The first packet that this stream was given.
     streamed: u32,
+    /// Its first packets were given to the stream before a CTS has come.
+    unasked: bool,
     /// It is in the queue of messages with something to send.
     queued: bool,
 }
@@ -90,7 +92,7 @@ impl Sending {
             message.floor = floor;
             if anew {
                 (message.next, message.limit, message.receiver) = (0, 0, 0);
-                (message.more_at, message.end_pending, message.stream) = (None, false, 0);
+                (message.more_at, message.end_pending, message.stream, message.unasked) = (None, false, 0, false);
             }
             message.rts_pending = message.receiver == 0 || message.idle_at == Some(message.next);
             message.idle_at = Some(message.next);
@@ -119,6 +121,11 @@ impl Sending {
         let at = u64::from(message.first) + u64::from(first) * fragment;
         let length = (u64::from(count) * fragment).min(message.region.length.saturating_sub(at));
         message.next = end;
+        let more = match message.receiver {
+            // A receiver that has cleared no more than these packets is to go on.
+            0 => (end < message.packets).then_some(end - 1),
+            _ => message.more_at.filter(|more| (first..end).contains(more)),
+        };
         let header = RunHeader {
             incarnations: [0; 2],
             stream,
@@ -127,7 +134,7 @@ impl Sending {
             grant: message.grant,
             first,
             count: count as u16,
-            more: message.more_at.filter(|more| (first..end).contains(more)),
+            more,
             end: end == message.packets,
             length: length as u32,
         };
@@ -169,6 +176,10 @@ impl Message {
 
     /// Takes up a CTS that was checked, whose answer goes by a stream, or by packets if that is 0.
     fn clear(&mut self, header: &Header, receiver: u32, stream: u32) {
+        if core::mem::take(&mut self.unasked) && (stream != self.stream || !header.flags.contains(PacketFlags::TAKEN)) {
+            // The receiver drops what was sent unasked, or has not got it: as if it had not been sent.
+            (self.next, self.limit, self.stream) = (0, 0, 0);
+        }
         // A receiver that takes our stream for alive clears more than can come as packets.
         let count = if stream == 0 { header.count.min(MAX_CLEARED) } else { header.count };
         let (first, end) = (header.packet, header.packet + u32::from(count));
@@ -257,9 +268,23 @@ impl Data {
             end_pending: false,
             stream: 0,
             streamed: 0,
+            unasked: false,
             queued: false,
         });
         self.sending.queue(handle);
+        self.send_unasked(handle, peer, region.length - u64::from(first));
+    }
+
+    /// Has the stream to a peer send the first packets of a new message behind its RTS, if it would be idle until the CTS comes.
+    fn send_unasked(&mut self, handle: u32, peer: u16, rest: u64) {
+        if let Some(streams) = &mut self.streams
+            && let Some(message) = self.sending.find(handle)
+            && let Some(stream) = streams.may_send_unasked(peer, rest)
+        {
+            (message.stream, message.unasked) = (stream, true);
+            message.limit = message.packets.min(MAX_UNASKED.into());
+            streams.queue(peer, stream, handle);
+        }
     }
 
     /// Takes up a CTS: its header names our handle, its body the receiver's.
@@ -272,6 +297,9 @@ impl Data {
         message.check_cts(header)?;
         let (number, DataConfig { endpoint, address, .. }) = (message.peer, self.config);
         let stream = self.streams.as_mut().map_or(0, |streams| streams.answer(number, &peer, cts, endpoint, &address));
+        if let Some(streams) = self.streams.as_mut().filter(|_| message.unasked) {
+            streams.note_unasked(number, header.flags.contains(PacketFlags::TAKEN));
+        }
         message.clear(header, cts.handle, stream);
         match &mut self.streams {
             Some(streams) if stream != 0 => streams.queue(number, stream, header.handle),

@@ -27,6 +27,10 @@ const PAUSE: u32 = 2;
 const LOOKS: u32 = 256;
 /// Packets of a run while other messages to the same peer wait.
 const TURN: u32 = MAX_CLEARED as u32;
+/// Looks at a run that was sent unasked and whose RTS has not come, while other messages wait behind it, after which it is dropped.
+const MOST_LOOKS: u8 = 32;
+/// CTS that wait for a look at the streams.
+const MOST_DEFERRED: usize = 64;
 /// Events that bytes of a run cause at most: how far a message is, that all of it is there, its END.
 const MOST_EVENTS: usize = 4;
 
@@ -70,8 +74,10 @@ pub enum Intake {
     Place(Region),
     /// So many bytes that nobody wants: they are read, and [`Data::stream_placed`] follows.
     Discard(u64),
-    /// They wait until there is room for events.
+    /// They wait until there is room for events, or for the RTS of what was sent unasked: packets are to be looked for.
     Wait,
+    /// They wait until their message is wanted, and nothing else waits for them.
+    Hold,
 }
 
 /// What a stream sends next.
@@ -105,6 +111,9 @@ struct Outgoing {
     /// Ends in a row, and offers that are not taken.
     ends: u8,
     pause: u32,
+    /// Runs in a row that were sent unasked and not taken, and messages of which nothing is sent unasked.
+    refused: u8,
+    asking: u32,
     /// Messages with something to send, in turn.
     queue: VecDeque<u32>,
     run: Option<Sent>,
@@ -122,6 +131,8 @@ struct Received {
     asks: bool,
     /// It was cleared. A run of a message that has ended is not, and does not become so.
     wanted: bool,
+    /// It was sent unasked, and its message is not known yet: so often it was looked for.
+    unknown: Option<u8>,
 }
 
 /// The stream from a peer.
@@ -135,13 +146,17 @@ struct Incoming {
     run: Option<Received>,
     /// Messages whose data comes by it.
     awaited: u32,
+    /// Of those whose first run may have been sent unasked and has not come: number and handle.
+    unasked: VecDeque<(u32, u32)>,
+    /// The last message whose run was sent unasked and dropped.
+    dropped: Option<u32>,
     /// Bytes of runs that have come.
     bytes: u64,
 }
 
 impl Incoming {
     fn new(number: u32) -> Incoming {
-        Incoming { number, header: [0; RUN], have: 0, run: None, awaited: 0, bytes: 0 }
+        Incoming { number, header: [0; RUN], have: 0, run: None, awaited: 0, unasked: VecDeque::new(), dropped: None, bytes: 0 }
     }
 }
 
@@ -154,6 +169,8 @@ pub(super) struct Streams {
     /// Peers whose stream has something to send.
     ready: VecDeque<u16>,
     orders: VecDeque<StreamOrder>,
+    /// Messages whose CTS need not be sent if all of their data has come unasked.
+    deferred: VecDeque<u32>,
     /// Messages whose data comes by a stream.
     awaited: u32,
     /// Looks at the listener that a stream which was offered is still worth.
@@ -169,6 +186,7 @@ impl Streams {
             last_number: 0,
             ready: VecDeque::with_capacity(peers.into()),
             orders: VecDeque::new(),
+            deferred: VecDeque::new(),
             awaited: 0,
             offered: 0,
         }
@@ -246,6 +264,60 @@ impl Streams {
         0
     }
 
+    /// The stream by which the first packets of a message go unasked: one that the peer reads, and that has nothing else to send.
+    pub fn may_send_unasked(&mut self, peer: u16, rest: u64) -> Option<u32> {
+        let out = &mut self.outgoing[usize::from(peer)];
+        if !out.confirmed || rest < self.config.least || out.ready {
+            return None;
+        }
+        if out.asking > 0 {
+            out.asking -= 1;
+            return None;
+        }
+        Some(out.number)
+    }
+
+    /// Whether a run that was sent unasked is taken. A peer that drops them, since it posts its receives late, is asked for a while.
+    pub fn note_unasked(&mut self, peer: u16, taken: bool) {
+        let out = &mut self.outgoing[usize::from(peer)];
+        if taken {
+            out.refused = 0;
+        } else {
+            out.asking = PAUSE << out.refused.min(10);
+            out.refused = out.refused.saturating_add(1);
+        }
+    }
+
+    /// Takes the run of a message that may have been sent unasked. False if it has come and was dropped.
+    pub fn take_unasked(&mut self, peer: u16, number: u32, handle: u32) -> bool {
+        let incoming = &mut self.incoming[usize::from(peer)];
+        // Runs that are sent unasked come in the messages' order.
+        let dropped = incoming.dropped.is_some_and(|last| (number.wrapping_sub(last) as i32) <= 0);
+        if !dropped {
+            incoming.unasked.push_back((number, handle));
+        }
+        !dropped
+    }
+
+    /// Has the CTS of a message wait for [`Data::send_deferred`]. False if it may not wait.
+    pub fn defer(&mut self, handle: u32) -> bool {
+        let room = self.deferred.len() < MOST_DEFERRED;
+        if room {
+            self.deferred.push_back(handle);
+        }
+        room
+    }
+
+    /// The next message whose CTS has waited.
+    pub fn deferred(&mut self) -> Option<u32> {
+        take_first(&mut self.deferred)
+    }
+
+    /// A message has ended, or comes otherwise: what was sent of it unasked is not waited for.
+    pub fn forget_unasked(&mut self, peer: u16, handle: u32) {
+        self.incoming[usize::from(peer)].unasked.retain(|(_, other)| *other != handle);
+    }
+
     /// Queues a message with something to send by the stream to a peer.
     pub fn queue(&mut self, peer: u16, stream: u32, handle: u32) {
         let out = &mut self.outgoing[usize::from(peer)];
@@ -304,6 +376,13 @@ impl Data {
     /// Whether the data of a message comes by this stream.
     pub fn awaits_stream(&self, stream: StreamId) -> bool {
         self.incoming(stream).is_some_and(|incoming| incoming.awaited > 0 || incoming.run.is_some())
+    }
+
+    /// Whether something that is wanted waits in a stream without a packet or more bytes having to come: the program may not sleep.
+    pub fn has_unread(&self) -> bool {
+        let waits = |incoming: &Incoming| incoming.awaited > 0 && incoming.run.is_some_and(|run| run.unknown.is_some());
+        let streams = self.streams.as_ref().filter(|streams| streams.awaited > 0);
+        streams.is_some_and(|streams| !streams.deferred.is_empty() || streams.incoming.iter().any(waits))
     }
 
     /// Whether a peer may be opening a stream. It is asked so often, in vain, for an offer.
@@ -454,9 +533,12 @@ impl Data {
     /// What the next bytes of a stream are. None: it is not, or no longer, one of ours, and to be closed.
     pub fn intake(&mut self, stream: StreamId) -> Option<Intake> {
         let incoming = self.incoming(stream)?;
-        let Some(run) = &incoming.run else { return Some(Intake::Header(RUN - incoming.have)) };
+        let Some(run) = incoming.run else { return Some(Intake::Header(RUN - incoming.have)) };
         if self.events.len() + MOST_EVENTS >= self.config.events.into() || self.control.len() >= self.config.events.into() {
             return Some(Intake::Wait);
+        }
+        if let Some(looks) = run.unknown {
+            return self.find_unasked(stream, looks);
         }
         let rest = run.end - run.at;
         let place = if run.wanted { self.receiving.place(stream, &run.header) } else { None };
@@ -504,19 +586,69 @@ impl Data {
         if header.stream != stream.number || header.incarnations != [peer.remote, peer.local] {
             return Err(Drop::Stranger);
         }
+        self.counters.runs += 1;
+        if header.handle == 0 {
+            let run =
+                Received { header: *header, at: 0, end: header.length.into(), asks: false, wanted: false, unknown: Some(0) };
+            self.set_run(stream, run);
+            return Ok(());
+        }
+        self.enter_run(stream, header)
+    }
+
+    /// Takes up a run whose message is known by its handle.
+    fn enter_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<(), Drop> {
         let begin = self.receiving.check_run(stream, header)?;
         let wanted = begin.is_some();
         if !wanted {
             self.counters.drop(Drop::NoMessage);
         }
-        self.counters.runs += 1;
+        let at = begin.unwrap_or(0);
+        let end = at + u64::from(header.length);
+        self.set_run(stream, Received { header: *header, at, end, asks: header.more.is_some(), wanted, unknown: None });
+        Ok(())
+    }
+
+    fn set_run(&mut self, stream: StreamId, run: Received) {
         if let Some(streams) = &mut self.streams {
-            let at = begin.unwrap_or(0);
-            let end = at + u64::from(header.length);
-            let run = Received { header: *header, at, end, asks: header.more.is_some(), wanted };
             streams.incoming[usize::from(stream.peer)].run = Some(run);
         }
-        Ok(())
+    }
+
+    /// Looks for the message of a run that was sent unasked. Its RTS has left before it by another way, so it may come later; and it
+    /// may not have been matched. It is dropped if others would wait for that.
+    fn find_unasked(&mut self, stream: StreamId, looks: u8) -> Option<Intake> {
+        let incoming = self.streams.as_mut()?.incoming.get_mut(usize::from(stream.peer))?;
+        let run = incoming.run.as_mut()?;
+        let number = run.header.message;
+        if let Some(at) = incoming.unasked.iter().position(|(message, _)| *message == number) {
+            let (_, handle) = incoming.unasked.remove(at)?;
+            // Where more is cleared already its sender is not to be told.
+            let end = u32::from(run.header.count);
+            let more = run.header.more.filter(|_| self.receiving.limit(handle) == Some(end));
+            let header = RunHeader { handle, more, ..run.header };
+            self.counters.unasked[0] += 1;
+            if run.header.end
+                && let Some(streams) = &mut self.streams
+            {
+                streams.deferred.retain(|other| *other != handle);
+            }
+            if let Err(reason) = self.enter_run(stream, &header) {
+                self.counters.drop(reason);
+                self.incoming_ended(stream);
+                return None;
+            }
+        } else if incoming.awaited == 0 {
+            return Some(Intake::Hold);
+        } else if looks < MOST_LOOKS {
+            run.unknown = Some(looks + 1);
+            return Some(Intake::Wait);
+        } else {
+            run.unknown = None;
+            incoming.dropped = Some(number);
+            self.counters.unasked[1] += 1;
+        }
+        self.intake(stream)
     }
 
     /// So many bytes, no more than [`Data::intake`] said, have been read: to where they belong, or to be forgotten.
@@ -576,7 +708,7 @@ impl Data {
         let Some(incoming) = self.streams.as_ref().and_then(|streams| streams.incoming.get(usize::from(peer))) else {
             return (false, 0);
         };
-        let brings = |run: &Received| run.header.handle == handle && run.header.first <= base;
+        let brings = |run: &Received| run.wanted && run.header.handle == handle && run.header.first <= base;
         (incoming.run.as_ref().is_some_and(brings), incoming.bytes)
     }
 }
