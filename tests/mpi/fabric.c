@@ -274,7 +274,7 @@ static void versions(void)
 	struct side a;
 	struct sockaddr_in peer = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}, from;
 	socklen_t length = sizeof peer;
-	unsigned char packet[2048], swapped[4];
+	unsigned char packet[2048], swapped[4], own = 0;
 	static char out[1 << 20];
 	struct fi_cq_tagged_entry entry;
 	int descriptor = socket(AF_INET, SOCK_DGRAM, 0);
@@ -282,16 +282,17 @@ static void versions(void)
 	CHECK(!try_open(&a, "127.0.0.1", FI_AV_TABLE, FI_WAIT_NONE));
 	CHECK(!fi_tsend(a.ep, out, sizeof out, NULL, enter(&a, &peer), 1, &out));
 	for (int turn = 0; turn < 2; turn++) {
-		/* First its Hello, which is answered with our Hello of version 3; that it answers in version 2. */
+		/* First its Hello, which is answered with our Hello of the next version; that it answers in its own. */
 		struct pollfd ready = {.fd = descriptor, .events = POLLIN};
 		while (!poll(&ready, 1, 10))
 			fi_cq_read(a.cq, NULL, 0);
-		CHECK(recvfrom(descriptor, packet, sizeof packet, 0, (void *)&from, &length) == 40 && packet[0] == 2);
+		CHECK(recvfrom(descriptor, packet, sizeof packet, 0, (void *)&from, &length) == 40);
+		CHECK(turn ? packet[0] == own : (own = packet[0]) > 0);
 		CHECK(packet[1] == (turn ? 12 : 8));
 		memcpy(swapped, packet + 4, 4);
 		memcpy(packet + 4, swapped + 2, 2);
 		memcpy(packet + 6, swapped, 2);
-		packet[0] = 3;
+		packet[0] = own + 1;
 		*(uint32_t *)(packet + 36) = checksum(&peer, &from, packet);
 		CHECK(turn || sendto(descriptor, packet, 40, 0, (void *)&from, sizeof from) == 40);
 	}
