@@ -10,10 +10,15 @@ use serde::Serialize;
 
 /// Connections that move.
 const CONNECTIONS: usize = 64;
+/// Moves that are asked for at a time. With fewer, agent and NIC wait for each other, and for the program, while there is nothing
+/// else to do.
+const AT_ONCE: usize = 32;
 
 /// The bench's result: medians of the rounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct MovesReport {
+    /// Moves that were under way at a time.
+    pub at_once: usize,
     /// Moves per second, either way.
     pub per_second: f64,
     /// Least and greatest of the rounds.
@@ -38,6 +43,7 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
         let settings = SoakSettings {
             connections: CONNECTIONS,
             moves,
+            at_once: AT_ONCE,
             seed,
             ipv6: false,
             fast_path: false,
@@ -56,6 +62,7 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
     let median = |figure: fn(&SoakReport) -> f64| quantile(&mut all(figure), 0.5);
     let per_second = median(|report| report.moves_per_second);
     Ok(MovesReport {
+        at_once: AT_ONCE,
         per_second,
         per_second_spread: [0.0, 1.0].map(|share| quantile(&mut all(|report| report.moves_per_second), share)),
         agent_us_per_move: median(|report| report.agent_us_per_move),
@@ -72,7 +79,7 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
 /// A round's result in a line.
 pub fn line(report: &SoakReport) -> String {
     format!(
-        "{:.0} moves a second at a load of {:.0} %, agent's CPU {:.0} us a move, blackout p50 {:.0} p99 {:.0} us, unmoved {:.0} us",
+        "{AT_ONCE} at a time: {:.0} moves a second at a load of {:.0} %, agent's CPU {:.0} us a move, blackout p50 {:.0} p99 {:.0} us, unmoved {:.0} us",
         report.moves_per_second,
         100.0 * report.load,
         report.agent_us_per_move,

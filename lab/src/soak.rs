@@ -28,6 +28,8 @@ pub struct SoakSettings {
     pub connections: usize,
     /// Moves.
     pub moves: u64,
+    /// Moves that are asked for at a time, no more than one of a connection.
+    pub at_once: usize,
     /// Seed of all random choices.
     pub seed: u64,
     /// Use IPv6.
@@ -444,7 +446,7 @@ impl<'a> Mover<'a> {
         let before = agent_nanos();
         let target = self.settings.moves;
         let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
-        let in_parallel = self.ids.len().min(8);
+        let in_parallel = self.ids.len().min(self.settings.at_once);
         let mut shown = monotonic_micros();
         let mut next_kill = if kills > 0 { 1 + self.rng.below((target / (kills + 1)).max(1) * 2) } else { u64::MAX };
         let mut done = 0;

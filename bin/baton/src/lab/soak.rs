@@ -169,6 +169,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
     let settings = SoakSettings {
         connections: arguments.connections as usize,
         moves: arguments.moves,
+        at_once: 8,
         seed: arguments.seed,
         ipv6: arguments.ipv6,
         fast_path: arguments.offload == Offloading::FastPath,
