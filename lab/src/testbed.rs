@@ -20,8 +20,9 @@ use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, rtnetlink};
 use baton_offloads::Offloads;
+use baton_protocol::address::OwnAddress;
 use baton_protocol::filter::OwnerSettings;
-use baton_protocol::nic::{LinkSettings, NicSettings};
+use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_rss::From;
 use std::io;
 use std::net::IpAddr;
@@ -84,6 +85,10 @@ pub struct TestbedSettings {
     pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
+    /// Addresses that are the NIC's own; its owner's to choose, if it has one.
+    pub addresses: Vec<OwnAddress>,
+    /// Microseconds between two probes for them, at least.
+    pub between_probes: u64,
     /// The NIC is not host A's, but an owner's, who filters its frames.
     pub control_point: Option<ControlPoint>,
 }
@@ -125,6 +130,8 @@ impl Default for TestbedSettings {
             crash: None,
             drop_during_moves: false,
             firewall: None,
+            addresses: Vec::new(),
+            between_probes: STANDARD_PROBES,
             control_point: None,
         }
     }
@@ -402,6 +409,8 @@ fn nic_settings(settings: &TestbedSettings, segmentation: bool) -> NicSettings {
         drop_during_moves: settings.drop_during_moves,
         beside: settings.beside,
         owned: false,
+        addresses: settings.addresses.clone(),
+        between_probes: settings.between_probes,
         link: settings.link,
         hash_key: std::array::from_fn(|n| (settings.seed ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
     }
@@ -420,7 +429,7 @@ fn hand_over(
     let command = Command::new(program(settings)?);
     let (owner, agents) = Owner::launch(command, &owned, devices.host.as_fd(), devices.wire.as_fd(), &devices.card)?;
     let devices = Devices { host: devices.host, wire: agents, beside: None, card: Vec::new() };
-    Ok((owner, devices, NicSettings { owned: true, card: false, ..nic }))
+    Ok((owner, devices, NicSettings { owned: true, card: false, addresses: Vec::new(), ..nic }))
 }
 
 /// Path of the program that is to be started.

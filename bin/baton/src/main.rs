@@ -1,6 +1,7 @@
 //! `baton`: moves established TCP connections between the kernel and an offload engine.
 #![forbid(unsafe_code)]
 
+mod addresses;
 mod attach;
 mod doctor;
 mod filter;
@@ -49,7 +50,7 @@ enum Command {
     Up(up::UpArguments),
     /// Makes two hosts (network namespaces) with a link and Baton on the first, and runs a program there.
     #[command(
-        after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
+        after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n  baton hosts --address 10.77.0.50/24 --address fd00:ba70::50/64 -- sh\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
     )]
     Hosts(lab::hosts::HostsArguments),
     /// Runs a program whose connections go to the NIC when they are worth it.

@@ -1,5 +1,6 @@
 //! `baton nic`: the offloads for the kernel's own connections, under ethtool's names; and the filter.
 
+use crate::addresses;
 use crate::filter::{self, FilterArguments};
 use crate::front::{self, AttachArguments, DetachArguments};
 use crate::placement::{self, PlacementArguments};
@@ -100,7 +101,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 25] = [
+const FIGURES: [(Counter, &str); 26] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -120,6 +121,7 @@ const FIGURES: [(Counter, &str); 25] = [
     (Counter::DatagramsReceived, "UDP datagrams received for programs"),
     (Counter::DatagramsSent, "UDP datagrams sent for programs"),
     (Counter::DatagramsDropped, "UDP datagrams dropped at a full socket"),
+    (Counter::BadResolution, "frames of ARP and neighbour discovery that no host may use"),
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),
@@ -138,6 +140,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     let mut tool = arguments.socket.connect()?;
     let offloads = current(&mut tool)?;
     let statistics = tool.statistics()?;
+    let addresses = addresses::list(&mut tool)?;
     let count = |counter: Counter| statistics.counters.get(counter as usize).copied().unwrap_or(0);
     let (aggregates, bytes) = (count(Counter::Aggregates), count(Counter::AggregateBytes));
     let mean = bytes as f64 / aggregates.max(1) as f64;
@@ -149,8 +152,8 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let workers: Vec<serde_json::Value> = workers(&statistics).map(|[busy, frames, connections, buckets]| {
             serde_json::json!({ "busy_seconds": busy as f64 / 1e9, "frames": frames, "connections": connections, "buckets_given": buckets })
         }).collect();
-        let shown =
-            serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean, "workers": workers });
+        let shown = serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean, "workers": workers,
+                "addresses": addresses::to_json(&addresses) });
         println!("{shown}");
         return Ok(true);
     }
@@ -170,5 +173,6 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
             println!("{worker:>6} {:>8.2} {frames:>22} {connections:>24} {buckets:>20}", busy as f64 / 1e9);
         }
     }
+    addresses::print(&addresses);
     Ok(true)
 }

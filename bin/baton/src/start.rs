@@ -1,13 +1,15 @@
 //! What `run` and `attach` share: the Baton that they use or start, and random moves of connections.
 
+use crate::addresses::{self, AddressArguments};
 use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_client::rules::{RUN_VARIABLE, Run};
+use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
 use baton_linux::process;
-use baton_protocol::nic::{LinkSettings, NicSettings};
+use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
 use std::fs::File;
@@ -24,6 +26,8 @@ pub struct StartArguments {
     /// If a Baton is started: microseconds that its NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
+    #[command(flatten)]
+    addresses: AddressArguments,
     /// If a Baton is started: file for its messages.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
@@ -60,6 +64,10 @@ impl StartArguments {
     /// process to the processors that `place` asks for.
     pub fn agent(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let found = match self.running()? {
+            Some((path, _)) if self.addresses.any() => bail!(
+                "--address is for a Baton that is started, and one runs already at {}: give it to that one (baton up --address)",
+                path.display()
+            ),
             Some(found) => found,
             None => self.start(place)?,
         };
@@ -94,6 +102,8 @@ impl StartArguments {
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
         let mut settings = beside_settings(socket.clone(), true, self.spin)?;
+        settings.nic.addresses = self.addresses.addresses()?;
+        settings.nic.between_probes = self.addresses.between_probes();
         if place == Where::NearNic
             && let Some(cores) = placement::own_cores(1)?
         {
@@ -109,6 +119,9 @@ impl StartArguments {
         let launched = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()));
         let (mut starter, _) = launched.inspect_err(|_| drop(std::fs::remove_dir(&directory)))?;
         let _ = starter.wait();
+        if self.addresses.any() {
+            addresses::settle(&mut Tool::connect(&socket)?)?;
+        }
         let channel = Channel::connect(&socket).context("the agent that was just started")?;
         Ok((socket, channel))
     }
@@ -186,6 +199,8 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
             drop_during_moves: false,
             beside: true,
             owned: false,
+            addresses: Vec::new(),
+            between_probes: STANDARD_PROBES,
             link: LinkSettings::default(),
             hash_key: std::array::from_fn(word),
         },

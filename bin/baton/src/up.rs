@@ -1,6 +1,7 @@
 //! `baton up`: a Baton that stays. Programs of every network namespace find it at one path. Each namespace gets an agent and a
 //! NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
 
+use crate::addresses::{self, AddressArguments};
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Limits};
@@ -45,6 +46,8 @@ pub struct UpArguments {
     /// Microseconds that a NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
+    #[command(flatten)]
+    addresses: AddressArguments,
     /// Most network namespaces that are served at a time.
     #[arg(long, default_value_t = 64, value_name = "N")]
     namespaces: usize,
@@ -79,10 +82,15 @@ struct Served {
 
 impl Served {
     /// Starts one in the calling thread's namespace.
-    fn start(socket: &Path, user: u32, arguments: &UpArguments) -> Result<Served> {
+    /// `own`: it is the namespace of this process, whose NIC has the addresses of the command line.
+    fn start(socket: &Path, user: u32, arguments: &UpArguments, own: bool) -> Result<Served> {
         let devices = Devices::beside(SLOTS)?;
         let settings = beside_settings(socket.to_owned(), false, arguments.spin)?;
-        let settings = AgentSettings { limits: arguments.limits(), ..settings };
+        let mut settings = AgentSettings { limits: arguments.limits(), ..settings };
+        if own {
+            settings.nic.addresses = arguments.addresses.addresses()?;
+            settings.nic.between_probes = arguments.addresses.between_probes();
+        }
         let (keeper, parent) = baton_keeper::launch(Command::new(std::env::current_exe()?), &settings, &devices, None)?;
         let agent = Tool::connect(socket).context("the agent that was just started")?;
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
@@ -134,7 +142,14 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     process::raise_descriptor_limit();
     let own = socket::namespace(listener.as_fd())?;
     let mut up = Up { arguments, served: BTreeMap::new(), refused: VecDeque::new(), own };
-    up.served.insert(own, Served::start(&up.socket_of(own), 0, arguments).context("starting a Baton")?);
+    let mut first = Served::start(&up.socket_of(own), 0, arguments, true).context("starting a Baton")?;
+    if arguments.addresses.any()
+        && let Err(why) = addresses::settle(&mut first.agent)
+    {
+        first.end();
+        return Err(why);
+    }
+    up.served.insert(own, first);
     eprintln!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -227,7 +242,7 @@ impl Up<'_> {
             if socket::namespace(socket::stream(false, 0)?.as_fd())? != namespace {
                 return Err(io::Error::other("the client has ended"));
             }
-            Ok(Served::start(&socket, user, self.arguments))
+            Ok(Served::start(&socket, user, self.arguments, false))
         });
         started?
     }

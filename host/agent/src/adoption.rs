@@ -18,6 +18,7 @@ use baton_linux::control::Channel;
 use baton_linux::socket;
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
+use baton_protocol::address::OwnAddress;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Answer, Reply, Request, Until};
 use baton_shm::Region;
@@ -74,6 +75,16 @@ impl Inherited {
                 groups.add(*name, Group::new(*user, *flip, descriptors.pop()));
             }
         }
+    }
+
+    /// Takes the addresses of the NIC's that the kernel has.
+    pub fn take_addresses(&mut self) -> Vec<(OwnAddress, u32, Option<OwnedFd>)> {
+        let taken = self.0.extract_if(.., |(kept, _)| matches!(kept, Kept::Address(..)));
+        let address = |(kept, mut descriptors): (Kept, Vec<OwnedFd>)| match kept {
+            Kept::Address(address, interface) => Some((address, interface, descriptors.pop())),
+            _ => None,
+        };
+        taken.filter_map(address).collect()
     }
 
     /// Takes the listeners whose connections the NIC made.
@@ -160,6 +171,7 @@ impl Agent {
     /// again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
         inherited.take_groups(&mut self.groups);
+        self.begin_addresses(inherited.take_addresses());
         let listeners = inherited.take_listeners();
         for (number, session) in inherited.sessions() {
             self.watch(number, &session)?;
@@ -195,6 +207,7 @@ impl Agent {
         if any {
             self.recover()?;
         } else {
+            self.give_addresses_to_nic();
             self.nic.let_frames_flow()?;
         }
         // A move that had come no further than mirroring leaves no entry.

@@ -3,6 +3,7 @@
 mod messages;
 mod requests;
 
+use crate::addresses::Addresses;
 use crate::adoption::Inherited;
 use crate::cgroups::Cgroups;
 use crate::changes::{ELSEWHERE, Watched};
@@ -54,6 +55,7 @@ const POLICIES: u64 = u64::MAX - 6;
 const TOO_BIG: u64 = u64::MAX - 7;
 const TRAFFIC: u64 = u64::MAX - 8;
 const SIGNALS: u64 = u64::MAX - 9;
+const RESOLUTION: u64 = u64::MAX - 10;
 
 /// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
@@ -86,6 +88,7 @@ pub(crate) struct Agent {
     pub users: Users,
     pub listeners: Listeners,
     pub datagrams: Datagrams,
+    pub addresses: Addresses,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     /// Sessions that have ended, with connections that are on their way to the kernel.
@@ -215,6 +218,7 @@ pub fn run() -> Result<()> {
         leaving: Vec::new(),
         listeners: Listeners::default(),
         datagrams: Datagrams::default(),
+        addresses: Addresses::default(),
         users,
         shape,
         draining: inherited.draining(),
@@ -253,8 +257,8 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let limit =
-                [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait()].into_iter().flatten().min();
+            let limits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
+            let limit = limits.into_iter().flatten().min();
             self.poller.wait(limit, &mut tokens)?;
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
@@ -285,6 +289,8 @@ impl Agent {
                     POLICIES => self.policies_changed(),
                     TRAFFIC => self.filters_changed(),
                     TOO_BIG => self.packets_were_too_big(),
+                    // Its frames are read below.
+                    RESOLUTION => {}
                     session => {
                         self.serve(session as u32);
                         self.clear_attended();
@@ -294,6 +300,7 @@ impl Agent {
                 }
             }
             self.handle_nic_messages();
+            self.poll_addresses();
             self.programs_changed();
             self.look();
             self.work_on_moves();
@@ -364,6 +371,11 @@ impl Agent {
     /// Adds a session's control connection to the poller.
     pub(crate) fn watch(&self, number: u32, session: &Session) -> Result<()> {
         Ok(self.poller.add(session.channel.as_fd(), u64::from(number), Trigger::Readable)?)
+    }
+
+    /// Adds a socket for frames about one of the NIC's own addresses to the poller.
+    pub(crate) fn watch_resolution(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.poller.add(socket, RESOLUTION, Trigger::Readable)
     }
 
     /// Sends the keeper a state change: something to hold for the next agent, or to drop.
@@ -530,6 +542,9 @@ impl Agent {
                 (listener, _) => self.made(message.cid, listener, message.length != 0),
             };
         }
+        if (message.operation, control) == (Operation::OsControl, Some(Control::Addresses)) {
+            return self.addresses_changed();
+        }
         let refuses = |what| control == Some(Control::Refused) && message.length == what as u32;
         if message.operation == Operation::OsControl && refuses(Control::Grant) {
             return self.not_granted(message.cid);
@@ -573,6 +588,7 @@ impl Agent {
         self.end_connections(number, ending);
         self.stop_listening(number, None);
         self.end_datagrams(number, None, false);
+        self.forget_address_asker(number);
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
         if !std::mem::replace(&mut session.ends, true) {
             let _ = self.poller.remove(session.channel.as_fd());

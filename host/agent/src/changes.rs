@@ -159,6 +159,7 @@ impl Agent {
         }
         if changed.links {
             self.find_devices_without_nic();
+            self.follow_addresses();
             self.follow_listeners();
             self.follow_datagrams();
         }

@@ -14,6 +14,7 @@ use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
 use baton_moves::{Inbox, Refusal};
 use baton_offloads::Offloads;
+use baton_protocol::address::OwnAddress;
 use baton_protocol::nic::{Hop, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, must_ring};
@@ -64,6 +65,9 @@ pub(crate) struct NicProcess {
     memory: Arc<Region>,
     bell: Doorbell,
     settings: NicSettings,
+    /// Addresses that are to be its own, and microseconds between two probes for them.
+    own_addresses: Vec<OwnAddress>,
+    between_probes: u64,
     /// Present once a session has asked for partial offload.
     host_tcp: Option<HostTcp>,
     /// Answers and notifications that have not been handled.
@@ -145,6 +149,11 @@ impl NicProcess {
             true => OwnedNic::start(hardware, &settings.nic).map(|(nic, ours)| (Process::Owned(nic), ours))?,
             false => start_child(hardware, shape, settings).map(|(child, ours)| (Process::Child(child), ours))?,
         };
+        let (own_addresses, between_probes) = match ours.receive::<ToAgent>() {
+            Ok((ToAgent::OwnAddresses { addresses, between_probes }, _)) => (addresses, between_probes),
+            Ok((other, _)) => bail!("the NIC process says {other:?} instead of its addresses"),
+            Err(error) => bail!("the NIC process did not start ({error})"),
+        };
         match ours.receive::<ToAgent>() {
             Ok((ToAgent::Ready, _)) => {}
             Ok((other, _)) => bail!("the NIC process says {other:?} instead of being ready"),
@@ -167,6 +176,8 @@ impl NicProcess {
             room: slots,
             free: FreeSlots::read(&hardware.memory, slots),
             ended: false,
+            own_addresses,
+            between_probes,
         })
     }
 
@@ -275,6 +286,28 @@ impl NicProcess {
     /// Takes a session that the NIC has forgotten.
     pub fn take_detached(&mut self) -> Option<u32> {
         self.detached.pop()
+    }
+
+    /// The addresses that its settings say are its own: those of its owner's, if it has one.
+    pub fn own_addresses(&self) -> &[OwnAddress] {
+        &self.own_addresses
+    }
+
+    /// Microseconds between two probes for them.
+    pub fn between_probes(&self) -> u64 {
+        self.between_probes
+    }
+
+    /// Makes these addresses the NIC's own, at this MAC address.
+    ///
+    /// # Errors
+    /// That it has died.
+    pub fn set_addresses(&mut self, mac: [u8; 6], addresses: Vec<IpAddr>) -> Result<()> {
+        self.send(&ToNic::Addresses { mac, addresses }, &[])?;
+        match self.channel.receive::<ToAgent>()?.0 {
+            ToAgent::Set => Ok(()),
+            other => bail!("the NIC did not take its addresses: {other:?}"),
+        }
     }
 
     /// Starts forwarding frames.

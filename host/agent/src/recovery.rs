@@ -41,6 +41,7 @@ impl Agent {
         if let Err(error) = self.drop_stale_frames() {
             eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }
+        self.give_addresses_to_nic();
         self.nic.let_frames_flow()?;
         self.fetch_what_was_on_the_nic();
         self.drive_all(&Event::FramesFlow);

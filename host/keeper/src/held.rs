@@ -3,6 +3,7 @@
 
 use baton_protocol::keeper::Kept;
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 
 /// A message with something to hold, and its descriptors.
@@ -34,6 +35,10 @@ fn is_listener(kept: &Kept, id: u32) -> bool {
     matches!(kept, Kept::Listener(held, ..) if *held == id)
 }
 
+fn is_address(kept: &Kept, address: IpAddr) -> bool {
+    matches!(kept, Kept::Address(held, _) if held.address == address)
+}
+
 impl Held {
     /// Records a message from an agent.
     pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
@@ -50,6 +55,11 @@ impl Held {
                 self.common.retain(|(held, _)| !is_listener(held, id));
                 self.common.push((kept, descriptors));
             }
+            Kept::Address(address, _) => {
+                self.common.retain(|(held, _)| !is_address(held, address.address));
+                self.common.push((kept, descriptors));
+            }
+            Kept::AddressGone(address) => self.common.retain(|(held, _)| !is_address(held, address)),
             Kept::ListenerGone(id) => self.common.retain(|(held, _)| !is_listener(held, id)),
             Kept::DeviceGone(index) => self.common.retain(|(held, _)| *held != Kept::Device(index)),
             Kept::Session(number) => {
@@ -148,6 +158,18 @@ mod tests {
         assert_eq!(held(&all), [listener(2, 1), listener(1, 2)]);
         all.note(Kept::ListenerGone(2), Vec::new());
         assert_eq!(held(&all), [listener(1, 2)]);
+    }
+
+    #[test]
+    fn an_address_is_held_with_its_last_device() {
+        let mut all = Held::default();
+        let address = |text: &str, interface| Kept::Address(text.parse().expect("an address"), interface);
+        for kept in [address("10.0.0.5", 1), address("fd00::5", 1), address("10.0.0.5", 2)] {
+            all.note(kept, Vec::new());
+        }
+        assert_eq!(held(&all), [address("fd00::5", 1), address("10.0.0.5", 2)]);
+        all.note(Kept::AddressGone("10.0.0.5".parse().expect("an address")), Vec::new());
+        assert_eq!(held(&all), [address("fd00::5", 1)]);
     }
 
     #[test]

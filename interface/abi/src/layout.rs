@@ -40,6 +40,11 @@ pub mod nic {
     pub const COUNTERS_BYTES: usize = 384;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
+    /// The NIC's own addresses, which the NIC writes: entries of [`crate::AddressEntry::WORDS`] words of 8 bytes. The next NIC reads
+    /// which of them the last one used.
+    pub const ADDRESSES: usize = counters(MAX_WORKERS);
+    /// Number of entries.
+    pub const MOST_ADDRESSES: usize = 16;
     /// Ring of commands from the agent to the NIC.
     pub const COMMANDS: usize = 8192;
     /// Ring of messages from the NIC to the agent.
@@ -68,6 +73,11 @@ pub mod nic {
     /// Offset of a worker's counters.
     pub const fn counters(worker: usize) -> usize {
         COUNTERS + worker * COUNTERS_BYTES
+    }
+
+    /// Offset of the entry of one of the NIC's own addresses.
+    pub const fn address(entry: usize) -> usize {
+        ADDRESSES + entry * crate::AddressEntry::WORDS * 8
     }
 
     /// Offset of a slot.
@@ -420,13 +430,15 @@ pub enum Counter {
     DatagramsDropped,
     /// Messages read from programs with connections.
     Messages,
+    /// Frames of ARP and neighbour discovery that no host may use, dropped while the NIC has addresses of its own.
+    BadResolution,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 42;
+pub const COUNTERS: usize = 43;
 
 const _: () = {
-    assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::counters(nic::MAX_WORKERS) <= nic::COMMANDS);
+    assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::address(nic::MOST_ADDRESSES) <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
     assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
     assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);

@@ -3,10 +3,12 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
+pub mod address;
 pub mod layout;
 pub mod message;
 pub mod record;
 
+pub use address::{AddressEntry, AddressState};
 pub use message::{
     ALREADY_HERE, ANSWER, Cid, Control, FETCH, FOR_AGENT, MORE, Message, NOT_YET, Operation, RestoreCause, add_length,
     counts_bytes, is_plain_send, join_sends,

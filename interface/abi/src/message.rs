@@ -153,6 +153,9 @@ pub enum Control {
     Returned = 43,
     /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of them.
     Taken = 44,
+    /// To the host: one of the NIC's own addresses has changed its state, or was claimed by another host (see
+    /// [`crate::layout::nic::ADDRESSES`]).
+    Addresses = 45,
 }
 
 impl Control {
@@ -191,6 +194,7 @@ impl Control {
             FinBehindHole,
             Returned,
             Taken,
+            Addresses,
         ]
         .into_iter()
         .find(|control| *control as u16 == number)

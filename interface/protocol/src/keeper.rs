@@ -1,9 +1,10 @@
 //! What the keeper holds for the next agent: descriptors, under names.
 
+use crate::address::OwnAddress;
 use crate::program::{Flip, Opening, Until};
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 /// The argument with which a keeper starts an agent.
 pub const AGENT_ARGUMENT: &str = "agent-process";
@@ -40,6 +41,11 @@ pub enum Kept {
     Listener(u32, Vec<u32>, Vec<u8>),
     /// The listener is no more.
     ListenerGone(u32),
+    /// An address of the NIC's that this host's kernel has, and the index of its device. With a descriptor that shows other Batons that it
+    /// is no leftover.
+    Address(OwnAddress, u32),
+    /// The kernel does not have the address any more.
+    AddressGone(IpAddr),
     /// The connection is the program's alone again.
     Forgotten(u32, u32),
     /// The session has ended, with all that is its.

@@ -2,6 +2,7 @@
 //! so each control connection begins with a version.
 #![forbid(unsafe_code)]
 
+pub mod address;
 pub mod filter;
 pub mod keeper;
 pub mod nic;
@@ -14,7 +15,7 @@ use std::io;
 
 /// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory. They are processes of one program, so they differ only if that was replaced while a
 /// keeper runs, which then starts the next agent.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Sends a process that was just started the version and its settings.
 ///

@@ -1,5 +1,6 @@
 //! Between the agent and the NIC process that it starts: descriptors, settings, requests.
 
+use crate::address::OwnAddress;
 use crate::program::{Messages, Rings};
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
@@ -8,6 +9,13 @@ use std::net::{IpAddr, SocketAddr};
 fn one() -> usize {
     1
 }
+
+fn standard_probes() -> u64 {
+    STANDARD_PROBES
+}
+
+/// Microseconds between two probes of RFC 5227 (PROBE_MIN).
+pub const STANDARD_PROBES: u64 = 1_000_000;
 
 /// The emulated link in front of the wire, the same in both directions. Times are in microseconds, probabilities in parts per
 /// million.
@@ -71,6 +79,12 @@ pub struct NicSettings {
     /// The NIC has an owner, which starts it for the agent and sets the rules of its filter: see [`crate::filter`].
     #[serde(default)]
     pub owned: bool,
+    /// Addresses that are the NIC's own. Where it has an owner, these are the owner's to choose.
+    #[serde(default)]
+    pub addresses: Vec<OwnAddress>,
+    /// Microseconds between two probes for such an address, at least; other times are in proportion (RFC 5227 section 1.1).
+    #[serde(default = "standard_probes")]
+    pub between_probes: u64,
     /// The emulated link.
     pub link: LinkSettings,
     /// Key of the hashes of lookup tables; random.
@@ -224,6 +238,13 @@ pub enum ToNic {
         /// What is unread goes to the kernel, in order.
         replay: bool,
     },
+    /// These of the addresses in its settings are the NIC's own from now on, at this MAC address.
+    Addresses {
+        /// The MAC address of the kernel's interface.
+        mac: [u8; 6],
+        /// The addresses.
+        addresses: Vec<IpAddr>,
+    },
     /// Begin to receive frames.
     Start,
     /// Change the offloads.
@@ -249,7 +270,14 @@ pub enum HostTcpDescriptor {
 /// Messages to the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// The NIC is ready.
+    /// Before [`ToAgent::Ready`]: what the NIC's settings say about addresses of its own, which may be its owner's.
+    OwnAddresses {
+        /// The addresses.
+        addresses: Vec<OwnAddress>,
+        /// Microseconds between two probes for one, at least.
+        between_probes: u64,
+    },
+    /// The process is ready.
     Ready,
     /// The session is attached.
     Attached,

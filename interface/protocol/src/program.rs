@@ -1,11 +1,12 @@
 //! The messages that programs and tools exchange with the agent over its socket.
 
+use crate::address::AddressInfo;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -159,6 +160,11 @@ pub enum Ask {
     Offloads,
     /// Sets the NIC's offloads (the agent's user or root).
     SetOffloads(Box<Offloads>),
+    /// The NIC's own addresses: [`Reply::Addresses`].
+    Addresses {
+        /// The answer comes when none of them is being probed for any more.
+        settled: bool,
+    },
 }
 
 /// Where a UDP socket's rings lie in session memory: a page of words, the receive ring, the send ring.
@@ -428,6 +434,8 @@ pub enum Reply {
     Statistics(Box<Statistics>),
     /// The NIC's offloads.
     Offloads(Box<Offloads>),
+    /// The NIC's own addresses.
+    Addresses(Vec<AddressInfo>),
 }
 
 /// One connection in a list.

@@ -11,13 +11,14 @@ use baton_abi::layout::{self, Counter, nic};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datagrams::Place;
 use baton_datapath::{
-    DatagramSettings, DatagramWay, ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings, crossbar,
-    owner_of_messages,
+    AddressSettings, DatagramSettings, DatagramWay, ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings,
+    crossbar, owner_of_messages,
 };
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::{process, topology};
+use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
 use baton_protocol::nic::{DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
@@ -27,7 +28,7 @@ use baton_tcp::Instant;
 use baton_wire::Endpoint;
 use baton_wire::frame::Link;
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -75,6 +76,23 @@ struct Front {
     random_key: baton_rss::Key,
     /// Key of the hash by which messages are matched.
     match_key: [u64; 4],
+    /// The addresses that may be the NIC's own, and the microseconds between probes for them.
+    addresses: Vec<OwnAddress>,
+    between_probes: u64,
+}
+
+impl Front {
+    /// Those of the agent's addresses that the settings have, as the worker is to serve them.
+    fn own_addresses(&self, mac: [u8; 6], asked: &[IpAddr]) -> AddressSettings {
+        let allowed = self.addresses.iter().map(|own| own.address).filter(|address| asked.contains(address));
+        AddressSettings {
+            mac,
+            addresses: allowed.collect(),
+            between_probes: self.between_probes,
+            // The clock makes the delays differ after each start, the key from one NIC to another.
+            seed: self.match_key[3] ^ monotonic_nanos(),
+        }
+    }
 }
 
 /// Events that a data half keeps while the program's ring is full.
@@ -174,6 +192,8 @@ pub fn run() -> Result<()> {
         channel_seen,
         random_key,
         match_key: settings.hash_key,
+        addresses: settings.addresses.clone(),
+        between_probes: settings.between_probes,
     });
     let mut peers: Vec<Option<Peers>> = match devices.len() {
         1 => vec![None],
@@ -228,6 +248,8 @@ pub fn run() -> Result<()> {
     sandbox::restrict_system_calls()?;
     first.worker.set_rss(&settings.offloads.rss, &random_key);
     if let Some(front) = &first.front {
+        let (addresses, between_probes) = (front.addresses.clone(), front.between_probes);
+        front.channel.send(&ToAgent::OwnAddresses { addresses, between_probes }, &[])?;
         front.channel.send(&ToAgent::Ready, &[])?;
     }
     first.main_loop()
@@ -515,6 +537,10 @@ impl Runner {
                     self.worker.end_datagrams(id, replay);
                     self.datagram_bells.remove(&id);
                     front.channel.send(&ToAgent::Served, &[])?;
+                }
+                Ok((ToNic::Addresses { mac, addresses }, _)) => {
+                    self.worker.set_addresses(&front.own_addresses(mac, &addresses), Instant(monotonic_micros()));
+                    front.channel.send(&ToAgent::Set, &[])?;
                 }
                 Ok((ToNic::Start, _)) => self.worker.start(Instant(monotonic_micros())),
                 Ok((ToNic::Offloads(set), _)) => {

@@ -6,6 +6,7 @@
 //! memory, reads payload to be sent from there, and exchanges messages with the program through rings.
 #![forbid(unsafe_code)]
 
+mod addresses;
 mod backlog;
 mod balance;
 mod closed;
@@ -28,6 +29,7 @@ mod posted;
 mod transmit;
 mod worker;
 
+pub use addresses::AddressSettings;
 pub use custody::Refusal;
 pub use datagrams::{DatagramSettings, DatagramWay};
 pub use gate::Gate;

@@ -46,6 +46,10 @@ pub(crate) enum Call {
     DatagramsAt(u32, Vec<Endpoint>, Option<Endpoint>),
     /// To the front worker: a frame from the wire with a datagram for a UDP socket.
     Datagram(Frame),
+    /// Whether the NIC has addresses of its own.
+    Addresses(bool),
+    /// To the front worker: a frame from the wire that may be about one of these addresses.
+    Resolution(Frame),
     /// Run the agent's command for a connection in this bucket.
     Command(u8, Message),
     /// Run the message of a session's program for a connection in this bucket.
@@ -82,7 +86,7 @@ pub(crate) enum Call {
 impl Call {
     /// Whether it carries a frame, which may be lost as in any full queue.
     pub fn is_frame(&self) -> bool {
-        matches!(self, Call::Frame(..) | Call::Handshake(..) | Call::NoHandshake(..) | Call::Datagram(..))
+        matches!(self, Call::Frame(..) | Call::Handshake(..) | Call::NoHandshake(..) | Call::Datagram(..) | Call::Resolution(..))
     }
 }
 

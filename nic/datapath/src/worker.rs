@@ -1,6 +1,7 @@
 //! The worker: its state and its round.
 
 mod active_ack;
+mod addresses;
 mod agent;
 mod closing;
 mod commands;
@@ -16,6 +17,7 @@ mod opening;
 mod programs;
 mod to_kernel;
 
+use crate::addresses::Addresses;
 use crate::closed::Closed;
 use crate::counters::Counters;
 use crate::custody::Custody;
@@ -121,6 +123,7 @@ pub struct Worker<H, W> {
     listeners: Listeners,
     closed: Closed,
     datagrams: Datagrams,
+    addresses: Addresses,
     nic_memory: Arc<Region>,
     counters: Counters,
     /// The frame that is being processed.
@@ -175,6 +178,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             listeners: Listeners::new(settings.hash_key, succeeds, now.0),
             closed: Closed::new(settings.hash_key),
             datagrams: Datagrams::default(),
+            addresses: Addresses::None,
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
@@ -407,11 +411,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.to_kernel.expire_delivery(&self.counters, now.0);
         self.expire_handshakes(now);
         self.closed.expire(now);
+        if self.started {
+            self.poll_addresses(now);
+        }
         // Before the start the kernel's answers would not be received.
         let active = self.to_kernel.active_ack.as_ref().filter(|_| self.started);
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         let to_kernel = self.to_kernel.lro.next_tick().min(self.to_kernel.delivery.due()).min(acknowledgements);
-        self.due = self.connections.wheel.next_tick().min(to_kernel).min(self.listeners.due()).min(self.closed.due());
+        let to_wire = self.listeners.due().min(self.closed.due()).min(self.addresses_due());
+        self.due = self.connections.wheel.next_tick().min(to_kernel).min(to_wire);
         worked
     }
 
@@ -459,6 +467,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front())
     }
 
+    /// When something is due for the NIC's own addresses, in microseconds; `u64::MAX` if nothing is. Before the start the answers would
+    /// not be received.
+    fn addresses_due(&self) -> u64 {
+        if self.started { self.addresses.due() } else { u64::MAX }
+    }
+
     /// When a timer is due next, in microseconds; None if none is set.
     pub fn next_timeout(&self) -> Option<u64> {
         let delivery = Some(self.to_kernel.delivery.due()).filter(|due| *due != u64::MAX);
@@ -466,7 +480,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
-        let handshakes = self.listeners.due().min(self.closed.due());
+        let handshakes = self.listeners.due().min(self.closed.due()).min(self.addresses_due());
         let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing());

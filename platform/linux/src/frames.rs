@@ -23,7 +23,8 @@ pub struct Frames {
     dropped: u64,
 }
 
-fn link_address(ethertype: u16, interface: u32) -> libc::sockaddr_ll {
+/// Frames of a type at a device.
+pub(crate) fn link_address(ethertype: u16, interface: u32) -> libc::sockaddr_ll {
     // SAFETY: sockaddr_ll is plain data, for which zero is a value.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     address.sll_family = libc::AF_PACKET as u16;

@@ -124,6 +124,15 @@ pub fn tap_name(tap: BorrowedFd<'_>) -> io::Result<String> {
     Ok(request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8 as char).collect())
 }
 
+/// The name of the interface with this index.
+///
+/// # Errors
+/// The failed system call's: `ENODEV` if there is none.
+pub fn name_of(index: u32) -> io::Result<String> {
+    let socket = socket::stream(false, 0)?;
+    Ok(rustix::net::netdevice::index_to_name(socket, index)?)
+}
+
 /// Switches an interface's generic receive offload (`ethtool -K NAME gro`).
 ///
 /// # Errors

@@ -18,6 +18,7 @@ pub mod packet_ring;
 mod partner;
 pub mod process;
 mod raw_address;
+pub mod resolution;
 pub mod rights;
 pub mod route;
 pub mod rtnetlink;

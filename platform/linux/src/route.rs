@@ -156,6 +156,14 @@ fn ask(netlink: &Netlink, request: Request) -> io::Result<Route> {
     if kind == 1 || kind == 2 { Ok(route) } else { Err(io::Error::from_raw_os_error(libc::ENETUNREACH)) }
 }
 
+/// Looks up the route to an address, whatever the source.
+///
+/// # Errors
+/// `ENETUNREACH` or `EHOSTUNREACH` without a route.
+pub fn to(netlink: &Netlink, address: IpAddr) -> io::Result<Route> {
+    ask(netlink, request(None, SocketAddr::new(address, 0), &Routing::default(), 0))
+}
+
 /// Whether an address is one of this host's.
 ///
 /// # Errors

@@ -334,6 +334,60 @@ pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -
     netlink.ask(address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, prefix), |_| {})
 }
 
+/// Adds an address that is Baton's to a link: this host only, so no route to others comes with it, and no source of packets whose
+/// sockets name none, as a deprecated address. IPv6 does not probe for it.
+///
+/// # Errors
+/// The failed system call's.
+pub fn add_own_address(netlink: &Netlink, index: u32, address: IpAddr) -> io::Result<()> {
+    const CACHEINFO: u16 = 6;
+    const FLAGS: u16 = 8;
+    /// IFA_F_NODAD and IFA_F_NOPREFIXROUTE.
+    const ALONE: u32 = 0x02 | 0x200;
+    /// Lifetime as a preferred address: none; as a valid one: for ever; and two times that the kernel sets.
+    const LIFETIMES: [u32; 4] = [0, u32::MAX, 0, 0];
+    let lifetimes: Vec<u8> = LIFETIMES.into_iter().flat_map(u32::to_ne_bytes).collect();
+    let request = address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, whole(address));
+    let request = request.attribute(CACHEINFO, &lifetimes).attribute(FLAGS, &ALONE.to_ne_bytes());
+    netlink.ask(request.attribute(PROTOCOL, &[OWN]), |_| {})
+}
+
+/// The addresses that a Baton has added by [`add_own_address`], each with the index of its link.
+///
+/// # Errors
+/// The failed system call's.
+pub fn own_addresses(netlink: &Netlink) -> io::Result<Vec<(u32, IpAddr)>> {
+    const RTM_GETADDR: u16 = 22;
+    const ADDRESS: u16 = 1;
+    let mut found = Vec::new();
+    netlink.ask(Request::new(RTM_GETADDR, DUMP, &[0; 8]), |body| {
+        let of = |wanted| attributes(body, 8).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
+        let index = body.get(4..8).and_then(word).filter(|_| of(PROTOCOL) == Some(&[OWN]));
+        found.extend(index.zip(of(ADDRESS).and_then(parse)));
+    })?;
+    Ok(found)
+}
+
+/// Removes an address that [`add_own_address`] has added.
+///
+/// # Errors
+/// The failed system call's; none if there is no such address or link any more.
+pub fn delete_own_address(netlink: &Netlink, index: u32, address: IpAddr) -> io::Result<()> {
+    match delete_address(netlink, index, address, whole(address)) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EADDRNOTAVAIL | libc::ENODEV)) => Ok(()),
+        other => other,
+    }
+}
+
+/// IFA_PROTO: who has added an address (Linux 5.18). The number is Baton's.
+const PROTOCOL: u16 = 11;
+const OWN: u8 = 0xba;
+
+/// Length of a prefix that is the whole address.
+fn whole(address: IpAddr) -> u8 {
+    if address.is_ipv4() { 32 } else { 128 }
+}
+
 /// Removes an address from a link.
 ///
 /// # Errors

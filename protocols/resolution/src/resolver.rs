@@ -119,6 +119,13 @@ impl Resolver {
         self.own.push(one);
     }
 
+    /// Makes the counters of an address go on from these, those of a NIC before this one.
+    pub fn continue_counting(&mut self, address: IpAddr, counters: Counters) {
+        if let Some(own) = self.own.iter_mut().find(|own| own.address == address) {
+            own.counters = counters;
+        }
+    }
+
     /// Removes all addresses but those that are `wanted`.
     pub fn keep_only(&mut self, wanted: &[IpAddr]) {
         self.own.retain(|own| wanted.contains(&own.address));

@@ -1,6 +1,7 @@
 //! `baton hosts`: two hosts and a Baton, for a program of the user's.
 
 use super::workers::WorkerArguments;
+use crate::addresses::{self, AddressArguments};
 use crate::filter;
 use anyhow::{Context, Result, anyhow, bail};
 use baton_lab::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
@@ -30,6 +31,8 @@ pub struct HostsArguments {
     /// A file with such settings in a table `[nic]`. Those of the command line are applied after it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    #[command(flatten)]
+    addresses: AddressArguments,
     /// The NIC belongs to an owner and filters frames by the rules of this file (see `baton nic filter --help`).
     #[arg(long, value_name = "FILE")]
     filter: Option<PathBuf>,
@@ -102,7 +105,12 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
         bail!("queues={queues}: there are {} workers; see --workers", settings.workers);
     }
     settings.control_point = control_point(arguments)?;
+    settings.addresses = arguments.addresses.addresses()?;
+    settings.between_probes = arguments.addresses.between_probes();
     let bed = Testbed::new(&settings)?;
+    if arguments.addresses.any() {
+        addresses::settle(&mut bed.tool()?)?;
+    }
     let shell = std::env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if arguments.command.is_empty() { vec![shell] } else { arguments.command.clone() };
     if std::io::stderr().is_terminal() {

@@ -214,6 +214,7 @@ impl Agent {
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
             Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
+            Ask::Addresses { settled } => self.ask_for_addresses((number, tag), settled).map(|reply| (reply, Vec::new())),
             Ask::SetOffloads(offloads) => match self.set_offloads(number, *offloads) {
                 Ok(()) => Some((Reply::Done, Vec::new())),
                 Err(error) => failed(format!("{error:#}")),

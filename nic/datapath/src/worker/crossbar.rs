@@ -158,6 +158,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             Call::Listen(settings) => self.listen(*settings),
             Call::StopListening(id) => self.stop_listening(id),
             Call::DatagramsAt(id, endpoints, peer) => self.datagrams.note(id, &endpoints, peer),
+            Call::Addresses(any) => self.note_addresses(any),
+            Call::Resolution(frame) => self.on_resolution(&frame, now),
             Call::Datagram(frame) => self.on_datagram(&frame, now),
             Call::Events(session, cid, pending) => self.add_remote_events(session, cid, pending),
             Call::Agent(message) => self.relay_to_agent(message),

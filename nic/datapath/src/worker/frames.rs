@@ -284,6 +284,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 return;
             }
         }
+        if !self.addresses.is_none() && self.take_resolution(now) {
+            return;
+        }
         if !self.programs.message_ports.is_empty() && self.take_packet() {
             return;
         }

@@ -1,0 +1,125 @@
+//! Frames of ARP and neighbour discovery about one address on one link, for a host that probes for it and announces it. It needs
+//! CAP_NET_RAW.
+
+use crate::frames::link_address;
+use crate::socket::check;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::io;
+use std::net::{IpAddr, Ipv6Addr};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+/// A packet socket that receives only what is about the address. It costs no frame of another EtherType anything.
+#[derive(Debug)]
+pub struct ResolutionSocket(OwnedFd);
+
+/// Offsets from the beginning of an Ethernet frame.
+mod at {
+    pub const ARP_SENDER: u32 = 14 + 14;
+    pub const ARP_TARGET: u32 = 14 + 24;
+    pub const NEXT_HEADER: u32 = 14 + 6;
+    pub const TARGET: u32 = 14 + 40 + 8;
+}
+
+/// Instructions of classic BPF: load a byte or a word, compare with jumps over so many instructions, return.
+fn byte(at: u32) -> libc::sock_filter {
+    libc::sock_filter { code: (libc::BPF_LD | libc::BPF_B | libc::BPF_ABS) as u16, jt: 0, jf: 0, k: at }
+}
+
+fn word(at: u32) -> libc::sock_filter {
+    libc::sock_filter { code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, jt: 0, jf: 0, k: at }
+}
+
+fn equal(value: u32, then: u8, or_else: u8) -> libc::sock_filter {
+    libc::sock_filter { code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, jt: then, jf: or_else, k: value }
+}
+
+fn accept(length: u32) -> libc::sock_filter {
+    libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: length }
+}
+
+/// Accepts ARP whose sender or target is the address.
+fn arp_about(address: u32) -> Vec<libc::sock_filter> {
+    vec![word(at::ARP_SENDER), equal(address, 2, 0), word(at::ARP_TARGET), equal(address, 0, 1), accept(u32::MAX), accept(0)]
+}
+
+/// Accepts ICMPv6 with the address where neighbour discovery has its target.
+fn discovery_about(address: [u8; 16]) -> Vec<libc::sock_filter> {
+    const ICMPV6: u32 = 58;
+    /// Index of the instruction that refuses.
+    const REFUSE: u8 = 11;
+    let mut program = vec![byte(at::NEXT_HEADER), equal(ICMPV6, 0, REFUSE - 2)];
+    for (n, four) in address.chunks_exact(4).enumerate() {
+        let value = four.iter().fold(0, |word, byte| word << 8 | u32::from(*byte));
+        program.push(word(at::TARGET + 4 * n as u32));
+        program.push(equal(value, 0, REFUSE - program.len() as u8 - 1));
+    }
+    program.extend([accept(u32::MAX), accept(0)]);
+    program
+}
+
+fn attach(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<()> {
+    let described = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: sock_fprog points at live instructions; the kernel copies them.
+    check(unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            (&raw const described).cast(),
+            size_of::<libc::sock_fprog>() as libc::socklen_t,
+        )
+    })
+    .map(|_| ())
+}
+
+/// Joins the multicast group in which others ask for an IPv6 address (RFC 4862 section 5.4.2 wants that before the first probe). It
+/// lasts as long as the returned socket.
+///
+/// # Errors
+/// The failed system call's.
+pub fn join_group(interface: u32, address: Ipv6Addr) -> io::Result<OwnedFd> {
+    let fd = rustix::net::socket_with(AddressFamily::INET6, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let group = baton_wire::neighbour::solicited_node(&address.octets());
+    rustix::net::sockopt::set_ipv6_add_membership(&fd, &Ipv6Addr::from(group), interface)?;
+    Ok(fd)
+}
+
+impl ResolutionSocket {
+    /// Longest frame that is received whole.
+    pub const LONGEST: usize = 512;
+
+    /// Opens one at the device with this index.
+    ///
+    /// # Errors
+    /// The failed system call's: EPERM without CAP_NET_RAW.
+    pub fn open(interface: u32, address: IpAddr) -> io::Result<ResolutionSocket> {
+        // With protocol 0 it receives nothing until it is bound.
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, None)?;
+        let (ethertype, mut filter) = match address {
+            IpAddr::V4(v4) => (libc::ETH_P_ARP, arp_about(v4.into())),
+            IpAddr::V6(v6) => (libc::ETH_P_IPV6, discovery_about(v6.octets())),
+        };
+        attach(fd.as_fd(), &mut filter)?;
+        let link = link_address(ethertype as u16, interface);
+        // SAFETY: the pointer and length describe `link`.
+        check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const link).cast(), size_of_val(&link) as libc::socklen_t) })?;
+        Ok(ResolutionSocket(fd))
+    }
+
+    /// Receives a frame, and returns its length. None if none waits.
+    pub fn receive(&self, frame: &mut [u8; Self::LONGEST]) -> Option<usize> {
+        rustix::net::recv(&self.0, frame, rustix::net::RecvFlags::empty()).ok().map(|(length, _)| length)
+    }
+
+    /// Sends a frame. If the device does not take it, it is lost, as on any link.
+    pub fn send(&self, frame: &[u8]) {
+        let _ = rustix::net::send(&self.0, frame, rustix::net::SendFlags::empty());
+    }
+}
+
+impl AsFd for ResolutionSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
