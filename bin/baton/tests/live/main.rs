@@ -1,6 +1,7 @@
 //! Tests against the real kernel, in network namespaces: moves, programs, changes on the host, hostile programs. They need root.
 
 mod acknowledged;
+mod addresses;
 mod aggregation;
 mod attach;
 mod capi;
