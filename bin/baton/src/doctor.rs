@@ -5,8 +5,9 @@ use baton_client::DEFAULT_SOCKET;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;
-use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
-use baton_linux::{packet_ring, rights};
+use baton_linux::netlink::{Changes, NETFILTER, Netlink, ROUTE, ROUTE_CHANGES, RULE_CHANGES, SOCK_DIAG};
+use baton_linux::resolution::{self, Released};
+use baton_linux::{packet_ring, rights, rtnetlink};
 use baton_steering::{LOOPBACK, Steering, front};
 use clap::Args;
 use serde::Serialize;
@@ -18,7 +19,8 @@ pub struct DoctorArguments {
     /// Print one JSON array.
     #[arg(long)]
     json: bool,
-    /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody listens.
+    /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody listens, and its
+    /// NIC's addresses that no program uses.
     #[arg(long)]
     cleanup: bool,
 }
@@ -130,5 +132,27 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
             eprintln!("{} was left by a Baton that was killed; `baton doctor --cleanup` removes it", path.display());
         }
     }
+    leftover_addresses(arguments.cleanup)?;
     Ok(works)
+}
+
+/// Removes the addresses of NICs that killed Batons have left in this network namespace, or says that they are there.
+fn leftover_addresses(cleanup: bool) -> Result<()> {
+    let (routes, diagnosis) = (rtnetlink::open()?, Netlink::open(SOCK_DIAG)?);
+    for (interface, address) in rtnetlink::own_addresses(&routes)? {
+        // Another Baton has it.
+        if resolution::claim(address).is_err() {
+            continue;
+        }
+        if !cleanup {
+            eprintln!("{address} was left by a Baton that had a NIC with this address; `baton doctor --cleanup` removes it");
+            continue;
+        }
+        match resolution::release(&routes, &diagnosis, interface, address)? {
+            Released::Removed => eprintln!("removed {address}"),
+            Released::Expires => eprintln!("{address} will be removed when the last connections have ended"),
+            Released::Stays => eprintln!("{address} is left by a Baton, but programs use it: end them first"),
+        }
+    }
+    Ok(())
 }

@@ -12,7 +12,8 @@ use crate::ground::Shape;
 use baton_abi::layout::nic;
 use baton_abi::{AddressEntry, AddressState};
 use baton_linux::events::monotonic_micros;
-use baton_linux::{interface, resolution, route, rtnetlink};
+use baton_linux::resolution::{self, Released};
+use baton_linux::{interface, route, rtnetlink};
 use baton_protocol::address::{AddressInfo, OwnAddress, Standing};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Reply;
@@ -21,8 +22,6 @@ use baton_wire::Endpoint;
 use beside::Prober;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -57,12 +56,6 @@ struct Own {
     conflicts_seen: u64,
     /// Beside the kernel.
     prober: Option<Prober>,
-}
-
-/// Makes the socket that claims an address in this network namespace.
-fn claim(address: IpAddr) -> std::io::Result<OwnedFd> {
-    let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("baton-address-{address}"))?;
-    UnixDatagram::bind_addr(&name).map(OwnedFd::from)
 }
 
 /// What the NIC says about an address.
@@ -148,7 +141,7 @@ impl Agent {
     /// Checks that this host can have an address.
     fn claim_address(&self, wanted: OwnAddress) -> Own {
         let own = Own::new(wanted);
-        let claim = match claim(wanted.address) {
+        let claim = match resolution::claim(wanted.address) {
             Ok(claim) => claim,
             Err(error) => {
                 let why = if error.kind() == std::io::ErrorKind::AddrInUse {
@@ -210,8 +203,8 @@ impl Agent {
     fn remove_leftovers(&self) {
         for (interface, address) in rtnetlink::own_addresses(&self.routes).unwrap_or_default() {
             let ours = self.addresses.own.iter().any(|own| own.wanted.address == address && own.claim.is_some());
-            if !ours && claim(address).is_ok() {
-                let _ = rtnetlink::delete_own_address(&self.routes, interface, address);
+            if !ours && resolution::claim(address).is_ok() {
+                let _ = resolution::release(&self.routes, &self.diagnosis, interface, address);
                 self.keep(&Kept::AddressGone(address), &[]);
             }
         }
@@ -287,10 +280,16 @@ impl Agent {
         self.keep(&Kept::AddressGone(address), &[]);
     }
 
-    /// Removes all addresses from the kernel, since this Baton ends.
-    pub(crate) fn remove_addresses(&mut self) {
-        for at in 0..self.addresses.own.len() {
-            self.remove_from_kernel(at);
+    /// Removes the addresses from the kernel, since this Baton ends. One to which programs' sockets are bound stays: their connections
+    /// are in the kernel, which goes on to answer for it.
+    pub(crate) fn release_addresses(&mut self) {
+        for own in self.addresses.own.iter_mut().filter(|own| own.in_kernel) {
+            let address = own.wanted.address;
+            match resolution::release(&self.routes, &self.diagnosis, own.interface, address) {
+                Ok(Released::Removed | Released::Expires) => {}
+                Ok(Released::Stays) => eprintln!("baton agent: the kernel keeps {address}, the NIC's, which programs use"),
+                Err(error) => eprintln!("baton agent: the kernel keeps {address}, the NIC's: {error}"),
+            }
         }
     }
 

@@ -79,7 +79,7 @@ impl Agent {
             self.end_session(number, true);
         }
         self.nic.end();
-        self.remove_addresses();
+        self.release_addresses();
         self.remove_sessions();
     }
 

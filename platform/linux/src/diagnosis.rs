@@ -1,10 +1,11 @@
 //! Socket diagnosis (sock_diag): what the kernel reports about a connection to administrators only.
 
-use crate::netlink::{ACK, Netlink, Request, attributes};
+use crate::netlink::{ACK, DUMP, Netlink, Request, attributes};
 use crate::route::Routing;
 use crate::tcp_info::TcpInfo;
-use baton_wire::Flow;
+use baton_wire::{Endpoint, Flow};
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;
@@ -58,6 +59,53 @@ pub fn state_and_holder(netlink: &Netlink, flow: &Flow) -> io::Result<(u8, bool)
     })?;
     // Where there is no connection the kernel answers with the listener.
     found.filter(|(state, _)| *state != LISTEN).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// Who uses a local address.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Use {
+    /// No socket is bound to it.
+    Nobody,
+    /// Only connections that their programs have closed, and that the kernel ends.
+    Closing,
+    /// Sockets of programs.
+    Programs,
+}
+
+/// Who uses a local address, among the sockets of TCP and UDP that are bound to it. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The failed system call's.
+pub fn users_of(netlink: &Netlink, address: IpAddr) -> io::Result<Use> {
+    const TIME_WAIT: u32 = 6;
+    const UDP: u8 = 17;
+    const TCP: u8 = 6;
+    let wanted = Endpoint::from(SocketAddr::new(address, 0)).address;
+    let mut found = Use::Nobody;
+    // An IPv6 socket may have an IPv4 address.
+    for (family, protocol) in [libc::AF_INET, libc::AF_INET6].into_iter().flat_map(|family| [(family, TCP), (family, UDP)]) {
+        let mut header = vec![family as u8, protocol, 0, 0];
+        header.extend_from_slice(&(!(1u32 << TIME_WAIT)).to_ne_bytes());
+        header.extend_from_slice(&[0; 48]);
+        netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, DUMP, &header), |body| found = found.max(use_of(body, &wanted)))?;
+    }
+    Ok(found)
+}
+
+/// What a socket's description says about its use of an address.
+fn use_of(body: &[u8], wanted: &[u8; 16]) -> Use {
+    /// The local address in `struct inet_diag_msg`, and the inode, 0 once the last descriptor is closed.
+    const SOURCE: usize = 8;
+    const INODE: usize = 68;
+    let Some(source) = body.get(SOURCE..SOURCE + 16).and_then(<[u8]>::first_chunk::<16>) else { return Use::Nobody };
+    let is_v4 = body.first() == Some(&(libc::AF_INET as u8));
+    let local = if is_v4 { Endpoint::v4([source[0], source[1], source[2], source[3]], 0).address } else { *source };
+    match body.get(INODE..INODE + 4) {
+        _ if local != *wanted => Use::Nobody,
+        Some([0, 0, 0, 0]) => Use::Closing,
+        _ => Use::Programs,
+    }
 }
 
 /// TCP_INFO of a connection, and its socket's cookie.

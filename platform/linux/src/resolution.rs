@@ -1,12 +1,17 @@
 //! Frames of ARP and neighbour discovery about one address on one link, for a host that probes for it and announces it. It needs
 //! CAP_NET_RAW.
 
+use crate::diagnosis::{self, Use};
 use crate::frames::link_address;
+use crate::netlink::Netlink;
+use crate::rtnetlink;
 use crate::socket::check;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::UnixDatagram;
 
 /// A packet socket that receives only what is about the address. It costs no frame of another EtherType anything.
 #[derive(Debug)]
@@ -70,6 +75,43 @@ fn attach(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<(
         )
     })
     .map(|_| ())
+}
+
+/// Claims an address of a NIC's in this network namespace, by a socket with a name: it vanishes with the last process that has the
+/// descriptor. So an address that a Baton has left in the kernel can be told from one that another has.
+///
+/// # Errors
+/// `EADDRINUSE` if it is claimed.
+pub fn claim(address: IpAddr) -> io::Result<OwnedFd> {
+    let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("baton-address-{address}"))?;
+    UnixDatagram::bind_addr(&name).map(OwnedFd::from)
+}
+
+/// What has become of an address of a NIC's that was to be removed from the kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Released {
+    /// It is removed.
+    Removed,
+    /// The kernel removes it when the connections that programs have closed have had time to end.
+    Expires,
+    /// It stays, since sockets of programs are bound to it.
+    Stays,
+}
+
+/// Seconds that closed connections get to end.
+const CLOSING: u32 = 60;
+
+/// Removes an address of a NIC's from the kernel, unless connections would be lost.
+///
+/// # Errors
+/// The failed system call's.
+pub fn release(routes: &Netlink, diagnosis: &Netlink, interface: u32, address: IpAddr) -> io::Result<Released> {
+    // If it cannot be found out, nobody is taken to use it.
+    match diagnosis::users_of(diagnosis, address).unwrap_or(Use::Nobody) {
+        Use::Nobody => rtnetlink::delete_own_address(routes, interface, address).map(|()| Released::Removed),
+        Use::Closing => rtnetlink::expire_own_address(routes, interface, address, CLOSING).map(|()| Released::Expires),
+        Use::Programs => Ok(Released::Stays),
+    }
 }
 
 /// Joins the multicast group in which others ask for an IPv6 address (RFC 4862 section 5.4.2 wants that before the first probe). It

@@ -340,13 +340,24 @@ pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -
 /// # Errors
 /// The failed system call's.
 pub fn add_own_address(netlink: &Netlink, index: u32, address: IpAddr) -> io::Result<()> {
+    put_own_address(netlink, index, address, u32::MAX)
+}
+
+/// Lets the kernel remove an address that [`add_own_address`] has added, after some seconds.
+///
+/// # Errors
+/// The failed system call's.
+pub fn expire_own_address(netlink: &Netlink, index: u32, address: IpAddr, seconds: u32) -> io::Result<()> {
+    put_own_address(netlink, index, address, seconds)
+}
+
+fn put_own_address(netlink: &Netlink, index: u32, address: IpAddr, seconds: u32) -> io::Result<()> {
     const CACHEINFO: u16 = 6;
     const FLAGS: u16 = 8;
     /// IFA_F_NODAD and IFA_F_NOPREFIXROUTE.
     const ALONE: u32 = 0x02 | 0x200;
-    /// Lifetime as a preferred address: none; as a valid one: for ever; and two times that the kernel sets.
-    const LIFETIMES: [u32; 4] = [0, u32::MAX, 0, 0];
-    let lifetimes: Vec<u8> = LIFETIMES.into_iter().flat_map(u32::to_ne_bytes).collect();
+    // Lifetime as a preferred address: none; as a valid one; and two times that the kernel sets.
+    let lifetimes: Vec<u8> = [0, seconds, 0, 0].into_iter().flat_map(u32::to_ne_bytes).collect();
     let request = address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, whole(address));
     let request = request.attribute(CACHEINFO, &lifetimes).attribute(FLAGS, &ALONE.to_ne_bytes());
     netlink.ask(request.attribute(PROTOCOL, &[OWN]), |_| {})

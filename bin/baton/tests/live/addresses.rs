@@ -14,9 +14,9 @@ use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
 use baton_wire::arp::Arp;
 use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
 use serde_json::Value;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// Each of these tests with a NIC between kernel and wire, and with one beside the kernel.
@@ -124,10 +124,10 @@ fn connect(bed: &Testbed, at: SocketAddr) -> std::io::Result<TcpStream> {
     bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10)))
 }
 
-/// An echo server at an address, and a client's connection that the NIC has made.
-fn echo(bed: &Testbed, at: SocketAddr) -> (Program, TcpStream) {
+/// A Python program that echoes at an address.
+fn server_at(at: SocketAddr) -> String {
     let family = if at.is_ipv4() { "AF_INET" } else { "AF_INET6" };
-    let server = format!(
+    format!(
         "
 import socket, threading
 listener = socket.create_server(('{}', {}), family=socket.{family}, backlog=20)
@@ -140,8 +140,12 @@ while True:
 ",
         at.ip(),
         at.port()
-    );
-    let server = start(bed, &["python3", "-c", &server]);
+    )
+}
+
+/// An echo server at an address, and a client's connection that the NIC has made.
+fn echo(bed: &Testbed, at: SocketAddr) -> (Program, TcpStream) {
+    let server = start(bed, &["python3", "-c", &server_at(at)]);
     let mut made = None;
     wait_until("a connection that the NIC has made", || {
         let Ok(client) = connect(bed, at) else { return false };
@@ -406,7 +410,7 @@ fn nothing_is_left_at_the_end(beside: bool) {
 struct Host {
     namespace: Namespace,
     scratch: Scratch,
-    _peer: Namespace,
+    peer: Namespace,
 }
 
 impl Host {
@@ -425,7 +429,7 @@ impl Host {
         };
         namespace.run(up(1)).expect("its device");
         peer.run(up(2)).expect("its device");
-        Host { namespace, scratch: Scratch::new("own"), _peer: peer }
+        Host { namespace, scratch: Scratch::new("own"), peer }
     }
 
     /// `baton run` with these arguments. Its Baton's files are in the scratch directory.
@@ -473,6 +477,103 @@ fn what_a_killed_baton_has_left_is_taken_over_or_removed() {
     killed();
     assert!(host.ran(&["--", "true"]).status.success());
     assert!(!is_in_kernel(&host.namespace, address));
+}
+
+/// `baton up` ends while programs use the address: their connections go on in the kernel, and so does the address, until the next Baton
+/// has it again; when nobody uses it any more, it is removed.
+#[test]
+fn an_address_stays_as_long_as_programs_use_it() {
+    let host = Host::new();
+    let address = IpAddr::from([10, 78, 0, 50]);
+    let path = host.scratch.file("agent.sock");
+    let up = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["up", "--address", "10.78.0.50/24", "--probe-interval", "50", "--socket", &path]).stderr(Stdio::piped());
+        let mut up = host.namespace.spawn(&mut command).expect("baton");
+        let mut said = String::new();
+        let mut errors = BufReader::new(up.stderr.take().expect("its errors"));
+        errors.read_line(&mut said).expect("a line");
+        assert!(said.contains("is up"), "{said}");
+        (up, errors)
+    };
+    let down = |(mut up, mut errors): (Child, BufReader<_>)| {
+        process::signal(up.id(), libc::SIGTERM).expect("a signal");
+        assert!(up.wait().expect("its end").success());
+        let mut said = String::new();
+        errors.read_to_string(&mut said).expect("text");
+        said
+    };
+    let client = || host.peer.run(|| TcpStream::connect_timeout(&SocketAddr::new(address, 7000), Duration::from_secs(10)));
+    let first = up();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args([
+        "run",
+        "--socket",
+        &path,
+        "--offload",
+        "full",
+        "--",
+        "python3",
+        "-c",
+        &server_at(SocketAddr::new(address, 7000)),
+    ]);
+    command.env_remove("BATON_RUN").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let server = Program(host.namespace.spawn(&mut command).expect("baton"));
+    let mut connection = None;
+    wait_until("the server", || {
+        connection = client().ok();
+        connection.is_some()
+    });
+    let connection = connection.expect("a connection");
+    exchange(&connection, 1);
+    let said = down(first);
+    assert!(said.contains("the kernel keeps 10.78.0.50"), "{said}");
+    assert!(is_in_kernel(&host.namespace, address));
+    exchange(&connection, 2);
+    exchange(&client().expect("a connection that the kernel makes"), 3);
+    // Another Baton of this namespace does not take it away.
+    assert!(host.ran(&["--", "true"]).status.success());
+    exchange(&connection, 4);
+    let second = up();
+    exchange(&connection, 5);
+    drop(connection);
+    drop(server);
+    down(second);
+    // The kernel may have to end connections that the program's end has closed.
+    let expires = || {
+        let mut command = Command::new("ip");
+        command.args(["-o", "address", "show", "to", "10.78.0.50"]).stdout(Stdio::piped());
+        let shown = host.namespace.spawn(&mut command).expect("ip").wait_with_output().expect("its output");
+        text(&shown.stdout).contains("sec")
+    };
+    assert!(!is_in_kernel(&host.namespace, address) || expires());
+}
+
+/// A program sends, closes and ends, and its Baton with it: what is under way reaches the client before the address goes.
+#[test]
+fn what_a_program_has_sent_arrives_after_its_end() {
+    let host = Host::new();
+    let address = IpAddr::from([10, 78, 0, 50]);
+    let sends = "
+import socket
+listener = socket.create_server(('10.78.0.50', 7000))
+print('listens', flush=True)
+one, _ = listener.accept()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+one.sendall(bytes(1_500_000))
+";
+    let mut program = host.run(&["--address", "10.78.0.50/24", "--offload", "full", "--", "python3", "-c", sends]);
+    let mut program = host.namespace.spawn(&mut program).expect("baton");
+    BufReader::new(program.stdout.take().expect("its output")).read_line(&mut String::new()).expect("a line");
+    let connect = || TcpStream::connect_timeout(&SocketAddr::new(address, 7000), Duration::from_secs(10));
+    let mut client = host.peer.run(connect).expect("a connection");
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    // Its window is full, and the program ends.
+    assert!(program.wait().expect("its end").success());
+    wait_until("the end of its Baton", || crate::scratch::agent_socket(&host.scratch).is_none());
+    let mut received = Vec::new();
+    client.read_to_end(&mut received).expect("all bytes");
+    assert_eq!(received.len(), 1_500_000);
 }
 
 /// What cannot be the NIC's address is refused with the reason, and the program is not started.
