@@ -8,6 +8,7 @@ A pass needs moves: `EXPECTED` has for each program the least number under flip,
     tests/programs/programs.py --only nginx,redis --seconds 10
     tests/programs/programs.py --network nat        # the programs in a container, behind a router that translates
     tests/programs/programs.py --network wire       # full offload: the NIC, between kernel and wire, makes the connections
+    tests/programs/programs.py --network own        # the same at an address of the NIC's own
 
 It needs root, makes network namespaces of its own, and says which programs are missing. `--all` fails if any is.
 """
@@ -35,7 +36,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 MODES = ("native", "run", "flip", "attach")
-# With a NIC between kernel and wire.
+# With a NIC between kernel and wire, and with one that has an address of its own there.
+WIRES = ("wire", "own")
 WIRE_MODES = ("native", "full")
 
 # The least number of moves in four seconds, under flip and attached, and the causes of restores, apart from random moves:
@@ -84,15 +86,19 @@ LISTEN_IN_KERNEL = {"haproxy"}
 #   firewall  the same behind a stateful firewall that drops what its tracker finds invalid
 #   nat       the tried program in a container: its port is published by a router that also hides it, and drops what is invalid
 #   wire      the tried program on a host whose NIC is between kernel and wire, and this script on another one (`baton hosts`)
+#   own       the same, but the tried program uses the NIC's own address, also where it is a client
 NETWORKS = {
     "plain": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
     "ipv6": ("::1", "::1", "::1"),
     "firewall": ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
     "nat": ("10.0.2.2", "10.0.1.1", "10.0.1.2"),
     "wire": ("10.77.0.1", "10.77.0.1", "10.77.0.2"),
+    "own": ("10.77.0.50", "10.77.0.50", "10.77.0.2"),
 }
 NETWORK = os.environ.get("BATON_PROGRAMS_NETWORK", "plain")
 LISTENS, REACHED, OURS = NETWORKS[NETWORK]
+# Options by which clients under test bind to the NIC's own address.
+FROM = {"curl": "--interface", "iperf3": "-B", "rsync": "--address", "ssh": "-b"} if NETWORK == "own" else {}
 FAMILY = socket.AF_INET6 if ":" in LISTENS else socket.AF_INET
 
 WALL = """
@@ -107,6 +113,11 @@ table ip nat {
     chain out { type nat hook postrouting priority srcnat; oifname "outside" masquerade; }
 }
 """
+
+
+def from_own(name):
+    """The beginning of a client's command."""
+    return [tool(name), *([FROM[name], LISTENS] if name in FROM else [])]
 
 
 def bracketed(address):
@@ -483,7 +494,7 @@ def curl(trial):
     files = make_files(trial.directory / "www", (length,))
     with web_server(files, trial.directory / "www") as port:
         count = max(1, int(trial.seconds / 2))
-        script = f"for n in $(seq {count}); do {tool('curl')} -sS --noproxy '*' --limit-rate 10M -o got.$n http://{bracketed(OURS)}:{port}/f{length} || exit 1; done"
+        script = f"for n in $(seq {count}); do {' '.join(from_own('curl'))} -sS --noproxy '*' --limit-rate 10M -o got.$n http://{bracketed(OURS)}:{port}/f{length} || exit 1; done"
         trial.finish(trial.under_baton(["/bin/sh", "-c", script]))
         for number in range(1, count + 1):
             check((trial.directory / f"got.{number}").read_bytes() == files[f"f{length}"], f"download {number} came wrong")
@@ -507,7 +518,7 @@ def iperf3_client(trial):
     server = trial.start([tool("iperf3"), "-s", "-p", port, "-B", OURS])
     # The server serves one client at a time, and a probe whether it listens counts as one.
     trial.await_that(lambda: any(f":{port:04X} " in Path("/proc/net/" + table).read_text() for table in ("tcp", "tcp6")), "the server")
-    trial.finish(trial.under_baton([tool("iperf3"), "-c", OURS, "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
+    trial.finish(trial.under_baton([*from_own("iperf3"), "-c", OURS, "-p", port, "-t", int(trial.seconds), "-P", 2, "--bidir"]))
     server.terminate()
     trial.work = 1
 
@@ -516,7 +527,7 @@ def iperf3_udp(trial, client):
     """Datagrams of a moderate rate both ways at once: few may be lost, and in full offload the NIC has them."""
     port, rate, before = free_port(), 20_000_000, datagrams_of_nic() if trial.mode == "full" else 0
     server = [tool("iperf3"), "-s", "-p", port, "-B", OURS if client else LISTENS]
-    sender = [tool("iperf3"), "-c", OURS if client else REACHED, "-p", port, "-t", int(trial.seconds), "-u", "-b", rate, "-l", 1200]
+    sender = [*(from_own("iperf3") if client else [tool("iperf3")]), "-c", OURS if client else REACHED, "-p", port, "-t", int(trial.seconds), "-u", "-b", rate, "-l", 1200]
     sender += ["--bidir", "--json", "--logfile", trial.directory / "datagrams.json"]
     (trial.start if client else trial.under_baton)(server)
     # The probes are clients that say nothing, of which the server gets rid at once.
@@ -554,7 +565,7 @@ def rsync(trial, client):
     (trial.start if client else trial.under_baton)(daemon)
     trial.await_port(port, OURS if client else REACHED)
     rounds = max(1, int(trial.seconds / 2))
-    fetch = f"{tool('rsync')} -a --bwlimit=8M rsync://{bracketed(OURS if client else REACHED)}:{port}/all/ "
+    fetch = f"{' '.join(from_own('rsync') if client else [tool('rsync')])} -a --bwlimit=8M rsync://{bracketed(OURS if client else REACHED)}:{port}/all/ "
     script = " && ".join(f"{fetch} {trial.directory}/to{number}/" for number in range(rounds))
     trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
     for number in range(rounds):
@@ -577,7 +588,7 @@ def ssh(trial, client):
     content = random.Random(1).randbytes(20_000_000)
     (directory / "content").write_bytes(content)
     rounds = max(1, int(trial.seconds / 2))
-    words = f"{tool('ssh')} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@{OURS if client else REACHED}"
+    words = f"{' '.join(from_own('ssh') if client else [tool('ssh')])} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@{OURS if client else REACHED}"
     both_ways = f"{words} 'cat; sleep 0.5; cat {directory}/content' < {directory}/content"
     script = " && ".join(f"{both_ways} > got.{number}" for number in range(rounds))
     trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))
@@ -619,7 +630,7 @@ DATAGRAMS = {"iperf3 udp server", "iperf3 udp client"}
 
 
 def modes_of(name):
-    modes = WIRE_MODES if NETWORK == "wire" else [] if name in DATAGRAMS else MODES
+    modes = WIRE_MODES if NETWORK in WIRES else [] if name in DATAGRAMS else MODES
     return [mode for mode in modes if not (mode == "attach" and name not in ATTACHED or mode in ("run", "flip", "full") and name in STATIC)]
 
 
@@ -699,22 +710,23 @@ def datagrams_of_nic():
     return counters["UDP datagrams received for programs"] + counters["UDP datagrams sent for programs"]
 
 
-def join_hosts(script):
+def join_hosts(script, network):
     """Continues on the second of two hosts, of which the first has a NIC between kernel and wire."""
+    own = ["--address", f"{NETWORKS[network][0]}/24", "--probe-interval", "100"] if network == "own" else []
     directory = tempfile.mkdtemp(prefix="baton-programs-")
     words = " ".join(shlex.quote(str(word)) for word in [sys.executable, script, *sys.argv[1:]])
     os.mkfifo(f"{directory}/end")
     peer = f"{words}; echo $? > {directory}/end"
     first = f"trap 'rm -r {directory}' EXIT; echo $$ > {directory}/process; read status < {directory}/end; exit $status"
-    environment = {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": "wire", "BATON_PROGRAMS_HOST": f"{directory}/process"}
-    os.execve(BATON, [BATON, "hosts", "--peer", peer, "--", "/bin/sh", "-c", first], os.environ | environment)
+    environment = {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": network, "BATON_PROGRAMS_HOST": f"{directory}/process"}
+    os.execve(BATON, [BATON, "hosts", *own, "--peer", peer, "--", "/bin/sh", "-c", first], os.environ | environment)
 
 
 def isolate(script, network="plain"):
     """Continues in a network namespace of its own, with the namespaces that the network needs around it."""
     if os.environ.get("BATON_PROGRAMS_INSIDE") != "1":
-        if network == "wire":
-            join_hosts(script)
+        if network in WIRES:
+            join_hosts(script, network)
         around = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, script, *sys.argv[1:]]
         os.execvpe("unshare", around, os.environ | {"BATON_PROGRAMS_INSIDE": "1", "BATON_PROGRAMS_NETWORK": network})
 
@@ -751,7 +763,7 @@ def build(network):
     global CONTAINER
     if network in ("plain", "ipv6"):
         return lambda: 0, []
-    if network == "wire":
+    if network in WIRES:
         CONTAINER = FirstHost()
         for prefix in ([], inside()):
             subprocess.run([*prefix, "ip", "link", "set", "lo", "up"], check=True)

@@ -5,6 +5,7 @@ lived longer than the longest interval must have moved, except those that had to
     tests/programs/suites.py                        # asyncio, selectors, ssl, http, ftplib, imaplib
     tests/programs/suites.py test_ssl test_poplib
     tests/programs/suites.py --full                 # full offload: servers and clients on two hosts (two_hosts.py)
+    tests/programs/suites.py --full --network own   # the same at an address of the NIC's own
 
 It needs root, and a Python that has its tests (Debian's package libpython3-testsuite).
 """
@@ -57,10 +58,10 @@ def differences(native, ours):
     return [f"{name}: {native.get(name)} became {ours.get(name)}" for name in different]
 
 
-def full(suites):
+def full(suites, network):
     """The suites in full offload, with their servers on the host with the NIC and their clients on the other one, and the other way round."""
-    programs.isolate(__file__, "wire")
-    programs.build("wire")
+    programs.isolate(__file__, network)
+    programs.build(network)
     here, there = (f"/proc/{process}/ns/net" for process in (os.getpid(), programs.CONTAINER.pid))
     failed = False
     for suite in suites or FULL:
@@ -84,9 +85,10 @@ def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("suites", nargs="*", metavar="SUITE", help="suites by their names, test_ssl for example")
     arguments.add_argument("--full", action="store_true", help="in full offload, with servers and clients on two hosts")
+    arguments.add_argument("--network", choices=programs.WIRES, default="wire", help="with --full: the NIC's host's address, or the NIC's own")
     arguments = arguments.parse_args()
     if arguments.full:
-        return full(arguments.suites)
+        return full(arguments.suites, arguments.network)
     failed = False
     for suite in arguments.suites or SUITES:
         with tempfile.TemporaryDirectory(prefix="baton-suites-") as directory:

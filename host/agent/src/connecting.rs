@@ -56,7 +56,7 @@ impl Agent {
         // From here on the port is this connection's.
         if bound.port() == 0 {
             let fd = connection.fd()?;
-            socket::bind(fd, connection.local).map_err(|error| system("bind", &error))?;
+            socket::bind_now(fd, connection.local).map_err(|error| system("bind", &error))?;
             connection.local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
             connection.flow.local = connection.local.into();
         } else if bound.ip().is_unspecified() {

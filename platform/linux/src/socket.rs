@@ -134,6 +134,22 @@ pub fn bind(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     Ok(rustix::net::bind(fd, &swap_flow_info(address))?)
 }
 
+/// As [`bind`], to a port that the kernel chooses now, also where the socket's program leaves that to connect(2)
+/// (IP_BIND_ADDRESS_NO_PORT, an option of IPv6 sockets, too).
+///
+/// # Errors
+/// The failed system call's.
+pub fn bind_now(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
+    let later = get(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT)?;
+    if later == 0 {
+        return bind(fd, address);
+    }
+    set(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 0)?;
+    let bound = bind(fd, address);
+    set(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, later)?;
+    bound
+}
+
 /// Connects; in repair mode, only sets the peer.
 ///
 /// # Errors
