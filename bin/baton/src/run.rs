@@ -22,6 +22,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --print-config > baton.toml
   baton run --place near-nic -- redis-server
   baton run --offload full -- nginx -g 'daemon off;'
+  baton run --address 10.1.0.50/24 --offload full -- nginx -g 'daemon off;'
   baton run --offload fast-path -- redis-server
   baton run --interface aggregated -- ./logger
   baton run --nagle host -- ./logger

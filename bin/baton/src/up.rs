@@ -22,6 +22,7 @@ use std::time::Duration;
 
 pub const EXAMPLES: &str = "Examples:
   baton up &
+  baton up --address 10.1.0.50/24 --address fd00::50/64 &
   baton run -- nginx -g 'daemon off;'
   docker run -v /run/baton:/run/baton … baton run -- ./server
 

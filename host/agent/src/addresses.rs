@@ -157,6 +157,8 @@ impl Agent {
         if let Some((interface, _)) = left
             && self.reaches(interface)
         {
+            // Its lifetime may be limited.
+            let _ = rtnetlink::add_own_address(&self.routes, interface, wanted.address);
             self.keep(&Kept::Address(wanted, interface), &[claim.as_fd()]);
             return Own { interface, claim: Some(claim), in_kernel: true, ..own };
         }
@@ -262,7 +264,10 @@ impl Agent {
         let (wanted, interface) = (own.wanted, own.interface);
         match rtnetlink::add_own_address(&self.routes, interface, wanted.address) {
             Ok(()) => own.in_kernel = true,
-            Err(error) => own.refused = Some(format!("the kernel does not take it: {error}")),
+            Err(error) => {
+                own.refused = Some(format!("the kernel does not take it: {error}"));
+                self.give_addresses_to_nic();
+            }
         }
         let own = &self.addresses.own[at];
         if let (Some(claim), true) = (&own.claim, own.in_kernel) {
@@ -304,19 +309,15 @@ impl Agent {
         {
             self.give_addresses_to_nic();
         }
-        let present = rtnetlink::own_addresses(&self.routes).unwrap_or_default();
         for own in self.addresses.own.iter_mut().filter(|own| own.in_kernel) {
-            if let Some(prober) = &mut own.prober
-                && let Ok(link) = rtnetlink::link_at(&self.routes, own.interface)
-            {
+            let (interface, address) = (own.interface, own.wanted.address);
+            let Ok(link) = rtnetlink::link_at(&self.routes, interface) else { continue };
+            if let Some(prober) = &mut own.prober {
                 prober.set_mac(link.address, monotonic_micros());
             }
-            let address = own.wanted.address;
-            let up = || rtnetlink::link_at(&self.routes, own.interface).is_ok_and(|link| link.up);
-            if !present.contains(&(own.interface, address))
-                && up()
-                && let Err(error) = rtnetlink::add_own_address(&self.routes, own.interface, address)
-            {
+            // Not looked for by Baton's mark, which kernels before Linux 5.18 do not keep.
+            let lost = link.up && matches!(route::is_local(&self.routes, address), Ok(false));
+            if lost && let Err(error) = rtnetlink::add_own_address(&self.routes, interface, address) {
                 eprintln!("baton agent: the kernel has lost {address}, the NIC's, and does not take it again: {error}");
             }
         }

@@ -229,7 +229,8 @@ impl Resolver {
 
     fn on_arp(&mut self, arp: &Arp, now: u64, send: &mut impl FnMut(&[u8])) -> Received {
         let claimed = self.find(IpAddr::from(arp.sender));
-        let asked = self.find(IpAddr::from(arp.target));
+        // A reply to such an address answers the kernel, which asks from it.
+        let asked = self.find(IpAddr::from(arp.target)).filter(|_| arp.is_request);
         let Some(index) = claimed.or(asked) else { return Received::Other };
         // A loop of the link returns what was sent here.
         if arp.sender_mac == self.mac {
@@ -237,10 +238,10 @@ impl Resolver {
         }
         let state = self.own[index].state;
         // While it is probed for, another host that probes for it has it as well (RFC 5227 section 2.1.1).
-        let also_probes = arp.is_request && arp.sender == [0; 4] && state == State::Probing;
+        let also_probes = arp.sender == [0; 4] && state == State::Probing;
         if claimed.is_some() || also_probes {
             self.conflict(index, arp.sender_mac, now, send);
-        } else if arp.is_request && state == State::Used && self.may_answer(index, arp.sender_mac, now) {
+        } else if state == State::Used && self.may_answer(index, arp.sender_mac, now) {
             send(&arp.answer(self.mac).emit());
         }
         Received::Own

@@ -135,6 +135,17 @@ fn questions_for_others_are_the_kernels() {
     assert_eq!(receive(&mut resolver, &[], now), (Received::Other, vec![]));
 }
 
+/// The kernel asks for its neighbours from the address; the answers are its own.
+#[test]
+fn answers_to_the_kernels_questions_are_the_kernels() {
+    let (mut resolver, now) = used();
+    let answer = Arp { is_request: false, sender_mac: THEIRS, sender: PEER_V4, target_mac: OURS, target: V4 };
+    assert_eq!(receive(&mut resolver, &answer.emit(), now), (Received::Other, vec![]));
+    let asked = Neighbour { source: V6, source_mac: OURS, link_address: Some(OURS), ..Neighbour::probe(OURS, PEER_V6) };
+    let answer = Neighbour { destination: V6, ..asked.answer(THEIRS) };
+    assert_eq!(receive(&mut resolver, &frame(&answer), now), (Received::Other, vec![]));
+}
+
 /// An answer, an announcement, or a probe of another host's.
 #[test]
 fn an_address_that_another_host_has_is_not_used() {

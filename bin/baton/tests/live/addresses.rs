@@ -15,7 +15,7 @@ use baton_wire::arp::Arp;
 use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -82,6 +82,15 @@ fn bed(settings: TestbedSettings) -> Testbed {
     assert!(list.iter().all(|one| one.standing == Standing::Used && one.device == INTERFACE_A), "{list:?}");
     if !beside {
         bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/conf/all/arp_ignore", "8")).expect("a setting");
+    }
+    // The kernels have to find each other by themselves, host A's from the NIC's address.
+    for address in [address_b(false), address_b(true)] {
+        let flushed = on_a(&bed, &["ip", "neigh", "flush", "nud", "permanent", "to", &address.to_string()]);
+        assert!(flushed.status.success(), "{}", text(&flushed.stderr));
+        if let Some(own) = list.iter().find(|one| one.address.is_ipv4() == address.is_ipv4()) {
+            let ping = on_a(&bed, &["ping", "-c", "1", "-W", "10", "-I", &own.address.to_string(), &address.to_string()]);
+            assert!(ping.status.success(), "{}", text(&ping.stdout));
+        }
     }
     bed
 }
@@ -359,6 +368,62 @@ fn a_flood_of_questions_is_bounded() {
     assert_eq!(statistics(&bed).nic_starts, 1);
 }
 
+/// Datagrams to the NIC's address are the NIC's, where it is between kernel and wire, and its answers come from there.
+#[test]
+fn datagrams_reach_the_address() {
+    let bed = both(false);
+    for ipv6 in [false, true] {
+        let at = SocketAddr::new(own(ipv6), 7000);
+        let family = if ipv6 { "AF_INET6" } else { "AF_INET" };
+        let echo = format!(
+            "
+import socket
+one = socket.socket(socket.{family}, socket.SOCK_DGRAM)
+one.bind(('{}', 7000))
+while True:
+    data, peer = one.recvfrom(2000)
+    one.sendto(data, peer)
+",
+            at.ip()
+        );
+        let _server = start(&bed, &["python3", "-c", &echo]);
+        let client = bed.host_b.run(|| UdpSocket::bind(SocketAddr::new(address_b(ipv6), 0))).expect("a socket");
+        client.connect(at).expect("an address");
+        client.set_read_timeout(Some(Duration::from_millis(100))).expect("a limit");
+        let before = count(&bed, Counter::DatagramsSent);
+        let mut received = [0; 100];
+        wait_until("answers of the NIC's", || {
+            let answered = client.send(b"a datagram").is_ok() && matches!(client.recv(&mut received), Ok(10));
+            answered && count(&bed, Counter::DatagramsSent) > before
+        });
+        assert_eq!(&received[..10], b"a datagram");
+    }
+}
+
+/// The kernel's interface gets another MAC address, and goes down and up: the NIC announces the addresses there, and the kernel has
+/// them again.
+#[test]
+fn the_addresses_follow_their_device() {
+    let bed = both(false);
+    let ip = |arguments: &[&str]| {
+        let ran = on_a(&bed, &[&["ip", "link", "set", INTERFACE_A], arguments].concat());
+        assert!(ran.status.success(), "{}", text(&ran.stderr));
+    };
+    for ipv6 in [false, true] {
+        let ping = on_b(&bed, &["ping", "-c", "1", "-W", "10", &own(ipv6).to_string()]);
+        assert!(ping.status.success(), "{}", text(&ping.stdout));
+        assert!(neighbour(&bed, own(ipv6)).contains("02:00:00:00:00:0a"));
+    }
+    ip(&["address", "02:00:00:00:00:aa"]);
+    wait_until("announcements", || [false, true].iter().all(|ipv6| neighbour(&bed, own(*ipv6)).contains("02:00:00:00:00:aa")));
+    ip(&["down"]);
+    wait_until("the loss of an address", || !is_in_kernel(&bed.host_a, own(true)));
+    ip(&["up"]);
+    wait_until("both addresses", || [false, true].iter().all(|ipv6| is_in_kernel(&bed.host_a, own(*ipv6))));
+    let ping = on_b(&bed, &["ping", "-c", "1", "-W", "10", &own(false).to_string()]);
+    assert!(ping.status.success(), "{}", text(&ping.stdout));
+}
+
 /// With several workers one has the addresses, whichever receives the frames.
 #[test]
 fn several_workers_answer_as_one() {
@@ -387,6 +452,7 @@ fn the_owner_sets_the_addresses() {
     let bed = bed(TestbedSettings { control_point, ..settings(false, &[own(false), own(true)]) });
     for ipv6 in [false, true] {
         assert!(is_in_kernel(&bed.host_a, own(ipv6)));
+        forget(&bed, own(ipv6));
         let ping = on_b(&bed, &["ping", "-c", "1", "-W", "10", &own(ipv6).to_string()]);
         assert!(ping.status.success(), "{}", text(&ping.stdout));
         assert!(info(&bed, own(ipv6)).answers > 0);
