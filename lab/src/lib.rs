@@ -1,6 +1,7 @@
 //! Test beds, loads, measurements and reports.
 #![forbid(unsafe_code)]
 
+mod axis;
 pub mod bars;
 pub mod beside;
 pub mod bypass;

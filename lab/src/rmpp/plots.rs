@@ -1,6 +1,7 @@
 //! The figures as one HTML file with its plots inside.
 
 use super::report::{Comparison, Figure, RmppReport};
+use crate::axis::tick;
 use crate::rmpp::Parameter;
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
@@ -37,7 +38,7 @@ fn plot(figure: &Figure) -> Result<String> {
             .build_cartesian_2d((left..right * 1.05).log_scale(), 0.0..top)
             .map_err(fail)?;
         let mut mesh = chart.configure_mesh();
-        mesh.x_labels(6).x_label_formatter(&f64::to_string).x_desc(figure.x).y_desc(figure.y).draw().map_err(fail)?;
+        mesh.x_labels(6).x_label_formatter(&|x| tick(*x)).x_desc(figure.x).y_desc(figure.y).draw().map_err(fail)?;
         for (curve, colour) in figure.curves.iter().zip(COLOURS.iter().cycle()) {
             chart.draw_series(LineSeries::new(curve.points.iter().copied(), colour)).map_err(fail)?;
             let marks = curve.papers.iter().filter(|point| point.1.is_finite());

@@ -2,6 +2,7 @@
 
 use super::program::Direction;
 use super::{Cell, Figures, TtcpReport, WAYS};
+use crate::axis::tick;
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -90,7 +91,7 @@ fn plot(area: &DrawingArea<SVGBackend<'_>, Shift>, metric: Metric, cells: &[&Cel
         .build_cartesian_2d((left..right).log_scale().base(4.0), (low..high).log_scale())
         .map_err(fail)?;
     let mut mesh = chart.configure_mesh();
-    mesh.light_line_style(TRANSPARENT).x_label_formatter(&|x| format!("{x:.0}")).y_label_formatter(&|y| number(*y));
+    mesh.light_line_style(TRANSPARENT).x_label_formatter(&|x| format!("{x:.0}")).y_label_formatter(&|y| tick(*y));
     mesh.x_desc("message size, bytes").y_desc(unit).draw().map_err(fail)?;
     if let Some(bytes) = crossover {
         let style = BLACK.mix(0.4).stroke_width(1);
@@ -113,11 +114,8 @@ fn plot(area: &DrawingArea<SVGBackend<'_>, Shift>, metric: Metric, cells: &[&Cel
         chart.draw_series(points.into_iter().map(|point| Circle::new(point, 3, colour.filled()))).map_err(fail)?;
     }
     let mut labels = chart.configure_series_labels();
-    let corner = if title == "Bandwidth" { SeriesLabelPosition::LowerRight } else { SeriesLabelPosition::LowerLeft };
+    // Where the curves are not: these two rise.
+    let rises = ["Bandwidth", "Host CPU over the kernel's"].contains(&title);
+    let corner = if rises { SeriesLabelPosition::LowerRight } else { SeriesLabelPosition::LowerLeft };
     labels.position(corner).background_style(WHITE.mix(0.8)).border_style(BLACK.mix(0.3)).draw().map_err(fail)
-}
-
-/// A tick's label, without needless zeros.
-fn number(value: f64) -> String {
-    if value >= 1.0 { format!("{value:.0}") } else { format!("{value}") }
 }
