@@ -253,7 +253,7 @@ impl Stage<'_> {
     fn move_one(&mut self, info: &ConnectionInfo, to: Place) -> Result<bool> {
         let (session, connection) = (info.session, info.connection);
         for _ in 0..50 {
-            match self.tool.ask(Ask::MoveAny { session, connection, to })? {
+            match self.tool.ask(Ask::MoveAny { session, connection, to, nic: None })? {
                 Reply::Done => return Ok(true),
                 Reply::Stayed { transient: true, .. } => std::thread::sleep(Duration::from_millis(2)),
                 Reply::Stayed { reason, .. } => bail!("connection {connection} stays: {reason}"),
@@ -358,7 +358,7 @@ impl Stage<'_> {
                 }
                 if let Some(info) = &known {
                     let to = if moves % 2 == 0 { Place::Kernel } else { Place::Nic };
-                    match self.tool.ask(Ask::MoveAny { session: info.session, connection: info.connection, to })? {
+                    match self.tool.ask(Ask::MoveAny { session: info.session, connection: info.connection, to, nic: None })? {
                         Reply::Done => moves += 1,
                         _ => std::thread::sleep(Duration::from_millis(1)),
                     }

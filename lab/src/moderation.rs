@@ -79,7 +79,7 @@ fn set(bed: &Testbed, whom: Whom, mode: Mode) -> Result<()> {
         Whom::Kernel => Offloads { moderation: mode, ..Offloads::default() },
         Whom::Program => Offloads { doorbells: mode, ..Offloads::default() },
     };
-    match bed.tool()?.ask(Ask::SetOffloads(Box::new(offloads)))? {
+    match bed.tool()?.ask(Ask::SetOffloads { nic: 0, offloads: Box::new(offloads) })? {
         Reply::Done => Ok(()),
         other => bail!("moderation was not set: {other:?}"),
     }

@@ -183,7 +183,7 @@ fn move_back_and_forth(
     let mut to = Place::Nic;
     while (windows.len() as u64) < moves {
         let from = monotonic_micros();
-        match tool.ask(Ask::MoveAny { session, connection, to })? {
+        match tool.ask(Ask::MoveAny { session, connection, to, nic: None })? {
             Reply::Done => {
                 windows.push((from, monotonic_micros() + AFTER));
                 to = if to == Place::Nic { Place::Kernel } else { Place::Nic };

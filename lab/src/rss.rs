@@ -180,7 +180,7 @@ struct Bench<'a> {
 impl Bench<'_> {
     fn set(&self, indirection: Indirection) -> Result<()> {
         let rss = baton_rss::RssSettings { indirection, ..baton_rss::RssSettings::default() };
-        match self.bed.tool()?.ask(Ask::SetOffloads(Box::new(Offloads { rss, ..Offloads::default() })))? {
+        match self.bed.tool()?.ask(Ask::SetOffloads { nic: 0, offloads: Box::new(Offloads { rss, ..Offloads::default() }) })? {
             Reply::Done => Ok(()),
             other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }

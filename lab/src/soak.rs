@@ -491,7 +491,7 @@ impl<'a> Mover<'a> {
         let on_its_way =
             |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
         self.both_ways += u64::from(on_its_way(&self.shared.to_a[at]) && on_its_way(&self.shared.to_b[at]));
-        let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to })?;
+        let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to, nic: None })?;
         self.asked.insert(tag, (at, to));
         Ok(())
     }

@@ -72,6 +72,10 @@ pub struct TestbedSettings {
     pub agent_core: Option<usize>,
     /// Seed of the lookup's key and the link's faults.
     pub seed: u64,
+    /// Number of NICs; several are beside the kernel.
+    pub nics: usize,
+    /// Devices that are dealt to them in turn; host A's interface and others are dealt as they appear.
+    pub devices: Vec<String>,
     /// Path of the `baton` program, if it is not the running one.
     pub program: Option<PathBuf>,
     /// Most frames that wait at host B's interface, instead of the kernel's default. A TAP does not hold its senders back as a
@@ -124,6 +128,8 @@ impl Default for TestbedSettings {
             nic_cores: if several { vec![0] } else { Vec::new() },
             agent_core: several.then_some(1),
             seed: 1,
+            nics: 1,
+            devices: Vec::new(),
             program: None,
             peer_queue: None,
             peer_sysctls: Vec::new(),
@@ -310,7 +316,7 @@ impl Testbed {
         let devices = if settings.beside {
             let veth = || rtnetlink::add_veth(&rtnetlink::open()?, b.name, a.name, host_a.as_fd());
             make_interface(&host_b, &b, settings, veth)?;
-            make_interface(&host_a, &a, settings, || Devices::beside(settings.slots).map_err(io::Error::other))?
+            make_interface(&host_a, &a, settings, || Devices::beside(settings.slots, settings.nics).map_err(io::Error::other))?
         } else {
             let host = make_interface(&host_a, &a, settings, || interface::open_tap(a.name, host_options))?;
             if !settings.gro {
@@ -360,6 +366,8 @@ impl Testbed {
             core: settings.agent_core,
             patience: 500_000,
             nic,
+            nics: settings.nics,
+            devices: settings.devices.clone(),
         };
         let program = program(settings)?;
         let (keeper, parent) = match &container {
@@ -398,6 +406,7 @@ impl Testbed {
 /// The settings of the NIC. `segmentation`: the wire takes frames of 64 KB.
 fn nic_settings(settings: &TestbedSettings, segmentation: bool) -> NicSettings {
     NicSettings {
+        number: 0,
         slots: settings.slots,
         workers: settings.workers,
         cores: settings.nic_cores.clone(),

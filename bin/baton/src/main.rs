@@ -9,6 +9,7 @@ mod front;
 mod lab;
 mod mpi;
 mod nic;
+mod nics;
 mod placement;
 mod run;
 mod start;
@@ -69,7 +70,9 @@ enum Command {
     #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
     Ls(tools::ListArguments),
     /// Moves connections of a running Baton: your own, or any as root.
-    #[command(after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711")]
+    #[command(
+        after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711\n  baton move nic --nic 1 :8080"
+    )]
     Move(tools::MoveArguments),
     /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and which processors its workers
     /// run on.

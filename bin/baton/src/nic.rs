@@ -9,11 +9,13 @@ use anyhow::{Result, anyhow, bail};
 use baton_abi::layout::Counter;
 use baton_client::tool::Tool;
 use baton_offloads::Offloads;
-use baton_protocol::program::{Ask, Reply, Statistics};
+use baton_protocol::program::{Ask, NicStatistics, Reply, Statistics};
 use clap::{Args, Subcommand};
+use serde_json::{Value, json};
 
 pub const EXAMPLES: &str = "Examples:
   baton nic show
+  baton nic show --nic 1
   baton nic set lro=reorder tso=on adaptive-rx=on
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
@@ -54,6 +56,9 @@ pub enum NicCommand {
 pub struct ShowArguments {
     #[command(flatten)]
     socket: SocketArgument,
+    /// Only the NIC with this number, of several. Without it: the first one's settings, the sums of all counters, and a line for each.
+    #[arg(long, value_name = "N")]
+    nic: Option<u32>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -66,6 +71,9 @@ pub struct SetArguments {
     settings: Vec<String>,
     #[command(flatten)]
     socket: SocketArgument,
+    /// Only of the NIC with this number, of several. Without it: of all.
+    #[arg(long, value_name = "N")]
+    nic: Option<u32>,
 }
 
 pub fn run(arguments: &NicArguments) -> Result<bool> {
@@ -79,8 +87,8 @@ pub fn run(arguments: &NicArguments) -> Result<bool> {
     }
 }
 
-fn current(tool: &mut Tool) -> Result<Offloads> {
-    match tool.ask(Ask::Offloads)? {
+fn current(tool: &mut Tool, nic: u32) -> Result<Offloads> {
+    match tool.ask(Ask::Offloads { nic })? {
         Reply::Offloads(offloads) => Ok(*offloads),
         Reply::Failed { reason } => bail!("{reason}"),
         other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
@@ -89,15 +97,22 @@ fn current(tool: &mut Tool) -> Result<Offloads> {
 
 fn set(arguments: &SetArguments) -> Result<bool> {
     let mut tool = arguments.socket.connect()?;
-    let mut offloads = current(&mut tool)?;
-    for assignment in &arguments.settings {
-        offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
+    let nics: Vec<u32> = match arguments.nic {
+        Some(nic) => vec![nic],
+        None => (0..tool.statistics()?.nics.len() as u32).collect(),
+    };
+    for nic in nics {
+        let mut offloads = current(&mut tool, nic)?;
+        for assignment in &arguments.settings {
+            offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
+        }
+        match tool.ask(Ask::SetOffloads { nic, offloads: Box::new(offloads) })? {
+            Reply::Done => {}
+            Reply::Failed { reason } => bail!("{reason}"),
+            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+        }
     }
-    match tool.ask(Ask::SetOffloads(Box::new(offloads)))? {
-        Reply::Done => Ok(true),
-        Reply::Failed { reason } => bail!("{reason}"),
-        other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
-    }
+    Ok(true)
 }
 
 /// Counters of the offloads, with their meaning.
@@ -131,29 +146,50 @@ const FIGURES: [(Counter, &str); 26] = [
 ];
 
 /// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to other workers.
-fn workers(statistics: &Statistics) -> impl Iterator<Item = [u64; 4]> + '_ {
+fn workers(workers: &[Vec<u64>]) -> impl Iterator<Item = [u64; 4]> + '_ {
     const FIGURES: [Counter; 4] = [Counter::BusyNanoseconds, Counter::WireReceived, Counter::Connections, Counter::Buckets];
-    statistics.workers.iter().map(|counters| FIGURES.map(|counter| counters.get(counter as usize).copied().unwrap_or(0)))
+    workers.iter().map(|counters| FIGURES.map(|figure| count(counters, figure)))
+}
+
+fn count(counters: &[u64], counter: Counter) -> u64 {
+    counters.get(counter as usize).copied().unwrap_or(0)
+}
+
+/// The counters with their meanings, as JSON.
+fn figures(counters: &[u64]) -> Value {
+    FIGURES.into_iter().map(|(counter, what)| (what.to_string(), Value::from(count(counters, counter)))).collect()
+}
+
+fn workers_in_json(all: &[Vec<u64>]) -> Value {
+    workers(all).map(|[busy, frames, connections, buckets]| {
+        json!({ "busy_seconds": busy as f64 / 1e9, "frames": frames, "connections": connections, "buckets_given": buckets })
+    }).collect()
+}
+
+/// One NIC, as JSON.
+fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
+    let NicStatistics { process, devices, counters, workers } = nic;
+    json!({
+        "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
+    })
 }
 
 fn show(arguments: &ShowArguments) -> Result<bool> {
     let mut tool = arguments.socket.connect()?;
-    let offloads = current(&mut tool)?;
+    let offloads = current(&mut tool, arguments.nic.unwrap_or(0))?;
     let statistics = tool.statistics()?;
     let addresses = addresses::list(&mut tool)?;
-    let count = |counter: Counter| statistics.counters.get(counter as usize).copied().unwrap_or(0);
-    let (aggregates, bytes) = (count(Counter::Aggregates), count(Counter::AggregateBytes));
-    let mean = bytes as f64 / aggregates.max(1) as f64;
+    let one = arguments.nic.and_then(|nic| statistics.nics.get(nic as usize));
+    let (counters, workers) = one.map_or((&statistics.counters, &statistics.workers), |one| (&one.counters, &one.workers));
+    let mean = count(counters, Counter::AggregateBytes) as f64 / count(counters, Counter::Aggregates).max(1) as f64;
     if arguments.json {
-        let settings: serde_json::Map<String, serde_json::Value> =
-            offloads.list().into_iter().map(|(key, value)| (key.into(), value.into())).collect();
-        let figures: serde_json::Map<String, serde_json::Value> =
-            FIGURES.into_iter().map(|(counter, what)| (what.into(), count(counter).into())).collect();
-        let workers: Vec<serde_json::Value> = workers(&statistics).map(|[busy, frames, connections, buckets]| {
-            serde_json::json!({ "busy_seconds": busy as f64 / 1e9, "frames": frames, "connections": connections, "buckets_given": buckets })
-        }).collect();
-        let shown = serde_json::json!({ "settings": settings, "counters": figures, "mean_aggregate_bytes": mean, "workers": workers,
-                "addresses": addresses::to_json(&addresses) });
+        let settings: Value = offloads.list().into_iter().map(|(key, value)| (key.to_string(), Value::from(value))).collect();
+        let nics = statistics.nics.iter().enumerate().filter(|(nic, _)| arguments.nic.is_none_or(|only| only as usize == *nic));
+        let nics: Value = nics.map(|(number, nic)| nic_in_json(number, nic)).collect();
+        let shown = json!({
+            "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
+            "workers": workers_in_json(workers), "nics": nics, "addresses": addresses::to_json(&addresses),
+        });
         println!("{shown}");
         return Ok(true);
     }
@@ -162,17 +198,38 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     }
     println!();
     for (counter, what) in FIGURES {
-        println!("{:>14}  {what}", count(counter));
+        println!("{:>14}  {what}", count(counters, counter));
     }
     println!("{mean:>14.0}  bytes per aggregate, mean");
-    let per_interrupt = count(Counter::HostSent) as f64 / count(Counter::Interrupts).max(1) as f64;
+    let per_interrupt = count(counters, Counter::HostSent) as f64 / count(counters, Counter::Interrupts).max(1) as f64;
     println!("{per_interrupt:>14.1}  frames per interrupt, mean");
-    if statistics.workers.len() > 1 {
-        println!("\nworker   busy s   frames from the wire   connections on the NIC   buckets given away");
-        for (worker, [busy, frames, connections, buckets]) in workers(&statistics).enumerate() {
-            println!("{worker:>6} {:>8.2} {frames:>22} {connections:>24} {buckets:>20}", busy as f64 / 1e9);
-        }
+    if statistics.nics.len() > 1 {
+        print_nics(&statistics, arguments.nic);
+    } else if workers.len() > 1 {
+        print_workers(workers);
     }
     addresses::print(&addresses);
     Ok(true)
+}
+
+fn print_workers(all: &[Vec<u64>]) {
+    println!("\nworker   busy s   frames from the wire   connections on the NIC   buckets given away");
+    for (worker, [busy, frames, connections, buckets]) in workers(all).enumerate() {
+        println!("{worker:>6} {:>8.2} {frames:>22} {connections:>24} {buckets:>20}", busy as f64 / 1e9);
+    }
+}
+
+/// A line for each NIC, or for the only one that is wanted.
+fn print_nics(statistics: &Statistics, only: Option<u32>) {
+    println!("\nnic  process   busy s   frames from the wire   connections   devices");
+    for (number, nic) in statistics.nics.iter().enumerate() {
+        if only.is_some_and(|only| only as usize != number) {
+            continue;
+        }
+        let [busy, frames, connections] =
+            [Counter::BusyNanoseconds, Counter::WireReceived, Counter::Connections].map(|figure| count(&nic.counters, figure));
+        let devices = if nic.devices.is_empty() { "none".into() } else { nic.devices.join(" ") };
+        let busy = busy as f64 / 1e9;
+        println!("{number:>3} {:>8} {busy:>8.2} {frames:>22} {connections:>13}   {devices}", nic.process);
+    }
 }

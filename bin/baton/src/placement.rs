@@ -99,11 +99,12 @@ pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
     Ok((others && !shared).then_some(cores))
 }
 
-/// Binds this process, and what it starts, to processors near those on which the NIC of a running Baton was last seen.
+/// Binds this process, and what it starts, to processors near those on which the NICs of a running Baton were last seen.
 pub fn go_near(socket: &Path) -> Result<()> {
-    let nic = Tool::connect(socket)?.statistics()?.nic_process;
+    let nics = Tool::connect(socket)?.statistics()?.nics;
     let topology = crate::topology::here().context("reading this machine's nodes")?;
-    let used = process::last_cpus(nic).with_context(|| format!("the processors of the NIC, process {nic}"))?;
+    let of_nic = |nic: u32| process::last_cpus(nic).with_context(|| format!("the processors of the NIC, process {nic}"));
+    let used = nics.into_iter().map(|nic| of_nic(nic.process)).collect::<Result<Vec<_>>>()?.concat();
     let of_node = |node: &&baton_placement::Node| node.cpus.iter().any(|cpu| used.contains(cpu));
     let near: Vec<usize> = topology.nodes.iter().filter(of_node).flat_map(|node| node.cpus.iter().copied()).collect();
     let free: Vec<usize> = near.iter().copied().filter(|cpu| !used.contains(cpu)).collect();

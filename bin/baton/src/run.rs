@@ -26,6 +26,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --offload fast-path -- redis-server
   baton run --interface aggregated -- ./logger
   baton run --nagle host -- ./logger
+  baton run --nics 2 --device eth0 --device eth1 -- nginx -g 'daemon off;'
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later.";
@@ -177,7 +178,7 @@ fn check_joining(socket: &Path, interface: Interface, offload: Offload) -> Resul
     if offload == Offload::FastPath {
         bail!("{what} needs a NIC that has all of a connection, not --offload fast-path: use {instead}");
     }
-    let workers = Tool::connect(socket)?.statistics()?.workers.len();
+    let workers = Tool::connect(socket)?.statistics()?.nics.iter().map(|nic| nic.workers.len()).max().unwrap_or(0);
     if workers > 1 {
         bail!("{what} needs a NIC with one worker, and this one has {workers}: use {instead}");
     }

@@ -1,6 +1,7 @@
 //! What `run` and `attach` share: the Baton that they use or start, and random moves of connections.
 
 use crate::addresses::{self, AddressArguments};
+use crate::nics::NicsArguments;
 use crate::placement::{self, Where};
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
@@ -31,6 +32,8 @@ pub struct StartArguments {
     /// If a Baton is started: file for its messages.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    #[command(flatten)]
+    nics: NicsArguments,
 }
 
 #[derive(Args)]
@@ -68,6 +71,10 @@ impl StartArguments {
                 "--address is for a Baton that is started, and one runs already at {}: give it to that one (baton up --address)",
                 path.display()
             ),
+            Some((path, _)) if self.nics.is_given() => bail!(
+                "--nics is for a Baton that is started, and one runs already at {}: give it to that one (baton up --nics)",
+                path.display()
+            ),
             Some(found) => found,
             None => self.start(place)?,
         };
@@ -96,16 +103,17 @@ impl StartArguments {
     }
 
     fn start(&self, place: Where) -> Result<(PathBuf, Channel)> {
-        let devices = Devices::beside(SLOTS).context("starting a Baton")?;
+        self.nics.check()?;
+        let devices = Devices::beside(SLOTS, self.nics.count()).context("starting a Baton")?;
         let directory = make_directory()?;
         // The program may change its user.
         std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
         let socket = directory.join("agent.sock");
-        let mut settings = beside_settings(socket.clone(), true, self.spin)?;
+        let mut settings = self.nics.apply(beside_settings(socket.clone(), true, self.spin)?);
         settings.nic.addresses = self.addresses.addresses()?;
         settings.nic.between_probes = self.addresses.between_probes();
         if place == Where::NearNic
-            && let Some(cores) = placement::own_cores(1)?
+            && let Some(cores) = placement::own_cores(self.nics.count())?
         {
             settings.nic.cores = cores;
         }
@@ -187,7 +195,10 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
         limits: Default::default(),
         patience: 500_000,
         crash: None,
+        nics: 1,
+        devices: Vec::new(),
         nic: NicSettings {
+            number: 0,
             slots: SLOTS,
             cores: Vec::new(),
             workers: 1,

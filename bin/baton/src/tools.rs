@@ -56,6 +56,10 @@ pub struct MoveArguments {
     /// `0.3`.
     #[arg(required = true)]
     which: Vec<Filter>,
+    /// To the NIC with this number, whatever device the connection's route leads to; from another NIC, too. Without it a connection goes
+    /// to the NIC that has that device.
+    #[arg(long, value_name = "N")]
+    nic: Option<u32>,
     #[command(flatten)]
     socket: SocketArgument,
 }
@@ -130,9 +134,9 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     let mut all = Vec::new();
     let sockets = arguments.socket.sockets();
     for socket in &sockets {
-        let listed = Tool::connect(socket).and_then(|mut tool| connections(&mut tool));
+        let listed = Tool::connect(socket).and_then(|mut tool| Ok((connections(&mut tool)?, tool.statistics()?.nics.len())));
         match listed {
-            Ok(list) => all.push((socket, list)),
+            Ok((list, nics)) => all.push((socket, list, nics)),
             // One of several may end just now.
             Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
             Err(error) => return Err(error),
@@ -140,23 +144,24 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     }
     if arguments.json {
         let each =
-            all.into_iter().flat_map(|(socket, list)| list.into_iter().map(|info| Listed { socket: socket.clone(), info }));
+            all.into_iter().flat_map(|(socket, list, _)| list.into_iter().map(|info| Listed { socket: socket.clone(), info }));
         println!("{}", serde_json::to_string(&each.collect::<Vec<_>>())?);
         return Ok(true);
     }
     if sockets.is_empty() {
         println!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one");
     }
-    for (number, (socket, list)) in all.iter().enumerate() {
+    for (number, (socket, list, nics)) in all.iter().enumerate() {
         if all.len() > 1 {
             println!("{}{}", if number > 0 { "\n" } else { "" }, socket.display());
         }
-        print_connections(list);
+        print_connections(list, *nics);
     }
     Ok(true)
 }
 
-fn print_connections(list: &[ConnectionInfo]) {
+/// Prints the connections of an agent with this many NICs. Where there are several, a NIC has its number behind it.
+fn print_connections(list: &[ConnectionInfo], nics: usize) {
     println!(
         "{:<7} {:<6} {:<6} {:>6} {:>8}  {:<22} {:<22} {:<20} WHY",
         "NUMBER", "PLACE", "MADE", "MOVES", "SINCE", "LOCAL", "PEER", "PROGRAM"
@@ -164,6 +169,7 @@ fn print_connections(list: &[ConnectionInfo]) {
     for info in list {
         let name = |place| if place == Place::Nic { "nic" } else { "kernel" };
         let (place, made) = (name(info.place), name(info.made_by));
+        let place = info.nic.filter(|_| nics > 1).map_or(place.to_string(), |nic| format!("{place}{nic}"));
         let number = format!("{}.{}", info.session, info.connection);
         let program = format!("{}/{}", program(info.process), info.process);
         let since = age(info.for_us);
@@ -207,14 +213,16 @@ pub fn relocate(arguments: &MoveArguments) -> Result<bool> {
     if meant.is_empty() {
         bail!("none of the {} connections matches; `baton ls` lists them", list.len());
     }
+    let nic = arguments.nic;
     let to = match arguments.to {
         Target::Nic => Place::Nic,
+        Target::Kernel if nic.is_some() => bail!("--nic says to which NIC: `baton move nic --nic N …`"),
         Target::Kernel => Place::Kernel,
     };
     let mut stayed = 0;
     for info in &meant {
         let (session, connection) = (info.session, info.connection);
-        match tool.ask(Ask::MoveAny { session, connection, to }).context("moving a connection")? {
+        match tool.ask(Ask::MoveAny { session, connection, to, nic }).context("moving a connection")? {
             Reply::Done => {}
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => {
                 stayed += 1;

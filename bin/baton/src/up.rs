@@ -2,6 +2,7 @@
 //! NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
 
 use crate::addresses::{self, AddressArguments};
+use crate::nics::NicsArguments;
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Limits};
@@ -22,6 +23,7 @@ use std::time::Duration;
 
 pub const EXAMPLES: &str = "Examples:
   baton up &
+  baton up --nics 2 --device eth0 --device eth1 &
   baton up --address 10.1.0.50/24 --address fd00::50/64 &
   baton run -- nginx -g 'daemon off;'
   docker run -v /run/baton:/run/baton … baton run -- ./server
@@ -61,6 +63,8 @@ pub struct UpArguments {
     /// Most groups of sessions (programs started by `baton run`) of a user in one namespace. Root may have any number.
     #[arg(long, default_value_t = Limits::default().groups, value_name = "N")]
     groups_per_user: u32,
+    #[command(flatten)]
+    nics: NicsArguments,
 }
 
 impl UpArguments {
@@ -83,10 +87,10 @@ struct Served {
 
 impl Served {
     /// Starts one in the calling thread's namespace.
-    /// `own`: it is the namespace of this process, whose NIC has the addresses of the command line.
+    /// `own`: it is the namespace of this process, whose NICs have the addresses of the command line.
     fn start(socket: &Path, user: u32, arguments: &UpArguments, own: bool) -> Result<Served> {
-        let devices = Devices::beside(SLOTS)?;
-        let settings = beside_settings(socket.to_owned(), false, arguments.spin)?;
+        let devices = Devices::beside(SLOTS, arguments.nics.count())?;
+        let settings = arguments.nics.apply(beside_settings(socket.to_owned(), false, arguments.spin)?);
         let mut settings = AgentSettings { limits: arguments.limits(), ..settings };
         if own {
             settings.nic.addresses = arguments.addresses.addresses()?;
@@ -134,6 +138,7 @@ struct Up<'a> {
 
 /// Serves until a signal asks it to end.
 pub fn up(arguments: &UpArguments) -> Result<()> {
+    arguments.nics.check()?;
     let path = &arguments.socket;
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;

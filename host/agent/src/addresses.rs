@@ -120,7 +120,7 @@ impl Agent {
     /// Finds out which of the NIC's addresses this host can have. Those that the kernel has already because of a Baton before this one
     /// are taken over, or removed.
     pub(crate) fn begin_addresses(&mut self, mut inherited: Vec<(OwnAddress, u32, Option<OwnedFd>)>) {
-        for wanted in self.nic.own_addresses().to_vec() {
+        for wanted in self.nics[0].own_addresses().to_vec() {
             let known = inherited.iter().position(|(address, ..)| *address == wanted);
             let known = known.map(|at| inherited.swap_remove(at));
             let own = match known {
@@ -222,7 +222,7 @@ impl Agent {
         let usable: Vec<IpAddr> = usable.map(|own| own.wanted.address).collect();
         let given = rtnetlink::link_at(&self.routes, interface).map_err(anyhow::Error::from).and_then(|link| {
             self.addresses.mac = link.address;
-            self.nic.set_addresses(link.address, usable)
+            self.nics[0].set_addresses(link.address, usable)
         });
         if let Err(error) = given {
             eprintln!("baton agent: the NIC does not have its addresses: {error:#}");
@@ -232,7 +232,7 @@ impl Agent {
     /// Handles a changed state of an address: the kernel gets one that is in use.
     pub(crate) fn addresses_changed(&mut self) {
         for at in 0..self.addresses.own.len() {
-            let entry = self.addresses.own[at].entry(&self.hardware.memory);
+            let entry = self.addresses.own[at].entry(&self.hardware[0].memory);
             let own = &mut self.addresses.own[at];
             let new_conflict = entry.conflicts > own.conflicts_seen;
             own.conflicts_seen = entry.conflicts;
@@ -341,12 +341,12 @@ impl Agent {
     }
 
     fn list_addresses(&self) -> Reply {
-        let list = self.addresses.own.iter().map(|own| own.info(&self.hardware.memory));
+        let list = self.addresses.own.iter().map(|own| own.info(&self.hardware[0].memory));
         Reply::Addresses(list.collect())
     }
 
     fn are_settled(&self) -> bool {
-        self.addresses.own.iter().all(|own| own.standing(&self.hardware.memory) != Standing::Probing)
+        self.addresses.own.iter().all(|own| own.standing(&self.hardware[0].memory) != Standing::Probing)
     }
 
     fn answer_if_settled(&mut self) {

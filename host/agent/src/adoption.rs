@@ -63,9 +63,12 @@ impl Inherited {
         self.0.iter().any(|(kept, _)| *kept == Kept::Ending)
     }
 
-    /// The offloads that the NIC was last set to do for the kernel.
-    pub fn offloads(&self) -> Option<Offloads> {
-        self.0.iter().find_map(|(kept, _)| if let Kept::Offloads(offloads) = kept { Some(**offloads) } else { None })
+    /// The offloads that a NIC was last set to do for the kernel.
+    pub fn offloads(&self, nic: usize) -> Option<Offloads> {
+        self.0.iter().find_map(|(kept, _)| match kept {
+            Kept::Offloads(of, offloads) if *of == nic => Some(**offloads),
+            _ => None,
+        })
     }
 
     /// Moves the groups into `groups`.
@@ -118,8 +121,9 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
             let memory = Arc::new(Region::map(next()?)?);
             let bell = SessionBell::from_fd(next()?);
             let socket = if opening.messages.is_some() { Some(next()?) } else { None };
+            let further = descriptors.map(SessionBell::from_fd).collect();
             if let Some(session) = sessions.get_mut(&number) {
-                session.open = Some(OpenSession { socket, ..OpenSession::with_memory(memory, bell) });
+                session.open = Some(OpenSession { socket, further, ..OpenSession::with_memory(memory, bell) });
                 session.opening = opening;
             }
         }
@@ -190,25 +194,22 @@ impl Agent {
         }
         self.schedule_again();
         self.fetch_what_was_moving();
-        for at in 0..journal::slots_used(&self.hardware.memory, self.settings.nic.slots as u32) {
-            match journal::read(&self.hardware.memory, at) {
-                Some((phase, entry)) => {
-                    self.attend(entry.session);
-                    self.resume(phase, entry);
-                }
-                // A record that is there is of an earlier occupant.
-                None => unpublish(&self.hardware.memory, at),
-            }
+        for nic in 0..self.nics.len() {
+            self.resume_moves_of(nic);
         }
         for session in self.sessions.iter_mut().flatten() {
             session.keep_what_has_ended();
         }
         let any = self.sessions.iter().flatten().any(|session| session.open.is_some());
-        if any {
-            self.recover()?;
-        } else {
-            self.give_addresses_to_nic();
-            self.nic.let_frames_flow()?;
+        // Those that the dead agent's NICs served: some may be the kernel's now.
+        self.shape.serve_no_more();
+        for nic in 0..self.nics.len() {
+            if any {
+                self.recover(nic)?;
+            } else {
+                self.give_addresses_to_nic();
+                self.nics[nic].let_frames_flow()?;
+            }
         }
         // A move that had come no further than mirroring leaves no entry.
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
@@ -220,11 +221,26 @@ impl Agent {
         Ok(())
     }
 
+    /// Continues the moves that the journal in a NIC's memory tells of.
+    fn resume_moves_of(&mut self, nic: usize) {
+        let memory = self.hardware[nic].memory.clone();
+        for at in 0..journal::slots_used(&memory, self.settings.nic.slots as u32) {
+            match journal::read(&memory, nic, at) {
+                Some((phase, entry)) => {
+                    self.attend(entry.session);
+                    self.resume(phase, entry);
+                }
+                // A record that is there is of an earlier occupant.
+                None => unpublish(&memory, at),
+            }
+        }
+    }
+
     /// Schedules the next random move of connections whose groups have them.
     fn schedule_again(&mut self) {
         for (at, session) in self.sessions.iter_mut().enumerate() {
             let Some(session) = session else { continue };
-            self.hardware.memory.word32(nic::ATTENDED).store(at as u32 + 1, Ordering::Relaxed);
+            self.hardware[0].memory.word32(nic::ATTENDED).store(at as u32 + 1, Ordering::Relaxed);
             for connection in session.connections.iter_mut().flatten() {
                 self.serials += 1;
                 connection.serial = self.serials;
@@ -239,13 +255,14 @@ impl Agent {
     /// Continues a move from the phase in the journal. Connections that the NIC had wait for the next NIC.
     fn resume(&mut self, phase: Phase, entry: Entry) {
         let (cid, at) = (Cid(entry.cid), (entry.session, entry.connection));
-        let finished = read_image(&self.hardware.memory, cid).is_ok_and(|image| image.state.fin_acknowledged());
+        let memory = self.hardware[cid.nic()].memory.clone();
+        let finished = read_image(&memory, cid).is_ok_and(|image| image.state.fin_acknowledged());
         let Some(Some(session)) = self.sessions.get_mut(at.0 as usize) else { return };
         let Some(open) = session.open.as_mut() else { return };
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
         if phase == Phase::Copied {
             let Some(on_nic) = entry.on_nic().filter(|on_nic| on_nic.memory.fits(&open.memory)) else {
-                return journal::clear(&self.hardware.memory, cid);
+                return journal::clear(&memory, cid);
             };
             for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
                 let _ = open.heap.reserve(offset, size);
@@ -257,7 +274,7 @@ impl Agent {
         connection.machine = Move::adopted(phase, phase == Phase::Sending && finished);
         connection.cid = Some(cid);
         // Its slot is taken until it has been restored.
-        self.nic.withhold(cid);
+        self.nics[cid.nic()].withhold(cid);
         if phase != Phase::Copied {
             self.drive(at.0, at.1, Event::Tick);
         }

@@ -11,6 +11,7 @@ use crate::chaos::Chaos;
 use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
+use crate::dealing::Dealing;
 use crate::devices::Devices;
 use crate::flips::Schedule;
 use crate::ground::{Ground, Mirrors, Shape};
@@ -22,7 +23,7 @@ use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
-use crate::session::Session;
+use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
 use crate::users::Users;
@@ -35,10 +36,11 @@ use baton_linux::netlink::Netlink;
 use baton_linux::{interface, netlink, process, rtnetlink};
 use baton_moves::{Arrived, Event, Refusal};
 use baton_protocol::keeper::Kept;
-use baton_protocol::nic::Descriptor;
+use baton_protocol::nic::{Descriptor, NicSettings};
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::Region;
 use baton_steering::{Steering, messages_flow};
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -62,13 +64,15 @@ const RESOLUTION: u64 = u64::MAX - 10;
 const RESERVE: u64 = 32;
 
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
-/// [`Descriptor`].
+/// [`Descriptor`]; then comes the link of the injector's program, and for each further NIC the host's and the wire's socket, its memory
+/// and its doorbell.
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
 
 pub(crate) struct Agent {
     pub settings: AgentSettings,
-    pub hardware: Hardware,
-    pub nic: NicProcess,
+    /// Of each NIC, by its number.
+    pub hardware: Vec<Hardware>,
+    pub nics: Vec<NicProcess>,
     pub sessions: Slab<Session>,
     pub moves: Moves,
     pub statistics: Statistics,
@@ -116,7 +120,7 @@ fn take(descriptor: Descriptor) -> Result<OwnedFd> {
 /// If something that it needs is missing; the error names it.
 pub fn run() -> Result<()> {
     let keeper = Channel::from_fd(take(Descriptor::Channel)?);
-    let mut settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
+    let settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
@@ -124,7 +128,7 @@ pub fn run() -> Result<()> {
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
     // blocked signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
-    let hardware = Hardware {
+    let first = Hardware {
         host: take(Descriptor::Host)?,
         wire: take(Descriptor::Wire)?,
         card: (0..settings.nic.card_descriptors() as i32)
@@ -138,9 +142,7 @@ pub fn run() -> Result<()> {
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
     let watched = Watched::open().context("listening to changes of routes")?;
     let mut inherited = Inherited::receive(&keeper)?;
-    if let Some(offloads) = inherited.offloads() {
-        settings.nic.offloads = offloads;
-    }
+    let hardware = of_further_nics(first, settings.nics)?;
     let shape = match &settings.interface {
         Some(name) => {
             let interface = rtnetlink::link(&routes, name).with_context(|| format!("the NIC's interface {name:?}"))?;
@@ -156,26 +158,27 @@ pub fn run() -> Result<()> {
             let injector_link = steering_at(baton_steering::DESCRIPTORS as i32)?;
             Shape::Beside {
                 steering,
-                mirrors: Box::new(
-                    Mirrors::new(hardware.host.try_clone()?).context("the packet socket for what the kernel sends")?,
-                ),
-                devices: Box::new(Devices::inherited(
-                    inherited.devices(),
-                    index,
-                    [hardware.host.try_clone()?, hardware.wire.try_clone()?],
-                )),
+                mirrors: mirrors(&hardware).context("the packet sockets for what the kernel sends")?,
+                devices: Box::new(devices(&hardware, inherited.devices(), index, &settings, &routes)?),
                 injector,
                 _injector_link: injector_link,
             }
         }
     };
-    let nic = NicProcess::start(&hardware, &shape, &settings)?;
+    let start = |(number, hardware): (usize, &Hardware)| {
+        let of_nic = settings.of_nic(number);
+        let offloads = inherited.offloads(number).unwrap_or(of_nic.offloads);
+        NicProcess::start(hardware, &shape, &NicSettings { offloads, ..of_nic })
+    };
+    let nics = hardware.iter().enumerate().map(start).collect::<Result<Vec<_>>>()?;
     let listener = Listener::bind(&settings.socket)?;
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
-    poller.add(hardware.agent_bell.as_fd(), NIC_BELL, Trigger::Readable)?;
+    poller.add(hardware[0].agent_bell.as_fd(), NIC_BELL, Trigger::Readable)?;
     poller.add(keeper.as_fd(), KEEPER, Trigger::Readable)?;
-    poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+    for nic in &nics {
+        poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
+    }
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
     poller.add(watched.routes.as_fd(), ROUTES, Trigger::Readable)?;
     if let Some(rules) = &watched.rules {
@@ -191,15 +194,15 @@ pub fn run() -> Result<()> {
     for listener in &watched.too_big {
         poller.add(listener.as_fd(), TOO_BIG, Trigger::Readable)?;
     }
-    let statistics = Statistics { nic_starts: 1, ..Statistics::default() };
+    let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
     let sessions = Slab::default();
-    let chaos = Chaos::new(settings.crash, hardware.memory.clone());
+    let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits);
     let (groups, schedule) = (Groups::default(), Schedule::default());
     let mut agent = Agent {
         settings,
         hardware,
-        nic,
+        nics,
         sessions,
         moves: Moves::default(),
         statistics,
@@ -234,7 +237,7 @@ pub fn run() -> Result<()> {
     agent.keep(&Kept::Ready, &[]);
     if let Err(error) = agent.main_loop(&listener, &signals) {
         // The next agent continues from what the keeper and the journal hold.
-        agent.nic.end();
+        agent.nics.iter_mut().for_each(NicProcess::end);
         return Err(error);
     }
     // From here on connecting to the socket fails.
@@ -247,6 +250,44 @@ pub fn run() -> Result<()> {
         let _ = std::fs::remove_dir(directory);
     }
     Ok(())
+}
+
+/// Adds what the NICs after the first one have. They share the agent's doorbell.
+fn of_further_nics(first: Hardware, nics: usize) -> Result<Vec<Hardware>> {
+    let mut numbers = STEERING + baton_steering::DESCRIPTORS as i32 + 1..;
+    let mut next = || process::inherited(numbers.next().unwrap_or_default()).context("a descriptor of a further NIC");
+    let mut all = vec![first];
+    for _ in 1..nics {
+        all.push(Hardware {
+            host: next()?,
+            wire: next()?,
+            card: Vec::new(),
+            memory: Arc::new(Region::map(next()?)?),
+            nic_bell: Doorbell::from_fd(next()?),
+            agent_bell: all[0].agent_bell.try_clone()?,
+        });
+    }
+    Ok(all)
+}
+
+fn mirrors(hardware: &[Hardware]) -> io::Result<Vec<Mirrors>> {
+    hardware.iter().map(|hardware| Mirrors::new(hardware.host.try_clone()?)).collect()
+}
+
+/// The devices, those that an earlier agent has attached to among them, each with its NIC.
+fn devices(
+    hardware: &[Hardware],
+    attached: HashMap<u32, Vec<OwnedFd>>,
+    injector: u32,
+    settings: &AgentSettings,
+    routes: &Netlink,
+) -> Result<Devices> {
+    let sockets = hardware.iter().flat_map(|hardware| [&hardware.host, &hardware.wire]);
+    let sockets = sockets.map(OwnedFd::try_clone).collect::<io::Result<Vec<_>>>()?;
+    let dealing = Dealing::new(settings.nics, settings.devices.clone());
+    let mut devices = Devices::inherited(attached, injector, sockets, dealing);
+    devices.deal(routes).context("the NICs' devices")?;
+    Ok(devices)
 }
 
 impl Agent {
@@ -268,12 +309,8 @@ impl Agent {
                         let admitted = listener.accept().map_err(Into::into).and_then(|channel| self.admit(channel));
                         admitted.unwrap_or_else(|error| self.complain(&error));
                     }
-                    NIC_BELL => self.hardware.agent_bell.clear(),
-                    NIC_CHANNEL => {
-                        if self.nic_is_dead() {
-                            self.recover()?;
-                        }
-                    }
+                    NIC_BELL => self.hardware[0].agent_bell.clear(),
+                    NIC_CHANNEL => self.recover_from_deaths()?,
                     KEEPER => match self.keeper.try_receive::<Kept>() {
                         Ok((Kept::Ending, _)) => self.drain(),
                         Ok(_) => {}
@@ -307,9 +344,7 @@ impl Agent {
             self.clear_attended();
             self.end_what_is_cut_off();
             self.remove_sessions();
-            if self.nic_is_dead() {
-                self.recover()?;
-            }
+            self.recover_from_deaths()?;
         }
     }
 
@@ -390,21 +425,31 @@ impl Agent {
 
     /// Records that session `number` is being served: if the agent dies now, that session is taken to be the cause.
     pub(crate) fn attend(&self, number: u32) {
-        self.hardware.memory.word32(nic::ATTENDED).store(number.wrapping_add(1), Ordering::Relaxed);
+        self.hardware[0].memory.word32(nic::ATTENDED).store(number.wrapping_add(1), Ordering::Relaxed);
     }
 
     /// Records that no session is being served.
     pub(crate) fn clear_attended(&self) {
-        self.hardware.memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
+        self.hardware[0].memory.word32(nic::ATTENDED).store(0, Ordering::Relaxed);
     }
 
-    /// Borrows what a move needs of the agent, and session `session`.
+    /// As [`Agent::split`], with the NIC of a connection of the session, if it has one.
+    pub(crate) fn split_at(&mut self, session: u32, number: u32) -> Option<(Ground<'_>, &mut Session)> {
+        let nic = self.nic_of(session, number);
+        let (mut ground, entry) = self.split(session)?;
+        ground.choose(nic.unwrap_or(0));
+        Some((ground, entry))
+    }
+
+    /// Borrows what a move needs of the agent, and session `session`. The NIC is the first until another one is chosen.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         let ground = Ground {
-            nic: &mut self.nic,
-            nic_memory: &self.hardware.memory,
-            host: &self.hardware.host,
+            nics: &mut self.nics,
+            chosen: 0,
+            nic_memory: &self.hardware[0].memory,
+            host: &self.hardware[0].host,
+            hardware: &self.hardware,
             shape: &mut self.shape,
             keeper: &self.keeper,
             chaos: &self.chaos,
@@ -521,11 +566,15 @@ impl Agent {
     /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore, that has
     /// ended or that needs more memory.
     pub(crate) fn handle_nic_messages(&mut self) {
-        self.nic.receive();
-        while let Some(arrived) = self.nic.inbox.pop() {
-            match arrived {
-                Arrived::Answer(cid, answer) => self.on_answer(cid, answer),
-                Arrived::Event(message) => self.on_nic_message(&message),
+        for nic in 0..self.nics.len() {
+            self.nics[nic].receive();
+            while let Some(arrived) = self.nics[nic].inbox.pop() {
+                match arrived {
+                    Arrived::Answer(cid, answer) => self.on_answer(cid, answer),
+                    // A NIC has nothing to say about the connections of others.
+                    Arrived::Event(message) if message.cid != Cid(0) && message.cid.nic() != nic => {}
+                    Arrived::Event(message) => self.on_nic_message(&message),
+                }
             }
         }
     }
@@ -574,7 +623,8 @@ impl Agent {
 
     /// Finds session and number of the connection on the NIC with this cid, from the handoff parameters in its slot.
     fn find(&self, cid: Cid) -> Option<(u32, u32)> {
-        let (session, number) = journal::occupant(&self.hardware.memory, self.settings.nic.slots, cid)?;
+        let memory = &self.hardware.get(cid.nic())?.memory;
+        let (session, number) = journal::occupant(memory, self.settings.nic.slots, cid)?;
         let found = self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()?;
         (found.cid == Some(cid)).then_some((session, number))
     }
@@ -602,14 +652,38 @@ impl Agent {
     pub(crate) fn remove_sessions(&mut self) {
         for number in std::mem::take(&mut self.leaving) {
             let Some(Some(session)) = self.sessions.get(number as usize) else { continue };
-            let idle = session.connections.iter().flatten().next().is_none();
-            if !idle || session.open.is_some() && self.nic.detach(number).is_err() {
+            let (idle, opened) = (session.connections.iter().flatten().next().is_none(), session.open.is_some());
+            if !idle || !self.ask_to_forget(number) {
                 self.leaving.push(number);
-            } else if session.open.is_none() {
+            } else if !opened {
                 self.remove_session(number);
             }
         }
-        while let Some(number) = self.nic.take_detached() {
+        for nic in 0..self.nics.len() {
+            while let Some(number) = self.nics[nic].take_detached() {
+                self.forgotten_by(nic, number);
+            }
+        }
+    }
+
+    /// Makes the NICs that serve a session forget it. Returns whether all have been asked.
+    fn ask_to_forget(&mut self, number: u32) -> bool {
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return true };
+        let Some(open) = &session.open else { return true };
+        for nic in self.nics.iter_mut() {
+            let bit = 1 << nic.number();
+            if open.nics() & bit & !session.asked_to_forget != 0 && nic.detach(number).is_ok() {
+                session.asked_to_forget |= bit;
+            }
+        }
+        session.asked_to_forget == open.nics()
+    }
+
+    /// Removes a session when the last NIC has forgotten it.
+    fn forgotten_by(&mut self, nic: usize, number: u32) {
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
+        session.forgotten |= 1 << nic & session.asked_to_forget;
+        if session.open.as_ref().is_some_and(|open| session.forgotten == open.nics()) {
             self.remove_session(number);
         }
     }
@@ -627,7 +701,7 @@ impl Agent {
             if let Some(messages) = &session.opening.messages {
                 self.shape.unsteer(&messages_flow(messages.address.into()));
             }
-            self.nic.forget_session(number);
+            self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
         }
     }
 
@@ -663,16 +737,20 @@ impl Agent {
         self.groups.write(group);
     }
 
-    /// Starts the next NIC after one died, and attaches the sessions to it. Frames do not flow yet.
-    pub(crate) fn start_next_nic(&mut self) -> Result<()> {
-        let mut next = self.start_nic_patiently()?;
-        next.inherit_slots(&mut self.nic);
+    /// Starts the next NIC in place of one that has died, and attaches its sessions to it. Frames do not flow yet.
+    pub(crate) fn start_next_nic(&mut self, nic: usize) -> Result<()> {
+        let mut next = self.start_nic_patiently(nic)?;
+        next.inherit_slots(&mut self.nics[nic]);
+        let served = |open: &OpenSession| open.nics() & 1 << nic != 0;
         for (number, session) in self.sessions.iter_mut().enumerate() {
-            if let Some(Session { open: Some(open), .. }) = session {
+            if let Some(Session { open: Some(open), .. }) = session
+                && nic == 0
+            {
                 // The program asks the next NIC for its hosts again.
                 open.hosts.clear();
             }
             if let Some(Session { open: Some(open), opening, ends: false, .. }) = session
+                && served(open)
                 && let Err(error) = next.attach(number as u32, open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.
@@ -680,7 +758,7 @@ impl Agent {
             }
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
-        self.nic = next;
+        self.nics[nic] = next;
         self.watch_host_tcp();
         self.statistics.nic_starts += 1;
         Ok(())
@@ -688,17 +766,17 @@ impl Agent {
 
     /// Adds the host's TCP to the poller, if there is one: its death is the NIC's.
     pub(crate) fn watch_host_tcp(&self) {
-        if let Some(host_tcp) = self.nic.host_tcp() {
+        for host_tcp in self.nics.iter().filter_map(NicProcess::host_tcp) {
             // It may be there already.
             let _ = self.poller.add(host_tcp.channel_fd(), NIC_CHANNEL, Trigger::Readable);
         }
     }
 
     /// Starts a NIC, retrying with doubling pauses: a lack of memory or processes may be temporary.
-    fn start_nic_patiently(&mut self) -> Result<NicProcess> {
+    fn start_nic_patiently(&mut self, nic: usize) -> Result<NicProcess> {
         let mut pause = Duration::from_millis(10);
         loop {
-            match NicProcess::start(&self.hardware, &self.shape, &self.settings) {
+            match NicProcess::start(&self.hardware[nic], &self.shape, self.nics[nic].settings()) {
                 Err(error) if pause < Duration::from_secs(1) => {
                     eprintln!("baton agent: the next NIC does not start: {error:#}");
                     std::thread::sleep(pause);

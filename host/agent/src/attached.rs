@@ -5,6 +5,7 @@ use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::journal;
 use crate::session::{NOT_READING, Sent, Session};
+use baton_abi::Cid;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, socket};
@@ -26,10 +27,15 @@ const ATTACHERS: usize = 256;
 const PATIENCE: u64 = 3_000_000;
 
 impl Session {
-    /// Drops the descriptors of an attacher's programs, which then have their sockets alone again.
-    pub(crate) fn take_back_descriptors(&mut self) {
+    /// Drops the descriptors of an attacher's programs, which then have their sockets alone again: after the recovery of that NIC's
+    /// connections, or of all.
+    pub(crate) fn take_back_descriptors(&mut self, nic: Option<usize>) {
         if self.opening.attacher {
-            self.connections.iter_mut().flatten().for_each(|connection| connection.fd = None);
+            // A move from or to another NIC goes on.
+            let elsewhere = |cid: Cid| nic.is_some_and(|nic| cid.nic() != nic);
+            let moves = |connection: &Connection| connection.machine.goal().is_some() && connection.cid.is_some_and(elsewhere);
+            let returned = self.connections.iter_mut().flatten().filter(|connection| !moves(connection));
+            returned.for_each(|connection| connection.fd = None);
         }
     }
 
@@ -174,16 +180,19 @@ impl Agent {
     /// Requests the descriptors of connections that were being moved, according to a dead agent's journal. They are needed before
     /// anything else is done.
     pub(crate) fn fetch_what_was_moving(&mut self) {
-        let memory = self.hardware.memory.clone();
-        let moving: HashSet<(u32, u32)> = (0..journal::slots_used(&memory, self.settings.nic.slots as u32))
-            .filter_map(|at| journal::read(&memory, at).map(|(_, entry)| (entry.session, entry.connection)))
-            .collect();
+        let mut moving = HashSet::new();
+        for (nic, hardware) in self.hardware.iter().enumerate() {
+            let slots = 0..journal::slots_used(&hardware.memory, self.settings.nic.slots as u32);
+            let entries = slots.filter_map(|at| journal::read(&hardware.memory, nic, at));
+            moving.extend(entries.map(|(_, entry)| (entry.session, entry.connection)));
+        }
         self.fetch(|session, connection| moving.contains(&(session, connection.number)));
     }
 
-    /// Requests the descriptors of connections that a dead NIC had, which have to be restored to the kernel.
-    pub(crate) fn fetch_what_was_on_the_nic(&mut self) {
-        self.fetch(|_, connection| connection.stage() == Stage::Nic);
+    /// Requests the descriptors of connections that a dead NIC had, or all, which have to be restored to the kernel.
+    pub(crate) fn fetch_what_was_on(&mut self, nic: Option<usize>) {
+        let its = |cid: Cid| nic.is_none_or(|nic| cid.nic() == nic);
+        self.fetch(|_, connection| connection.stage() == Stage::Nic && connection.cid.is_some_and(its));
     }
 
     fn fetch(&mut self, wanted: impl Fn(u32, &Connection) -> bool) {
@@ -209,8 +218,8 @@ impl Agent {
         }
     }
 
-    /// Gives borrowed descriptors back, so that attachers' programs may continue.
-    pub(crate) fn return_what_was_lent(&mut self) {
+    /// Gives borrowed descriptors back, so that attachers' programs may continue. See [`Session::take_back_descriptors`].
+    pub(crate) fn return_what_was_lent(&mut self, nic: Option<usize>) {
         let all = self.sessions.iter().enumerate().flat_map(|(at, session)| {
             let connections = session.iter().flat_map(|session| session.connections.iter().flatten());
             connections.filter(|connection| connection.closed).map(move |connection| (at as u32, connection.number))
@@ -220,7 +229,7 @@ impl Agent {
         }
         for (number, session) in self.sessions.iter_mut().enumerate() {
             let Some(session) = session.as_mut().filter(|session| session.opening.attacher) else { continue };
-            session.take_back_descriptors();
+            session.take_back_descriptors(nic);
             if session.send(&Answer { tag: 0, body: Reply::Returned }, &[]) == Sent::Full {
                 self.cut_off.push((number as u32, NOT_READING));
             }

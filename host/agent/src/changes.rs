@@ -109,6 +109,9 @@ fn doubt(connection: &mut Connection) {
 /// Why a connection is restored whose frames would go another way now.
 pub(crate) const ELSEWHERE: &str = "its route has changed";
 
+/// Why a connection is restored whose frames would leave by the device of another NIC now.
+const ANOTHER_NIC: &str = "its route leads to another NIC";
+
 /// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the kernel, and
 /// unmuted when it has one again; path MTU and the devices at which its frames are received follow the route. An error, the
 /// reason, if its frames need another device or header: then it has to be restored to the kernel.
@@ -118,6 +121,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     let Some(on_nic) = connection.running() else { return Ok(()) };
     let link = on_nic.image.link;
     let (muted, interface) = match &now {
+        Ok(now) if now.path.nic as usize != cid.nic() => return Err(ANOTHER_NIC),
         Ok(now) if now.leads_as(&link) => (false, link.interface),
         Err(refusal) if refusal.is_unreachable() => (true, NOWHERE),
         Err(Refusal::Policy) => return Err("an IPsec policy covers it"),
@@ -128,7 +132,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
         _ => return Err(ELSEWHERE),
     };
     let command = |control, value| Message::control(Operation::NicControl, control, cid, value, 0);
-    if muted != on_nic.muted && ground.nic.post(command(Control::Interface, interface)).is_ok() {
+    if muted != on_nic.muted && ground.nic().post(command(Control::Interface, interface)).is_ok() {
         on_nic.muted = muted;
         connection.reason = now.as_ref().map_or_else(ToString::to_string, |_| "its route is there again".into());
     }
@@ -139,7 +143,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     }
     if was.is_some_and(|was| was.mtu != now.mtu) {
         // If the NIC refuses it, the connection is restored.
-        ground.nic.post(command(Control::Mtu, now.mtu)).map_err(|_| ELSEWHERE)?;
+        ground.nic().post(command(Control::Mtu, now.mtu)).map_err(|_| ELSEWHERE)?;
     }
     Ok(())
 }
@@ -152,8 +156,10 @@ impl Agent {
         self.known.discard();
         if changed.links
             && let Shape::Beside { steering, devices, .. } = &mut self.shape
-            && !devices.is_new()
-            && let Err(error) = devices.follow(&self.routes, steering, &self.keeper)
+            && let Err(error) = devices.deal(&self.routes).and_then(|()| match devices.is_new() {
+                true => Ok(()),
+                false => devices.follow(&self.routes, steering, &self.keeper),
+            })
         {
             eprintln!("baton agent: devices have changed, and could not be looked at: {error}");
         }
@@ -191,7 +197,7 @@ impl Agent {
     /// Checks a connection that has just come to the NIC again, if something has changed since it was checked: notifications are
     /// handled for connections that are there already.
     pub(crate) fn catch_up(&mut self, session: u32, number: u32) {
-        let Some((mut ground, entry)) = self.split(session) else { return };
+        let Some((mut ground, entry)) = self.split_at(session, number) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let changes = ground.known.changes();
         let Some(way) = connection.running().and_then(|on_nic| on_nic.way) else { return };
@@ -203,19 +209,30 @@ impl Agent {
             None => follow_way(&mut ground, connection),
         };
         if let Err(why) = followed {
-            self.return_soon(session, number, why);
+            self.leave_nic(session, number, why);
         }
+    }
+
+    /// Queues a connection that has to leave its NIC. If its route has changed, it may lead to another NIC: the connection goes on
+    /// there.
+    fn leave_nic(&mut self, session: u32, number: u32, why: &'static str) {
+        let several = self.nics.len() > 1;
+        if let Some(connection) = self.connection(session, number).filter(|_| several && [ELSEWHERE, ANOTHER_NIC].contains(&why))
+        {
+            (connection.wanted, connection.onward) = (true, true);
+        }
+        self.return_soon(session, number, why);
     }
 
     /// Looks up the routes of those connections on the NIC again for which `of` is true.
     pub(crate) fn follow_ways(&mut self, of: impl Fn(&Connection) -> bool) {
         for (session, number) in self.on_nic() {
-            let Some((mut ground, entry)) = self.split(session) else { continue };
+            let Some((mut ground, entry)) = self.split_at(session, number) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
             if of(connection)
                 && let Err(why) = follow_way(&mut ground, connection)
             {
-                self.return_soon(session, number, why);
+                self.leave_nic(session, number, why);
             }
         }
     }

@@ -32,7 +32,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return false };
         let (Some(cid), true) = (connection.cid, connection.may_close_on_nic()) else { return false };
         let read = connection.block.load(block::READ_SEQ);
-        if self.nic.post(Message::control(Operation::NicControl, Control::Close, cid, read, 0)).is_err() {
+        if self.nics[cid.nic()].post(Message::control(Operation::NicControl, Control::Close, cid, read, 0)).is_err() {
             return false;
         }
         let Some(connection) = self.connection(session, number) else { return false };

@@ -8,6 +8,7 @@
 use crate::agent::Agent;
 use crate::connection::Connection;
 use crate::memory::Limits;
+use crate::nic::NicProcess;
 use crate::record::{read_image, unpublish};
 use baton_abi::layout::{Owner, block, nic, slot};
 use baton_abi::{Control, Message, Operation};
@@ -63,9 +64,10 @@ impl Agent {
             // The kernel keeps such a port for all addresses, and gives the socket one when it connects.
             return Err(Refusal::Option("a port without an address"));
         }
-        let cid = self.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        let nic = way.path.nic as usize;
+        let cid = self.nics.get_mut(nic).and_then(NicProcess::take_slot).ok_or(Refusal::NoRoom)?;
         if let Err(refusal) = self.shape.steer(&connection.flow, &way.path, Steer::Steal) {
-            self.nic.give_slot(cid);
+            self.nics[nic].give_slot(cid);
             return Err(refusal);
         }
         connection.cid = Some(cid);
@@ -73,11 +75,11 @@ impl Agent {
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
         let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error));
-        let begun =
-            retries.and_then(|retries| self.nic.post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)));
+        let begun = retries
+            .and_then(|retries| self.nics[nic].post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)));
         // If the NIC refuses it, the kernel opens the connection.
         if let Err(refusal) = begun {
-            self.nic.give_slot(cid);
+            self.nics[nic].give_slot(cid);
             self.shape.unsteer(&connection.flow);
             return Err(refusal);
         }
@@ -93,7 +95,7 @@ impl Agent {
     fn write_opening(&mut self, session: u32, connection: &Connection, image: &Image) {
         let Some(cid) = connection.cid else { return };
         let limits = connection.fd().map(|fd| Limits::of(fd, &mut self.known)).unwrap_or_default();
-        let (memory, base) = (&self.hardware.memory, nic::slot(cid.slot()));
+        let (memory, base) = (&self.hardware[cid.nic()].memory, nic::slot(cid.slot()));
         unpublish(memory, cid.slot());
         let mut bytes = [0u8; MAX_ENCODED];
         let _ = image.encode(&mut bytes);
@@ -122,7 +124,7 @@ impl Agent {
         connection.opening = false;
         connection.moves = connection.block.load(block::MOVES);
         let Some(cid) = connection.cid else { return };
-        let Ok(image) = read_image(&self.hardware.memory, cid) else { return self.open_in_kernel(session, number) };
+        let Ok(image) = read_image(&self.hardware[cid.nic()].memory, cid) else { return self.open_in_kernel(session, number) };
         match self.take_in_opened(session, number, image) {
             Ok(()) => {
                 self.drive(session, number, Event::Tick);
@@ -169,7 +171,7 @@ impl Agent {
         connection.block.store(block::MOVES, connection.moves);
         open.announce_move(number);
         if let Some(cid) = connection.cid.take() {
-            self.nic.give_slot(cid);
+            self.nics[cid.nic()].give_slot(cid);
         }
     }
 
@@ -196,10 +198,19 @@ impl Agent {
         }
     }
 
-    /// Lets the kernel open all connections that a NIC which has died was opening.
+    /// Lets the kernel open all connections that NICs are opening.
     pub(crate) fn open_all_in_kernel(&mut self) {
         for (session, number) in self.all_connections() {
             self.open_in_kernel(session, number);
+        }
+    }
+
+    /// Lets the kernel open all connections that a NIC which has died was opening.
+    pub(crate) fn open_in_kernel_instead_of(&mut self, nic: usize) {
+        for (session, number) in self.all_connections() {
+            if self.nic_of(session, number) == Some(nic) {
+                self.open_in_kernel(session, number);
+            }
         }
     }
 }

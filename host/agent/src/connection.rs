@@ -29,6 +29,8 @@ pub(crate) type Asker = (u32, u32);
 pub(crate) enum Then {
     /// Remove the connection.
     Forget(Asker),
+    /// Offload the connection again, to the NIC that was asked for.
+    Offload(Asker),
     /// Leave the connection in the kernel, for `reason`, until it may move again.
     GiveBack { asker: Asker, reason: String, until: Until },
 }
@@ -36,7 +38,7 @@ pub(crate) enum Then {
 impl Then {
     pub fn asker(&self) -> Asker {
         match self {
-            Then::Forget(asker) | Then::GiveBack { asker, .. } => *asker,
+            Then::Forget(asker) | Then::Offload(asker) | Then::GiveBack { asker, .. } => *asker,
         }
     }
 }
@@ -167,8 +169,12 @@ pub(crate) struct Connection {
     pub peer: SocketAddr,
     /// State machine: its place between kernel and NIC, and its move if one is under way.
     pub machine: Move,
-    /// Its cid, while it has a slot on the NIC.
+    /// Its cid, while it has a slot on a NIC; it says on which.
     pub cid: Option<Cid>,
+    /// The NIC that was asked for, whatever device its route leads to.
+    pub asked_nic: Option<u32>,
+    /// It has left a NIC because its route leads elsewhere, perhaps to another NIC: it is to be offloaded again soon.
+    pub onward: bool,
     /// Set from the moment that its bytes are in session memory.
     pub on_nic: Option<Box<OnNic>>,
     /// What its next growth is for.
@@ -233,6 +239,8 @@ impl Connection {
             peer,
             machine: Move::new(),
             cid: None,
+            asked_nic: None,
+            onward: false,
             on_nic: None,
             wants: Wants::default(),
             growing: None,

@@ -195,7 +195,7 @@ impl Agent {
             peer: socket::peer_address(socket.fd.as_fd()).ok(),
             host: link.address,
         };
-        let served = self.nic.serve_datagrams(&ToNic::Datagrams(description), Some(socket.bell.as_fd()));
+        let served = self.nics[0].serve_datagrams(&ToNic::Datagrams(description), Some(socket.bell.as_fd()));
         served.map_err(|_| Refusal::NicGone)?;
         self.publish_datagrams(id, true);
         Ok(())
@@ -225,7 +225,7 @@ impl Agent {
         if way != before {
             socket.ways.insert(host, way);
             let host = host.to_canonical();
-            self.nic.serve_datagrams(&ToNic::DatagramWay { id, host, way }, None).map_err(|_| Refusal::NicGone)?;
+            self.nics[0].serve_datagrams(&ToNic::DatagramWay { id, host, way }, None).map_err(|_| Refusal::NicGone)?;
         }
         found
     }
@@ -260,7 +260,7 @@ impl Agent {
     pub(crate) fn follow_datagrams(&mut self) {
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
             if self.serve_datagrams(id).is_err() {
-                let _ = self.nic.serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
+                let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
                 self.publish_datagrams(id, false);
             }
             if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
@@ -275,7 +275,7 @@ impl Agent {
         let its = |socket: &Socket, id: u32| socket.session == session && only.is_none_or(|only| only == id);
         let ids: Vec<u32> = self.datagrams.by_id.iter().filter(|(id, socket)| its(socket, **id)).map(|(id, _)| *id).collect();
         for id in ids {
-            let _ = self.nic.serve_datagrams(&ToNic::EndDatagrams { id, replay }, None);
+            let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay }, None);
             self.publish_datagrams(id, false);
             self.datagrams.by_id.remove(&id);
         }

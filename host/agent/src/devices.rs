@@ -1,6 +1,7 @@
 //! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the kernel
 //! would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
+use crate::dealing::Dealing;
 use baton_linux::control::Channel;
 use baton_linux::interface;
 use baton_linux::netlink::Netlink;
@@ -30,12 +31,44 @@ pub(crate) struct Devices {
     deaf: Vec<OwnedFd>,
     /// A move has needed a device: from then on changes of all devices are followed.
     followed: bool,
+    /// Which NIC's they are.
+    dealing: Dealing,
 }
 
 impl Devices {
-    /// Takes over the devices that an earlier agent attached to. `sockets`: the NIC's packet sockets.
-    pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32, sockets: [OwnedFd; 2]) -> Devices {
-        Devices { followed: !attached.is_empty(), attached, injector, deaf: sockets.into(), ..Devices::default() }
+    /// Takes over the devices that an earlier agent attached to. `sockets`: the NICs' packet sockets.
+    pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32, sockets: Vec<OwnedFd>, dealing: Dealing) -> Devices {
+        Devices { followed: !attached.is_empty(), attached, injector, deaf: sockets, dealing, ..Devices::default() }
+    }
+
+    /// Gives each device that is there a NIC. Called when links have changed.
+    pub fn deal(&mut self, routes: &Netlink) -> io::Result<()> {
+        if self.dealing.is_trivial() {
+            return Ok(());
+        }
+        let links = rtnetlink::links(routes)?;
+        let named: Vec<Option<u32>> =
+            self.dealing.names().iter().map(|name| rtnetlink::link(routes, name).ok().map(|link| link.index)).collect();
+        let existing: Vec<u32> = links.iter().map(|link| link.index).collect();
+        let mut usable: Vec<u32> = links.iter().filter(|link| self.receives(link)).map(|link| link.index).collect();
+        usable.sort_unstable();
+        self.dealing.deal(&named, &existing, &usable);
+        Ok(())
+    }
+
+    /// Number of a device's NIC. The loopback device, and one that is not known yet, are the first one's.
+    pub fn nic_of(&self, index: u32) -> usize {
+        self.dealing.nic_of(index).unwrap_or(0)
+    }
+
+    /// Whether a device that a connection needs has no NIC yet.
+    pub fn is_undealt(&self, link: &LinkInfo) -> bool {
+        self.receives(link) && self.dealing.nic_of(link.index).is_none()
+    }
+
+    /// Names of a NIC's devices.
+    pub fn of_nic(&self, nic: usize, routes: &Netlink) -> Vec<String> {
+        self.dealing.devices_of(nic).filter_map(|index| rtnetlink::name_of(routes, index).ok()).collect()
     }
 
     /// Attaches the programs to a device, if they are not attached yet. The keeper holds the links as well, so they outlive this

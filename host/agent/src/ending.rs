@@ -3,6 +3,7 @@
 
 use crate::agent::Agent;
 use crate::connection::Stage;
+use crate::nic::NicProcess;
 use baton_linux::events::monotonic_micros;
 use baton_moves::Event;
 use baton_protocol::keeper::Kept;
@@ -44,7 +45,7 @@ impl Agent {
 
     /// Restores all connections, ends all sessions, and ends the NIC.
     pub(crate) fn give_everything_back(&mut self) {
-        self.fetch_what_was_on_the_nic();
+        self.fetch_what_was_on(None);
         self.open_all_in_kernel();
         let deadline = monotonic_micros() + PATIENCE;
         let mut left = self.all_connections();
@@ -67,18 +68,18 @@ impl Agent {
             if monotonic_micros() >= deadline && !left.iter().any(|(session, number)| self.awaits_nic(*session, *number)) {
                 break;
             }
-            if self.nic_is_dead() && self.recover().is_err() {
+            if self.recover_from_deaths().is_err() {
                 break;
             }
             if !left.is_empty() {
                 std::thread::sleep(PAUSE);
             }
         }
-        self.return_what_was_lent();
+        self.return_what_was_lent(None);
         for number in 0..self.sessions.len() as u32 {
             self.end_session(number, true);
         }
-        self.nic.end();
+        self.nics.iter_mut().for_each(NicProcess::end);
         self.release_addresses();
         self.remove_sessions();
     }

@@ -16,6 +16,10 @@ const AGAIN: u64 = 1_000;
 /// microseconds.
 pub(crate) const LATER: u64 = 1_000_000;
 
+/// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel may have to find
+/// the link address of the next hop.
+const ONWARD: u64 = 20_000;
+
 /// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more than once.
 const NO_TIME: &str = "more connections were to move than the agent has time for";
 
@@ -152,6 +156,8 @@ impl Agent {
         let serial = connection.serial;
         if connection.stage() == Stage::Nic {
             self.retries.add(AGAIN, session, number, serial);
+        } else if std::mem::take(&mut connection.onward) && !connection.stays {
+            self.retries.add(ONWARD, session, number, serial);
         } else {
             self.try_later(session, number);
         }

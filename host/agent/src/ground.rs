@@ -5,7 +5,7 @@ use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::known::Known;
-use crate::nic::NicProcess;
+use crate::nic::{Hardware, NicProcess};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
@@ -29,7 +29,8 @@ pub(crate) enum Shape {
     /// The kernel keeps its devices, the NIC receives and sends beside it.
     Beside {
         steering: Steering,
-        mirrors: Box<Mirrors>,
+        /// Of each NIC.
+        mirrors: Vec<Mirrors>,
         devices: Box<Devices>,
         injector: OwnedFd,
         /// Keeps the injector's BPF program attached.
@@ -55,7 +56,9 @@ impl Shape {
         match self {
             Shape::Inline { .. } => Ok(()),
             Shape::Beside { steering, mirrors, .. } => {
-                mirrors.set(flow, steer == Steer::Mirror);
+                for (nic, mirrors) in (0..).zip(mirrors) {
+                    mirrors.set(flow, steer == Steer::Mirror && nic == path.nic);
+                }
                 steering.set(flow, path, steer).map_err(|error| system("steering", &error))
             }
         }
@@ -75,7 +78,7 @@ impl Shape {
     /// the handshake, and waits for the peer's FIN.
     pub fn end(&mut self, flow: &Flow) {
         if let Shape::Beside { steering, mirrors, .. } = self {
-            mirrors.set(flow, false);
+            mirrors.iter_mut().for_each(|mirrors| mirrors.set(flow, false));
             if let Err(error) = steering.remove(flow) {
                 eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
             }
@@ -90,8 +93,8 @@ impl Shape {
     }
 }
 
-/// The flows that are being mirrored. Only while there are some the NIC's second packet socket is shown what the kernel sends:
-/// that costs every frame of the host, the NIC's own too, a copy of its description.
+/// The flows of one NIC that are being mirrored. Only while there are some the NIC's second packet socket is shown what the kernel
+/// sends: that costs every frame of the host, the NIC's own too, a copy of its description.
 pub(crate) struct Mirrors {
     outgoing: OwnedFd,
     flows: HashSet<Flow>,
@@ -117,7 +120,10 @@ impl Mirrors {
 
 /// What a move needs.
 pub(crate) struct Ground<'a> {
-    pub nic: &'a mut NicProcess,
+    pub nics: &'a mut [NicProcess],
+    pub hardware: &'a [Hardware],
+    /// Number of the connection's NIC, and that NIC's memory: see [`Ground::choose`].
+    pub chosen: usize,
     pub nic_memory: &'a Region,
     /// The kernel's interface, through which the agent gives frames to the kernel itself.
     pub host: &'a OwnedFd,
@@ -139,10 +145,22 @@ pub(crate) struct Ground<'a> {
 }
 
 impl Ground<'_> {
+    /// Makes the NIC with this number the connection's.
+    pub fn choose(&mut self, nic: usize) {
+        if let Some(hardware) = self.hardware.get(nic) {
+            (self.chosen, self.nic_memory, self.host) = (nic, &hardware.memory, &hardware.host);
+        }
+    }
+
+    /// The connection's NIC.
+    pub fn nic(&mut self) -> &mut NicProcess {
+        &mut self.nics[self.chosen]
+    }
+
     /// Called after each step of a move; for tests, it may end the NIC or the agent.
     pub fn passed(&mut self, step: Step) {
-        if self.chaos.strikes(step, self.nic.process()) {
-            self.nic.end();
+        if self.chaos.strikes(step, self.nic().process()) {
+            self.nic().end();
         }
     }
 

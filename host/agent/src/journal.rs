@@ -128,8 +128,8 @@ pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
 }
 
-/// Reads the entry of a slot.
-pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
+/// Reads the entry of a slot of NIC `nic`.
+pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, Entry)> {
     let base = place(at);
     let phase = Phase::from_number(nic_memory.word32(base).load(Ordering::Acquire))?;
     let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
@@ -143,7 +143,8 @@ pub(crate) fn read(nic_memory: &Region, at: u32) -> Option<(Phase, Entry)> {
         });
         (entry.cid, entry.memory) = (cid, memory);
     }
-    (Cid(entry.cid).slot() == at).then_some((phase, entry))
+    let cid = Cid(entry.cid);
+    (cid.slot() == at && cid.nic() == nic).then_some((phase, entry))
 }
 
 /// Returns session and number of the connection that had the slot of this cid last.
@@ -155,10 +156,12 @@ pub(crate) fn occupant(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u
     Some((parameter(0), parameter(5)))
 }
 
-/// Returns the cid of a slot's next occupant. It is kept in NIC memory, so that no agent uses a cid that another has used.
-pub(crate) fn next_name(nic_memory: &Region, at: u32) -> Cid {
+/// Returns the cid of the next occupant of a slot of NIC `nic`. It is kept in NIC memory, so that no agent uses a cid that another
+/// has used.
+pub(crate) fn next_name(nic_memory: &Region, nic: usize, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
-    if word == 0 { Cid::new(at, 1) } else { Cid(word) }
+    let name = if word == 0 { Cid::new(at, 1) } else { Cid(word) };
+    name.on(nic)
 }
 
 /// Returns the number of slots that ever had a connection; these are the first ones.

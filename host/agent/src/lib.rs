@@ -15,6 +15,7 @@ mod connecting;
 mod connection;
 mod connections;
 mod datagrams;
+mod dealing;
 mod devices;
 mod ending;
 mod flips;

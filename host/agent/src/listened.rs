@@ -8,14 +8,14 @@ use baton_linux::rtnetlink::{self, LinkInfo};
 use baton_moves::Refusal;
 use baton_steering::{LOOPBACK, Path, Steer, listener_flow};
 use baton_wire::Flow;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-/// Endpoints of which the NIC gets the clients' segments.
-pub(crate) type Steered = BTreeSet<SocketAddr>;
+/// Endpoints of which NICs get the clients' segments, each with the NIC's number.
+pub(crate) type Steered = BTreeMap<SocketAddr, u32>;
 
 /// The devices at which a client may send: all by which the kernel accepts packets whose answers it may send by others, and loopback.
-const FROM_ANYWHERE: Path = Path { leaves_by: LOOPBACK, anywhere: true, also_at: [0; baton_steering::FURTHER] };
+const FROM_ANYWHERE: Path = Path { leaves_by: LOOPBACK, anywhere: true, also_at: [0; baton_steering::FURTHER], nic: 0 };
 
 impl Shape {
     /// The largest packet that the NIC's answers to SYNs promise to take, by any device by which clients may reach it.
@@ -32,7 +32,12 @@ impl Shape {
         }
     }
 
-    /// Gives the NIC what a listener's clients send to the endpoints `now`, and no more what they send to the others of `before`.
+    /// Number of the NIC whose clients send to an address of this device.
+    pub fn nic_of(&self, device: u32) -> usize {
+        if let Shape::Beside { devices, .. } = self { devices.nic_of(device) } else { 0 }
+    }
+
+    /// Gives the NICs what a listener's clients send to the endpoints `now`, and no more what they send to the others of `before`.
     pub fn serve(
         &mut self,
         routes: &Netlink,
@@ -45,13 +50,13 @@ impl Shape {
             devices.follow(routes, steering, keeper).map_err(|error| system("tcx", &error))?;
         }
         devices.attach(steering, keeper, LOOPBACK).map_err(|error| system("tcx", &error))?;
-        for gone in before.difference(now) {
-            self.leave_to_kernel(*gone);
+        for gone in before.iter().filter(|(address, nic)| now.get(address) != Some(nic)) {
+            self.leave_to_kernel(*gone.0);
         }
         let Shape::Beside { steering, .. } = self else { return Ok(()) };
-        for address in now {
+        for (address, nic) in now {
             steering
-                .set(&listener_flow((*address).into()), &FROM_ANYWHERE, Steer::Steal)
+                .set(&listener_flow((*address).into()), &Path { nic: *nic, ..FROM_ANYWHERE }, Steer::Steal)
                 .map_err(|error| system("steering", &error))?;
         }
         if now.is_empty() { Ok(()) } else { steering.set_listening(true).map_err(|error| system("steering", &error)) }
@@ -83,7 +88,7 @@ impl Shape {
 
     /// The NIC keeps a connection that it has made, from any device, until its way is known. Its handshake stays in the steering: a
     /// segment that is looked up meanwhile is found in one of the two maps, and the peer's FIN after the connection's end, too.
-    pub fn keep_made(&mut self, flow: &Flow, interface: u32) -> Result<(), Refusal> {
-        self.steer(flow, &Path { leaves_by: interface, ..FROM_ANYWHERE }, Steer::Steal)
+    pub fn keep_made(&mut self, flow: &Flow, interface: u32, nic: usize) -> Result<(), Refusal> {
+        self.steer(flow, &Path { leaves_by: interface, nic: nic as u32, ..FROM_ANYWHERE }, Steer::Steal)
     }
 }

@@ -12,6 +12,7 @@ use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
+use crate::nic::NicProcess;
 use crate::record::{read_image, unpublish};
 use crate::session::Session;
 use crate::way::Way;
@@ -62,9 +63,9 @@ struct Listener {
     /// Slots in which the NIC may make connections.
     granted: Vec<Cid>,
     waiting: VecDeque<Waiting>,
-    /// The NIC serves it.
-    served: bool,
-    /// Beside the kernel: where.
+    /// The NICs that serve it.
+    served: BTreeSet<usize>,
+    /// Where, and by which NIC.
     steered: Steered,
 }
 
@@ -108,7 +109,7 @@ impl Agent {
                     sessions: BTreeSet::new(),
                     granted: Vec::new(),
                     waiting: VecDeque::new(),
-                    served: false,
+                    served: BTreeSet::new(),
                     steered: Steered::new(),
                 };
                 self.listeners.by_id.insert(self.listeners.next, listener);
@@ -150,7 +151,7 @@ impl Agent {
             sessions,
             granted,
             waiting,
-            served: false,
+            served: BTreeSet::new(),
             steered: Steered::new(),
         };
         self.listeners.by_id.insert(id, listener);
@@ -165,39 +166,54 @@ impl Agent {
         self.guards.pass_openings()
     }
 
-    /// Describes a listener to the NIC, and grants it slots.
+    /// Describes a listener to the NICs, each of which serves the addresses of its devices, and grants them slots.
     fn serve_listener(&mut self, id: u32) -> Result<(), Refusal> {
         let mtu = self.shape.mtu_of_listeners(&self.routes)?;
-        let own = rtnetlink::addresses(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
+        let own = rtnetlink::addresses_of_links(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
         let (listening, port) = (&listener.listening, listener.listening.local.port());
-        let addresses: Vec<SocketAddr> =
-            own.into_iter().filter(|address| listening.accepts(*address)).map(|address| SocketAddr::new(address, port)).collect();
-        if addresses.is_empty() {
+        let own = own.into_iter().filter(|(_, address)| listening.accepts(*address));
+        let now: Steered =
+            own.map(|(device, address)| (SocketAddr::new(address, port), self.shape.nic_of(device) as u32)).collect();
+        if now.is_empty() {
             return Err(Refusal::OtherInterface(0));
         }
-        let now: Steered = addresses.iter().copied().collect();
-        let listen = Listen { id, addresses, receive_limit: listener.limits.receive, mtu, ttl: TTL };
-        self.nic.listen(listen).map_err(|_| Refusal::NicGone)?;
+        let receive_limit = listener.limits.receive;
+        for nic in 0..self.nics.len() {
+            let addresses: Vec<SocketAddr> =
+                now.iter().filter(|(_, of)| **of == nic as u32).map(|(address, _)| *address).collect();
+            if addresses.is_empty() {
+                self.stop_serving(id, nic);
+                continue;
+            }
+            let listen = Listen { id, addresses, receive_limit, mtu, ttl: TTL };
+            self.nics[nic].listen(listen).map_err(|_| Refusal::NicGone)?;
+            self.listeners.by_id.entry(id).and_modify(|listener| _ = listener.served.insert(nic));
+        }
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
         self.shape.serve(&self.routes, &self.keeper, &listener.steered, &now)?;
-        (listener.served, listener.steered) = (true, now);
+        listener.steered = now;
         self.grant(id);
         Ok(())
     }
 
-    /// Grants the NIC as many slots as a listener's accept queue has room for.
+    /// Grants each NIC as many slots as a listener's accept queue has room for.
     fn grant(&mut self, id: u32) {
-        let Some(listener) = self.listeners.by_id.get_mut(&id).filter(|listener| listener.served) else { return };
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         // Linux accepts one more than the backlog says.
         let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
-        while listener.granted.len() + listener.waiting.len() < room {
-            let Some(cid) = self.nic.take_slot() else { return };
-            // A record that is there is of an earlier occupant.
-            unpublish(&self.hardware.memory, cid.slot());
-            if self.nic.post(Message::control(Operation::NicControl, Control::Grant, cid, id, 0)).is_err() {
-                return self.nic.give_slot(cid);
+        for at in listener.served.clone() {
+            let nic = &mut self.nics[at];
+            while listener.granted.iter().filter(|cid| cid.nic() == at).count() + listener.waiting.len() < room {
+                let Some(cid) = nic.take_slot() else { break };
+                // A record that is there is of an earlier occupant.
+                unpublish(&self.hardware[at].memory, cid.slot());
+                if nic.post(Message::control(Operation::NicControl, Control::Grant, cid, id, 0)).is_err() {
+                    nic.give_slot(cid);
+                    break;
+                }
+                listener.granted.push(cid);
             }
-            listener.granted.push(cid);
         }
     }
 
@@ -206,25 +222,25 @@ impl Agent {
         for listener in self.listeners.by_id.values_mut() {
             if let Some(at) = listener.granted.iter().position(|granted| *granted == cid) {
                 listener.granted.swap_remove(at);
-                return self.nic.give_slot(cid);
+                return self.nics[cid.nic()].give_slot(cid);
             }
         }
     }
 
     /// Handles the NIC's message that it has made a connection.
     pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
-        let image = read_image(&self.hardware.memory, cid);
+        let image = read_image(&self.hardware[cid.nic()].memory, cid);
         let listener = self.listeners.by_id.get_mut(&id);
         let Some((listener, image)) = listener.zip(image.ok()) else { return self.drop_made(cid) };
         listener.granted.retain(|granted| *granted != cid);
         // An agent that has died may have granted it.
-        self.nic.withhold(cid);
+        self.nics[cid.nic()].withhold(cid);
         // A cookie is accepted once more when the client repeats its first segment after the connection has left the NIC.
         if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
             self.drop_made(cid);
             return self.grant(id);
         }
-        if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface) {
+        if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface, cid.nic()) {
             self.say_now_and_then(&format!("a connection that the NIC has made is dropped: {refusal}"));
             self.drop_made(cid);
             return self.grant(id);
@@ -237,7 +253,7 @@ impl Agent {
 
     /// Drops a connection that the NIC has made: its frames are the kernel's.
     pub(crate) fn drop_made(&mut self, cid: Cid) {
-        self.nic.drop_connection(cid);
+        self.nics[cid.nic()].drop_connection(cid);
     }
 
     /// Drops a connection that no program has accepted.
@@ -349,11 +365,15 @@ impl Agent {
         limits: Limits,
     ) -> Result<(), Refusal> {
         let draining = self.draining;
-        let (mut ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        let (mut ground, entry) = self.split_at(session, number).ok_or(Refusal::NoRoom)?;
         let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
         let connection = entry.connections.get_mut(number as usize).and_then(Option::as_mut).ok_or(Refusal::Ended)?;
         let cid = connection.cid.ok_or(Refusal::NoRoom)?;
-        let way = ground.way_of_made(connection, &image);
+        let mut way = ground.way_of_made(connection, &image);
+        if let Ok(way) = &mut way {
+            // The NIC that has made it, even if its frames leave by another one's device.
+            way.path.nic = cid.nic() as u32;
+        }
         if let Ok(way) = &way {
             ground.shape.steer(&connection.flow, &way.path, Steer::Steal)?;
         }
@@ -411,13 +431,23 @@ impl Agent {
         }
     }
 
-    /// Takes a listener from the NIC: the kernel gets its clients. Connections that have been made can still be accepted.
-    fn withdraw(&mut self, id: u32) {
-        let _ = self.nic.stop_listening(id);
+    /// Makes a NIC serve a listener no longer. Connections that have been made can still be accepted.
+    fn stop_serving(&mut self, id: u32, nic: usize) {
+        if !self.listeners.by_id.get_mut(&id).is_some_and(|listener| listener.served.remove(&nic)) {
+            return;
+        }
+        let _ = self.nics[nic].stop_listening(id);
         self.handle_nic_messages();
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
-        listener.served = false;
-        std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
+        listener.granted.extract_if(.., |cid| cid.nic() == nic).for_each(|cid| self.nics[nic].give_slot(cid));
+    }
+
+    /// Takes a listener from the NICs: the kernel gets its clients. Connections that have been made can still be accepted.
+    fn withdraw(&mut self, id: u32) {
+        for nic in 0..self.nics.len() {
+            self.stop_serving(id, nic);
+        }
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         let steered = std::mem::take(&mut listener.steered);
         if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &steered, &Steered::new()) {
             eprintln!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
@@ -427,7 +457,7 @@ impl Agent {
         }
     }
 
-    /// Takes all listeners from the NIC.
+    /// Takes all listeners from the NICs.
     pub(crate) fn withdraw_all(&mut self) {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             self.withdraw(id);
@@ -445,20 +475,20 @@ impl Agent {
         }
     }
 
-    /// Gives the listeners to the next NIC, before frames flow. Connections that wait to be accepted are held there again.
-    pub(crate) fn listen_again(&mut self) {
-        // Those that a dead agent's NIC served, too: some may be the kernel's now.
-        self.shape.serve_no_more();
+    /// Gives the listeners to the next NIC of this number, before frames flow. Connections that wait to be accepted are held there again.
+    pub(crate) fn listen_again(&mut self, nic: usize) {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
-            let waiting = std::mem::take(&mut listener.waiting);
-            listener.steered.clear();
-            std::mem::take(&mut listener.granted).into_iter().for_each(|cid| self.nic.give_slot(cid));
+            listener.served.remove(&nic);
+            listener.granted.extract_if(.., |cid| cid.nic() == nic).for_each(|cid| self.nics[nic].give_slot(cid));
             let mut held = VecDeque::new();
-            for one in waiting {
+            for one in std::mem::take(&mut listener.waiting) {
                 let command = |control| Message::control(Operation::NicControl, control, one.cid, 0, 0);
+                let next = &mut self.nics[nic];
                 // No frame flows yet. The NIC refuses the handoff of one that it does not hold.
-                if self.nic.post(command(Control::Mirror)).and_then(|()| self.nic.post(command(Control::Steal))).is_ok() {
+                let holds =
+                    |next: &mut NicProcess| next.post(command(Control::Mirror)).and_then(|()| next.post(command(Control::Steal)));
+                if one.cid.nic() != nic || holds(next).is_ok() {
                     held.push_back(one);
                 } else {
                     self.shape.unsteer(&one.image.flow);
@@ -469,6 +499,7 @@ impl Agent {
             }
             if let Err(refusal) = self.serve_listener(id) {
                 eprintln!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
+                self.withdraw(id);
             }
         }
     }

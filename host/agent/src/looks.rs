@@ -5,6 +5,7 @@
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
+use baton_abi::Cid;
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
@@ -150,7 +151,8 @@ impl Agent {
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
         // at all devices.
         let strays = self.looks.passed_by && now.saturating_sub(connection.since) > SETTLING;
-        let idle = connection.is_idle(&self.hardware.memory, now);
+        let nic = connection.cid.map_or(0, Cid::nic);
+        let idle = self.hardware.get(nic).is_some_and(|hardware| connection.is_idle(&hardware.memory, now));
         let Some(on_nic) = connection.running() else { return };
         let mut dropped = on_nic.dropped;
         let verdict = judge(on_nic, &mut dropped, strays, &shown);

@@ -99,14 +99,16 @@ impl Agent {
         let key = (session, number, connection.serial);
         let waits = connection.machine.waits();
         // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
-        let must_recover = connection.machine.barrier() == Some(Barrier::Dead);
+        let must_recover = connection.cid.filter(|_| connection.machine.barrier() == Some(Barrier::Dead)).map(Cid::nic);
         if waits && !std::mem::replace(&mut connection.under_way, true) {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
             self.conclude(session, number, conclusion);
         }
-        if must_recover && let Err(error) = self.recover() {
+        if let Some(nic) = must_recover
+            && let Err(error) = self.recover(nic)
+        {
             // The start is retried at the end of this round.
             eprintln!("baton agent: the next NIC does not start: {error:#}");
         }
@@ -114,7 +116,8 @@ impl Agent {
 
     /// Passes the NIC's answer to the connection that has the slot of this cid.
     pub(crate) fn on_answer(&mut self, cid: Cid, answer: Result<(), Refusal>) {
-        let Some((session, number)) = journal::occupant(&self.hardware.memory, self.settings.nic.slots, cid) else { return };
+        let Some(hardware) = self.hardware.get(cid.nic()) else { return };
+        let Some((session, number)) = journal::occupant(&hardware.memory, self.settings.nic.slots, cid) else { return };
         let of_slot = |connection: &&mut Connection| connection.cid.is_some_and(|its| its.slot() == cid.slot());
         if self.connection(session, number).filter(of_slot).is_some() {
             self.attend(session);
@@ -124,6 +127,12 @@ impl Agent {
 
     pub(crate) fn connection(&mut self, session: u32, number: u32) -> Option<&mut Connection> {
         self.sessions.get_mut(session as usize)?.as_mut()?.connections.get_mut(number as usize)?.as_mut()
+    }
+
+    /// Number of the NIC that has a connection, or is to get it.
+    pub(crate) fn nic_of(&self, session: u32, number: u32) -> Option<usize> {
+        let session = self.sessions.get(session as usize)?.as_ref()?;
+        session.connections.get(number as usize)?.as_ref()?.cid.map(Cid::nic)
     }
 
     pub(crate) fn stage(&self, session: u32, number: u32) -> Option<Stage> {
@@ -296,7 +305,7 @@ impl Agent {
                 return None;
             }
             // Its program may still read what it had received.
-            Some(Stage::Ended) if matches!(then, Then::GiveBack { .. }) => {}
+            Some(Stage::Ended) if !matches!(then, Then::Forget(_)) => {}
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
@@ -311,7 +320,7 @@ impl Agent {
                 return None;
             }
         }
-        Some(self.finish(session, number, then))
+        self.finish(session, number, then)
     }
 
     /// Takes a connection that the NIC is opening from there: the kernel opens it, unless its program has closed it.
@@ -339,11 +348,12 @@ impl Agent {
         }
     }
 
-    /// Does `then`, now that the connection is in the kernel or could not be restored.
-    fn finish(&mut self, session: u32, number: u32, then: Then) -> Reply {
+    /// Does `then`, now that the connection is in the kernel or could not be restored. Returns the answer, or None if it comes later.
+    fn finish(&mut self, session: u32, number: u32, then: Then) -> Option<Reply> {
         match then {
-            Then::Forget(_) => self.finish_forgetting(session, number),
-            Then::GiveBack { reason, until, .. } => self.finish_giving_back(session, number, reason, until),
+            Then::Forget(_) => Some(self.finish_forgetting(session, number)),
+            Then::GiveBack { reason, until, .. } => Some(self.finish_giving_back(session, number, reason, until)),
+            Then::Offload(asker) => self.request_move(session, number, Place::Nic, asker).map(|(reply, _)| reply),
         }
     }
 

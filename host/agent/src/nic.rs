@@ -5,7 +5,6 @@ use crate::host_tcp::{HostTcp, Shared};
 use crate::journal;
 use crate::owned::OwnedNic;
 use crate::session::OpenSession;
-use crate::settings::AgentSettings;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -33,7 +32,7 @@ const GLANCE: u64 = 50;
 /// Commands that an action of a move sends at most.
 const COMMANDS: u64 = 2;
 
-/// The devices and memory that outlive any one NIC process.
+/// The devices and memory of one NIC, which outlive any one NIC process.
 pub(crate) struct Hardware {
     pub host: OwnedFd,
     /// If the NIC has an owner, the connection to that.
@@ -87,6 +86,8 @@ pub(crate) struct NicProcess {
 /// Slots without a connection. The memory of slots that never had one is not touched.
 #[derive(Default)]
 struct FreeSlots {
+    /// Number of their NIC.
+    nic: usize,
     /// Free slots that had a connection, with the cid of their next one.
     names: BTreeMap<u32, Cid>,
     /// The first slot that never had a connection, and the number of slots.
@@ -96,10 +97,10 @@ struct FreeSlots {
 
 impl FreeSlots {
     /// Returns all slots as free, whatever an earlier agent had in them.
-    fn read(memory: &Region, slots: u32) -> FreeSlots {
+    fn read(memory: &Region, nic: usize, slots: u32) -> FreeSlots {
         let fresh = journal::slots_used(memory, slots);
-        let names = (0..fresh).map(|slot| (slot, journal::next_name(memory, slot))).collect();
-        FreeSlots { names, fresh, slots }
+        let names = (0..fresh).map(|slot| (slot, journal::next_name(memory, nic, slot))).collect();
+        FreeSlots { nic, names, fresh, slots }
     }
 
     fn take(&mut self, memory: &Region) -> Option<Cid> {
@@ -111,16 +112,16 @@ impl FreeSlots {
         }
         self.fresh += 1;
         journal::note_slots_used(memory, self.fresh);
-        Some(Cid::new(self.fresh - 1, 1))
+        Some(Cid::new(self.fresh - 1, 1).on(self.nic))
     }
 }
 
 /// Starts a NIC process as a child, and returns it and its control connection.
-fn start_child(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<(Child, Channel)> {
+fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<(Child, Channel)> {
     let (ours, theirs) = Channel::pair()?;
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("nic-process");
-    baton_protocol::send_settings(&ours, &settings.nic)?;
+    baton_protocol::send_settings(&ours, settings)?;
     let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
     let mut descriptors = vec![
         hardware.host.as_fd(),
@@ -142,11 +143,11 @@ fn start_child(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> 
 
 impl NicProcess {
     /// Starts a NIC on the hardware and waits until it is ready.
-    pub fn start(hardware: &Hardware, shape: &Shape, settings: &AgentSettings) -> Result<NicProcess> {
+    pub fn start(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<NicProcess> {
         // Commands that the last NIC left unread were meant for that NIC only.
         Consumer::new(hardware.memory.ring(nic::COMMANDS)).skip_all();
-        let (process, ours) = match settings.nic.owned {
-            true => OwnedNic::start(hardware, &settings.nic).map(|(nic, ours)| (Process::Owned(nic), ours))?,
+        let (process, ours) = match settings.owned {
+            true => OwnedNic::start(hardware, settings).map(|(nic, ours)| (Process::Owned(nic), ours))?,
             false => start_child(hardware, shape, settings).map(|(child, ours)| (Process::Child(child), ours))?,
         };
         let (own_addresses, between_probes) = match ours.receive::<ToAgent>() {
@@ -159,7 +160,7 @@ impl NicProcess {
             Ok((other, _)) => bail!("the NIC process says {other:?} instead of being ready"),
             Err(error) => bail!("the NIC process did not start ({error})"),
         }
-        let slots = settings.nic.slots as u32;
+        let slots = settings.slots as u32;
         Ok(NicProcess {
             process,
             channel: ours,
@@ -167,18 +168,28 @@ impl NicProcess {
             events: Consumer::new(hardware.memory.ring(nic::EVENTS)),
             memory: hardware.memory.clone(),
             bell: hardware.nic_bell.try_clone()?,
-            settings: settings.nic.clone(),
+            settings: settings.clone(),
             host_tcp: None,
             inbox: Inbox::default(),
             dropping: BTreeMap::new(),
             detaching: VecDeque::new(),
             detached: Vec::new(),
             room: slots,
-            free: FreeSlots::read(&hardware.memory, slots),
+            free: FreeSlots::read(&hardware.memory, settings.number, slots),
             ended: false,
             own_addresses,
             between_probes,
         })
+    }
+
+    /// The settings with which it runs.
+    pub fn settings(&self) -> &NicSettings {
+        &self.settings
+    }
+
+    /// Its number among the agent's NICs.
+    pub fn number(&self) -> usize {
+        self.settings.number
     }
 
     pub fn process(&self) -> u32 {
@@ -320,7 +331,10 @@ impl NicProcess {
     pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
         self.send(&ToNic::Offloads(Box::new(*offloads)), &[])?;
         match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Set => Ok(()),
+            ToAgent::Set => {
+                self.settings.offloads = *offloads;
+                Ok(())
+            }
             other => bail!("the NIC did not change its offloads: {other:?}"),
         }
     }
@@ -339,7 +353,10 @@ impl NicProcess {
         // The program can write this word, too, and harms only itself.
         let next = starts.load(Ordering::Acquire).wrapping_add(1);
         let messages = opening.messages.clone().map(|messages| (messages, next));
-        self.send(&ToNic::Attach { session, messages }, &[memory, open.bell.as_fd()])?;
+        let further = self.number().checked_sub(1).map(|at| open.further.get(at).context("the session has no doorbell for it"));
+        let further = further.transpose()?.map(AsFd::as_fd);
+        let descriptors: Vec<BorrowedFd<'_>> = [memory, open.bell.as_fd()].into_iter().chain(further).collect();
+        self.send(&ToNic::Attach { session, messages }, &descriptors)?;
         match self.channel.receive::<ToAgent>()?.0 {
             ToAgent::Attached if opening.messages.is_none() => {
                 if opening.fast_path

@@ -14,50 +14,57 @@ use std::collections::HashSet;
 const MOST_STALE_FRAMES: usize = 8192;
 
 impl Agent {
-    /// Whether the NIC process has died.
-    pub(crate) fn nic_is_dead(&mut self) -> bool {
-        self.nic.is_dead()
+    /// Recovers from the death of each NIC that has died.
+    pub(crate) fn recover_from_deaths(&mut self) -> anyhow::Result<()> {
+        for nic in 0..self.nics.len() {
+            if self.nics[nic].is_dead() {
+                self.recover(nic)?;
+            }
+        }
+        Ok(())
     }
 
-    /// Starts the next NIC, so that other traffic flows again, and restores the last one's connections to the kernel. Until then
+    /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's connections to the kernel. Until then
     /// their shells neither receive nor send, so no peer gets segments that the connection itself did not send. A connection
-    /// whose program does not leave an operation is waited for by itself, without delaying the others.
-    pub(crate) fn recover(&mut self) -> anyhow::Result<()> {
-        self.nic.end();
-        self.drive_all(&Event::NicDied);
+    /// whose program does not leave an operation is waited for by itself, without delaying the others. The connections of other
+    /// NICs go on.
+    pub(crate) fn recover(&mut self, nic: usize) -> anyhow::Result<()> {
+        self.nics[nic].end();
+        self.drive_all(nic, &Event::NicDied);
         for session in self.sessions.iter().flatten() {
             if let Some(open) = &session.open {
-                open.forget_commands();
+                open.forget_commands(nic);
             }
         }
         // Connections that it has made may be in the ring still.
         self.handle_nic_messages();
-        self.open_all_in_kernel();
-        self.start_next_nic()?;
-        self.drive_all(&Event::NicStarted);
-        self.await_answers(|_| true);
-        self.listen_again();
+        self.open_in_kernel_instead_of(nic);
+        self.start_next_nic(nic)?;
+        self.drive_all(nic, &Event::NicStarted);
+        self.await_answers(nic, |_| true);
+        self.listen_again(nic);
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
             eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }
         self.give_addresses_to_nic();
-        self.nic.let_frames_flow()?;
-        self.fetch_what_was_on_the_nic();
-        self.drive_all(&Event::FramesFlow);
+        self.nics[nic].let_frames_flow()?;
+        self.fetch_what_was_on(Some(nic));
+        self.drive_all(nic, &Event::FramesFlow);
         // Their programs stand still until then.
-        self.await_answers(|connection| connection.attached);
+        self.await_answers(nic, |connection| connection.attached);
         self.clear_attended();
-        self.return_what_was_lent();
+        self.return_what_was_lent(Some(nic));
         Ok(())
     }
 
-    /// Waits until the next NIC has answered its commands about those connections for which `of` is true. This is part of its start:
-    /// before frames flow it has to hold those of the connections that the last one had.
-    fn await_answers(&mut self, of: impl Fn(&Connection) -> bool) {
+    /// Waits until the next NIC of this number has answered its commands about those connections for which `of` is true. This is part
+    /// of its start: before frames flow it has to hold those of the connections that the last one had.
+    fn await_answers(&mut self, nic: usize, of: impl Fn(&Connection) -> bool) {
         for (session, number) in self.all_connections() {
-            let due = |connection: &&mut Connection| of(connection) && connection.machine.awaits().is_some();
-            while self.connection(session, number).filter(due).is_some() && !self.nic.is_dead() {
+            let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
+            let due = |connection: &&mut Connection| its(connection) && of(connection) && connection.machine.awaits().is_some();
+            while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
                 self.handle_nic_messages();
                 self.drive(session, number, Event::Tick);
                 std::thread::yield_now();
@@ -65,10 +72,11 @@ impl Agent {
         }
     }
 
-    /// Passes an event to all connections that are on the NIC, or on their way there.
-    fn drive_all(&mut self, event: &Event) {
+    /// Passes an event to all connections that are on a NIC, or on their way there.
+    fn drive_all(&mut self, nic: usize, event: &Event) {
         for (session, number) in self.all_connections() {
-            if matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading)) {
+            let moves = matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading));
+            if moves && self.nic_of(session, number) == Some(nic) {
                 self.attend(session);
                 self.drive(session, number, event.clone());
             }
@@ -84,14 +92,15 @@ impl Agent {
             return Ok(());
         }
         // Order of the card's descriptors: its registers, then the host's and the wire's queues in turn.
-        let further = self.hardware.card.iter().skip(1).step_by(2);
+        let hardware = &self.hardware[0];
+        let further = hardware.card.iter().skip(1).step_by(2);
         // With an owner the wire is not this host's: what was sent while there was no NIC is lost, as on a wire that was unplugged.
-        let wire = (!self.settings.nic.owned).then(|| self.hardware.wire.try_clone()).transpose()?;
+        let wire = (!self.settings.nic.owned).then(|| hardware.wire.try_clone()).transpose()?;
         let mut wire = wire.map(|wire| VnetDevice::new(wire, false));
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
         let ours: HashSet<Flow> = connections.map(|connection| connection.flow).collect();
         let mut frame = Frame::with_capacity(MAX_FRAME);
-        for queue in further.chain([&self.hardware.host]) {
+        for queue in further.chain([&hardware.host]) {
             let mut kernel = VnetDevice::new(queue.try_clone()?, false);
             for _ in 0..MOST_STALE_FRAMES {
                 if !kernel.receive(&mut frame) {

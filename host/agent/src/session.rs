@@ -28,6 +28,9 @@ pub(crate) struct Session {
     pub connections: Connections,
     /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
     pub ends: bool,
+    /// When it ends: the NICs that have been asked to forget it, and those that have, a bit each.
+    pub asked_to_forget: u8,
+    pub forgotten: u8,
 }
 
 /// Reason for ending a session whose program does not read its answers.
@@ -62,6 +65,8 @@ impl Session {
             open: None,
             connections: Connections::default(),
             ends: false,
+            asked_to_forget: 0,
+            forgotten: 0,
         })
     }
 }
@@ -79,8 +84,10 @@ pub(crate) struct Host {
 
 pub(crate) struct OpenSession {
     pub memory: Arc<Region>,
-    /// The NIC's and this agent's end of the doorbells: ringing it wakes the program.
+    /// The first NIC's and this agent's end of the doorbells: ringing it wakes the program.
     pub bell: SessionBell,
+    /// The ends by which the program wakes the further NICs.
+    pub further: Vec<SessionBell>,
     pub heap: Heap,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
     pub socket: Option<OwnedFd>,
@@ -91,16 +98,29 @@ pub(crate) struct OpenSession {
 }
 
 impl OpenSession {
-    /// Makes a session with new memory. Returns the program's end of its doorbells as well.
-    pub fn new(bytes: usize) -> io::Result<(OpenSession, SessionBell)> {
-        let (ours, theirs) = SessionBell::pair()?;
-        Ok((Self::with_memory(Arc::new(Region::create("baton-session", bytes)?), ours), theirs))
+    /// Makes a session with new memory for this many NICs. Returns the program's ends of its doorbells as well.
+    pub fn new(bytes: usize, nics: usize) -> io::Result<(OpenSession, Vec<SessionBell>)> {
+        let (ours, first) = SessionBell::pair()?;
+        let (mut theirs, mut further) = (vec![first], Vec::new());
+        for _ in 1..nics {
+            let (our, their) = SessionBell::pair()?;
+            further.push(our);
+            theirs.push(their);
+        }
+        let memory = Arc::new(Region::create("baton-session", bytes)?);
+        Ok((OpenSession { further, ..Self::with_memory(memory, ours) }, theirs))
     }
 
-    /// Makes a session from memory that exists already.
+    /// Makes a session for one NIC from memory that exists already.
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
         let heap = Heap::new(at::HEAP, at::heap_end(memory.len()));
-        OpenSession { heap, memory, bell, socket: None, hosts: BTreeMap::new(), ended: BTreeMap::new() }
+        let further = Vec::new();
+        OpenSession { heap, memory, bell, further, socket: None, hosts: BTreeMap::new(), ended: BTreeMap::new() }
+    }
+
+    /// The NICs that serve it, a bit each.
+    pub fn nics(&self) -> u8 {
+        (1 << (1 + self.further.len())) - 1
     }
 
     /// Notifies the program that a connection has moved, or that any may have ([`at::ANY`]).
@@ -118,7 +138,7 @@ impl OpenSession {
     }
 
     /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as well.
-    pub fn forget_commands(&self) {
-        Consumer::new(self.memory.ring(at::COMMANDS)).skip_all();
+    pub fn forget_commands(&self, nic: usize) {
+        Consumer::new(self.memory.ring(at::area(nic) + at::COMMANDS)).skip_all();
     }
 }

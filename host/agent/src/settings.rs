@@ -6,6 +6,10 @@ use baton_protocol::nic::NicSettings;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
+fn one() -> usize {
+    1
+}
+
 /// Settings of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AgentSettings {
@@ -27,6 +31,24 @@ pub struct AgentSettings {
     /// For tests: which process dies after which step of a move.
     #[serde(default)]
     pub crash: Option<Crash>,
-    /// The NIC's settings.
+    /// The settings of the NIC; of each of them if there are several.
     pub nic: NicSettings,
+    /// Number of NICs, 1 to `baton_abi::layout::nic::MAX_NICS`. More than one are beside the kernel.
+    #[serde(default = "one")]
+    pub nics: usize,
+    /// Names of devices that are dealt to the NICs in this order; all others go to the NIC with the fewest.
+    #[serde(default)]
+    pub devices: Vec<String>,
+}
+
+impl AgentSettings {
+    /// The settings of the NIC with this number: its workers have cores of their own, as far as there are enough.
+    pub(crate) fn of_nic(&self, number: usize) -> NicSettings {
+        let workers = self.nic.workers;
+        let cores = match self.nics {
+            1 => self.nic.cores.clone(),
+            _ => self.nic.cores.iter().skip(number * workers).take(workers).copied().collect(),
+        };
+        NicSettings { number, cores, ..self.nic.clone() }
+    }
 }

@@ -165,12 +165,12 @@ impl Ground<'_> {
         if link.is_ok_and(|link| link.up && link.kind == rtnetlink::ETHERNET) { wanted } else { before }
     }
 
-    /// Returns the devices at which a connection's frames are received, beside the kernel; inline the wire is the only one.
+    /// Returns the devices at which a connection's frames are received, beside the kernel, and by which NIC; inline there is one of
+    /// each.
     fn path_of(&mut self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
-        if matches!(self.shape, Shape::Inline { .. }) {
-            return Ok(path);
-        }
+        let Shape::Beside { devices, .. } = &self.shape else { return Ok(path) };
+        path.nic = connection.asked_nic.unwrap_or(devices.nic_of(interface.index) as u32);
         path.leaves_by = interface.index;
         path.anywhere = routing.device == 0;
         // A strict reverse path filter accepts packets by each of several equal-cost paths.
@@ -204,6 +204,9 @@ impl Ground<'_> {
                     devices.follow(self.routes, steering, self.keeper).map_err(|error| system("tcx", &error))?;
                 }
                 devices.attach(steering, self.keeper, index).map_err(|error| system("tcx", &error))?;
+                if devices.is_undealt(&info) {
+                    devices.deal(self.routes).map_err(|error| system("RTM_GETLINK", &error))?;
+                }
                 Ok(info)
             }
         }

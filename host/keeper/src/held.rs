@@ -44,10 +44,12 @@ impl Held {
     pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
         match kept {
             Kept::Ready => {}
-            Kept::Offloads(_) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
-                // There is one current setting of the offloads, and one request to end; the others accumulate.
-                let set =
-                    |held: &Kept| matches!((&kept, held), (Kept::Offloads(_), Kept::Offloads(_)) | (Kept::Ending, Kept::Ending));
+            Kept::Offloads(..) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
+                // There is one current setting of each NIC's offloads, and one request to end; the others accumulate.
+                let set = |held: &Kept| match (&kept, held) {
+                    (Kept::Offloads(nic, _), Kept::Offloads(other, _)) => nic == other,
+                    (new, held) => *new == Kept::Ending && *held == Kept::Ending,
+                };
                 self.common.retain(|(held, _)| !set(held));
                 self.common.push((kept, descriptors));
             }
@@ -176,13 +178,14 @@ mod tests {
     fn offloads_are_held_once() {
         let mut all = Held::default();
         for _ in 0..3 {
-            all.note(Kept::Offloads(Box::default()), Vec::new());
+            all.note(Kept::Offloads(0, Box::default()), Vec::new());
+            all.note(Kept::Offloads(1, Box::default()), Vec::new());
             all.note(Kept::Device(1), Vec::new());
         }
-        assert_eq!(held(&all).iter().filter(|kept| matches!(kept, Kept::Offloads(_))).count(), 1);
-        assert_eq!(held(&all).len(), 4);
+        assert_eq!(held(&all).iter().filter(|kept| matches!(kept, Kept::Offloads(..))).count(), 2);
+        assert_eq!(held(&all).len(), 5);
         all.note(Kept::DeviceGone(2), Vec::new());
         all.note(Kept::DeviceGone(1), Vec::new());
-        assert_eq!(held(&all).len(), 1);
+        assert_eq!(held(&all).len(), 2);
     }
 }

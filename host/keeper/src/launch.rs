@@ -6,6 +6,7 @@ use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::{packet_ring, process, rtnetlink};
 use baton_steering::Steering;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
@@ -24,35 +25,29 @@ pub struct Devices {
     pub card: Vec<OwnedFd>,
 }
 
-/// Descriptors that a NIC beside the kernel needs.
+/// Descriptors that NICs beside the kernel need.
 #[derive(Debug)]
 pub struct BesideDevices {
     injector: OwnedFd,
     injector_link: OwnedFd,
     steering: Steering,
+    /// The two packet sockets of each NIC but the first.
+    further: Vec<[OwnedFd; 2]>,
 }
 
 /// Sessions for messages that there is room for in the steering, besides the connections.
 const MESSAGE_SESSIONS: u32 = 1024;
 
 impl Devices {
-    /// Makes those of a NIC beside the kernel, for this many connections, in the calling thread's network namespace.
+    /// Makes those of `nics` NICs beside the kernel, for this many connections each, in the calling thread's network namespace.
     ///
     /// # Errors
     /// With what is missing, and what to do about it.
-    pub fn beside(connections: usize) -> Result<Devices> {
-        let steering = Steering::new(connections as u32 + MESSAGE_SESSIONS)?;
-        let host = interface::open_deaf_packet_socket(false, |fd| {
-            baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            set_up_rings(fd, false);
-            steering.filter_outgoing(fd)
-        });
-        let host = host.context("packet socket")?;
-        let wire = interface::open_deaf_packet_socket(true, |fd| {
-            baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
-            set_up_rings(fd, true);
-            steering.filter_incoming(fd)
-        });
+    pub fn beside(connections: usize, nics: usize) -> Result<Devices> {
+        let steering = Steering::new((connections * nics) as u32 + MESSAGE_SESSIONS)?;
+        let sockets = |nic: usize| packet_sockets(&steering, (nics > 1).then_some(nic as u32)).context("packet socket");
+        let [host, wire] = sockets(0)?;
+        let further = (1..nics).map(sockets).collect::<Result<Vec<_>>>()?;
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;
         let name = interface::tap_name(injector.as_fd())?;
         // The host's own packets are not to be sent through it.
@@ -61,9 +56,24 @@ impl Devices {
         let index = rtnetlink::link(&routes, &name)?.index;
         let injector_link = steering.make_injector(index)?;
         rtnetlink::set_up(&routes, index, None, None)?;
-        let beside = BesideDevices { injector, injector_link, steering };
-        Ok(Devices { host, wire: wire.context("packet socket")?, beside: Some(beside), card: Vec::new() })
+        let beside = BesideDevices { injector, injector_link, steering, further };
+        Ok(Devices { host, wire, beside: Some(beside), card: Vec::new() })
     }
+}
+
+/// The two packet sockets of a NIC: for what the kernel sends, and for the wire. They receive what is steered to this NIC, or to any.
+fn packet_sockets(steering: &Steering, nic: Option<u32>) -> io::Result<[OwnedFd; 2]> {
+    let host = interface::open_deaf_packet_socket(false, |fd| {
+        baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+        set_up_rings(fd, false);
+        steering.filter_outgoing(fd, nic)
+    });
+    let wire = interface::open_deaf_packet_socket(true, |fd| {
+        baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
+        set_up_rings(fd, true);
+        steering.filter_incoming(fd, nic)
+    });
+    Ok([host?, wire?])
 }
 
 const SO_MARK: i32 = 36;
@@ -93,6 +103,7 @@ pub fn launch(
     if let Some(beside) = &devices.beside {
         descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);
         descriptors.extend(beside.steering.fds());
+        descriptors.extend(beside.further.iter().flatten().map(AsFd::as_fd));
     }
     descriptors.extend(devices.card.iter().map(AsFd::as_fd));
     descriptors.extend(process);

@@ -37,8 +37,8 @@ pub enum Descriptor {
     Parent = 5,
 }
 
-/// First number of the further descriptors. For a NIC beside the kernel: the injector, the link of its program, the steering;
-/// for one with several queues: the card's. Last, for a keeper that lingers: a pidfd of the process whose end it waits for.
+/// First number of the further descriptors. For NICs beside the kernel: the injector, the link of its program, the steering, and for
+/// each NIC but the first its two packet sockets; for one with several queues: the card's. Last, for a keeper that lingers: a pidfd of the process whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
 /// Runs a keeper until its parent has ended.
@@ -55,7 +55,7 @@ pub fn run() -> Result<()> {
         .context("receiving the settings, which the process that starts a keeper sends")?;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
-    let beside = if settings.nic.beside { Some(Beside::inherit(&mut next)?) } else { None };
+    let beside = if settings.nic.beside { Some(Beside::inherit(settings, &mut next)?) } else { None };
     let card = (0..settings.nic.card_descriptors()).map(|_| next()).collect::<Result<Vec<OwnedFd>>>()?;
     let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
@@ -74,9 +74,7 @@ pub fn run() -> Result<()> {
         let region = memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![host.as_fd(), wire.as_fd(), region, nic_bell.as_fd(), agent_bell.as_fd(), theirs.as_fd()];
         if let Some(beside) = &beside {
-            descriptors.push(beside.injector.as_fd());
-            descriptors.extend(beside.steering.iter().map(AsFd::as_fd));
-            descriptors.push(beside.injector_link.as_fd());
+            descriptors.extend(beside.descriptors()?);
         }
         descriptors.extend(card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, false);
@@ -104,8 +102,11 @@ pub fn run() -> Result<()> {
             Withhold::Everything => {
                 eprintln!("baton keeper: agents still die before they are ready; all sessions are dropped");
                 held.drop_sessions();
-                for slot in 0..settings.nic.slots as u32 {
-                    memory.word32(nic::slot(slot) + slot::JOURNAL).store(0, Ordering::Release);
+                let further = beside.iter().flat_map(|beside| &beside.further).map(|nic| &nic.memory);
+                for memory in [&memory].into_iter().chain(further) {
+                    for slot in 0..settings.nic.slots as u32 {
+                        memory.word32(nic::slot(slot) + slot::JOURNAL).store(0, Ordering::Release);
+                    }
                 }
             }
             Withhold::GiveUp => bail!("agents still die before they are ready; see their messages above"),
@@ -117,17 +118,46 @@ pub fn run() -> Result<()> {
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 
-/// Descriptors that a NIC beside the kernel needs.
+/// What NICs beside the kernel need.
 struct Beside {
     injector: OwnedFd,
     /// The program is attached as long as this is open.
     injector_link: OwnedFd,
     steering: [OwnedFd; baton_steering::DESCRIPTORS],
+    /// Of each NIC but the first.
+    further: Vec<FurtherNic>,
+}
+
+/// What a NIC has for itself.
+struct FurtherNic {
+    host: OwnedFd,
+    wire: OwnedFd,
+    memory: Region,
+    bell: Doorbell,
 }
 
 impl Beside {
-    fn inherit(next: &mut impl FnMut() -> Result<OwnedFd>) -> Result<Beside> {
-        Ok(Beside { injector: next()?, injector_link: next()?, steering: [next()?, next()?, next()?, next()?, next()?, next()?] })
+    fn inherit(settings: &AgentSettings, next: &mut impl FnMut() -> Result<OwnedFd>) -> Result<Beside> {
+        let (injector, injector_link) = (next()?, next()?);
+        let steering = [next()?, next()?, next()?, next()?, next()?, next()?];
+        let mut further = Vec::new();
+        for _ in 1..settings.nics {
+            let memory = Region::create("baton-nic", nic::bytes(settings.nic.slots)).context("NIC memory")?;
+            further.push(FurtherNic { host: next()?, wire: next()?, memory, bell: Doorbell::new()? });
+        }
+        Ok(Beside { injector, injector_link, steering, further })
+    }
+
+    /// The agent's descriptors, in the order in which it takes them.
+    fn descriptors(&self) -> Result<Vec<BorrowedFd<'_>>> {
+        let mut all = vec![self.injector.as_fd()];
+        all.extend(self.steering.iter().map(AsFd::as_fd));
+        all.push(self.injector_link.as_fd());
+        for nic in &self.further {
+            let memory = nic.memory.fd().context("NIC memory is shared memory")?;
+            all.extend([nic.host.as_fd(), nic.wire.as_fd(), memory, nic.bell.as_fd()]);
+        }
+        Ok(all)
     }
 }
 

@@ -112,6 +112,9 @@ pub enum Refusal {
     /// This host translates its addresses (NAT).
     #[error("this host translates its addresses (NAT)")]
     Translated,
+    /// Its route leads to another NIC than when its move began.
+    #[error("its route leads to another NIC now; try again")]
+    AnotherNic,
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
@@ -156,7 +159,7 @@ impl Refusal {
     /// Whether trying again a moment later may work without anybody changing anything.
     pub fn is_transient(&self) -> bool {
         use Refusal::*;
-        matches!(self, OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoRoom | NicGone)
+        matches!(self, OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoRoom | NicGone | AnotherNic)
     }
 
     /// Whether the kernel could not send the connection's segments either.
@@ -187,7 +190,7 @@ mod tests {
     /// A transient refusal says "try again", or names a cause that passes.
     #[test]
     fn what_asks_to_try_again_is_transient() {
-        for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged] {
+        for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged, Refusal::AnotherNic] {
             assert!(refusal.is_transient() && refusal.to_string().ends_with("try again"), "{refusal}");
         }
         for refusal in [Refusal::Mptcp, Refusal::Unproved, Refusal::CalledOff, Refusal::Ended, Refusal::NoRoute] {

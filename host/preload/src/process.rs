@@ -3,7 +3,7 @@
 use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
-use baton_client::{Listener, Shared};
+use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_protocol::program::Opening;
 use libc::c_int;
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ pub(crate) struct Plan {
 /// A session. It is never freed while this process lives, only abandoned by a fork.
 pub(crate) struct Session {
     pub shared: Shared,
-    pub fds: [c_int; 3],
+    pub fds: [c_int; DESCRIPTORS],
     /// Sockets by connection number.
     by_number: Mutex<Vec<Option<&'static Tcp>>>,
 }
@@ -208,7 +208,7 @@ pub(crate) fn is_mine() -> bool {
 
 /// Whether a descriptor is this library's own.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
+    fd >= 0 && session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
         || crate::wait::is_ours(fd)
         || crate::listening::is_ours(fd)
         || crate::udp::is_ours(fd)
@@ -325,7 +325,7 @@ extern "C" fn child_after_fork() {
         SESSION.store(std::ptr::null_mut(), Ordering::Release);
         LEFT.store(std::ptr::null_mut(), Ordering::Release);
         CLOSED.store(false, Ordering::Release);
-        for fd in left.fds {
+        for fd in left.fds.into_iter().filter(|fd| *fd >= 0) {
             // SAFETY: this copy of the descriptor is the child's own.
             unsafe { real::close(fd) };
         }

@@ -84,6 +84,8 @@ pub struct Path {
     pub anywhere: bool,
     /// They are also received at these devices; 0 for none.
     pub also_at: [u32; FURTHER],
+    /// Number of the NIC that receives them.
+    pub nic: u32,
 }
 
 /// Families for which the kernel accepts a connection's packets at a device by which its own do not leave.
@@ -165,21 +167,23 @@ impl Steering {
         bpf::attach_to_device(program.as_fd(), interface, bpf::Hook::Ingress)
     }
 
-    /// Sets a packet socket's filter, so that it receives what comes in for the NIC's connections, and all ICMP.
+    /// Sets a packet socket's filter, so that it receives what comes in for a NIC's connections, and all ICMP. None: for all
+    /// connections, where there is one NIC.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn filter_incoming(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let program = programs::incoming(programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.listening]));
+    pub fn filter_incoming(&self, socket: BorrowedFd<'_>, nic: Option<u32>) -> io::Result<()> {
+        let maps = programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.listening]);
+        let program = programs::incoming(maps, nic);
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
-    /// Sets a packet socket's filter, so that it receives what the kernel sends for connections that are being mirrored.
+    /// Sets a packet socket's filter, so that it receives what the kernel sends for a NIC's connections that are being mirrored.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn filter_outgoing(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd()))?, socket)
+    pub fn filter_outgoing(&self, socket: BorrowedFd<'_>, nic: Option<u32>) -> io::Result<()> {
+        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd(), nic))?, socket)
     }
 
     /// Sets what happens to a connection's frames.
@@ -189,6 +193,7 @@ impl Steering {
     pub fn set(&self, flow: &Flow, path: &Path, steer: Steer) -> io::Result<()> {
         let family = if flow.is_v4() { V4 } else { V6 };
         let words = [steer as u32, path.leaves_by, if path.anywhere { family } else { 0 }].into_iter().chain(path.also_at);
+        let words = words.chain([path.nic]);
         let mut value = [0u8; programs::VALUE_BYTES];
         for (bytes, word) in value.chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_ne_bytes());
@@ -288,8 +293,10 @@ mod tests {
         let steering = Steering::new(8).unwrap();
         let (flows, devices) = (steering.flows.as_fd(), steering.devices.as_fd());
         let maps = programs::Maps::of([&steering.flows, &steering.devices, &steering.handshakes, &steering.listening]);
-        for way in [programs::incoming(maps), programs::outgoing(flows)] {
-            bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
+        for nic in [None, Some(1)] {
+            for way in [programs::incoming(maps, nic), programs::outgoing(flows, nic)] {
+                bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
+            }
         }
         bpf::load(bpf::ProgramKind::Device, &programs::inject(devices)).unwrap();
         let flow = Flow { local: Endpoint::v4([127, 0, 0, 1], 1), remote: Endpoint::v4([127, 0, 0, 1], 2) };

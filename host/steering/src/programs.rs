@@ -32,8 +32,8 @@ impl<'a> Maps<'a> {
 pub(crate) const KEY_BYTES: usize = 36;
 
 /// Bytes of its value: the state; the device by which the connection's frames leave; the bit of the connection's family, if it
-/// is received at the devices of the map of devices, too; and further devices at which it is received in any case.
-pub(crate) const VALUE_BYTES: usize = 12 + 4 * FURTHER;
+/// is received at the devices of the map of devices, too; further devices at which it is received in any case; the NIC's number.
+pub(crate) const VALUE_BYTES: usize = 16 + 4 * FURTHER;
 /// Bytes of a value of the map of devices: families, then the device's address.
 pub(crate) const DEVICE_BYTES: usize = 12;
 const DEVICE_ADDRESS: i32 = 4;
@@ -41,6 +41,7 @@ const DEVICE_ADDRESS: i32 = 4;
 const LEAVES_BY: i16 = 4;
 const ANYWHERE: i16 = 8;
 const ALSO_AT: i16 = 12;
+const NIC: i16 = ALSO_AT + 4 * FURTHER as i16;
 
 /// Stack offsets.
 const KEY: i16 = -40;
@@ -267,6 +268,13 @@ fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
     a.jump_if(R::R1, 0, "unknown").label("here");
 }
 
+/// Jumps to `unknown` unless the flow is that NIC's. Where there is one NIC, all flows are.
+fn is_of(a: &mut Assembler, nic: Option<u32>) {
+    if let Some(nic) = nic {
+        a.load(Size::Word, R::R1, R::R0, NIC).jump_unless(R::R1, nic as i32, "unknown");
+    }
+}
+
 /// Index that no device has.
 const NOWHERE: i32 = i32::MAX;
 
@@ -308,15 +316,16 @@ pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// Filter of the NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
+/// Filter of a NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
 /// that is injected, and no aggregates, whose segments it has received. The kernel gets the fragments, too: only a whole datagram
 /// shows whose it is, and a shell drops what it receives.
-pub(crate) fn incoming(maps: Maps<'_>) -> Vec<u8> {
+pub(crate) fn incoming(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "unknown");
     a.jump_if(R::R2, AGGREGATED as i32, "unknown");
     find(&mut a, Way::Incoming, maps.flows, Some((Opens::Sought, maps)));
+    is_of(&mut a, nic);
     comes_here(&mut a, maps.devices);
     a.label("whole").set(R::R0, -1).exit();
     a.label("other").jump_if(R::R7, ICMP, "icmp").jump_if(R::R7, ICMPV6, "icmp").jump_if(R::R7, FRAGMENT, "icmp");
@@ -325,11 +334,12 @@ pub(crate) fn incoming(maps: Maps<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// Filter of the NIC's second packet socket: what the kernel sends for connections that are being mirrored.
-pub(crate) fn outgoing(flows: BorrowedFd<'_>) -> Vec<u8> {
+/// Filter of a NIC's second packet socket: what the kernel sends for connections that are being mirrored.
+pub(crate) fn outgoing(flows: BorrowedFd<'_>, nic: Option<u32>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
     find(&mut a, Way::Outgoing, flows, None);
+    is_of(&mut a, nic);
     leaves_here(&mut a);
     a.jump_unless(R::R7, Steer::Mirror as i32, "unknown").set(R::R0, -1).exit();
     a.label("unknown").label("other").set(R::R0, 0).exit();

@@ -45,6 +45,8 @@ pub mod nic {
     pub const ADDRESSES: usize = counters(MAX_WORKERS);
     /// Number of entries.
     pub const MOST_ADDRESSES: usize = 16;
+    /// Largest number of NICs that one agent has; each has NIC memory of its own.
+    pub const MAX_NICS: usize = 4;
     /// Ring of commands from the agent to the NIC.
     pub const COMMANDS: usize = 8192;
     /// Ring of messages from the NIC to the agent.
@@ -183,15 +185,19 @@ pub const PAIRS: usize = 16;
 pub const POSTS: usize = 4;
 
 /// Session memory.
+///
+/// It begins with an area for each NIC that may serve the session ([`area`]): a page of words and two rings. The words that are not a
+/// NIC's own are in the first area only.
 pub mod session {
     use super::RING_BYTES;
+    use super::nic::MAX_NICS;
 
-    /// 4-byte word: nonzero while the NIC sleeps and wants its doorbell rung.
+    /// 4-byte word of a NIC's area: nonzero while the NIC sleeps and wants its doorbell rung.
     pub const NIC_SLEEPING: usize = 0;
-    /// 4-byte word: nonzero while the NIC sends what the program has given it, and does not look at its messages.
+    /// 4-byte word of a NIC's area: nonzero while the NIC sends what the program has given it, and does not look at its messages.
     pub const NIC_SENDING: usize = 4;
-    /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether the NIC has rung its doorbell since the
-    /// program last looked at its ring. Nonzero without that bit: the NIC must ring.
+    /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether a NIC has rung its doorbell since the
+    /// program last looked at its rings. Nonzero without that bit: a NIC must ring.
     pub const PROGRAM_SLEEPING: usize = 64;
     /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections' owners
     /// again.
@@ -214,12 +220,14 @@ pub mod session {
     pub const PACKETS_WORDS: usize = 4;
     /// Behind them: messages that the NIC knows.
     pub const MESSAGES: usize = PACKETS + 8 * PACKETS_WORDS;
-    /// Ring of commands from the program to the NIC.
+    /// In a NIC's area: ring of commands from the program to the NIC.
     pub const COMMANDS: usize = 4096;
-    /// Ring of messages from the NIC to the program.
+    /// In a NIC's area: ring of messages from the NIC to the program.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
+    /// Bytes of a NIC's area.
+    pub const AREA_BYTES: usize = EVENTS + RING_BYTES;
     /// The connection blocks.
-    pub const BLOCKS: usize = EVENTS + RING_BYTES;
+    pub const BLOCKS: usize = MAX_NICS * AREA_BYTES;
     /// Bytes of a connection block.
     pub const BLOCK_BYTES: usize = 128;
     /// Connection blocks of a session.
@@ -231,6 +239,11 @@ pub mod session {
     /// of the program's own.
     pub const fn heap_end(bytes: usize) -> usize {
         (bytes - bytes / 4) & !4095
+    }
+
+    /// Offset of the area of the NIC with this number.
+    pub const fn area(nic: usize) -> usize {
+        nic * AREA_BYTES
     }
 
     /// Offset of a connection block.

@@ -1,19 +1,33 @@
 //! The messages of the rings, 16 bytes each.
 
-/// Connection identifier on one NIC: the slot's number and a generation, so that a message for an earlier occupant of the slot is
-/// recognised. Generations begin at 1; the default value identifies no connection.
+use crate::layout::nic::MAX_NICS;
+
+/// Connection identifier: the number of the NIC that has the connection, its slot there, and a generation, so that a message for an
+/// earlier occupant of the slot is recognised. Generations begin at 1; the default value identifies no connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Cid(pub u32);
 
 impl Cid {
     /// Enough for a million connections.
     const SLOT_BITS: u32 = 20;
-    /// Mask of a generation: the bits above the slot's.
-    const GENERATIONS: u32 = (1 << (32 - Self::SLOT_BITS)) - 1;
+    const GENERATION_BITS: u32 = 10;
+    const NIC_SHIFT: u32 = Self::SLOT_BITS + Self::GENERATION_BITS;
+    const GENERATIONS: u32 = (1 << Self::GENERATION_BITS) - 1;
 
-    /// Makes the identifier of a slot and a generation (modulo 2¹²).
+    /// Makes the identifier of a slot of the first NIC and a generation (modulo 2¹⁰).
     pub const fn new(slot: u32, generation: u32) -> Cid {
-        Cid((slot & ((1 << Self::SLOT_BITS) - 1)) | generation << Self::SLOT_BITS)
+        Cid((slot & ((1 << Self::SLOT_BITS) - 1)) | (generation & Self::GENERATIONS) << Self::SLOT_BITS)
+    }
+
+    /// The same on the NIC with this number, which is less than [`MAX_NICS`].
+    pub const fn on(self, nic: usize) -> Cid {
+        Cid(self.0 & ((1 << Self::NIC_SHIFT) - 1) | (nic as u32) << Self::NIC_SHIFT)
+    }
+
+    /// Number of the NIC, less than [`MAX_NICS`].
+    #[inline(always)]
+    pub const fn nic(self) -> usize {
+        (self.0 >> Self::NIC_SHIFT) as usize
     }
 
     /// The slot's number.
@@ -23,11 +37,13 @@ impl Cid {
 
     /// The identifier of the slot's next occupant.
     pub const fn next_generation(self) -> Cid {
-        // Modulo 2¹², without 0.
+        // Modulo 2¹⁰, without 0.
         let next = ((self.0 >> Self::SLOT_BITS) + 1) & Self::GENERATIONS;
-        Cid::new(self.slot(), if next == 0 { 1 } else { next })
+        Cid::new(self.slot(), if next == 0 { 1 } else { next }).on(self.nic())
     }
 }
+
+const _: () = assert!(1 << (32 - Cid::NIC_SHIFT) == MAX_NICS);
 
 /// The operation of a message. The first seven are commands to the NIC (Figure 4), the others go to the host (Figure 5).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -352,9 +368,11 @@ mod tests {
 
     #[test]
     fn a_generation_changes_the_cid_and_keeps_the_slot() {
-        let cid = Cid::new(5, 16383);
-        assert_eq!(cid.next_generation(), Cid::new(5, 1), "no generation is 0");
-        assert_ne!(cid, cid.next_generation());
-        assert_eq!(cid.next_generation().slot(), 5);
+        for nic in 0..MAX_NICS {
+            let cid = Cid::new(5, Cid::GENERATIONS).on(nic);
+            assert_eq!(cid.next_generation(), Cid::new(5, 1).on(nic), "no generation is 0");
+            assert_eq!(cid.next_generation().next_generation(), Cid::new(5, 2).on(nic));
+            assert_eq!((cid.slot(), cid.nic()), (5, nic));
+        }
     }
 }

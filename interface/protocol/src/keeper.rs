@@ -18,7 +18,8 @@ pub enum Kept {
     Ending,
     /// A session: the control connection.
     Session(u32),
-    /// Its memory, and the program's doorbell; how it was opened.
+    /// Its memory, and the program's doorbell; of a session for messages its socket, of another one the doorbells of the NICs after the
+    /// first; how it was opened.
     Memory(u32, Opening),
     /// A group of sessions, and its user; the file for its report, if there is one. It is made before its first session opens, and stays
     /// for a while when the last has ended: a program's next process may belong to it.
@@ -34,8 +35,8 @@ pub enum Kept {
     Device(u32),
     /// There is no such device any more.
     DeviceGone(u32),
-    /// What the NIC does for the kernel's own connections, in place of what it did before.
-    Offloads(Box<Offloads>),
+    /// What the NIC with this number does for the kernel's own connections, in place of what it did before.
+    Offloads(usize, Box<Offloads>),
     /// A listener whose connections the NIC makes: its number, its sessions, what the agent has written down of it; both ends of its
     /// queue. It takes the place of what was held under the same number.
     Listener(u32, Vec<u32>, Vec<u8>),

@@ -46,6 +46,9 @@ pub struct LinkSettings {
 /// The settings of a NIC process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NicSettings {
+    /// Number of the NIC among its agent's.
+    #[serde(default)]
+    pub number: usize,
     /// Largest number of offloaded connections.
     pub slots: usize,
     /// Number of workers, each a thread with queues of its own. Beside the kernel there is one.
@@ -192,7 +195,8 @@ pub struct DatagramWay {
 /// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
-    /// A new session. The descriptors of its memory and of the program's doorbell come with it.
+    /// A new session. The descriptors of its memory and of the program's doorbell come with it; then, to any NIC but the first, the
+    /// doorbell by which the program wakes this one.
     Attach {
         /// The session's number.
         session: u32,

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -148,6 +148,8 @@ pub enum Ask {
         connection: u32,
         /// Where to.
         to: Place,
+        /// To this NIC, whatever device its route leads to; None: to the one whose device that is.
+        nic: Option<u32>,
     },
     /// Lists connections, as many as fit into one answer, from this session and number on.
     List {
@@ -156,10 +158,18 @@ pub enum Ask {
     },
     /// The NIC's counters and the agent's.
     Statistics,
-    /// The NIC's offloads.
-    Offloads,
-    /// Sets the NIC's offloads (the agent's user or root).
-    SetOffloads(Box<Offloads>),
+    /// A NIC's offloads.
+    Offloads {
+        /// The NIC's number.
+        nic: u32,
+    },
+    /// Sets a NIC's offloads (the agent's user or root).
+    SetOffloads {
+        /// The NIC's number.
+        nic: u32,
+        /// What it does from now on.
+        offloads: Box<Offloads>,
+    },
     /// The NIC's own addresses: [`Reply::Addresses`].
     Addresses {
         /// The answer comes when none of them is being probed for any more.
@@ -455,6 +465,8 @@ pub struct ConnectionInfo {
     pub peer: String,
     /// Where it is.
     pub place: Place,
+    /// On a NIC: the NIC's number.
+    pub nic: Option<u32>,
     /// Who made it.
     pub made_by: Place,
     /// Number of its moves.
@@ -516,16 +528,29 @@ impl Detail {
     }
 }
 
-/// Counters of agent and NIC.
+/// Counters of one NIC.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct NicStatistics {
+    /// Its process number.
+    pub process: u32,
+    /// Names of its devices, if there are several NICs.
+    pub devices: Vec<String>,
+    /// Its counters, in the order of the layout.
+    pub counters: Vec<u64>,
+    /// The same counters of each of its workers.
+    pub workers: Vec<Vec<u64>>,
+}
+
+/// Counters of agent and NICs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
-    /// Process number of the NIC.
+    /// Process number of the first NIC.
     pub nic_process: u32,
-    /// Process number of the host's TCP, 0 if there is none.
+    /// Process number of the first NIC's host's TCP, 0 if there is none.
     pub host_tcp_process: u32,
     /// Process number of the agent.
     pub agent_process: u32,
-    /// Number of times that the NIC was started.
+    /// Number of times that a NIC was started.
     pub nic_starts: u32,
     /// Control connections, this one included.
     pub sessions: u32,
@@ -539,8 +564,10 @@ pub struct Statistics {
     pub recovered: u64,
     /// Connections lost at the NIC's death: must stay 0.
     pub lost: u64,
-    /// The NIC's counters, in the order of the layout.
+    /// The NICs' counters, added up, in the order of the layout.
     pub counters: Vec<u64>,
-    /// The same counters of each worker.
+    /// The same counters of each worker, NIC by NIC.
     pub workers: Vec<Vec<u64>>,
+    /// Of each NIC.
+    pub nics: Vec<NicStatistics>,
 }

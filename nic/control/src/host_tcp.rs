@@ -52,7 +52,8 @@ pub fn run() -> Result<()> {
     poller.add(bell.as_fd(), 0, Trigger::Readable)?;
     poller.add(channel.as_fd(), 1, Trigger::Readable)?;
     sandbox::drop_rights()?;
-    let worker_settings = WorkerSettings { slots: settings.slots, hash_key: settings.hash_key, ..WorkerSettings::default() };
+    let NicSettings { number: nic, slots, hash_key, .. } = settings;
+    let worker_settings = WorkerSettings { nic, slots, hash_key, ..WorkerSettings::default() };
     let worker = Worker::host_tcp(memory, shared, worker_settings, Instant(monotonic_micros()));
     sandbox::restrict_system_calls()?;
     channel.send(&ToAgent::Ready, &[])?;

@@ -50,17 +50,32 @@ struct Runner {
     /// The doorbells of all workers.
     bells: Arc<Vec<Doorbell>>,
     /// The doorbells of the sessions whose rings this worker reads.
-    program_bells: HashMap<u32, SessionBell>,
+    program_bells: HashMap<u32, ProgramBell>,
     /// In the first worker: the doorbells of UDP sockets, by their numbers.
     datagram_bells: HashMap<u32, SessionBell>,
     /// Doorbells of further ones, from the first worker.
-    new_bells: Receiver<(u32, SessionBell)>,
+    new_bells: Receiver<(u32, ProgramBell)>,
     busy_nanos: u64,
     doorbell_nanos: u64,
     /// Present if the NIC has an owner.
     rules: Option<Arc<Rules>>,
     /// Present in the first worker.
     front: Option<Front>,
+}
+
+/// The doorbells of a session.
+struct ProgramBell {
+    /// Wakes the program.
+    program: SessionBell,
+    /// Rings when the program wakes this NIC. None for the first NIC, whose two are one.
+    nic: Option<SessionBell>,
+}
+
+impl ProgramBell {
+    /// The one that the program rings.
+    fn heard(&self) -> &SessionBell {
+        self.nic.as_ref().unwrap_or(&self.program)
+    }
 }
 
 /// The first worker's connections to the agent and the other workers.
@@ -70,7 +85,7 @@ struct Front {
     /// Doorbell of the host's TCP, if there is one.
     host_tcp_bell: Option<Doorbell>,
     /// For each worker: where the doorbells of its sessions go.
-    bells_to: Vec<Sender<(u32, SessionBell)>>,
+    bells_to: Vec<Sender<(u32, ProgramBell)>>,
     /// Value of the agent's message count ([`nic::CHANNEL`]) when the channel was last read.
     channel_seen: u32,
     random_key: baton_rss::Key,
@@ -283,7 +298,7 @@ impl Runner {
         (host, wire): (Host, Wire),
         peers: Option<Peers>,
         memory: &Arc<Region>,
-        (bells, new_bells): (&Arc<Vec<Doorbell>>, Receiver<(u32, SessionBell)>),
+        (bells, new_bells): (&Arc<Vec<Doorbell>>, Receiver<(u32, ProgramBell)>),
         front: Option<Front>,
     ) -> Result<Runner> {
         let poller = Poller::new()?;
@@ -299,6 +314,7 @@ impl Runner {
         }
         let wire = Line::new(wire, &settings.link, me);
         let worker_settings = WorkerSettings {
+            nic: settings.number,
             slots: settings.slots,
             hash_key: settings.hash_key,
             drop_during_moves: settings.drop_during_moves,
@@ -404,7 +420,7 @@ impl Runner {
         let agent = self.worker.doorbells(now, |session| {
             if let Some(bell) = bells.get(&session) {
                 let started = monotonic_nanos();
-                bell.ring();
+                bell.program.ring();
                 *nanos += monotonic_nanos() - started;
             }
         });
@@ -427,16 +443,16 @@ impl Runner {
     /// Clears a session's doorbell. The messages are in the session's ring.
     fn clear_doorbell(&mut self, session: u32) {
         if let Some(bell) = self.program_bells.get(&session) {
-            bell.clear();
+            bell.heard().clear();
         }
     }
 
     /// Adds the doorbells of new sessions to those that wake this worker.
     fn take_new_bells(&mut self) -> Result<()> {
         while let Ok((session, bell)) = self.new_bells.try_recv() {
-            self.poller.add(bell.as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
+            self.poller.add(bell.heard().as_fd(), SESSIONS + u64::from(session), Trigger::Readable)?;
             if let Some(last) = self.program_bells.insert(session, bell) {
-                let _ = self.poller.remove(last.as_fd());
+                let _ = self.poller.remove(last.heard().as_fd());
             }
         }
         Ok(())
@@ -641,11 +657,14 @@ fn attach(
     Ok(())
 }
 
-/// Maps a session's memory, and sends its doorbell to the worker that reads its ring.
-fn session_memory(reader: &Sender<(u32, SessionBell)>, session: u32, descriptors: Vec<OwnedFd>) -> Result<Arc<Region>> {
-    let [memory, bell] = <[OwnedFd; 2]>::try_from(descriptors)
-        .map_err(|_| anyhow::anyhow!("a session needs two descriptors: its memory and its doorbell"))?;
+/// Maps a session's memory, and sends its doorbells to the worker that reads its ring.
+fn session_memory(reader: &Sender<(u32, ProgramBell)>, session: u32, descriptors: Vec<OwnedFd>) -> Result<Arc<Region>> {
+    let mut descriptors = descriptors.into_iter();
+    let (Some(memory), Some(program)) = (descriptors.next(), descriptors.next()) else {
+        anyhow::bail!("a session needs its memory and its doorbell");
+    };
     let memory = Arc::new(Region::map(memory)?);
-    reader.send((session, SessionBell::from_fd(bell))).context("the worker has ended")?;
+    let bell = ProgramBell { program: SessionBell::from_fd(program), nic: descriptors.next().map(SessionBell::from_fd) };
+    reader.send((session, bell)).context("the worker has ended")?;
     Ok(memory)
 }

@@ -47,6 +47,8 @@ use to_kernel::ToKernel;
 /// The settings of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerSettings {
+    /// Number of this NIC among its agent's, less than [`nic::MAX_NICS`].
+    pub nic: usize,
     /// Largest number of offloaded connections; NIC memory must have as many slots.
     pub slots: usize,
     /// Key of the lookup table's hash; it must be random.
@@ -76,6 +78,7 @@ pub struct WorkerSettings {
 impl Default for WorkerSettings {
     fn default() -> Self {
         WorkerSettings {
+            nic: 0,
             slots: 1024,
             hash_key: [0; 4],
             batch: 32,
@@ -438,7 +441,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             idle &= self.host_tcp.as_ref().is_none_or(|host| host.is_idle());
         }
         for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
-            go_to_sleep(session.memory.word32(session::NIC_SLEEPING));
+            go_to_sleep(session.memory.word32(session.area + session::NIC_SLEEPING));
             idle &= !session.has_commands();
         }
         idle &= self.programs.put_off.is_none() && !self.has_messages_waiting() && self.datagrams.ready.is_empty();
@@ -458,7 +461,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             wake_up(self.nic_memory.word32(nic::SLEEPING));
         }
         for session in self.programs.sessions.iter().flatten().filter(|session| session.is_served(front)) {
-            wake_up(session.memory.word32(session::NIC_SLEEPING));
+            wake_up(session.memory.word32(session.area + session::NIC_SLEEPING));
         }
     }
 

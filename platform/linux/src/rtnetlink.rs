@@ -116,6 +116,22 @@ pub fn link_at(netlink: &Netlink, index: u32) -> io::Result<LinkInfo> {
     ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &header))
 }
 
+/// The name of a link.
+///
+/// # Errors
+/// `ENODEV` if there is none with this index.
+pub fn name_of(netlink: &Netlink, index: u32) -> io::Result<String> {
+    const IFNAME: u16 = 3;
+    let mut header = [0u8; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    let mut name = None;
+    netlink.ask(Request::new(RTM_GETLINK, 0, &header), |body| {
+        let found = attributes(body, 16).find(|(kind, _)| *kind == IFNAME).map(|(_, value)| value);
+        name = found.map(|value| String::from_utf8_lossy(value).trim_end_matches('\0').to_string());
+    })?;
+    name.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
+}
+
 /// All links of the namespace.
 ///
 /// # Errors
@@ -246,6 +262,17 @@ pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
 /// # Errors
 /// The failed system call's.
 pub fn addresses(netlink: &Netlink) -> io::Result<Vec<IpAddr>> {
+    let mut found: Vec<IpAddr> = addresses_of_links(netlink)?.into_iter().map(|(_, address)| address).collect();
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
+}
+
+/// The same addresses, each with the index of its link.
+///
+/// # Errors
+/// The failed system call's.
+pub fn addresses_of_links(netlink: &Netlink) -> io::Result<Vec<(u32, IpAddr)>> {
     const RTM_GETADDR: u16 = 22;
     const IFA_ADDRESS: u16 = 1;
     const IFA_LOCAL: u16 = 2;
@@ -253,12 +280,10 @@ pub fn addresses(netlink: &Netlink) -> io::Result<Vec<IpAddr>> {
     netlink.ask(Request::new(RTM_GETADDR, DUMP, &[0; 8]), |body| {
         let of = |wanted| attributes(body, 8).find(|(kind, _)| *kind == wanted).and_then(|(_, value)| parse(value));
         // Of a point-to-point link IFA_ADDRESS is the peer's.
-        found.extend(of(IFA_LOCAL).or_else(|| of(IFA_ADDRESS)));
+        found.extend(body.get(4..8).and_then(word).zip(of(IFA_LOCAL).or_else(|| of(IFA_ADDRESS))));
     })?;
     let link_local = |address: &IpAddr| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    found.retain(|address| !address.is_loopback() && !link_local(address));
-    found.sort_unstable();
-    found.dedup();
+    found.retain(|(_, address)| !address.is_loopback() && !link_local(address));
     Ok(found)
 }
 

@@ -25,6 +25,9 @@ pub struct HostsArguments {
     mtu: u32,
     #[command(flatten)]
     workers: WorkerArguments,
+    /// Number of NICs. Between a kernel and its wire there is one; only NICs beside the kernel can be several (`baton up --nics`).
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    nics: usize,
     /// A setting of the NIC's, as for `baton nic set`. Can be given several times.
     #[arg(long = "nic", value_name = "KEY=VALUE")]
     settings: Vec<String>,
@@ -97,6 +100,12 @@ fn control_point(arguments: &HostsArguments) -> Result<Option<ControlPoint>> {
 
 /// Runs the program. Returns its exit status.
 pub fn run(arguments: &HostsArguments) -> Result<u8> {
+    if arguments.nics != 1 {
+        bail!(
+            "--nics {}: between a kernel and its wire there is one NIC; `baton up --nics` starts several beside the kernel",
+            arguments.nics
+        );
+    }
     let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
     arguments.workers.apply(&mut settings);
     settings.offloads = offloads(arguments)?;

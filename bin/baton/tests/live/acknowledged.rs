@@ -114,7 +114,10 @@ fn survives(workers: usize) {
             // The connection is another worker's from now on, also after the NIC's death.
             let indirection = (round % workers).to_string().parse().expect("a table");
             let set = Offloads { rss: baton_rss::RssSettings { indirection, ..Default::default() }, ..offloads };
-            let reply = bed.tool().and_then(|mut tool| tool.ask(Ask::SetOffloads(Box::new(set)))).expect("an answer");
+            let reply = bed
+                .tool()
+                .and_then(|mut tool| tool.ask(Ask::SetOffloads { nic: 0, offloads: Box::new(set) }))
+                .expect("an answer");
             assert!(matches!(reply, Reply::Done), "{reply:?}");
             // A bucket that moves passes what large receive holds to the kernel: wait until no bucket moves any more.
             let mut moved = u64::MAX;

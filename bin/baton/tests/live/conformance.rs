@@ -80,7 +80,7 @@ fn relocate(tool: &mut Tool, port: u16, to: Place) -> bool {
     let local = |text: &str| text.parse::<SocketAddr>().expect("an address").port();
     let Some(found) = list.iter().find(|info| local(&info.local) == port) else { return false };
     let (session, connection) = (found.session, found.connection);
-    matches!(tool.ask(Ask::MoveAny { session, connection, to }).expect("an answer"), Reply::Done)
+    matches!(tool.ask(Ask::MoveAny { session, connection, to, nic: None }).expect("an answer"), Reply::Done)
 }
 
 /// Fails if a column has a case that the kernel's has not, in any of its runs.

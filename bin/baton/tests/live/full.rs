@@ -174,7 +174,7 @@ while True:
         let one = ours();
         let mut tool = bed.tool().expect("a tool");
         wait_until("the move", || {
-            match tool.ask(Ask::MoveAny { session: one.session, connection: one.connection, to }).expect("an answer") {
+            match tool.ask(Ask::MoveAny { session: one.session, connection: one.connection, to, nic: None }).expect("an answer") {
                 Reply::Done => true,
                 Reply::Stayed { transient: true, .. } => false,
                 other => panic!("{other:?}"),
@@ -327,7 +327,7 @@ fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
     let mut tool = bed.tool().expect("a tool");
     wait_until("the move", || {
         let one = ours();
-        let ask = Ask::MoveAny { session: one.session, connection: one.connection, to: Place::Kernel };
+        let ask = Ask::MoveAny { session: one.session, connection: one.connection, to: Place::Kernel, nic: None };
         matches!(tool.ask(ask).expect("an answer"), Reply::Done)
     });
     let forge = FLOOD

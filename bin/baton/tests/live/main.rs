@@ -22,6 +22,7 @@ mod large_frames;
 mod lifecycle;
 mod messages;
 mod moves;
+mod nics;
 mod offloads;
 mod options;
 mod partial;

@@ -84,7 +84,7 @@ impl Agent {
             return Ok(());
         }
         let device = (own.interface, rtnetlink::link_at(&self.routes, own.interface)?.address);
-        let (between, seed) = (self.nic.between_probes(), self.settings.nic.hash_key[3] ^ monotonic_nanos());
+        let (between, seed) = (self.nics[0].between_probes(), self.settings.nic.hash_key[3] ^ monotonic_nanos());
         let prober = Prober::begin(own.wanted.address, device, own.in_kernel, between, seed)?;
         self.watch_resolution(prober.fd())?;
         self.addresses.own[at].prober = Some(prober);

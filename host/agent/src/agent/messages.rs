@@ -137,7 +137,7 @@ impl Ground<'_> {
                 let steered = path_of(open).and_then(|path| self.shape.steer(&messages_flow(local.into()), &path, Steer::Steal));
                 steered.inspect_err(|_| _ = open.hosts.insert(host, Host { way: None, next, stale: false }))?;
             }
-            self.nic.reach(number, host, way).map_err(|_| Refusal::NicGone)?;
+            self.nic().reach(number, host, way).map_err(|_| Refusal::NicGone)?;
         }
         if matches!(found, Err(Refusal::NoNeighbour))
             && let Some(socket) = open.socket.as_ref()

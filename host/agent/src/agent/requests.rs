@@ -1,7 +1,7 @@
 //! Handles the requests of programs, attachers and tools.
 
 use super::Agent;
-use crate::connection::{Asker, Block, Connection, Stage};
+use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::host_tcp::HostTcp;
@@ -22,7 +22,7 @@ use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{
-    Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Statistics, Until, VERSION,
+    Answer, Ask, ConnectionInfo, Detail, Flip, NicStatistics, Opening, Place, Reply, Request, Statistics, Until, VERSION,
 };
 use baton_wire::Flow;
 use std::io;
@@ -151,7 +151,7 @@ impl Agent {
                 failed("the NIC makes no connections for this session".into())
             }
             Ask::KeepsFastPath => Some((
-                match self.nic.lacks_fast_path() {
+                match self.nics[0].lacks_fast_path() {
                     None => Reply::Done,
                     Some(why) => Reply::Stayed { reason: why.into(), transient: false },
                 },
@@ -185,16 +185,18 @@ impl Agent {
             }
             Ask::Reach { host } => Some((self.reach(number, host), Vec::new())),
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
-            Ask::MoveAny { session, connection, to } => {
+            Ask::MoveAny { nic: Some(nic), .. } if nic as usize >= self.nics.len() => failed(self.no_such_nic(nic)),
+            Ask::MoveAny { session, connection, to, nic } => {
                 let attached = self.is_attacher(session);
                 let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
                 let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
                 match owner {
                     Some(owner) if (asker == 0 || asker == owner) && attached => {
-                        self.want(session, connection, to);
-                        Some((Reply::Done, Vec::new()))
+                        Some((self.want_at(session, connection, to, nic), Vec::new()))
                     }
-                    Some(owner) if asker == 0 || asker == owner => self.request_move(session, connection, to, (number, tag)),
+                    Some(owner) if asker == 0 || asker == owner => {
+                        self.request_move_to(session, connection, to, nic, (number, tag))
+                    }
                     Some(_) => failed("that connection belongs to another user".into()),
                     None => failed(format!("there is no session {session}")),
                 }
@@ -213,20 +215,33 @@ impl Agent {
             Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
-            Ask::Offloads => Some((Reply::Offloads(Box::new(self.settings.nic.offloads)), Vec::new())),
+            Ask::Offloads { nic } => match self.nics.get(nic as usize) {
+                Some(nic) => Some((Reply::Offloads(Box::new(nic.settings().offloads)), Vec::new())),
+                None => failed(self.no_such_nic(nic)),
+            },
             Ask::Addresses { settled } => self.ask_for_addresses((number, tag), settled).map(|reply| (reply, Vec::new())),
-            Ask::SetOffloads(offloads) => match self.set_offloads(number, *offloads) {
+            Ask::SetOffloads { nic, offloads } => match self.set_offloads(number, nic, *offloads) {
                 Ok(()) => Some((Reply::Done, Vec::new())),
                 Err(error) => failed(format!("{error:#}")),
             },
         }
     }
 
-    fn set_offloads(&mut self, number: u32, offloads: Offloads) -> Result<()> {
+    fn no_such_nic(&self, nic: u32) -> String {
+        match self.nics.len() {
+            1 => format!("there is no NIC {nic}, only NIC 0 (`--nics` of `baton up` or `baton run` makes more)"),
+            nics => format!("there is no NIC {nic}: this Baton has NICs 0 to {}", nics - 1),
+        }
+    }
+
+    fn set_offloads(&mut self, number: u32, nic: u32, offloads: Offloads) -> Result<()> {
         self.only_ours(number, "change what the NIC does for the kernel")?;
         offloads.check().map_err(anyhow::Error::msg)?;
-        let elsewhere = Offloads { doorbells: self.settings.nic.offloads.doorbells, ..offloads };
-        if matches!(self.shape, Shape::Beside { .. }) && elsewhere != self.settings.nic.offloads {
+        let Some(now) = self.nics.get(nic as usize).map(|nic| nic.settings().offloads) else {
+            anyhow::bail!(self.no_such_nic(nic))
+        };
+        let elsewhere = Offloads { doorbells: now.doorbells, ..offloads };
+        if matches!(self.shape, Shape::Beside { .. }) && elsewhere != now {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
             );
@@ -240,11 +255,10 @@ impl Agent {
         }
         let large = self.settings.nic.segmentation || offloads.large_sends;
         if matches!(self.shape, Shape::Inline { .. }) {
-            interface::set_large_sends(self.hardware.host.as_fd(), large).context("the interface's large sends")?;
+            interface::set_large_sends(self.hardware[0].host.as_fd(), large).context("the interface's large sends")?;
         }
-        self.nic.set_offloads(&offloads)?;
-        self.settings.nic.offloads = offloads;
-        self.keep(&Kept::Offloads(Box::new(offloads)), &[]);
+        self.nics[nic as usize].set_offloads(&offloads)?;
+        self.keep(&Kept::Offloads(nic as usize, Box::new(offloads)), &[]);
         Ok(())
     }
 
@@ -293,37 +307,45 @@ impl Agent {
         self.groups.joined(group);
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
-        let given = vec![memory, theirs.into()];
+        let given: Vec<OwnedFd> = [memory].into_iter().chain(theirs.into_iter().map(OwnedFd::from)).collect();
         let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
         let bell = open.bell.try_clone()?;
         let socket = open.socket.as_ref().map(OwnedFd::try_clone).transpose()?;
+        let further = open.further.iter().map(SessionBell::try_clone).collect::<io::Result<Vec<_>>>()?;
         session.open = Some(open);
         session.opening.clone_from(&opening);
-        let kept: Vec<_> = [given[0].as_fd(), bell.as_fd()].into_iter().chain(socket.as_ref().map(AsFd::as_fd)).collect();
+        let kept = [given[0].as_fd(), bell.as_fd()].into_iter().chain(socket.as_ref().map(AsFd::as_fd));
+        let kept: Vec<_> = kept.chain(further.iter().map(AsFd::as_fd)).collect();
         self.keep(&Kept::Memory(number, opening), &kept);
         Ok(given)
     }
 
-    /// Makes memory and doorbells of a session, and attaches them to the NIC.
+    /// Makes memory and doorbells of a session, and attaches them to the NICs; those of a session for messages to the first one only.
     fn open_anew(
         &mut self,
         number: u32,
         bytes: usize,
         opening: &Opening,
         socket: Option<OwnedFd>,
-    ) -> Result<(OpenSession, SessionBell)> {
-        let (mut open, theirs) = OpenSession::new(bytes)?;
+    ) -> Result<(OpenSession, Vec<SessionBell>)> {
+        let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
+        let (mut open, theirs) = OpenSession::new(bytes, nics)?;
         self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.filter(|_| opening.messages.is_some());
-        if self.nic.is_detaching(number) {
+        if self.nics.iter().any(|nic| nic.is_detaching(number)) {
             anyhow::bail!("the NIC has not let go of this session's last memory; try again");
         }
-        self.nic.attach(number, &open, opening)?;
+        for at in 0..nics {
+            if let Err(error) = self.nics[at].attach(number, &open, opening) {
+                self.nics[..at].iter_mut().for_each(|nic| _ = nic.detach(number));
+                return Err(error);
+            }
+        }
         self.watch_host_tcp();
         if let Some(messages) = &opening.messages
             && let Err(refusal) = self.steal_messages(messages.address, &open)
         {
-            let _ = self.nic.detach(number);
+            let _ = self.nics[0].detach(number);
             anyhow::bail!("the NIC cannot receive messages beside the kernel: {refusal}");
         }
         Ok((open, theirs))
@@ -426,7 +448,7 @@ impl Agent {
         let (Some(cid), Some(on_nic)) = (connection.cid, &connection.on_nic) else {
             return kernel_detail(connection, &self.diagnosis);
         };
-        let record = read_record(&self.hardware.memory, nic::slot(cid.slot()))?;
+        let record = read_record(&self.hardware.get(cid.nic())?.memory, nic::slot(cid.slot()))?;
         Some(Detail {
             state: record.state,
             srtt: record.srtt,
@@ -438,6 +460,42 @@ impl Agent {
             retransmitted: 0,
             mss: u32::from(on_nic.image.mss),
         })
+    }
+
+    /// As [`Agent::request_move`], to this NIC, or back to the one that the connection's route leads to.
+    fn request_move_to(
+        &mut self,
+        session: u32,
+        number: u32,
+        to: Place,
+        nic: Option<u32>,
+        asker: Asker,
+    ) -> Option<(Reply, Vec<OwnedFd>)> {
+        let of = self.nic_of(session, number);
+        if let Some(connection) = self.connection(session, number) {
+            connection.asked_nic = nic;
+            let is_elsewhere = nic.is_some_and(|nic| of != Some(nic as usize));
+            if to == Place::Nic && is_elsewhere && connection.stage() == Stage::Nic && !connection.opening {
+                let reply = self.settle(session, number, Then::Offload(asker), 0);
+                return reply.map(|reply| (reply, Vec::new()));
+            }
+        }
+        self.request_move(session, number, to, asker)
+    }
+
+    /// Requests an attacher to move a connection, to this NIC if one is named.
+    fn want_at(&mut self, session: u32, number: u32, to: Place, nic: Option<u32>) -> Reply {
+        let of = self.nic_of(session, number);
+        if let Some(connection) = self.connection(session, number) {
+            let is_elsewhere = nic.is_some_and(|nic| of != Some(nic as usize));
+            if to == Place::Nic && is_elsewhere && connection.stage() == Stage::Nic {
+                let reason = "it is on another NIC, and belongs to an attached program: move it to the kernel first".into();
+                return Reply::Stayed { reason, transient: false };
+            }
+            connection.asked_nic = nic;
+        }
+        self.want(session, number, to);
+        Reply::Done
     }
 
     pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
@@ -488,6 +546,7 @@ impl Agent {
                     local: connection.local.to_string(),
                     peer: connection.peer.to_string(),
                     place: connection.place(),
+                    nic: connection.cid.filter(|_| connection.place() == Place::Nic).map(|cid| cid.nic() as u32),
                     made_by: connection.made_by,
                     moves: connection.made,
                     lent: connection.cid.filter(|_| session.opening.fast_path).map(|cid| self.times_lent(cid)),
@@ -502,22 +561,38 @@ impl Agent {
 
     /// How often the NIC has lent a connection to the host's TCP, and whether it has now.
     fn times_lent(&self, cid: Cid) -> (u32, bool) {
-        let word = self.hardware.memory.word32(nic::slot(cid.slot()) + slot::LENT).load(Ordering::Relaxed);
+        let memory = self.hardware.get(cid.nic()).map(|hardware| &hardware.memory);
+        let word = memory.map_or(0, |memory| memory.word32(nic::slot(cid.slot()) + slot::LENT).load(Ordering::Relaxed));
         (word.div_ceil(2), word & 1 != 0)
     }
 
     fn count(&mut self) -> Statistics {
-        let of = |worker| {
-            let words = self.hardware.memory.words(nic::counters(worker), COUNTERS);
-            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
-        };
-        self.statistics.workers = (0..self.settings.nic.workers).map(of).collect();
-        let sum = |at: usize| self.statistics.workers.iter().map(|worker| worker[at]).sum();
-        self.statistics.counters = (0..COUNTERS).map(sum).collect();
-        self.statistics.nic_process = self.nic.process();
-        self.statistics.host_tcp_process = self.nic.host_tcp().map_or(0, HostTcp::process);
+        self.statistics.nics = (0..self.nics.len()).map(|nic| self.count_of(nic)).collect();
+        self.statistics.workers = self.statistics.nics.iter().flat_map(|nic| nic.workers.clone()).collect();
+        self.statistics.counters = sums(&self.statistics.workers);
+        self.statistics.nic_process = self.nics[0].process();
+        self.statistics.host_tcp_process = self.nics[0].host_tcp().map_or(0, HostTcp::process);
         self.statistics.agent_process = std::process::id();
         self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
         self.statistics.clone()
     }
+
+    /// The counters of one NIC.
+    fn count_of(&self, nic: usize) -> NicStatistics {
+        let of = |worker| {
+            let words = self.hardware[nic].memory.words(nic::counters(worker), COUNTERS);
+            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
+        };
+        let workers: Vec<Vec<u64>> = (0..self.settings.nic.workers).map(of).collect();
+        let devices = match &self.shape {
+            Shape::Beside { devices, .. } => devices.of_nic(nic, &self.routes),
+            Shape::Inline { .. } => Vec::new(),
+        };
+        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers }
+    }
+}
+
+/// The sums of workers' counters.
+fn sums(workers: &[Vec<u64>]) -> Vec<u64> {
+    (0..COUNTERS).map(|at| workers.iter().map(|worker| worker[at]).sum()).collect()
 }

@@ -85,7 +85,7 @@ impl Performer<'_> {
             }
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
-        self.ground.nic.inbox.rename(cid, next);
+        self.ground.nic().inbox.rename(cid, next);
         self.write_location(base, &image, new, next);
         Ok(())
     }

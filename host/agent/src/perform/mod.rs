@@ -60,6 +60,10 @@ impl<'a> Performer<'a> {
         fd: Option<BorrowedFd<'a>>,
         region: &'a Region,
     ) -> Performer<'a> {
+        let mut ground = ground;
+        if let Some(cid) = connection.cid {
+            ground.choose(cid.nic());
+        }
         let step = connection.machine.step();
         let Carried { way, entry, importer, image } = *connection.carried.take().unwrap_or_default();
         // Set for a connection that was in the kernel again when its agent died.
@@ -91,9 +95,9 @@ impl<'a> Performer<'a> {
 
     /// Sends the NIC the command of an action, and looks for the answer for a moment if no other move waits meanwhile.
     fn send(&mut self, action: &Action, command: Message) -> Outcome {
-        match self.ground.nic.ask(command) {
+        match self.ground.nic().ask(command) {
             Ok(()) if !self.ground.alone => Outcome::Sent,
-            Ok(()) => match self.ground.nic.glance(command.cid) {
+            Ok(()) => match self.ground.nic().glance(command.cid) {
                 Some(answer) => self.answered(action, answer),
                 None => Outcome::Sent,
             },
@@ -165,8 +169,8 @@ impl<'a> Performer<'a> {
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(cid) = self.connection.cid {
             let command = Message::control(Operation::NicControl, Control::Cancel, cid, u32::from(forgotten), 0);
-            let _ = self.ground.nic.post(command);
-            self.ground.nic.inbox.stop_waiting(cid);
+            let _ = self.ground.nic().post(command);
+            self.ground.nic().inbox.stop_waiting(cid);
         }
     }
 
@@ -189,7 +193,7 @@ impl<'a> Performer<'a> {
 
     fn give_slot(&mut self) {
         if let Some(cid) = self.connection.cid.take() {
-            self.ground.nic.give_slot(cid);
+            self.ground.nic().give_slot(cid);
         }
     }
 
@@ -228,7 +232,7 @@ impl<'a> Performer<'a> {
 impl World for Performer<'_> {
     fn perform(&mut self, action: &Action) -> Outcome {
         // An action that could send only some of its commands would be repeated.
-        if action.asks_nic() && !self.ground.nic.has_room() {
+        if action.asks_nic() && !self.ground.nic().has_room() {
             return Outcome::NotYet;
         }
         let outcome = match action {
@@ -338,7 +342,7 @@ impl Performer<'_> {
                     Some((action, refusal)) => eprintln!("baton agent: the NIC is ended: {action:?} of {flow}: {refusal}"),
                     None => eprintln!("baton agent: the NIC is ended: it has not answered a command about {flow}"),
                 }
-                self.ground.nic.end();
+                self.ground.nic().end();
             }
             _ => {}
         }

@@ -32,8 +32,10 @@ impl Performer<'_> {
     /// Checks whether the connection may move, and by which device; then takes a slot.
     pub(super) fn reserve(&mut self) -> Result<(), Refusal> {
         self.may_move()?;
-        self.way = Some(self.ground.way_of(self.connection)?);
-        let cid = self.ground.nic.take_slot().ok_or(Refusal::NoRoom)?;
+        let way = self.ground.way_of(self.connection)?;
+        self.way = Some(way);
+        self.ground.choose(way.path.nic as usize);
+        let cid = self.ground.nic().take_slot().ok_or(Refusal::NoRoom)?;
         self.connection.cid = Some(cid);
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
@@ -154,6 +156,9 @@ impl Performer<'_> {
             return Err(Refusal::Unproved);
         }
         let way = self.ground.way_of(self.connection)?;
+        if way.path.nic as usize != self.cid()?.nic() {
+            return Err(Refusal::AnotherNic);
+        }
         let fd = self.fd()?;
         examine::check_receiving(fd).and_then(|()| unenforced::check(fd))?;
         Ok(way)

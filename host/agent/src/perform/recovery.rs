@@ -15,12 +15,13 @@ impl Performer<'_> {
     pub(super) fn steal_again(&mut self) -> Outcome {
         let (Some(cid), Some(on_nic)) = (self.connection.cid, &self.connection.on_nic) else { return Outcome::Done };
         let next = cid.next_generation();
-        let wherever = Path { leaves_by: on_nic.image.link.interface, anywhere: true, ..Path::default() };
+        let (leaves_by, nic) = (on_nic.image.link.interface, cid.nic() as u32);
+        let wherever = Path { leaves_by, nic, anywhere: true, ..Path::default() };
         let path = on_nic.way.map_or(wherever, |way| way.path);
         self.ground.shape.steal_again(&self.connection.flow, &path);
         // The slot has held the flow since the handoff. Should this NIC die, too, the next round starts from here.
         self.connection.cid = Some(next);
-        let _ = self.ground.nic.post(Message::control(Operation::NicControl, Control::Mirror, next, 0, 0));
+        let _ = self.ground.nic().post(Message::control(Operation::NicControl, Control::Mirror, next, 0, 0));
         self.ask(Action::StealAgain, Control::Steal, 0)
     }
 

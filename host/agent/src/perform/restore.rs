@@ -46,7 +46,7 @@ impl Performer<'_> {
         {
             let comes_by = self.ground.device_of_replay(on_nic, &routing, &route);
             if comes_by != on_nic.image.link.interface || on_nic.muted {
-                let _ = self.ground.nic.post(Message::control(Operation::NicControl, Control::Interface, cid, comes_by, 0));
+                let _ = self.ground.nic().post(Message::control(Operation::NicControl, Control::Interface, cid, comes_by, 0));
             }
         }
         self.send(&Action::Rest, Message::new(Operation::NicRestore, cid, 0, 0))

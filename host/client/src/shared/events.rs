@@ -3,7 +3,7 @@
 use super::{Connections, RELAXED, Shared};
 use crate::connection::Connection;
 use baton_abi::layout::Owner;
-use baton_abi::layout::{RING_MESSAGES, session as at};
+use baton_abi::layout::{RING_MESSAGES, nic::MAX_NICS, session as at};
 use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
 use baton_ring::{Consumer, Token};
 use baton_shm::{Region, RingWords};
@@ -14,9 +14,10 @@ use std::sync::{Arc, PoisonError};
 
 #[derive(Debug)]
 pub(crate) struct Events {
-    pub(super) ring: Consumer<RingWords>,
-    /// Numbers of the connections that the NIC's slots had when they were last looked up.
-    by_slot: Vec<Option<u32>>,
+    /// A ring for each NIC.
+    rings: Vec<Consumer<RingWords>>,
+    /// For each NIC: numbers of the connections that its slots had when they were last looked up.
+    by_slot: [Vec<Option<u32>>; MAX_NICS],
     /// Numbers by cid, for a connection whose slot's entry in `by_slot` is still another's.
     by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
@@ -45,7 +46,7 @@ impl Shared {
     /// Whether there are events of the NIC's or moves that [`Shared::catch_up`] has not handled.
     #[inline(always)]
     pub fn has_events(&self, token: Token) -> bool {
-        self.has_moved() || self.events.lock(token).is_some_and(|events| events.ring.has_message())
+        self.has_moved() || self.events.lock(token).is_some_and(|events| events.has_message())
     }
 
     #[inline(always)]
@@ -60,21 +61,27 @@ impl Shared {
         if self.has_moved() {
             self.check_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
         }
-        if !events.ring.has_message() {
+        if !events.has_message() {
             return;
         }
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+        for nic in 0..events.rings.len() {
+            self.read_ring(&mut events, &connections, nic);
+        }
+    }
+
+    /// Handles the events of one NIC.
+    fn read_ring(&self, events: &mut Events, connections: &Connections, nic: usize) {
         // Several in a row for one connection cause one call.
         let mut last = None;
-        while let Some([first, mut second]) = events.ring.pop() {
+        while let Some([first, mut second]) = events.rings[nic].pop() {
             if counts_bytes(first) {
-                events.ring.pop_like(first, |more| {
+                events.rings[nic].pop_like(first, |more| {
                     second = add_length(second, more);
                     true
                 });
             }
-            let about =
-                Message::from_words([first, second]).and_then(|message| self.on_event(&mut events, &connections, &message));
+            let about = Message::from_words([first, second]).and_then(|message| self.on_event(events, connections, &message));
             if let (Some(number), true) = (last, last != about) {
                 self.listener.0(number);
             }
@@ -83,7 +90,7 @@ impl Shared {
         if let Some(number) = last {
             self.listener.0(number);
         }
-        events.ring.release();
+        events.rings[nic].release();
     }
 
     #[inline]
@@ -202,14 +209,27 @@ impl Shared {
 }
 
 impl Events {
-    pub(super) fn new(memory: &Arc<Region>) -> Events {
-        let ring = Consumer::new(memory.ring(at::EVENTS));
-        Events { ring, by_slot: Vec::new(), by_cid: HashMap::default(), between: Vec::new(), accepting: 0, unclaimed: Vec::new() }
+    /// Those of a session that this many NICs serve.
+    pub(super) fn new(memory: &Arc<Region>, nics: usize) -> Events {
+        let rings = (0..nics).map(|nic| Consumer::new(memory.ring(at::area(nic) + at::EVENTS))).collect();
+        Events {
+            rings,
+            by_slot: Default::default(),
+            by_cid: HashMap::default(),
+            between: Vec::new(),
+            accepting: 0,
+            unclaimed: Vec::new(),
+        }
+    }
+
+    #[inline]
+    fn has_message(&self) -> bool {
+        self.rings.iter().any(Consumer::has_message)
     }
 
     #[inline]
     pub(super) fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
-        let number = (*self.by_slot.get(cid.slot() as usize)?)?;
+        let number = (*self.by_slot[cid.nic()].get(cid.slot() as usize)?)?;
         // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
         connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid && !connection.has_moved())
     }
@@ -223,11 +243,11 @@ impl Events {
     }
 
     pub(super) fn forget(&mut self, connection: &Connection) {
-        let cid = connection.cid().0;
-        if self.by_cid.get(&cid) == Some(&connection.number()) {
-            self.by_cid.remove(&cid);
+        let cid = connection.cid();
+        if self.by_cid.get(&cid.0) == Some(&connection.number()) {
+            self.by_cid.remove(&cid.0);
         }
-        if let Some(known) = self.by_slot.get_mut(connection.cid().slot() as usize)
+        if let Some(known) = self.by_slot[cid.nic()].get_mut(cid.slot() as usize)
             && *known == Some(connection.number())
         {
             *known = None;
@@ -235,12 +255,13 @@ impl Events {
     }
 
     pub(super) fn note(&mut self, connection: &Connection) {
-        let slot = connection.cid().slot() as usize;
-        if self.by_slot.len() <= slot {
-            self.by_slot.resize(slot + 1, None);
+        let cid = connection.cid();
+        let (by_slot, slot) = (&mut self.by_slot[cid.nic()], cid.slot() as usize);
+        if by_slot.len() <= slot {
+            by_slot.resize(slot + 1, None);
         }
-        self.by_slot[slot] = Some(connection.number());
-        self.by_cid.insert(connection.cid().0, connection.number());
+        by_slot[slot] = Some(connection.number());
+        self.by_cid.insert(cid.0, connection.number());
     }
 }
 

@@ -6,6 +6,7 @@ use crate::ending::Ending;
 use crate::heap::Heap;
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::Owner;
+use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::session as at;
 use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
@@ -28,6 +29,10 @@ pub(crate) use events::{Events, refresh};
 use requests::protocol_error;
 
 const RELAXED: Ordering = Ordering::Relaxed;
+
+/// Descriptors that a session has at most: see [`Shared::descriptors`].
+pub const DESCRIPTORS: usize = 2 + MAX_NICS;
+
 /// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the session's
 /// events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
 const READINESS_ATTEMPTS: u32 = 8;
@@ -42,13 +47,13 @@ pub struct Shared {
     /// The same connection, for threads that only check whether it is hung up.
     pub(crate) line: Arc<Channel>,
     pub(crate) ending: Ending,
-    commands: Lock<Producer<RingWords>>,
+    /// The first NIC's ring, and those of further NICs.
+    first: Lane,
+    further: Vec<Lane>,
     pub(crate) events: Lock<Events>,
     pub(crate) connections: RwLock<Connections>,
-    bell: SessionBell,
     next_tag: AtomicU32,
     moves_seen: AtomicU32,
-    nic_sleeping: MovableWords<1>,
     moves: MovableWords<1>,
     /// A connection had moved before the program knew its number.
     early: AtomicBool,
@@ -61,8 +66,49 @@ pub struct Shared {
     sends_plainly: bool,
     /// Whoever waits for room to send waits until a connection is writable.
     patient: bool,
+}
+
+/// What a program shares with one NIC to send it commands.
+#[derive(Debug)]
+struct Lane {
+    commands: Lock<Producer<RingWords>>,
+    nic_sleeping: MovableWords<1>,
+    /// Offset of [`at::NIC_SENDING`] in session memory.
+    nic_sending: usize,
+    /// Wakes the NIC. That of the first NIC also wakes the program, whichever NIC has events for it.
+    bell: SessionBell,
     /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
     full_until: AtomicU64,
+}
+
+impl Lane {
+    /// That of the NIC with this number.
+    fn new(memory: &Arc<Region>, nic: usize, bell: SessionBell) -> Lane {
+        let area = at::area(nic);
+        Lane {
+            commands: Lock::new(Producer::new(memory.ring(area + at::COMMANDS))),
+            nic_sleeping: MovableWords::new(memory.clone(), area + at::NIC_SLEEPING),
+            nic_sending: area + at::NIC_SENDING,
+            bell,
+            full_until: AtomicU64::new(0),
+        }
+    }
+
+    /// Wakes the NIC if it sleeps. Contains a full barrier.
+    #[inline(always)]
+    fn ring_nic(&self) {
+        if needs_doorbell(&self.nic_sleeping[0]) {
+            self.wake_nic();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake_nic(&self) {
+        if must_ring(&self.nic_sleeping[0]) {
+            self.bell.ring();
+        }
+    }
 }
 
 /// Called with the number of each connection that may have become readable or writable. It is called with the session's events
@@ -149,27 +195,39 @@ impl Shared {
             _ => return Err(protocol_error("the session was not opened")),
         };
         let descriptors = descriptors.into_iter().map(renumber).collect::<io::Result<Vec<_>>>()?;
-        let Ok([memory, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
+        let mut descriptors = descriptors.into_iter();
+        let (Some(memory), Some(bell)) = (descriptors.next(), descriptors.next()) else {
             return Err(protocol_error("descriptors are missing"));
         };
+        let further: Vec<SessionBell> = descriptors.map(SessionBell::from_fd).collect();
+        if further.len() >= MAX_NICS {
+            return Err(protocol_error("there are too many NICs"));
+        }
         let memory = Arc::new(Region::map(memory)?);
-        Ok(Shared::new(number, channel, memory, SessionBell::from_fd(bell), listener))
+        Ok(Shared::new(number, channel, memory, SessionBell::from_fd(bell), further, listener))
     }
 
-    fn new(number: u32, channel: Arc<Channel>, memory: Arc<Region>, bell: SessionBell, listener: Listener) -> Shared {
+    fn new(
+        number: u32,
+        channel: Arc<Channel>,
+        memory: Arc<Region>,
+        bell: SessionBell,
+        further: Vec<SessionBell>,
+        listener: Listener,
+    ) -> Shared {
+        let further: Vec<Lane> = (1..).zip(further).map(|(nic, bell)| Lane::new(&memory, nic, bell)).collect();
         Shared {
             number,
             line: channel.clone(),
             ending: Ending::default(),
             channel: Mutex::new(channel),
             buffers: Arc::new(Mutex::new(Heap::new(at::heap_end(memory.len()), memory.len()))),
-            commands: Lock::new(Producer::new(memory.ring(at::COMMANDS))),
-            events: Lock::new(Events::new(&memory)),
-            nic_sleeping: MovableWords::new(memory.clone(), at::NIC_SLEEPING),
+            first: Lane::new(&memory, 0, bell),
+            events: Lock::new(Events::new(&memory, 1 + further.len())),
+            further,
             moves: MovableWords::new(memory.clone(), at::MOVES),
             memory,
             connections: RwLock::default(),
-            bell,
             next_tag: AtomicU32::new(2),
             moves_seen: AtomicU32::new(0),
             early: AtomicBool::new(false),
@@ -178,7 +236,6 @@ impl Shared {
             nagle: Nagle::default(),
             sends_plainly: true,
             patient: false,
-            full_until: AtomicU64::new(0),
         }
     }
 
@@ -199,15 +256,29 @@ impl Shared {
     fn on(memory: Arc<Region>) -> Shared {
         let (channel, _) = Channel::pair().expect("two sockets");
         let (bell, _) = SessionBell::pair().expect("two sockets");
-        Shared::new(0, Arc::new(channel), memory, bell, Listener(Box::new(|_| {})))
+        Shared::new(0, Arc::new(channel), memory, bell, Vec::new(), Listener(Box::new(|_| {})))
     }
 
-    /// All descriptors of the session.
-    pub fn descriptors(&self) -> [i32; 3] {
+    /// All descriptors of the session: the control connection, the memory, a doorbell for each NIC. -1 for each that there is not.
+    pub fn descriptors(&self) -> [i32; DESCRIPTORS] {
         use std::os::fd::AsRawFd;
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
         let memory = self.memory.fd().map_or(-1, |fd| fd.as_raw_fd());
-        [channel, memory, self.bell.as_fd().as_raw_fd()]
+        let mut all = [-1; DESCRIPTORS];
+        let bells = [&self.first].into_iter().chain(&self.further).map(|lane| lane.bell.as_fd().as_raw_fd());
+        for (place, fd) in all.iter_mut().zip([channel, memory].into_iter().chain(bells)) {
+            *place = fd;
+        }
+        all
+    }
+
+    /// What a connection's NIC is sent commands by.
+    #[inline(always)]
+    fn lane(&self, connection: &Connection) -> &Lane {
+        match connection.cid().nic() {
+            0 => &self.first,
+            nic => self.further.get(nic - 1).unwrap_or(&self.first),
+        }
     }
 
     /// The control connection, for a session whose agent sends messages without a request. No other thread may send requests
@@ -246,21 +317,6 @@ impl Shared {
         connection.readiness()
     }
 
-    #[inline(always)]
-    fn ring_nic(&self) {
-        if needs_doorbell(&self.nic_sleeping[0]) {
-            self.wake_nic();
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn wake_nic(&self) {
-        if must_ring(&self.nic_sleeping[0]) {
-            self.bell.ring();
-        }
-    }
-
     /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place in
     /// session memory. The caller has entered the connection, which is on the NIC.
     ///
@@ -268,13 +324,14 @@ impl Shared {
     /// `WouldBlock` if the ring is full.
     pub(crate) fn post(&self, connection: &Connection, token: Token, address: u32, length: u32) -> io::Result<()> {
         self.report_all_read(connection, token)?;
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        let lane = self.lane(connection);
+        let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
         commands
             .push(Message::new(Operation::NicPost, connection.cid(), address, length).to_words())
             .map_err(|_| would_block())?;
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        lane.ring_nic();
         Ok(())
     }
 
@@ -290,13 +347,13 @@ impl Shared {
 
     /// The doorbell, which rings when there are events while a thread sleeps.
     pub fn bell(&self) -> &SessionBell {
-        &self.bell
+        &self.first.bell
     }
 
     /// Clears the doorbell. The caller looks for events next: it is not rung again for those that are there already. It is seldom
     /// rung twice before (by the agent, too); then the next wait ends at once.
     pub fn clear_bell(&self) {
-        self.bell.take();
+        self.first.bell.take();
         clear_rung(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 
@@ -381,7 +438,7 @@ mod tests {
         connection.set_number(0);
         let filler = Message::control(Operation::NicControl, Control::NoDelay, Cid::new(0, 1), 0, 0);
         {
-            let mut commands = shared.commands.lock(1).unwrap();
+            let mut commands = shared.first.commands.lock(1).unwrap();
             while commands.push(filler.to_words()).is_ok() {}
             commands.publish();
         }
@@ -550,7 +607,7 @@ mod tests {
         };
         let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
         let connections = vec![connection(0, first), connection(1, next)];
-        let mut events = Events::new(&memory);
+        let mut events = Events::new(&memory, 1);
         let number = |found: Option<&Connection>| found.map(Connection::number);
         for late in [1, 0] {
             events.note(connections[late].as_ref().unwrap());

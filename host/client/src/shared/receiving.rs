@@ -61,12 +61,13 @@ impl Shared {
         }
         let length = read.wrapping_sub(connection.reported_read.load(RELAXED));
         let message = Message::new(Operation::NicRecvd, connection.cid(), 0, length);
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        let lane = self.lane(connection);
+        let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         connection.note_reported(read);
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        lane.ring_nic();
         Ok(())
     }
 

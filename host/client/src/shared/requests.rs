@@ -144,11 +144,12 @@ impl Shared {
     /// `WouldBlock` if the ring is full.
     pub fn announce_datagrams(&self, socket: u32, token: Token) -> io::Result<()> {
         let message = Message::control(Operation::NicControl, Control::Datagrams, Cid(0), socket, 0);
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        // UDP sockets are the first NIC's.
+        let Some(mut commands) = self.first.commands.lock(token) else { return Err(would_block()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        self.first.ring_nic();
         Ok(())
     }
 

@@ -1,9 +1,9 @@
 //! What a program sends: bytes, the end of the stream, options.
 
-use super::{RELAXED, Shared, broken_pipe, would_block};
+use super::{Lane, RELAXED, Shared, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
-use baton_abi::layout::{ANSWERED, block, session as at};
+use baton_abi::layout::{ANSWERED, block};
 use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
 use baton_linux::process;
 use baton_ring::{Producer, Token};
@@ -72,17 +72,18 @@ impl Shared {
         }
         let (length, end) = (length as u32, queued.wrapping_add(length as u32));
         let first = length.min(memory.length() - (queued & (memory.length() - 1)));
-        let Some(mut commands) = self.commands.lock(token) else { return Err(would_block()) };
+        let lane = self.lane(connection);
+        let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
         if !commands.has_room(2) {
             // Until it has read the message that it answers, with a quarter of the ring left to do.
-            self.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
+            lane.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
             return Err(would_block());
         }
         if self.joins() {
             let announced = self.join(connection, connection.inside(), token, &mut commands, end);
             drop(commands);
             if announced {
-                self.ring_nic();
+                lane.ring_nic();
             }
             return Ok(length as usize);
         }
@@ -102,22 +103,23 @@ impl Shared {
         connection.note_queued(connection.inside(), end);
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        lane.ring_nic();
         Ok(length as usize)
     }
 
     /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and the ring
     /// is not full. When that changes there is an event.
     pub fn takes(&self, connection: &Connection, token: Token) -> bool {
-        let full_until = self.full_until.load(RELAXED);
+        let lane = self.lane(connection);
+        let full_until = lane.full_until.load(RELAXED);
         let handshake = self.interface == Interface::Handshake;
         if !handshake && full_until == 0 {
             return true;
         }
-        let Some(commands) = self.commands.lock(token) else { return true };
+        let Some(commands) = lane.commands.lock(token) else { return true };
         let taken = commands.is_released(full_until);
         if taken {
-            self.full_until.store(0, RELAXED);
+            lane.full_until.store(0, RELAXED);
         }
         taken && (!handshake || commands.is_released(connection.given.load(RELAXED)))
     }
@@ -127,7 +129,7 @@ impl Shared {
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
         let answers = self.interface == Interface::Handshake && connection.room() > 0;
         let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
-        let sending = self.memory.word32(at::NIC_SENDING);
+        let sending = self.memory.word32(self.lane(connection).nic_sending);
         let comes = |_| {
             std::hint::spin_loop();
             self.takes(connection, token)
@@ -187,28 +189,16 @@ impl Shared {
             return self.join_at_once(connection, token, bytes);
         }
         let Some(block) = connection.step_in(token) else { return false };
-        if !self.put_at_once(connection, block, token, bytes) {
+        let lane = self.lane(connection);
+        if !put_at_once(lane, connection, block, token, bytes) {
             connection.leave();
             return false;
         }
         block.step_out();
         // Contains a full barrier, which a mover that waits for this operation to end needs, too.
-        self.ring_nic();
+        lane.ring_nic();
         block.wake_mover();
         true
-    }
-
-    #[inline(always)]
-    fn put_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
-        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
-            return false;
-        }
-        let queued = connection.queued.load(RELAXED);
-        let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
-        let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
-        let Some(mut commands) = self.commands.lock(token) else { return false };
-        let end = queued.wrapping_add(bytes.len() as u32);
-        commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).is_ok()
     }
 
     /// [`Shared::send_at_once`] for the other interfaces: bytes are joined, and the NIC is notified only if it is due. A message
@@ -219,10 +209,11 @@ impl Shared {
             return false;
         }
         let Some(block) = connection.step_in(token) else { return false };
-        let joined = self.put_and_join(connection, block, token, bytes);
+        let lane = self.lane(connection);
+        let joined = self.put_and_join(lane, connection, block, token, bytes);
         block.step_out();
         match joined {
-            Some(true) => self.ring_nic(),
+            Some(true) => lane.ring_nic(),
             // The barrier that a mover needs, which waits for this operation to end.
             _ => fence(Ordering::SeqCst),
         }
@@ -232,13 +223,13 @@ impl Shared {
 
     /// Whether the NIC was notified; None, with nothing sent, if there is no room.
     #[inline(always)]
-    fn put_and_join(&self, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> Option<bool> {
+    fn put_and_join(&self, lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> Option<bool> {
         if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
             return None;
         }
         let queued = connection.queued.load(RELAXED);
         connection.send_memory.write_straight(queued, bytes)?;
-        let mut commands = self.commands.lock(token)?;
+        let mut commands = lane.commands.lock(token)?;
         commands.has_room(1).then(|| self.join(connection, block, token, &mut commands, queued.wrapping_add(bytes.len() as u32)))
     }
 
@@ -256,7 +247,8 @@ impl Shared {
     /// `WouldBlock` if the ring is full, `ResourceBusy` in a signal handler that interrupted another command.
     pub fn shutdown(&self, connection: &Connection, token: Token) -> io::Result<()> {
         let message = Message::control(Operation::NicControl, Control::Shutdown, connection.cid(), 0, 0);
-        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
+        let lane = self.lane(connection);
+        let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the flag is
         // left.
@@ -264,7 +256,7 @@ impl Shared {
         connection.set_flag(block::FLAG_SHUT_DOWN, true);
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        lane.ring_nic();
         Ok(())
     }
 
@@ -280,11 +272,12 @@ impl Shared {
             return Ok(());
         }
         let message = Message::control(Operation::NicControl, control, connection.cid(), address, length);
-        let Some(mut commands) = self.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
+        let lane = self.lane(connection);
+        let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
         commands.publish();
         drop(commands);
-        self.ring_nic();
+        lane.ring_nic();
         Ok(())
     }
 
@@ -325,4 +318,18 @@ impl Shared {
             _ => Ok(()),
         }
     }
+}
+
+/// Part of [`Shared::send_at_once`].
+#[inline(always)]
+fn put_at_once(lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
+    if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+        return false;
+    }
+    let queued = connection.queued.load(RELAXED);
+    let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
+    let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
+    let Some(mut commands) = lane.commands.lock(token) else { return false };
+    let end = queued.wrapping_add(bytes.len() as u32);
+    commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).is_ok()
 }

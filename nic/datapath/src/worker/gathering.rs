@@ -121,7 +121,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn send_gathered(&mut self, id: usize, index: u32, now: Instant) {
         let note = |worker: &Self, sending: u32| {
             if let Some(Some(session)) = worker.programs.sessions.get(id) {
-                session.memory.word32(session::NIC_SENDING).store(sending, Ordering::Relaxed);
+                session.memory.word32(session.area + session::NIC_SENDING).store(sending, Ordering::Relaxed);
             }
         };
         note(self, 1);

@@ -31,8 +31,9 @@ const RING_BATCHES: usize = RING_MESSAGES / BATCH;
 
 /// A program's session.
 pub(super) struct Session {
-    /// Session memory.
+    /// Session memory, and this NIC's area in it ([`session::area`]).
     pub memory: Arc<Region>,
+    pub area: usize,
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
     /// Bytes published to the program since its last doorbell (each event counts as one more), and how many of them the moderator
@@ -154,11 +155,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.programs.sessions.len() <= at {
             self.programs.sessions.resize_with(at + 1, || None);
         }
-        let commands = Consumer::new(memory.ring(session::COMMANDS));
-        let events = Producer::new(memory.ring(session::EVENTS));
+        let area = session::area(self.settings.nic);
+        let commands = Consumer::new(memory.ring(area + session::COMMANDS));
+        let events = Producer::new(memory.ring(area + session::EVENTS));
         let moderator = Moderator::new(self.settings.doorbells);
         self.programs.sessions[at] = Some(Session {
             memory,
+            area,
             commands,
             events,
             unsignalled: 0,

@@ -268,7 +268,7 @@ fn send_nonsense(socket: &Path, begun: impl Fn()) {
         }
         for number in [u32::MAX, 1 << 14, connection + 1] {
             client.ask(Ask::Move { connection: number, to: Place::Nic });
-            client.ask(Ask::MoveAny { session: number, connection: number, to: Place::Nic });
+            client.ask(Ask::MoveAny { session: number, connection: number, to: Place::Nic, nic: None });
             client.ask(Ask::GiveBack { connection: number, reason: String::new(), until: Until::Never });
             client.ask(Ask::Lend { connection: number });
             client.ask(Ask::Closed { connection: number, abort: true });
