@@ -64,6 +64,8 @@ pub struct SoakReport {
     pub in_flight_share: f64,
     /// Moves of the connection that moved least.
     pub min_moves_per_connection: u64,
+    /// Moves from one NIC to another, of those done.
+    pub moves_between_nics: u64,
     /// Moves that were called off for a transient reason.
     pub deferred: u64,
     /// Bytes checked on both sides.
@@ -415,11 +417,11 @@ struct Mover<'a> {
     session: u32,
     ids: &'a [ConnectionId],
     rng: Rng,
-    places: Vec<Place>,
+    places: Vec<Option<u32>>,
     moves: Vec<u64>,
     both_ways: u64,
     /// Requested moves: tag to connection and target.
-    asked: HashMap<u32, (usize, Place)>,
+    asked: HashMap<u32, (usize, Option<u32>)>,
 }
 
 impl<'a> Mover<'a> {
@@ -430,7 +432,7 @@ impl<'a> Mover<'a> {
             session,
             ids,
             rng: Rng::new(settings.seed),
-            places: vec![Place::Kernel; ids.len()],
+            places: vec![None; ids.len()],
             moves: vec![0; ids.len()],
             both_ways: 0,
             asked: HashMap::new(),
@@ -487,13 +489,27 @@ impl<'a> Mover<'a> {
         while self.asked.values().any(|(busy, _)| *busy == at) {
             at = (at + 1) % self.ids.len();
         }
-        let to = if self.places[at] == Place::Nic { Place::Kernel } else { Place::Nic };
+        let nic = self.next_place(at);
+        let to = if nic.is_some() { Place::Nic } else { Place::Kernel };
         let on_its_way =
             |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
         self.both_ways += u64::from(on_its_way(&self.shared.to_a[at]) && on_its_way(&self.shared.to_b[at]));
-        let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to, nic: None })?;
-        self.asked.insert(tag, (at, to));
+        // With one NIC none is named, as programs do.
+        let named = nic.filter(|_| self.settings.bed.nics > 1);
+        let tag = tool.send(Ask::MoveAny { session: self.session, connection: self.ids[at], to, nic: named })?;
+        self.asked.insert(tag, (at, nic));
         Ok(())
+    }
+
+    /// Where a connection is to go: the kernel (None) or a NIC. From one of several NICs it goes to another one every other time.
+    fn next_place(&mut self, at: usize) -> Option<u32> {
+        let nics = self.settings.bed.nics as u32;
+        match self.places[at] {
+            None if nics == 1 => Some(0),
+            None => Some(self.rng.below(nics.into()) as u32),
+            Some(nic) if nics > 1 && self.rng.below(2) == 0 => Some((nic + 1) % nics),
+            Some(_) => None,
+        }
     }
 
     /// Handles an answer. Returns whether a move was done.
@@ -502,6 +518,7 @@ impl<'a> Mover<'a> {
         let Some((at, to)) = self.asked.remove(&answer.tag) else { bail!("unexpected answer from the agent: {answer:?}") };
         match answer.body {
             Reply::Done => {
+                report.moves_between_nics += u64::from(self.places[at].is_some() && to.is_some());
                 self.places[at] = to;
                 self.moves[at] += 1;
                 return Ok(true);
@@ -519,10 +536,13 @@ impl<'a> Mover<'a> {
         std::thread::sleep(Duration::from_micros(self.rng.below(20_000)));
         let before = tool.statistics()?;
         if report.kills < self.settings.kill_nic {
-            process::signal(before.nic_process, 9)?;
+            let nics = before.nics.len() as u64;
+            let victim = if nics == 1 { 0 } else { self.rng.below(nics) as u32 };
+            process::signal(before.nics[victim as usize].process, 9)?;
             while tool.statistics()?.nic_starts == before.nic_starts {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            self.places.iter_mut().filter(|place| **place == Some(victim)).for_each(|place| *place = None);
         } else {
             // Its counters die with it.
             report.count(&before);
@@ -531,8 +551,8 @@ impl<'a> Mover<'a> {
             while tool.statistics()?.agent_process == before.agent_process {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            self.places.fill(None);
         }
-        self.places.fill(Place::Kernel);
         Ok(())
     }
 }

@@ -201,11 +201,15 @@ impl Agent {
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let changes = ground.known.changes();
         let Some(way) = connection.running().and_then(|on_nic| on_nic.way) else { return };
-        if way.as_of == changes {
+        // A client may have come to an address of another NIC than the one that its answers leave by.
+        let of_device = ground.shape.nic_of(way.path.leaves_by);
+        let elsewhere = connection.asked_nic.is_none() && connection.cid.is_some_and(|cid| cid.nic() != of_device);
+        if way.as_of == changes && !elsewhere {
             return;
         }
         let followed = match connection.unproved {
             Some(_) => Err("the firewall has changed"),
+            None if elsewhere => Err(ANOTHER_NIC),
             None => follow_way(&mut ground, connection),
         };
         if let Err(why) = followed {

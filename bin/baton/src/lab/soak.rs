@@ -59,6 +59,9 @@ pub struct SoakArguments {
     /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
+    /// With --beside: number of NICs. Connections move between them, too, and each death is one NIC's.
+    #[arg(long, default_value_t = 1, requires = "beside", conflicts_with = "rmpp", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
+    nics: u8,
     /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
@@ -159,6 +162,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         seed: arguments.seed,
         drop_during_moves: arguments.drop_during_moves,
         beside: arguments.beside,
+        nics: arguments.nics.into(),
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
         ..TestbedSettings::default()
     };

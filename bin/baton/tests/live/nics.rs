@@ -498,6 +498,15 @@ fn each_nic_makes_the_connections_at_its_addresses() {
         connections().into_iter().find(|info| info.peer == peer).expect("it is listed")
     };
     assert_eq!([0, 1].map(|at: usize| of(&clients[at]).nic), [Some(0), Some(1)]);
+    // A client of the first link connects to the second link's address: that NIC makes the connection, and the first one gets it.
+    run(&bed.host_b, &format!("ip route add {} via {}", IpAddr::from(SECOND_A), address_a(false)));
+    let before = made(&bed);
+    let at = SocketAddr::new(IpAddr::from(SECOND_A), 7000);
+    let mut crossing = bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
+    exchange(&mut crossing, 6);
+    assert_eq!(made(&bed), [before[0], before[1] + 1]);
+    wait_for("the NIC that its answers leave by", || of(&crossing).nic == Some(0));
+    exchange(&mut crossing, 7);
     let before = bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics");
     process::signal(before.nics[1].process, SIGKILL).expect("a signal");
     exchange(&mut clients[0], 2);
