@@ -7,6 +7,7 @@ use baton_client::messages::{Endpoint, Settings};
 use baton_lab::testbed::{self, TestbedSettings};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
+use baton_linux::namespace::Namespace;
 use baton_protocol::program::{Answer, Ask, Messages, Opening, Reply, Request};
 use baton_ring::{Consumer, Producer};
 use baton_rmpp::{Halves, Memory, Outgoing, Region};
@@ -230,6 +231,16 @@ fn the_next_nic_matches_what_was_posted_before() {
         let mut bytes = [0; 4096];
         assert!(near.memory().read(here + token * 4096, &mut bytes) && bytes == [token as u8 + 1; 4096]);
     }
+}
+
+/// Opens an endpoint on the NIC of host A, and one on another host that its NIC has no part in, and sends a message. Returns the packets
+/// that the NIC has handled.
+pub(crate) fn exchange_between(bed: &testbed::Testbed, here: IpAddr, peer: &Namespace, there: IpAddr) -> u64 {
+    let mut near = bed.host_a.run(|| Endpoint::new(&settings(bed, here))).expect("an endpoint");
+    let far = Settings { on_nic: Halves::default(), ..settings(bed, there) };
+    let mut far = peer.run(|| Endpoint::new(&far)).expect("an endpoint");
+    exchange(&mut near, &mut far, 1);
+    near.usage().packets_on_nic
 }
 
 /// Sends a message from `far` to `near`, and waits for both completions.

@@ -1,21 +1,25 @@
 //! Several NICs at once: each serves the connections that leave by its devices, and dies alone.
 
 use crate::common::{KEYS, hosts};
-use crate::full;
 use crate::scratch::{Scratch, agent_socket, text};
-use baton_abi::layout::Counter;
+use crate::{full, messages};
+use baton_abi::layout::{Counter, session};
+use baton_agent::{Crash, Fault, Step};
 use baton_client::tool::Tool;
-use baton_client::{ConnectionId, Session};
+use baton_client::{ConnectionId, Listener, Session, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, rtnetlink, socket};
-use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
+use baton_protocol::program::{Ask, ConnectionInfo, Opening, Place, Reply, Statistics};
+use baton_shm::Region;
 use baton_sim::stream;
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 const SIGKILL: i32 = 9;
@@ -540,9 +544,8 @@ for peer in peers: peer.close()
 print('ok')
 ";
 
-/// An unmodified program with connections over two links, which move at random; it notices nothing, and nothing is left.
-#[test]
-fn a_program_over_two_links_does_not_notice() {
+/// A host with links to two peers that echo (10.90.0.2 by link0, 10.90.1.2 by link1), and these.
+fn host_with_echoes() -> (Namespace, [Namespace; 2], Vec<full::Program>) {
     let (host, peers) = (Namespace::new().expect("a host"), [(); 2].map(|()| Namespace::new().expect("a peer")));
     run(&host, "ip link set lo up");
     let mut servers = Vec::new();
@@ -558,6 +561,26 @@ fn a_program_over_two_links_does_not_notice() {
         let server = SocketAddr::from(([10, 90, at as u8, 2], 7000));
         wait_for("the server", || host.run(|| TcpStream::connect(server)).is_ok());
     }
+    (host, peers, servers)
+}
+
+/// The peers of connections that have been on a NIC, each with that NIC's number, by the agent of a program with its temporary files in
+/// `scratch`: when there have been two.
+fn seen_on_nics(scratch: &Scratch) -> BTreeSet<(String, u32)> {
+    let mut seen = BTreeSet::new();
+    wait_for("a connection on each NIC", || {
+        let tool = agent_socket(scratch).and_then(|socket| Tool::connect(&socket).ok());
+        let all = tool.and_then(|mut tool| tool.connections().ok()).unwrap_or_default();
+        seen.extend(all.into_iter().filter_map(|info| Some((info.peer, info.nic?))));
+        seen.len() >= 2
+    });
+    seen
+}
+
+/// An unmodified program with connections over two links, which move at random; it notices nothing, and nothing is left.
+#[test]
+fn a_program_over_two_links_does_not_notice() {
+    let (host, _peers, _servers) = host_with_echoes();
     let scratch = Scratch::new("two-links");
     let (log, report) = (scratch.file("log"), scratch.file("report"));
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
@@ -566,15 +589,8 @@ fn a_program_over_two_links_does_not_notice() {
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
     let program = host.spawn(&mut command).expect("baton");
     // Each link's connection is on the NIC that it was dealt to.
-    let mut seen = BTreeSet::new();
-    wait_for("a connection on each NIC", || {
-        let tool = agent_socket(&scratch).and_then(|socket| Tool::connect(&socket).ok());
-        let all = tool.and_then(|mut tool| tool.connections().ok()).unwrap_or_default();
-        seen.extend(all.into_iter().filter_map(|info| Some((info.peer, info.nic?))));
-        seen.len() >= 2
-    });
     let expected = [("10.90.0.2:7000".to_string(), 1), ("10.90.1.2:7000".to_string(), 0)];
-    assert_eq!(seen, BTreeSet::from(expected));
+    assert_eq!(seen_on_nics(&scratch), BTreeSet::from(expected));
     let ran = program.wait_with_output().expect("its output");
     let said = std::fs::read_to_string(&log).unwrap_or_default();
     assert!(ran.status.success() && said.is_empty(), "{}{}{said}", text(&ran.stdout), text(&ran.stderr));
@@ -584,6 +600,99 @@ fn a_program_over_two_links_does_not_notice() {
     let devices = || host.run(|| std::fs::read_to_string("/proc/thread-self/net/dev")).expect("the devices");
     let sockets = || host.run(|| std::fs::read_to_string("/proc/thread-self/net/packet")).expect("its packet sockets");
     wait_for("the end of Baton", || !devices().contains("baton") && sockets().lines().count() == 1);
+}
+
+/// A program that runs already is attached to by a Baton with two NICs, of which one dies.
+#[test]
+fn an_attached_program_over_two_links_does_not_notice() {
+    let (host, _peers, _servers) = host_with_echoes();
+    let scratch = Scratch::new("two-links-attached");
+    let mut command = Command::new("python3");
+    command.args(["-c", CLIENT, "5", "10.90.0.2", "10.90.1.2"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let program = host.spawn(&mut command).expect("the program");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["attach", "--nics", "2", "--log", &scratch.file("log"), "--json", &program.id().to_string()]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let attacher = host.spawn(&mut command).expect("baton");
+    let expected = [("10.90.0.2:7000".to_string(), 0), ("10.90.1.2:7000".to_string(), 1)];
+    assert_eq!(seen_on_nics(&scratch), BTreeSet::from(expected));
+    let mut tool = agent_socket(&scratch).and_then(|socket| Tool::connect(&socket).ok()).expect("its agent");
+    let before = tool.statistics().expect("the statistics");
+    process::signal(before.nics[1].process, SIGKILL).expect("a signal");
+    wait_for("the recovery", || tool.statistics().expect("the statistics").recovered == 1);
+    let all = tool.connections().expect("the connections");
+    let nic_of = |peer: &str| all.iter().find(|info| info.peer == peer).expect("it is listed").nic;
+    assert_eq!(nic_of("10.90.0.2:7000"), Some(0), "the other NIC's connection");
+    let ran = program.wait_with_output().expect("its output");
+    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    assert!(attacher.wait_with_output().expect("its output").status.success());
+}
+
+/// A NIC, or the agent with both, dies after any step of a move of one connection between two NICs; the other connection stays on its
+/// own.
+#[test]
+fn a_nic_or_the_agent_may_die_after_any_step_of_a_move_between_nics() {
+    for (step, fault) in
+        Step::OF_A_MOVE.into_iter().flat_map(|step| [Fault::NicDies, Fault::AgentDies].map(|fault| (step, fault)))
+    {
+        let crash = Some(Crash { after: step, fault });
+        let mut scene = Scene::with_both(TestbedSettings { crash, ..two_nics() });
+        scene.offload_both();
+        let before = scene.statistics();
+        for round in 0..6 {
+            scene.carry_both(50_000);
+            (0..2).for_each(|at| _ = scene.step(at, 60_000));
+            scene.ask_for_nic(0, 1 - round % 2);
+            scene.carry_both(50_000);
+        }
+        scene.drain();
+        let after = scene.statistics();
+        assert_eq!((after.lost, after.failed_moves), (0, 0), "after {step:?}: {fault:?}");
+        let died = after.nic_starts > before.nic_starts || after.agent_process != before.agent_process;
+        assert!(died, "nobody died after {step:?}");
+    }
+}
+
+/// A program breaks the ring that it shares with the second NIC: it loses its session, and its connections go to the kernel. Those of
+/// another program stay where they are, on both NICs.
+#[test]
+fn a_broken_ring_of_one_nic_ends_its_own_session_only() {
+    let mut scene = Scene::with_both(two_nics());
+    scene.offload_both();
+    let hostile = Shared::connect(&scene.bed.socket(), Opening::alone(), Listener(Box::new(|_| ()))).expect("a session");
+    let memory = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", hostile.descriptors()[1]));
+    let memory = Region::map(memory.expect("session memory").into()).expect("session memory");
+    let before = scene.statistics();
+    // The producer's index, further away than the ring is long.
+    memory.words(session::area(1) + session::COMMANDS, 1)[0].store(1 << 40, Ordering::SeqCst);
+    scene.load_until("the end of the session", |scene| scene.statistics().sessions == before.sessions - 1);
+    scene.carry_both(500_000);
+    scene.drain();
+    assert_eq!([0, 1].map(|at| scene.nic_of(at)), [Some(0), Some(1)]);
+    assert_eq!([0, 1].map(|at| scene.info(at).moves), [1; 2]);
+    assert_eq!(scene.statistics().nic_starts, before.nic_starts);
+}
+
+/// Sessions for messages are the first NIC's, whichever device their packets take.
+#[test]
+fn messages_are_the_first_nics() {
+    let mut scene = Scene::with_both(two_nics());
+    scene.offload_both();
+    let second = scene.second.as_ref().expect("a second peer");
+    for (here, peer, there) in
+        [(address_a(false), &scene.bed.host_b, address_b(false)), (IpAddr::from(SECOND_A), second, IpAddr::from(SECOND_PEER))]
+    {
+        let received = |scene: &Scene| {
+            scene.statistics().nics.iter().map(|nic| nic.counters[Counter::WireReceived as usize]).collect::<Vec<u64>>()
+        };
+        let before = received(&scene);
+        let packets = messages::exchange_between(&scene.bed, here, peer, there);
+        let after = received(&scene);
+        assert!(packets > 5 && after[0] > before[0] + 5, "{packets} packets; {before:?} {after:?}");
+        assert!(after[1] <= before[1] + 3, "the second NIC has received them: {before:?} {after:?}");
+    }
+    scene.carry_both(500_000);
+    scene.drain();
 }
 
 /// What cannot be is refused, with the reason and what to type.
