@@ -54,6 +54,7 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 10000 $$family $$wall --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json && \
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json && \
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
+	$(BATON) soak --beside --nics 2 --connections 64 --moves 4000 --kill-nic 20 --kill-agent 10 --json
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports

@@ -353,7 +353,13 @@ impl Agent {
         match then {
             Then::Forget(_) => Some(self.finish_forgetting(session, number)),
             Then::GiveBack { reason, until, .. } => Some(self.finish_giving_back(session, number, reason, until)),
-            Then::Offload(asker) => self.request_move(session, number, Place::Nic, asker).map(|(reply, _)| reply),
+            Then::Offload(asker) => match self.connection(session, number) {
+                // It could not leave its NIC.
+                Some(connection) if connection.stage() == Stage::Nic => {
+                    Some(Reply::Stayed { reason: connection.reason.clone(), transient: true })
+                }
+                _ => self.request_move(session, number, Place::Nic, asker).map(|(reply, _)| reply),
+            },
         }
     }
 

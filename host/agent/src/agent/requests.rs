@@ -330,7 +330,7 @@ impl Agent {
     ) -> Result<(OpenSession, Vec<SessionBell>)> {
         let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
         let (mut open, theirs) = OpenSession::new(bytes, nics)?;
-        self.has_room_for(open.bell.as_fd(), 0).map_err(anyhow::Error::new)?;
+        self.has_room_for(open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.filter(|_| opening.messages.is_some());
         if self.nics.iter().any(|nic| nic.is_detaching(number)) {
             anyhow::bail!("the NIC has not let go of this session's last memory; try again");
