@@ -69,6 +69,7 @@ sim: build
 programs: build
 	tests/programs/programs.py
 	tests/programs/programs.py --network wire
+	tests/programs/programs.py --network own
 	tests/programs/loads.py
 	tests/programs/leaks.py
 	tests/programs/clients.py

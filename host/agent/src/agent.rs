@@ -303,6 +303,9 @@ impl Agent {
             self.poller.wait(limit, &mut tokens)?;
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
+            if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
+                self.poll_addresses();
+            }
             for token in std::mem::take(&mut tokens) {
                 match token {
                     LISTENER => {
@@ -326,7 +329,7 @@ impl Agent {
                     POLICIES => self.policies_changed(),
                     TRAFFIC => self.filters_changed(),
                     TOO_BIG => self.packets_were_too_big(),
-                    // Its frames are read below.
+                    // Its frames were read above.
                     RESOLUTION => {}
                     session => {
                         self.serve(session as u32);
@@ -337,7 +340,6 @@ impl Agent {
                 }
             }
             self.handle_nic_messages();
-            self.poll_addresses();
             self.programs_changed();
             self.look();
             self.work_on_moves();

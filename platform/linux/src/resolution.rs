@@ -1,5 +1,5 @@
-//! Frames of ARP and neighbour discovery about one address on one link, for a host that probes for it and announces it. It needs
-//! CAP_NET_RAW.
+//! Frames of ARP and neighbour discovery by which hosts claim one address on one link, for a host that probes for it and announces
+//! it. It needs CAP_NET_RAW.
 
 use crate::diagnosis::{self, Use};
 use crate::frames::link_address;
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixDatagram;
 
-/// A packet socket that receives only what is about the address. It costs no frame of another EtherType anything.
+/// A packet socket that receives only other hosts' claims to the address. It costs no frame of another EtherType anything.
 #[derive(Debug)]
 pub struct ResolutionSocket(OwnedFd);
 
@@ -22,6 +22,8 @@ mod at {
     pub const ARP_SENDER: u32 = 14 + 14;
     pub const ARP_TARGET: u32 = 14 + 24;
     pub const NEXT_HEADER: u32 = 14 + 6;
+    pub const SOURCE: u32 = 14 + 8;
+    pub const ICMP_TYPE: u32 = 14 + 40;
     pub const TARGET: u32 = 14 + 40 + 8;
 }
 
@@ -42,22 +44,38 @@ fn accept(length: u32) -> libc::sock_filter {
     libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: length }
 }
 
-/// Accepts ARP whose sender or target is the address.
-fn arp_about(address: u32) -> Vec<libc::sock_filter> {
-    vec![word(at::ARP_SENDER), equal(address, 2, 0), word(at::ARP_TARGET), equal(address, 0, 1), accept(u32::MAX), accept(0)]
+/// Accepts ARP from a host that has the address, or probes for it. Plain questions are the kernel's, however many come.
+fn claims_by_arp(address: u32) -> Vec<libc::sock_filter> {
+    vec![
+        word(at::ARP_SENDER),
+        equal(address, 3, 0),
+        equal(0, 0, 3),
+        word(at::ARP_TARGET),
+        equal(address, 0, 1),
+        accept(u32::MAX),
+        accept(0),
+    ]
 }
 
-/// Accepts ICMPv6 with the address where neighbour discovery has its target.
-fn discovery_about(address: [u8; 16]) -> Vec<libc::sock_filter> {
+/// The same by neighbour discovery: an advertisement of the address, or a solicitation from no address.
+fn claims_by_discovery(address: [u8; 16]) -> Vec<libc::sock_filter> {
     const ICMPV6: u32 = 58;
-    /// Index of the instruction that refuses.
-    const REFUSE: u8 = 11;
-    let mut program = vec![byte(at::NEXT_HEADER), equal(ICMPV6, 0, REFUSE - 2)];
-    for (n, four) in address.chunks_exact(4).enumerate() {
-        let value = four.iter().fold(0, |word, byte| word << 8 | u32::from(*byte));
-        program.push(word(at::TARGET + 4 * n as u32));
-        program.push(equal(value, 0, REFUSE - program.len() as u8 - 1));
-    }
+    const ADVERTISEMENT: u32 = 136;
+    /// Indices of the instructions that accept and refuse.
+    const ACCEPT: usize = 20;
+    const REFUSE: usize = ACCEPT + 1;
+    let ahead = |from: usize, to: usize| (to - from - 1) as u8;
+    let mut program = vec![byte(at::NEXT_HEADER), equal(ICMPV6, 0, ahead(1, REFUSE))];
+    let compare = |program: &mut Vec<libc::sock_filter>, at: u32, sixteen: [u8; 16]| {
+        for (n, four) in sixteen.chunks_exact(4).enumerate() {
+            let value = four.iter().fold(0, |word, byte| word << 8 | u32::from(*byte));
+            program.push(word(at + 4 * n as u32));
+            program.push(equal(value, 0, ahead(program.len(), REFUSE)));
+        }
+    };
+    compare(&mut program, at::TARGET, address);
+    program.extend([byte(at::ICMP_TYPE), equal(ADVERTISEMENT, ahead(11, ACCEPT), 0)]);
+    compare(&mut program, at::SOURCE, [0; 16]);
     program.extend([accept(u32::MAX), accept(0)]);
     program
 }
@@ -139,8 +157,8 @@ impl ResolutionSocket {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::PACKET, SocketType::RAW, flags, None)?;
         let (ethertype, mut filter) = match address {
-            IpAddr::V4(v4) => (libc::ETH_P_ARP, arp_about(v4.into())),
-            IpAddr::V6(v6) => (libc::ETH_P_IPV6, discovery_about(v6.octets())),
+            IpAddr::V4(v4) => (libc::ETH_P_ARP, claims_by_arp(v4.into())),
+            IpAddr::V6(v6) => (libc::ETH_P_IPV6, claims_by_discovery(v6.octets())),
         };
         attach(fd.as_fd(), &mut filter)?;
         let link = link_address(ethertype as u16, interface);
@@ -163,5 +181,66 @@ impl ResolutionSocket {
 impl AsFd for ResolutionSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_wire::arp::Arp;
+    use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
+    use std::net::Ipv4Addr;
+
+    /// What a program of loads, comparisons and returns makes of a frame, as the kernel runs it: a load beyond the end refuses.
+    fn accepts(program: &[libc::sock_filter], frame: &[u8]) -> bool {
+        let (mut at, mut value) = (0, 0);
+        loop {
+            let libc::sock_filter { code, jt, jf, k } = program[at];
+            at += 1;
+            match u32::from(code) {
+                code if code == libc::BPF_RET | libc::BPF_K => return k != 0,
+                code if code == libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K => {
+                    at += usize::from(if value == k { jt } else { jf })
+                }
+                code => {
+                    let bytes = if code == libc::BPF_LD | libc::BPF_B | libc::BPF_ABS { 1 } else { 4 };
+                    let Some(loaded) = frame.get(k as usize..k as usize + bytes) else { return false };
+                    value = loaded.iter().fold(0, |all, byte| all << 8 | u32::from(*byte));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn claims_pass_and_questions_do_not() {
+        const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
+        let (v4, v6): (Ipv4Addr, Ipv6Addr) = ([10, 0, 0, 50].into(), "fd00::50".parse().expect("an address"));
+        let discovery = |neighbour: Neighbour| {
+            let mut frame = [0; NEIGHBOUR_FRAME];
+            let length = neighbour.emit(MAC, &mut frame);
+            frame[..length].to_vec()
+        };
+        let arp = |passes, arp: Arp| (passes, claims_by_arp(v4.into()), arp.emit().to_vec());
+        let nd = |passes, neighbour| (passes, claims_by_discovery(v6.octets()), discovery(neighbour));
+        let (other, other6) = ([10, 0, 0, 51], [0xfd; 16]);
+        let question = Arp { sender: other, ..Arp::probe(MAC, v4.octets()) };
+        let question6 = Neighbour { source: other6, link_address: Some(MAC), ..Neighbour::probe(MAC, v6.octets()) };
+        for (passes, program, frame) in [
+            arp(true, Arp::announcement(MAC, v4.octets())),
+            arp(true, Arp::probe(MAC, v4.octets())),
+            arp(true, question.answer(MAC)),
+            arp(false, question),
+            arp(false, Arp::probe(MAC, other)),
+            arp(false, Arp::announcement(MAC, other)),
+            nd(true, Neighbour::announcement(MAC, v6.octets())),
+            nd(true, Neighbour::probe(MAC, v6.octets())),
+            nd(true, question6.answer(MAC)),
+            nd(false, question6),
+            nd(false, Neighbour::probe(MAC, other6)),
+            nd(false, Neighbour::announcement(MAC, other6)),
+        ] {
+            assert_eq!(accepts(&program, &frame), passes, "{frame:?}");
+            (0..28).for_each(|cut| assert!(!accepts(&program, &frame[..cut])));
+        }
     }
 }
