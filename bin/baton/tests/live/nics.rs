@@ -10,6 +10,7 @@ use baton_client::{ConnectionId, Listener, Session, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, rtnetlink, socket};
+use baton_protocol::address::{OwnAddress, Standing};
 use baton_protocol::program::{Ask, ConnectionInfo, Opening, Place, Reply, Statistics};
 use baton_shm::Region;
 use baton_sim::stream;
@@ -757,4 +758,38 @@ fn settings_are_of_all_nics_or_of_one() {
     });
     assert_eq!(bells(), ["70", "30"]);
     assert!(baton(&["nic", "show"]).contains("baton0"), "the NICs' devices are shown");
+}
+
+/// An address of Baton's own belongs to the NIC whose device it is reached by: full offload makes its connections there.
+#[test]
+fn an_own_address_is_served_by_the_nic_of_its_device() {
+    let address = IpAddr::from([10, 77, 0, 50]);
+    // Host A's first link is the second NIC's.
+    let devices = ["second0", "baton0"].map(String::from).to_vec();
+    let addresses = vec![OwnAddress { address, prefix: 24 }];
+    let bed = hosts(TestbedSettings { devices, addresses, between_probes: 50_000, ..two_nics() });
+    let settled = bed.tool().expect("a tool").ask(Ask::Addresses { settled: true }).expect("an answer");
+    assert!(matches!(&settled, Reply::Addresses(all) if all[0].standing == Standing::Used), "{settled:?}");
+    let _server = full::start(&bed, &["python3", "-c", ECHO]);
+    let at = SocketAddr::new(address, 7000);
+    let connect = || bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10)));
+    let mut client = None;
+    wait_for("a connection that the NIC has made", || {
+        let before = made(&bed);
+        client = connect().ok();
+        client.iter_mut().for_each(|client| exchange(client, 1));
+        let after = made(&bed);
+        assert_eq!(after[0], before[0], "the other NIC has made it");
+        client.is_some() && after[1] == before[1] + 1
+    });
+    let before = bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics");
+    process::signal(before.nics[1].process, SIGKILL).expect("a signal");
+    client.iter_mut().for_each(|client| exchange(client, 2));
+    wait_for("the next NIC's listener", || {
+        let before = made(&bed);
+        connect().is_ok_and(|mut client| {
+            exchange(&mut client, 3);
+            made(&bed)[1] == before[1] + 1
+        })
+    });
 }
