@@ -128,6 +128,7 @@ impl Bench {
         let (host, _) = memory_pair(256, FRAME, capabilities);
         let slots = connections as usize;
         let nic_memory = Arc::new(Region::private(nic::bytes(slots))?);
+        nic_memory.advise_huge(nic::many_slots(slots));
         let heap = session::HEAP + slots * 2 * buffer as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);

@@ -192,6 +192,19 @@ impl From<&Flow> for FlowKey {
     }
 }
 
+impl From<&FlowKey> for Flow {
+    fn from(key: &FlowKey) -> Flow {
+        let (local, remote) = (key.ports as u16, (key.ports >> 16) as u16);
+        let [first, rest @ ..] = [key.first, key.rest[0], key.rest[1], key.rest[2]].map(u64::to_le_bytes);
+        if key.is_v4() {
+            let [a, b, c, d, e, f, g, h] = first;
+            return Flow { local: Endpoint::v4([e, f, g, h], local), remote: Endpoint::v4([a, b, c, d], remote) };
+        }
+        let address = |low: [u8; 8], high: [u8; 8]| core::array::from_fn(|at| if at < 8 { low[at] } else { high[at - 8] });
+        Flow { local: Endpoint::v6(address(first, rest[0]), local), remote: Endpoint::v6(address(rest[1], rest[2]), remote) }
+    }
+}
+
 impl fmt::Display for Flow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} -> {}", self.local, self.remote)
@@ -207,5 +220,15 @@ mod tests {
         let flow =
             Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v6(core::array::from_fn(|n| n as u8), 0xfedc) };
         assert_eq!(Flow::from_bytes(&flow.to_bytes()), flow);
+    }
+
+    #[test]
+    fn a_flow_survives_its_key() {
+        let address = |first: u8| core::array::from_fn(|n| first + n as u8);
+        let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([192, 168, 7, 250], 0xfedc) };
+        let v6 = Flow { local: Endpoint::v6(address(0x20), 0xabcd), remote: Endpoint::v6(address(0x90), 443) };
+        for flow in [v4, v4.reversed(), v6, v6.reversed()] {
+            assert_eq!(Flow::from(&FlowKey::from(&flow)), flow);
+        }
     }
 }

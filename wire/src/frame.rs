@@ -250,8 +250,9 @@ const PREPARED: usize = (ETHERNET + IPV6 + TCP + TIMESTAMPS).next_multiple_of(16
 
 /// The headers of a connection's outgoing frames, with all fields that do not change from segment to segment filled in.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct Template {
-    bytes: [u8; ETHERNET + IPV6 + TCP],
+    interface: u32,
     /// A pure acknowledgement with everything but its sequence numbers, window and timestamps filled in.
     acknowledgement: [u8; PREPARED],
     acknowledgement_length: u8,
@@ -261,6 +262,7 @@ pub struct Template {
     pseudo: u16,
     /// Folded sum of the fixed IPv4 header fields.
     ip_sum: u32,
+    bytes: [u8; ETHERNET + IPV6 + TCP],
 }
 
 impl Template {
@@ -296,6 +298,7 @@ impl Template {
         bytes[tcp + 2..tcp + 4].copy_from_slice(&flow.remote.port.to_be_bytes());
         let ip_sum = u32::from(Sum::new().bytes(&bytes[ETHERNET..ETHERNET + IPV4]).folded());
         let mut template = Template {
+            interface: link.interface,
             bytes,
             acknowledgement: [0; PREPARED],
             acknowledgement_length: 0,
@@ -313,6 +316,17 @@ impl Template {
         let mut out = [0u8; MAX_HEADER];
         self.acknowledgement_length = self.emit_any(&header, 0, &mut out) as u8;
         self.acknowledgement.copy_from_slice(&out[..PREPARED]);
+    }
+
+    /// Index of the network interface that its frames leave through: see [`Link::interface`].
+    #[inline]
+    pub fn interface(&self) -> u32 {
+        self.interface
+    }
+
+    /// Sets it.
+    pub fn set_interface(&mut self, interface: u32) {
+        self.interface = interface;
     }
 
     /// Offset of the TCP header in the frames that this template writes.
@@ -406,6 +420,9 @@ impl Template {
         }
         usize::from(self.acknowledgement_length)
     }
+
+    /// Bytes from the beginning that are used for an acknowledgement.
+    pub const HOT: usize = core::mem::offset_of!(Template, acknowledgement) + PREPARED;
 
     /// Bytes of an acknowledgement over IPv4 with timestamps.
     pub const USUAL_ACKNOWLEDGEMENT: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;

@@ -143,6 +143,9 @@ pub fn run() -> Result<()> {
     let watched = Watched::open().context("listening to changes of routes")?;
     let mut inherited = Inherited::receive(&keeper)?;
     let hardware = of_further_nics(first, settings.nics)?;
+    for card in &hardware {
+        card.memory.advise_huge(nic::many_slots(settings.nic.slots));
+    }
     let shape = match &settings.interface {
         Some(name) => {
             let interface = rtnetlink::link(&routes, name).with_context(|| format!("the NIC's interface {name:?}"))?;

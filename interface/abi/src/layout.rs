@@ -72,6 +72,16 @@ pub mod nic {
         SLOTS + slots * SLOT_BYTES
     }
 
+    /// The slots behind the first [`FEW_BYTES`], for which agent and NIC want huge pages: with few connections none is used.
+    pub const fn many_slots(slots: usize) -> core::ops::Range<usize> {
+        let end = acknowledged(slots);
+        let begin = SLOTS + FEW_BYTES;
+        if begin < end { begin..end } else { end..end }
+    }
+
+    /// Bytes of the slots that lie in ordinary pages.
+    pub const FEW_BYTES: usize = 2 << 20;
+
     /// Offset of a worker's counters.
     pub const fn counters(worker: usize) -> usize {
         COUNTERS + worker * COUNTERS_BYTES

@@ -5,6 +5,7 @@ use crate::listeners::Opening;
 use crate::offloaded::{Offloaded, Pending};
 use crate::partial::Lent;
 use baton_abi::Cid;
+use baton_shm::Pooled;
 use baton_wire::{Flow, FlowKey};
 
 /// The reason why a command was refused. Its number crosses the interface.
@@ -38,28 +39,41 @@ pub(crate) enum Custody {
     /// The NIC, which opens it.
     Opening(Box<Opening>),
     /// The NIC.
-    Active(Box<Offloaded>),
+    Active(Pooled<Offloaded>),
     /// The host's TCP, to which the NIC has lent it.
     Lent(Box<Lent>),
     /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.
-    Leaving(Box<Offloaded>),
+    Leaving(Pooled<Offloaded>),
 }
 
-/// An occupied slot: a connection on the NIC.
+/// An occupied slot: a connection on the NIC. The fields that every segment uses come first.
+#[repr(C)]
 pub(crate) struct Slot {
     pub key: FlowKey,
-    pub cid: Cid,
-    pub flow: Flow,
     pub custody: Custody,
-    /// Frames that wait for the end of a move.
-    pub held: HeldFrames,
-    /// Tick of its entry in the timing wheel; `u64::MAX` without one.
-    pub scheduled: u64,
+    pub cid: Cid,
     /// It is in the worker's list of slots with events for their program.
     pub dirty: bool,
+    /// Tick of its entry in the timing wheel; `u64::MAX` without one.
+    pub scheduled: u64,
+    /// Frames that wait for the end of a move.
+    pub held: HeldFrames,
 }
 
 impl Slot {
+    /// Bytes from the beginning that every segment uses.
+    pub const HOT: usize = core::mem::offset_of!(Slot, dirty) + size_of::<bool>();
+
+    /// A slot without events and without an entry in the timing wheel.
+    pub fn new(key: FlowKey, cid: Cid, custody: Custody) -> Slot {
+        Slot { key, custody, cid, dirty: false, scheduled: u64::MAX, held: HeldFrames::default() }
+    }
+
+    /// The 4-tuple.
+    pub fn flow(&self) -> Flow {
+        Flow::from(&self.key)
+    }
+
     /// Takes the events for its program, and returns them with the session's number.
     pub fn take_events(&mut self) -> Option<(u32, Pending)> {
         let offloaded = self.offloaded()?;

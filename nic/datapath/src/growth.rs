@@ -60,7 +60,7 @@ impl Offloaded {
     /// Moves the connection to other memory, to which its contents have been copied. False if it does not lie in the session's.
     pub fn move_into(&mut self, memory: Memory, limits: [u32; 2], image: &Image) -> bool {
         let Some(circle) = self.session_memory.circle(memory.receive_base, memory.receive_size) else { return false };
-        self.receive = Receive::new(circle, self.session_memory.clone(), self.nic_memory(), self.slot_offset());
+        self.receive = Receive::new(circle, &self.posts_table());
         self.replace_send_queue(image, memory);
         self.growth = Growth::new(memory, limits);
         // The pending events are dropped: the agent has put what they said into the connection's block.

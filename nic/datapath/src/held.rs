@@ -13,9 +13,13 @@ const HELD_BYTES: usize = 8 << 20;
 /// A sequence number as an offset from the first one seen, so that it can be ordered.
 type SeqOffset = i32;
 
-/// The frames held during a move, in order of arrival.
+/// The frames held during a move; without any it takes no memory of its own.
 #[derive(Default)]
-pub(crate) struct HeldFrames {
+pub(crate) struct HeldFrames(Option<Box<Frames>>);
+
+/// Held frames, in order of arrival.
+#[derive(Default)]
+struct Frames {
     /// The frames by number of arrival, each with the end of the range that it covers.
     frames: BTreeMap<u64, (SeqOffset, Frame)>,
     /// The same frames, ordered by that end.
@@ -31,17 +35,64 @@ pub(crate) struct HeldFrames {
     /// Frames with a lower number of arrival were received by the kernel, too.
     mirrored: u64,
     /// A frame was dropped, so that the frames do not cover everything that arrived.
-    pub overflowed: bool,
+    overflowed: bool,
 }
 
 impl HeldFrames {
+    /// Holds a copy of a frame. False, and the frame is to be dropped, if there is no room.
+    pub fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
+        self.0.get_or_insert_default().push(parsed, frame)
+    }
+
+    /// Whether no frame is held.
+    pub fn is_empty(&self) -> bool {
+        self.0.as_ref().is_none_or(|held| held.frames.is_empty())
+    }
+
+    /// Whether a frame was dropped, so that the frames do not cover everything that arrived.
+    pub fn overflowed(&self) -> bool {
+        self.0.as_ref().is_some_and(|held| held.overflowed)
+    }
+
+    /// Drops the frames that lie before the kernel's acknowledgement `ack`.
+    pub fn acknowledged(&mut self, ack: u32) {
+        if let Some(held) = &mut self.0 {
+            held.acknowledged(ack);
+        }
+    }
+
+    /// Whether the frames cover the sequence numbers `left..right`.
+    pub fn covers(&self, left: u32, right: u32) -> bool {
+        !before(left, right) || self.0.as_ref().is_some_and(|held| held.covers(left, right))
+    }
+
+    /// Notes the steal: frames that arrive from now on are not received by the kernel.
+    pub fn mark_stolen(&mut self) {
+        if let Some(held) = &mut self.0 {
+            held.mirrored = held.arrivals;
+        }
+    }
+
+    /// Drops the frames that were mirrored: that the kernel has received.
+    pub fn drop_mirrored(&mut self) {
+        if let Some(held) = &mut self.0 {
+            held.frames = held.frames.split_off(&held.mirrored);
+        }
+    }
+
+    /// Takes all frames.
+    pub fn take(&mut self) -> impl Iterator<Item = Frame> + use<> {
+        self.0.take().into_iter().flat_map(|held| held.frames.into_values()).map(|(_, frame)| frame)
+    }
+}
+
+impl Frames {
     /// The offset of a sequence number.
     fn offset(&self, seq: u32) -> SeqOffset {
         seq.wrapping_sub(self.base.unwrap_or(seq)) as SeqOffset
     }
 
-    /// Holds a copy of a frame. False, and the frame is to be dropped, if there is no room.
-    pub fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
+    fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
         let fin = u32::from(parsed.flags.contains(Flags::FIN));
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
         if self.frames.len() >= HELD_FRAMES || self.bytes + frame.length() > HELD_BYTES {
@@ -73,13 +124,7 @@ impl HeldFrames {
         self.covered.insert(first, end);
     }
 
-    /// Whether no frame is held.
-    pub fn is_empty(&self) -> bool {
-        self.frames.is_empty()
-    }
-
-    /// Drops the frames that lie before the kernel's acknowledgement `ack`.
-    pub fn acknowledged(&mut self, ack: u32) {
+    fn acknowledged(&mut self, ack: u32) {
         let ack = self.offset(ack);
         while let Some((_, arrival)) = self.ends.first().filter(|(end, _)| *end <= ack).copied() {
             self.ends.pop_first();
@@ -98,28 +143,9 @@ impl HeldFrames {
         }
     }
 
-    /// Whether the frames cover the sequence numbers `left..right`.
-    pub fn covers(&self, left: u32, right: u32) -> bool {
-        if !before(left, right) {
-            return true;
-        }
+    fn covers(&self, left: u32, right: u32) -> bool {
         let (left, right) = (self.offset(left), self.offset(right));
         self.covered.range(..=left).next_back().is_some_and(|(_, end)| left < right && right <= *end)
-    }
-
-    /// Notes the steal: frames that arrive from now on are not received by the kernel.
-    pub fn mark_stolen(&mut self) {
-        self.mirrored = self.arrivals;
-    }
-
-    /// Drops the frames that were mirrored: that the kernel has received.
-    pub fn drop_mirrored(&mut self) {
-        self.frames = self.frames.split_off(&self.mirrored);
-    }
-
-    /// Takes all frames.
-    pub fn take(&mut self) -> impl Iterator<Item = Frame> + use<> {
-        std::mem::take(self).frames.into_values().map(|(_, frame)| frame)
     }
 }
 

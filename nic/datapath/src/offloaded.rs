@@ -2,13 +2,15 @@
 
 use crate::growth::Growth;
 use crate::partial::Path;
-use crate::posted::Receive;
+use crate::posted::{Receive, Table};
 use baton_abi::layout::{self, slot as at};
+use baton_abi::record::WORDS;
 use baton_device::Payload;
 use baton_image::Image;
-use baton_shm::{Region, WordArray};
+use baton_shm::{Pool, Region, WordArray, prefetch};
 use baton_tcp::Connection;
 use baton_wire::frame::Template;
+use core::mem::offset_of;
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -82,7 +84,7 @@ impl Pending {
     }
 }
 
-/// An offloaded connection. The fields that every segment uses come first.
+/// An offloaded connection. The fields that every segment uses come first: behind TCP's, three cache lines.
 #[repr(C)]
 pub(crate) struct Offloaded {
     pub tcp: Connection,
@@ -92,13 +94,20 @@ pub(crate) struct Offloaded {
     published: u64,
     /// The last word of the record that was published.
     last_word: u64,
+    pub receive: Receive,
+    pub session: u32,
+    /// The valid table of out-of-order ranges, and its length.
+    ranges_table: u8,
+    ranges: u8,
+    /// The program announces with one message what it has queued so far ([`baton_abi::FETCH`]).
+    pub fetches: bool,
+    /// Its program has closed it, and is sent no more events.
+    pub closing: bool,
+    pub template: Template,
     /// Where its TCP runs.
     pub path: Path,
-    pub template: Template,
     pub image: Image,
-    pub session: u32,
     pub session_memory: Arc<Region>,
-    pub receive: Receive,
     pub pending: Pending,
     /// IPv4 identification of the next segment.
     pub ident: u16,
@@ -107,8 +116,6 @@ pub(crate) struct Offloaded {
     /// back.
     pub in_order: u32,
     pub memory: Memory,
-    /// Its program has closed it, and is sent no more events.
-    pub closing: bool,
     /// The send queue, a ring; the indices count without wrapping at its size.
     pairs: [Pair; layout::PAIRS],
     pair_first: u8,
@@ -119,18 +126,16 @@ pub(crate) struct Offloaded {
     send_base: u32,
     send_size: u32,
     queued_offset: usize,
-    /// The program announces with one message what it has queued so far ([`baton_abi::FETCH`]).
-    pub fetches: bool,
     nic_memory: Arc<Region>,
     slot_offset: usize,
     /// Offset in session memory of the word with the processor, for the program.
     processor_offset: usize,
     /// Offset in session memory of [`layout::block::QUIET_ABOVE`].
     quiet_offset: usize,
-    /// The valid table of out-of-order ranges, and its length.
-    ranges_table: u8,
-    ranges: u8,
 }
+
+/// The offloaded connections: close to each other, since the state of many is what a NIC's memory accesses are for.
+pub(crate) static OFFLOADED: Pool<Offloaded> = Pool::new();
 
 /// The location of a connection's memory and block, to be checked against the session's memory before it is used.
 #[derive(Clone, Copy, Debug)]
@@ -180,7 +185,7 @@ impl Offloaded {
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
-            receive: Receive::new(receive, session_memory.clone(), nic_memory.clone(), layout::nic::slot(slot)),
+            receive: Receive::new(receive, &Table::new(nic_memory.clone(), layout::nic::slot(slot))),
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
@@ -206,6 +211,23 @@ impl Offloaded {
         offloaded.adopt_send_queue(image, memory);
         offloaded.set_last_word();
         Some(offloaded)
+    }
+
+    /// Begins to load what an ordinary segment uses of the connection's state into the cache.
+    #[inline(always)]
+    pub fn prefetch(&self) {
+        prefetch(self, 0, Connection::HOT);
+        prefetch(self, offset_of!(Offloaded, record), offset_of!(Offloaded, template) + Template::HOT);
+    }
+
+    /// Begins to load what it uses elsewhere, once its state is there: the recovery record that is published next, and the place of the
+    /// next bytes to be received.
+    #[inline(always)]
+    pub fn prefetch_memory(&self) {
+        let next = (self.published + 1) as usize & 1;
+        prefetch(&self.record[at::PUBLISHED / 8], 0, 8);
+        prefetch(&self.record[at::RECORDS / 8 + next * WORDS], 0, 8);
+        self.receive.prefetch(self.tcp.rcv_nxt());
     }
 
     /// Writes the processor's number plus one to the connection's block, for the program.
@@ -257,12 +279,10 @@ impl Offloaded {
         self.adopt_send_queue(image, memory);
     }
 
-    pub fn nic_memory(&self) -> Arc<Region> {
-        self.nic_memory.clone()
-    }
-
-    pub fn slot_offset(&self) -> usize {
-        self.slot_offset
+    /// Sets the network interface that its frames leave through.
+    pub fn set_interface(&mut self, interface: u32) {
+        self.image.link.interface = interface;
+        self.template.set_interface(interface);
     }
 
     /// Appends bytes to the send queue. Bytes that directly follow the last pair in memory extend it. False if the queue is full.
@@ -410,9 +430,15 @@ impl Offloaded {
             return false;
         }
         let free = self.tcp.out_of_order().next_back().map_or(self.tcp.rcv_nxt(), |(_, right)| right);
-        self.pending.posted[waiting] = self.receive.post(address, length, self.tcp.rcv_read(), free);
+        self.pending.posted[waiting] =
+            self.receive.post((address, length), self.tcp.rcv_read(), free, &self.session_memory, self.posts_table());
         self.pending.answers += 1;
         true
+    }
+
+    /// The slot's table of posted buffers.
+    pub fn posts_table(&self) -> Table {
+        Table::new(self.nic_memory.clone(), self.slot_offset)
     }
 
     /// Number of the connection's slot.

@@ -6,7 +6,7 @@ use crate::offloaded::{Memory, Offloaded};
 use baton_abi::layout::host_tcp;
 use baton_abi::{Control, Message};
 use baton_image::{Image, MAX_ENCODED, NicState};
-use baton_shm::Region;
+use baton_shm::{Pooled, Region};
 use baton_tcp::{Connection, Instant, State as TcpState};
 use core::sync::atomic::Ordering;
 
@@ -25,7 +25,7 @@ pub(crate) enum Path {
 /// A connection that the host's TCP has.
 pub(crate) struct Lent {
     /// As it was when it was lent, but for the events that wait for its program.
-    pub offloaded: Box<Offloaded>,
+    pub offloaded: Pooled<Offloaded>,
     /// It was asked to come back: its frames are held, and so is what follows.
     pub recalled: bool,
     /// The agent's commands and the program's messages that wait until it is back.

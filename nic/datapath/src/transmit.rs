@@ -172,7 +172,7 @@ impl<W: Device> Output<W> {
         let length = offloaded.template.acknowledge(ack, frame.front_mut());
         frame.set_length(length);
         frame.segmentation = None;
-        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
+        complete(frame, offloaded.template.tcp_offset(), offloaded.template.interface(), self.capabilities.checksum);
         let clock = ack.timestamps.map(|(clock, _)| clock);
         if !cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
@@ -208,7 +208,7 @@ impl<W: Device> Output<W> {
         let timestamps = ack.timestamps.unwrap_or_default();
         let frame = &mut *self.frame;
         frame.segmentation = None;
-        frame.interface = offloaded.image.link.interface;
+        frame.interface = offloaded.template.interface();
         frame.checksum = Checksum::Partial { start: (ETHERNET + IPV4) as u16, offset: TCP_CHECKSUM as u16 };
         offloaded.template.acknowledge_usual(ack, timestamps, frame.begin::<USUAL_ROOM>(Template::USUAL_ACKNOWLEDGEMENT));
         if !cfg!(feature = "sabotage-ack-before-record") {
@@ -276,7 +276,7 @@ impl<W: Device> Output<W> {
             return;
         }
         frame.segmentation = None;
-        complete(frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
+        complete(frame, offloaded.template.tcp_offset(), offloaded.template.interface(), self.capabilities.checksum);
         self.send_frame(counters);
     }
 
@@ -301,7 +301,7 @@ impl<W: Device> Output<W> {
             ecn: false,
             udp: false,
         });
-        complete(&mut self.frame, offloaded.template.tcp_offset(), offloaded.image.link.interface, self.capabilities.checksum);
+        complete(&mut self.frame, offloaded.template.tcp_offset(), offloaded.template.interface(), self.capabilities.checksum);
         match places {
             Some(payload) => {
                 self.frame.set_length(headers);

@@ -3,6 +3,7 @@
 mod active_ack;
 mod addresses;
 mod agent;
+mod ahead;
 mod closing;
 mod commands;
 mod connections;
@@ -28,6 +29,7 @@ use crate::listeners::Listeners;
 use crate::peers::Call;
 use crate::transmit::Output;
 use agent::AgentLink;
+use ahead::Ahead;
 use baton_abi::layout::{Counter, nic, session};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_lro::Mode;
@@ -53,6 +55,9 @@ pub struct WorkerSettings {
     pub slots: usize,
     /// Key of the lookup table's hash; it must be random.
     pub hash_key: [u64; 4],
+    /// Connections from which on frames are received ahead, so that their connections' state is loaded together: as many as fill the
+    /// caches of a processor's core.
+    pub many: u64,
     /// Number of frames taken from one device before the next source gets its turn.
     pub batch: usize,
     /// Bytes of the frames' buffers.
@@ -81,6 +86,7 @@ impl Default for WorkerSettings {
             nic: 0,
             slots: 1024,
             hash_key: [0; 4],
+            many: 4096,
             batch: 32,
             frame_bytes: MAX_FRAME,
             quick_ack: false,
@@ -131,6 +137,8 @@ pub struct Worker<H, W> {
     counters: Counters,
     /// The frame that is being processed.
     frame: Frame,
+    /// Frames that follow it, with many connections.
+    ahead: Ahead,
     /// The earliest time at which a connection, an aggregate or a delivery may be due, in microseconds.
     due: u64,
     /// Whether frames are received.
@@ -139,7 +147,7 @@ pub struct Worker<H, W> {
     turn: usize,
     /// Whether what runs for every frame runs in its wide form.
     wide: Option<Wide>,
-    /// There may be a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring had no room. Set
+    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring had no room. Set
     /// with each of them, so that a round without them asks once.
     has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
@@ -185,6 +193,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             nic_memory,
             counters,
             frame: Frame::with_capacity(settings.frame_bytes),
+            ahead: Ahead::default(),
             due: now.0,
             started: false,
             turn: settings.batch,
@@ -312,7 +321,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let received = match self.wide {
             Some(wide) if usual => {
                 let worker = &mut *self;
-                wide.run(move || worker.poll_usual_wire(now))
+                let many = worker.has_many();
+                wide.run(move || if many { worker.poll_ahead(now) } else { worker.poll_usual_wire(now) })
             }
             _ if usual => self.poll_usual_wire_narrow(now),
             _ => self.started && self.poll_wire(now),
@@ -387,7 +397,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
         }
-        let rest = self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
+        let rest = self.has_many() || self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
         self.has_extras = rest || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
         worked
     }

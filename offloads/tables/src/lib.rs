@@ -7,5 +7,5 @@ extern crate alloc;
 mod lookup;
 mod wheel;
 
-pub use lookup::Lookup;
+pub use lookup::{Lookup, NO_SLOT, Search};
 pub use wheel::Wheel;

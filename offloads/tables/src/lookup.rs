@@ -3,11 +3,23 @@
 
 use ahash::RandomState;
 use alloc::boxed::Box;
+use alloc::vec::Vec;
 use baton_wire::FlowKey;
 use core::hash::{BuildHasher, Hasher};
+use core::mem::MaybeUninit;
 
 /// In place of a slot: the entry is free.
-const EMPTY: u32 = u32::MAX;
+const EMPTY: u32 = NO_SLOT;
+
+/// Not the number of any slot.
+pub const NO_SLOT: u32 = u32::MAX;
+
+/// A search that has begun: see [`Lookup::begin`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Search {
+    tag: u32,
+    at: usize,
+}
 
 /// A hash table of slots. It is at most half full, so that a probe rarely goes beyond its first cache line.
 pub struct Lookup {
@@ -22,9 +34,17 @@ pub struct Lookup {
 impl Lookup {
     /// Makes an empty table for `slots` slots. `hash_key` must be random.
     pub fn new(slots: usize, hash_key: [u64; 4]) -> Self {
+        Lookup::prepared(slots, hash_key, |_| ())
+    }
+
+    /// The same; `prepare` is given its memory before that is used.
+    pub fn prepared(slots: usize, hash_key: [u64; 4], prepare: impl FnOnce(&mut [MaybeUninit<(u32, u32)>])) -> Self {
         let size = (slots * 2).next_power_of_two().max(16);
+        let mut entries = Vec::with_capacity(size);
+        prepare(entries.spare_capacity_mut());
+        entries.resize(size, (0, EMPTY));
         Lookup {
-            entries: alloc::vec![(0, EMPTY); size].into(),
+            entries: entries.into(),
             mask: size - 1,
             hasher: RandomState::with_seeds(hash_key[0], hash_key[1], hash_key[2], hash_key[3]),
             last: ([0; 2], EMPTY),
@@ -60,6 +80,39 @@ impl Lookup {
             }
             at = (at + 1) & self.mask;
         }
+    }
+
+    /// Begins a search whose memory can be loaded meanwhile.
+    #[inline(always)]
+    pub fn begin(&self, key: &FlowKey) -> Search {
+        let hash = self.hash(key);
+        Search { tag: (hash >> 32) as u32, at: hash as usize & self.mask }
+    }
+
+    /// The memory that the search looks at first.
+    #[inline(always)]
+    pub fn memory_of(&self, search: &Search) -> &impl Sized {
+        &self.entries[search.at & self.mask]
+    }
+
+    /// Ends a search as [`Lookup::find`] does without looking at the slot: it may be another one's with the same hash. [`NO_SLOT`] if
+    /// there is none.
+    #[inline(always)]
+    pub fn end(&self, search: Search) -> u32 {
+        let Search { tag, mut at } = search;
+        loop {
+            let (entry_tag, slot) = self.entries[at & self.mask];
+            if entry_tag == tag || slot == EMPTY {
+                return slot;
+            }
+            at += 1;
+        }
+    }
+
+    /// Makes [`Lookup::find_again`] find this slot for an IPv4 4-tuple that was searched.
+    #[inline(always)]
+    pub fn expect(&mut self, key: &FlowKey, slot: u32) {
+        self.last = (key.words().0, slot);
     }
 
     /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The slot may be

@@ -2,8 +2,12 @@
 //! checked.
 
 mod copy;
+mod lines;
+mod pool;
 mod region;
 mod wide;
 
+pub use lines::{advise_huge, prefetch};
+pub use pool::{Pool, Pooled};
 pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, Straight, WordArray, node_mask};
 pub use wide::Wide;

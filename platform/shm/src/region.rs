@@ -2,7 +2,7 @@
 
 use crate::copy::copy_inline;
 use core::marker::PhantomData;
-use core::ops::Deref;
+use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -110,6 +110,13 @@ impl Region {
         }
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Region { base, length, fd })
+    }
+
+    /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are used all over.
+    pub fn advise_huge(&self, range: Range<usize>) {
+        if let Some(base) = self.span(range.start, range.len()) {
+            crate::lines::advise(base.as_ptr(), range.len());
+        }
     }
 
     /// Length in bytes.
@@ -272,6 +279,14 @@ impl Circle {
             let to = self.base.add(offset as usize);
             core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
         }
+    }
+
+    /// Begins to load the place of the byte with this sequence number, and the cache line behind it, into the cache.
+    #[inline(always)]
+    pub fn prefetch(&self, seq: u32) {
+        let place = self.base.as_ptr().wrapping_add((seq & self.mask) as usize);
+        crate::lines::prefetch_line(place);
+        crate::lines::prefetch_line(place.wrapping_add(64));
     }
 
     /// The place of the `length` bytes from sequence number `seq` on, if they lie in one piece that ends before the buffer does.

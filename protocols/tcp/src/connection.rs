@@ -210,7 +210,7 @@ impl Due {
     }
 }
 
-/// A TCP connection. What every segment needs comes first and fills two cache lines.
+/// A TCP connection. What every segment needs comes first and fills [`Connection::HOT`] bytes.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct Connection {
@@ -222,11 +222,11 @@ pub struct Connection {
     pub(crate) send: Send,
     pub(crate) receive: Receive,
     pub(crate) timers: Timers,
+    pub(crate) rtt: Rtt,
+    pub(crate) reassembly: Reassembly,
     pub(crate) cork: bool,
     pub(crate) end_reason: Option<EndReason>,
-    pub(crate) reassembly: Reassembly,
     pub(crate) scoreboard: Scoreboard,
-    pub(crate) rtt: Rtt,
     pub(crate) config: Config,
     pub(crate) congestion: Cubic,
     pub(crate) recovery: Recovery,
@@ -235,13 +235,22 @@ pub struct Connection {
     pub(crate) opening: Opening,
 }
 
-const _: () =
-    assert!(offset_of!(Connection, timers) + offset_of!(Timers, silent_since) <= 128, "the hot state fills two cache lines");
+const _: () = {
+    assert!(
+        offset_of!(Connection, timers) + offset_of!(Timers, silent_since) <= 128,
+        "what segments change fills two cache lines"
+    );
+    assert!(offset_of!(Connection, rtt) + size_of::<Rtt>() <= Connection::HOT);
+    assert!(offset_of!(Connection, reassembly) + Reassembly::HOT <= Connection::HOT, "what they look at, three");
+};
 
 /// TCP and option bytes that every segment of a connection with timestamps carries.
 pub(crate) const TIMESTAMP_BYTES: u32 = 12;
 
 impl Connection {
+    /// Bytes from the beginning that an ordinary segment uses: three cache lines.
+    pub const HOT: usize = 192;
+
     pub(crate) fn new(config: Config, agreed: Agreed, now: Instant) -> Self {
         let mut connection = Connection {
             state: State::Closed,

@@ -19,19 +19,23 @@ pub(crate) fn most_ranges(window: u32) -> usize {
 
 /// Ordered, disjoint, non-adjacent ranges of sequence numbers.
 #[derive(Clone, Debug, Default)]
+#[repr(C)]
 pub struct Reassembly {
+    /// Ranges, and one more for a FIN: one word for the check that every segment makes.
+    waiting: u32,
     ranges: VecDeque<(u32, u32)>,
     /// Left edges of the ranges that grew last, newest first (RFC 2018 section 4).
     recent: [u32; 4],
     /// A FIN came behind a hole: the sequence number it has.
     fin_at: Option<u32>,
-    /// Ranges, and one more for a FIN: one word for the check that every segment makes.
-    waiting: u32,
     /// A duplicate to be reported (RFC 2883).
     pub(crate) duplicate: Option<(u32, u32)>,
 }
 
 impl Reassembly {
+    /// Bytes from the beginning that every segment uses.
+    pub(crate) const HOT: usize = size_of::<u32>();
+
     /// Whether nothing waits behind a hole, neither bytes nor a FIN.
     #[inline]
     pub fn is_empty(&self) -> bool {

@@ -138,6 +138,8 @@ fn settings(offloads: &Offloads) -> WorkerSettings {
     WorkerSettings {
         slots: SLOTS,
         hash_key,
+        // So that frames are received ahead when there are several connections.
+        many: 2,
         lro: LroSettings { mode: offloads.lro, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
         moderation,
         // What waits for the kernel may be an aggregate.

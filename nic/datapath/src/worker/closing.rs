@@ -11,6 +11,7 @@ use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
+use baton_shm::Pooled;
 use baton_tcp::{Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 
@@ -29,6 +30,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.drain_session(session as usize, now);
         let Some(slot) = self.connections.slots[cid.slot() as usize].as_mut() else { return Err(Refusal::NotYours) };
         let Custody::Active(offloaded) = &mut slot.custody else { return Err(Refusal::WrongState) };
+        let offloaded = &mut **offloaded;
         let tcp = &mut offloaded.tcp;
         if matches!(tcp.state(), State::Closed | State::TimeWait) || !slot.held.is_empty() {
             // The agent has been notified of its end, or is to restore it.
@@ -70,10 +72,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Keeps what is left of a connection in FIN-WAIT-2 or TIME-WAIT whose program has closed it.
-    pub(super) fn keep_closed(&mut self, offloaded: Offloaded, flow: Flow, now: Instant) {
+    pub(super) fn keep_closed(&mut self, offloaded: Pooled<Offloaded>, flow: Flow, now: Instant) {
         if offloaded.closing && closed::is_over(offloaded.tcp.state()) {
             let link = offloaded.image.link;
-            self.closed.add(Box::new(Opening { tcp: offloaded.tcp, flow, link }), now);
+            self.closed.add(Box::new(Opening { tcp: offloaded.into_inner().tcp, flow, link }), now);
             self.wake_at(self.closed.due());
         }
     }

@@ -4,8 +4,7 @@ use super::Worker;
 use super::frames::needs_kernel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
-use crate::held::HeldFrames;
-use crate::offloaded::{Memory, Offloaded};
+use crate::offloaded::{Memory, OFFLOADED, Offloaded};
 use crate::partial::Path;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -64,6 +63,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Updates the counter of offloaded connections.
     pub(super) fn count_connections(&mut self) {
         self.counters.set(Counter::Connections, self.connections.count);
+        self.has_extras |= self.has_many();
         if let Some(crossbar) = &self.crossbar {
             crossbar.peers.set_connections(self.connections.count);
         }
@@ -123,9 +123,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         // From now on its frames go to the kernel without aggregation, so the aggregated ones must go first.
         self.to_kernel.flush_connection(&key, &self.counters, now.0);
-        let custody = Custody::Mirrored;
-        self.connections.slots[index as usize] =
-            Some(Slot { key, cid, flow, custody, held: HeldFrames::default(), scheduled: u64::MAX, dirty: false });
+        self.connections.slots[index as usize] = Some(Slot::new(key, cid, Custody::Mirrored));
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;
         Ok(0)
@@ -146,7 +144,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Mirrored => {
                 slot.custody = Custody::Held;
                 slot.held.mark_stolen();
-                Ok(u32::from(slot.held.overflowed))
+                Ok(u32::from(slot.held.overflowed()))
             }
             _ => Err(Refusal::WrongState),
         }
@@ -175,7 +173,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !matches!(slot.custody, Custody::Held) {
             return Err(Refusal::WrongState);
         }
-        if image.flow != slot.flow {
+        if image.flow != slot.flow() {
             return Err(Refusal::BadImage);
         }
         if !memory.fits(&session_memory) || !memory.holds(&image) {
@@ -192,7 +190,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         offloaded.publish(now);
         offloaded.publish_processor(processor);
         offloaded.path = if fast_path { Path::Fast } else { Path::Whole };
-        slot.custody = Custody::Active(Box::new(offloaded));
+        slot.custody = Custody::Active(OFFLOADED.take(offloaded));
         self.run_held(index, now);
         self.lend_unless_quiet(index, now);
         Ok(0)
@@ -267,7 +265,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::WrongState);
         }
         let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
-        offloaded.receive.gather(offloaded.tcp.rcv_read());
+        let read = offloaded.tcp.rcv_read();
+        offloaded.receive.gather(read);
         slot.custody = Custody::Leaving(offloaded);
         if cfg!(feature = "sabotage-lose-steal") {
             self.remove_slot(cid);
@@ -306,7 +305,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
         match slot.custody {
             // The recovery record remains until the agent has noted that the connection has ended: it may die before.
-            Custody::Active(offloaded) => self.keep_closed(*offloaded, slot.flow, now),
+            Custody::Active(offloaded) => self.keep_closed(offloaded, Flow::from(&slot.key), now),
             Custody::Leaving(_) | Custody::Lent(_) | Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
@@ -354,7 +353,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         frame.checksum = Checksum::Verified;
         let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::BadCommand)?;
         let slot = self.occupant(cid)?;
-        if parsed.flow != slot.flow {
+        if parsed.flow != slot.flow() {
             return Err(Refusal::BadCommand);
         }
         slot.held.push(&parsed, &frame);
@@ -382,7 +381,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// route, and are retransmitted by time-out.
     fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
         let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
-        offloaded.image.link.interface = interface;
+        offloaded.set_interface(interface);
         Ok(0)
     }
 
@@ -430,7 +429,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::BadMemory);
         }
         // The program's `nic_recvd` lags behind what it has read. A program that gives a wrong number harms only itself.
-        let _ = offloaded.tcp.consumed(read.wrapping_sub(offloaded.tcp.rcv_read()));
+        let before = offloaded.tcp.rcv_read();
+        let _ = offloaded.tcp.consumed(read.wrapping_sub(before));
         let Custody::Leaving(offloaded) = std::mem::replace(&mut slot.custody, Custody::Held) else {
             return Err(Refusal::WrongState);
         };

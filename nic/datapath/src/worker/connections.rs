@@ -5,6 +5,7 @@ use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::Device;
+use baton_shm::advise_huge;
 use baton_tables::Lookup;
 use baton_tcp::{Events, Instant};
 use baton_wire::FlowKey;
@@ -25,9 +26,12 @@ pub(super) struct Connections {
 
 impl Connections {
     pub fn new(slots: usize, hash_key: [u64; 4], now: u64) -> Connections {
+        let mut table = Vec::with_capacity(slots);
+        advise_huge(table.spare_capacity_mut());
+        table.resize_with(slots, || None);
         Connections {
-            slots: (0..slots).map(|_| None).collect(),
-            lookup: Lookup::new(slots, hash_key),
+            slots: table,
+            lookup: Lookup::prepared(slots, hash_key, advise_huge),
             wheel: Wheel::new(now),
             count: 0,
             expired: Vec::new(),

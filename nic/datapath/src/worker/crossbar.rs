@@ -340,7 +340,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// its segments still come to the front worker.
     pub(super) fn place_made(&mut self, slot: Slot, now: Instant) {
         let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() else { return self.add_made(slot) };
-        let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow));
+        let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow()));
         front.buckets[slot.cid.slot() as usize] = bucket;
         front.remote.remove(&slot.cid.slot());
         front.unadded.push(slot.key);
@@ -449,7 +449,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             Step::Key(key) => {
                 peers.set_key(&key);
                 for slot in self.connections.slots.iter().flatten() {
-                    front.buckets[slot.cid.slot() as usize] = peers.hash().bucket_of(&Input::of_flow(&slot.flow));
+                    front.buckets[slot.cid.slot() as usize] = peers.hash().bucket_of(&Input::of_flow(&slot.flow()));
                 }
                 self.broadcast(|| Call::HashKey(Box::new(key)));
             }
@@ -462,9 +462,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.to_kernel.flush(&self.counters, now.0);
         self.to_kernel.device.settle();
         let Some(peers) = self.crossbar.as_ref().map(|crossbar| &crossbar.peers) else { return };
-        let its = |flow| peers.hash().bucket_of(&Input::of_flow(flow)) == which.bucket;
-        let cids: Vec<Cid> =
-            self.connections.slots.iter().flatten().filter(|slot| its(&slot.flow)).map(|slot| slot.cid).collect();
+        let its = |slot: &&Slot| peers.hash().bucket_of(&Input::of_flow(&slot.flow())) == which.bucket;
+        let cids: Vec<Cid> = self.connections.slots.iter().flatten().filter(its).map(|slot| slot.cid).collect();
         let hash = baton_rss::Toeplitz::clone(peers.hash());
         let slots = cids.into_iter().filter_map(|cid| self.remove_slot(cid)).collect();
         let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);

@@ -53,20 +53,26 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             self.turn -= 1;
         }
-        if usual > 0 {
-            self.counters.add(Counter::WireReceived, usual);
-            self.counters.add(Counter::Segments, usual);
-        }
+        self.count_usual(usual);
         if unannounced.length > 0 {
             self.announce(&unannounced, now);
         }
         self.turn < begun
     }
 
+    /// Counts frames of the usual kind.
+    #[inline(always)]
+    pub(super) fn count_usual(&self, frames: u64) {
+        if frames > 0 {
+            self.counters.add(Counter::WireReceived, frames);
+            self.counters.add(Counter::Segments, frames);
+        }
+    }
+
     /// Processes a frame that is not of the usual kind, or is large.
     #[cold]
     #[inline(never)]
-    fn receive_other(&mut self, arrival: Arrival, unannounced: &mut Unannounced, now: Instant) {
+    pub(super) fn receive_other(&mut self, arrival: Arrival, unannounced: &mut Unannounced, now: Instant) {
         self.announce_and_clear(unannounced, now);
         if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
@@ -136,7 +142,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
     /// is found. The caller counts it. False, and nothing is done, for any other frame.
     #[inline(always)]
-    fn receive_usual(&mut self, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
+    pub(super) fn receive_usual(&mut self, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
         if self.frame.checksum == Checksum::Unknown {
             return false;
         }
@@ -428,6 +434,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         if let Custody::Active(offloaded) = &mut slot.custody {
             // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
+            let offloaded = &mut **offloaded;
             let tcp = &mut offloaded.tcp;
             let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
             if plausible && mtu < offloaded.image.mtu {
@@ -489,5 +496,5 @@ fn mirror_covers(slot: &mut Slot, parsed: &TcpFrame) -> bool {
     let blocks = parsed.options.sack.as_slice();
     let held = &slot.held;
     let beyond = || blocks.iter().filter(|block| before(parsed.ack, block.1));
-    !held.overflowed && beyond().count() < MAX_SACK_BLOCKS && beyond().all(|block| held.covers(block.0, block.1))
+    !held.overflowed() && beyond().count() < MAX_SACK_BLOCKS && beyond().all(|block| held.covers(block.0, block.1))
 }

@@ -327,7 +327,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Lent(lent) = std::mem::replace(&mut slot.custody, Custody::Held) else { return };
         let Lent { mut offloaded, commands, messages, .. } = *lent;
-        match state.filter(|state| goes_on && state.image().flow == slot.flow) {
+        match state.filter(|state| goes_on && state.image().flow == slot.flow()) {
             Some(state) => offloaded.go_on(&state, arrived, now),
             // It has ended, and its program knows.
             None => {

@@ -7,7 +7,6 @@
 use super::Worker;
 use super::connections::Wheel;
 use crate::custody::{Custody, Refusal, Slot};
-use crate::held::HeldFrames;
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use crate::peers::Call;
 use baton_abi::layout::{Counter, nic, slot as at};
@@ -155,11 +154,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             return;
         }
         let key = FlowKey::from(&opening.flow);
-        let mut held = HeldFrames::default();
+        let mut slot = Slot::new(key, cid, Custody::Held);
         if parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN) {
-            held.push(parsed, &self.frame);
+            slot.held.push(parsed, &self.frame);
         }
-        let slot = Slot { key, cid, flow: opening.flow, custody: Custody::Held, held, scheduled: u64::MAX, dirty: false };
         self.place_made(slot, now);
         self.counters.add(Counter::Made, 1);
         self.send_to_agent(Message::control(Operation::OsControl, Control::Made, cid, id, u32::from(by_cookie)));
@@ -215,8 +213,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             scheduled = self.connections.wheel.enter(index, begin.0);
             self.wake_at(self.connections.wheel.next_tick());
         }
-        let (custody, held) = (Custody::Opening(opening), HeldFrames::default());
-        self.connections.slots[index as usize] = Some(Slot { key, cid, flow, custody, held, scheduled, dirty: false });
+        let slot = Slot { scheduled, ..Slot::new(key, cid, Custody::Opening(opening)) };
+        self.connections.slots[index as usize] = Some(slot);
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;
         self.follow_opening(index);

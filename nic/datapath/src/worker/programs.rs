@@ -396,7 +396,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             Operation::NicRecvd => {
                 let accepted = offloaded.tcp.consumed(message.length);
-                offloaded.receive.forget_before(offloaded.tcp.rcv_read());
+                let read = offloaded.tcp.rcv_read();
+                offloaded.receive.forget_before(read);
                 accepted
             }
             Operation::NicPost => {

@@ -1,6 +1,7 @@
 //! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's connection goes
 //! on without a wrong byte. Also forwarded frames, and ICMP.
 
+mod ahead;
 mod doorbells;
 mod stage;
 
@@ -100,8 +101,8 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(300)))]
 
     #[test]
-    fn an_attacker_harms_itself_only(attacks in proptest::collection::vec(attacks(), 1..60)) {
-        let mut stage = Stage::new();
+    fn an_attacker_harms_itself_only(attacks in proptest::collection::vec(attacks(), 1..60), many in 1u64..4) {
+        let mut stage = Stage::with(true, many);
         for (round, attack) in attacks.iter().enumerate() {
             stage.attack(attack);
             if round % 4 == 0 {
@@ -441,7 +442,7 @@ fn a_slow_agent_loses_no_message() {
 #[test]
 fn segments_of_one_batch_are_acknowledged_together() {
     const LENGTH: usize = 1448;
-    let mut stage = Stage::with(false);
+    let mut stage = Stage::with(false, 1);
     let mut seq = stage.seq;
     for batch in [4, 20] {
         for _ in 0..batch {

@@ -47,18 +47,18 @@ pub fn flow(of: u32) -> Flow {
 impl Stage {
     /// Connection and session 0 are the victim's, connection and session 1 the attacker's.
     pub fn new() -> Stage {
-        Stage::with(true)
+        Stage::with(true, WorkerSettings::default().many)
     }
 
-    /// With every segment acknowledged at once, or as segments of one batch are.
-    pub fn with(quick_ack: bool) -> Stage {
+    /// With every segment acknowledged at once, or as segments of one batch are; frames are received ahead from `many` connections on.
+    pub fn with(quick_ack: bool, many: u64) -> Stage {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);
-        let settings =
-            WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, quick_ack, ..WorkerSettings::default() };
+        let (hash_key, frame_bytes) = ([1, 2, 3, 4], FRAME);
+        let settings = WorkerSettings { slots: SLOTS, hash_key, many, frame_bytes, quick_ack, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let programs = (0..2)

@@ -1,0 +1,134 @@
+//! Frames received ahead, by a worker with many connections. Their state is not in the processor's caches, and each access waits for
+//! memory. So what several frames need is loaded at the same time, step by step, before the first of them is processed.
+
+use super::Worker;
+use super::connections::Connections;
+use crate::custody::{Custody, Slot};
+use crate::worker::programs::Unannounced;
+use baton_device::{Arrival, Checksum, Device, Frame};
+use baton_shm::prefetch;
+use baton_tables::{NO_SLOT, Search};
+use baton_tcp::Instant;
+use baton_wire::{FlowKey, Usual};
+
+/// Most frames that are received ahead: what they need keeps as many accesses to memory under way as a core can.
+const AHEAD: usize = 16;
+
+/// A frame that was received ahead, and where its connection seems to be.
+struct Early {
+    frame: Frame,
+    /// The 4-tuple, and what [`Connections::lookup`] has for it: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames before it
+    /// may change all that.
+    key: FlowKey,
+    search: Search,
+    slot: u32,
+}
+
+/// Room for the frames of a batch; made when it is first needed.
+#[derive(Default)]
+pub(super) struct Ahead(Vec<Early>);
+
+impl Ahead {
+    /// Takes part of a batch of at most `most` frames from a device. Returns how many there are, and what ended it: the next one that is
+    /// large is shown in the frame behind them.
+    #[inline(always)]
+    fn receive(&mut self, device: &mut impl Device, most: usize, frame_bytes: usize) -> (usize, Arrival) {
+        while self.0.len() < AHEAD {
+            let (key, search) = (FlowKey::v4(0, 0), Search::default());
+            self.0.push(Early { frame: Frame::with_capacity(frame_bytes), key, search, slot: NO_SLOT });
+        }
+        for (count, early) in self.0.iter_mut().take(most).enumerate() {
+            match device.receive_or_show(&mut early.frame) {
+                Arrival::Frame => {}
+                other => return (count, other),
+            }
+        }
+        (most.min(AHEAD), Arrival::Frame)
+    }
+
+    /// Loads what the first `count` frames need. Each step has asked for what the next one looks at.
+    #[inline(always)]
+    fn load(&mut self, count: usize, connections: &Connections) {
+        let batch = &mut self.0[..count];
+        for early in &mut *batch {
+            early.slot = NO_SLOT;
+            if early.frame.checksum != Checksum::Unknown
+                && let Some(usual) = Usual::parse(early.frame.bytes())
+            {
+                early.key = usual.key();
+                early.search = connections.lookup.begin(&early.key);
+                early.slot = 0;
+                prefetch(connections.lookup.memory_of(&early.search), 0, 8);
+            }
+        }
+        for early in batch.iter_mut().filter(|early| early.slot != NO_SLOT) {
+            early.slot = connections.lookup.end(early.search);
+            if let Some(slot) = connections.slots.get(early.slot as usize) {
+                prefetch(slot, 0, Slot::HOT);
+            }
+        }
+        let offloaded = |early: &Early| match connections.slots.get(early.slot as usize)?.as_ref()?.custody {
+            Custody::Active(ref offloaded) => Some(offloaded),
+            _ => None,
+        };
+        for offloaded in batch.iter().filter_map(offloaded) {
+            offloaded.prefetch();
+        }
+        for offloaded in batch.iter().filter_map(offloaded) {
+            offloaded.prefetch_memory();
+        }
+    }
+}
+
+impl<H: Device, W: Device> Worker<H, W> {
+    /// Whether there are so many connections that frames are received ahead.
+    pub(super) fn has_many(&self) -> bool {
+        self.connections.count >= self.settings.many
+    }
+
+    /// [`Worker::poll_usual_wire`] with many connections.
+    #[inline(always)]
+    pub(super) fn poll_ahead(&mut self, now: Instant) -> bool {
+        let begun = self.turn;
+        let mut unannounced = Unannounced::default();
+        while self.turn > 0 {
+            let most = self.turn.min(AHEAD);
+            let (count, next) = self.ahead.receive(&mut self.output.wire.device, most, self.settings.frame_bytes);
+            self.ahead.load(count, &self.connections);
+            self.process_ahead(count, &mut unannounced, now);
+            match next {
+                Arrival::Frame => {}
+                Arrival::Large => {
+                    std::mem::swap(&mut self.frame, &mut self.ahead.0[count].frame);
+                    self.receive_other(Arrival::Large, &mut unannounced, now);
+                    self.turn -= 1;
+                }
+                Arrival::Nothing => break,
+            }
+        }
+        if unannounced.length > 0 {
+            self.announce(&unannounced, now);
+        }
+        self.turn < begun
+    }
+
+    /// Processes the first `count` frames received ahead, in order.
+    #[inline(always)]
+    fn process_ahead(&mut self, count: usize, unannounced: &mut Unannounced, now: Instant) {
+        let (clock, mut usual) = (now.millis(), 0);
+        for at in 0..count {
+            let early = &mut self.ahead.0[at];
+            std::mem::swap(&mut self.frame, &mut early.frame);
+            if early.slot != NO_SLOT {
+                self.connections.lookup.expect(&early.key, early.slot);
+            }
+            if self.receive_usual(unannounced, now, clock) {
+                usual += 1;
+            } else {
+                self.receive_other(Arrival::Frame, unannounced, now);
+            }
+        }
+        self.turn -= count;
+        self.count_usual(usual);
+    }
+}

@@ -1,0 +1,51 @@
+//! Memory that is used all over: prefetched ahead of its use, and in huge pages.
+
+use core::mem::MaybeUninit;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+/// Bytes of a huge page.
+pub(crate) const HUGE: usize = 2 << 20;
+
+/// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as it has them. Nothing waits for them.
+#[inline(always)]
+pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
+    let base = core::ptr::from_ref(value).cast::<u8>();
+    let end = base.addr() + to.min(size_of_val(value));
+    let mut at = base.wrapping_add(from);
+    at = at.wrapping_sub(at.addr() % LINE);
+    while at.addr() < end {
+        prefetch_line(at);
+        at = at.wrapping_add(LINE);
+    }
+}
+
+/// Begins to load the line at an address, which may be any.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn prefetch_line(at: *const u8) {
+    use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: a prefetch reads nothing that the program could see, and one of an address that is not mapped does nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+pub(crate) fn prefetch_line(_: *const u8) {}
+
+/// Asks for huge pages for memory that is not used yet, as far as it covers whole ones: so that a large table that is used all over needs
+/// few entries of the processor's address translation. Does nothing where the system has none.
+pub fn advise_huge<T>(unused: &mut [MaybeUninit<T>]) {
+    advise(unused.as_mut_ptr().cast(), size_of_val(unused));
+}
+
+/// Asks for huge pages for the whole ones among the `length` bytes at `base`.
+pub(crate) fn advise(base: *mut u8, length: usize) {
+    let skipped = base.addr().next_multiple_of(HUGE) - base.addr();
+    let whole = length.saturating_sub(skipped) / HUGE * HUGE;
+    if whole > 0 {
+        // SAFETY: the range lies inside the caller's memory. The advice changes how it is mapped, not what it holds; it may fail, which
+        // leaves ordinary pages.
+        unsafe { libc::madvise(base.wrapping_add(skipped).cast(), whole, libc::MADV_HUGEPAGE) };
+    }
+}
