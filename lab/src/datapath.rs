@@ -5,7 +5,7 @@
 //! difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer division).
 
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerSettings};
@@ -128,7 +128,7 @@ impl Bench {
         let (host, _) = memory_pair(256, FRAME, capabilities);
         let slots = connections as usize;
         let nic_memory = Arc::new(Region::private(nic::bytes(slots))?);
-        nic_memory.advise_huge(nic::many_slots(slots));
+        nic::many_slots(slots).for_each(|slots| nic_memory.advise_huge(slots));
         let heap = session::HEAP + slots * 2 * buffer as usize;
         let memory = Arc::new(Region::private(heap)?);
         let now = Instant(1_000_000);
@@ -177,7 +177,8 @@ impl Bench {
         let image = Image::open(flow);
         let window = (image.rcv_adv - image.rcv_nxt).min(buffer / 2);
         Image { rcv_adv: image.rcv_nxt + window, ..image }.encode(&mut bytes).context("encoding an image")?;
-        if nic_memory.write(base + slot::FLOW, &flow.to_bytes()).is_err() || nic_memory.write(base + slot::IMAGE, &bytes).is_err()
+        if nic_memory.write(base + slot::FLOW, &flow.to_bytes()).is_err()
+            || nic_memory.write(nic::scratch(at) + scratch::IMAGE, &bytes).is_err()
         {
             bail!("the slot lies outside NIC memory");
         }

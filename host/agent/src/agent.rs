@@ -144,7 +144,7 @@ pub fn run() -> Result<()> {
     let mut inherited = Inherited::receive(&keeper)?;
     let hardware = of_further_nics(first, settings.nics)?;
     for card in &hardware {
-        card.memory.advise_huge(nic::many_slots(settings.nic.slots));
+        nic::many_slots(settings.nic.slots).for_each(|slots| card.memory.advise_huge(slots));
     }
     let shape = match &settings.interface {
         Some(name) => {

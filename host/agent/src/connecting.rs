@@ -10,7 +10,7 @@ use crate::connection::Connection;
 use crate::memory::Limits;
 use crate::nic::NicProcess;
 use crate::record::{read_image, unpublish};
-use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::layout::{Owner, block, nic, scratch, slot};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening;
@@ -99,7 +99,7 @@ impl Agent {
         unpublish(memory, cid.slot());
         let mut bytes = [0u8; MAX_ENCODED];
         let _ = image.encode(&mut bytes);
-        let _ = memory.write(base + slot::IMAGE, &bytes);
+        let _ = memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
         let _ = memory.write(base + slot::FLOW, &connection.flow.to_bytes());
         for (at, value) in [(0, session), (5, connection.number)] {
             memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);

@@ -5,7 +5,7 @@ use crate::connection::{Memory, OnNic};
 use crate::idle::Idleness;
 use crate::memory::Limits;
 use baton_abi::Cid;
-use baton_abi::layout::{nic, slot};
+use baton_abi::layout::{nic, scratch, slot};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, MAX_ENCODED};
 use baton_moves::Phase;
@@ -72,19 +72,33 @@ fn place(at: u32) -> usize {
     nic::slot(at) + slot::JOURNAL
 }
 
+/// Offset of an entry of this many bytes: in the slot if it fits there.
+fn entry_at(at: u32, length: usize) -> usize {
+    if length <= slot::JOURNAL_BYTES - 8 { place(at) + 8 } else { nic::scratch(at) + scratch::JOURNAL }
+}
+
+/// Returns the pages of a slot's scratch to the system, if the journal does not use them. For a connection that rests, whose image was
+/// read, and with nothing out of order.
+pub(crate) fn return_scratch(nic_memory: &Region, at: u32) {
+    let length = nic_memory.word32(place(at) + 4).load(Ordering::Acquire) as usize;
+    if length <= slot::JOURNAL_BYTES - 8 {
+        nic_memory.discard(nic::scratch(at), nic::SCRATCH_BYTES);
+    }
+}
+
 /// Writes an entry. Returns false if it is too long, which only a huge socket filter of the program can cause.
 #[must_use]
 pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     let base = place(Cid(entry.cid).slot());
     let Ok(bytes) = postcard::to_stdvec(entry) else { return false };
-    if bytes.len() > slot::JOURNAL_BYTES - 8 {
+    if bytes.len() > scratch::JOURNAL_BYTES {
         return false;
     }
     // The first word is 0 meanwhile, so that a half-written entry is not read.
     nic_memory.word32(base).store(0, Ordering::Release);
     nic_memory.word32(grown_at(Cid(entry.cid).slot())).store(0, Ordering::Release);
     nic_memory.word32(base + 4).store(bytes.len() as u32, Ordering::Release);
-    let written = nic_memory.write(base + 8, &bytes).is_ok();
+    let written = nic_memory.write(entry_at(Cid(entry.cid).slot(), bytes.len()), &bytes).is_ok();
     nic_memory.word32(base).store(phase as u32, Ordering::Release);
     written
 }
@@ -113,7 +127,7 @@ pub(crate) fn grown(nic_memory: &Region, at: u32, cid: Cid, memory: Memory) {
 pub(crate) fn sending(nic_memory: &Region, cid: Cid, image: &Image) {
     let mut bytes = [0u8; MAX_ENCODED];
     if image.encode(&mut bytes).is_ok() {
-        let _ = nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
+        let _ = nic_memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
         nic_memory.word32(place(cid.slot())).store(Phase::Sending as u32, Ordering::Release);
     }
 }
@@ -133,8 +147,8 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
     let base = place(at);
     let phase = Phase::from_number(nic_memory.word32(base).load(Ordering::Acquire))?;
     let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
-    let mut bytes = vec![0u8; length.min(slot::JOURNAL_BYTES - 8)];
-    nic_memory.read(base + 8, &mut bytes).ok()?;
+    let mut bytes = vec![0u8; length.min(scratch::JOURNAL_BYTES)];
+    nic_memory.read(entry_at(at, bytes.len()), &mut bytes).ok()?;
     let mut entry: Entry = postcard::from_bytes(&bytes).ok()?;
     if let copy @ 1..=2 = nic_memory.word32(grown_at(at)).load(Ordering::Acquire) {
         let words = grown_copy(at, copy);

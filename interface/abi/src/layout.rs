@@ -51,10 +51,16 @@ pub mod nic {
     pub const COMMANDS: usize = 8192;
     /// Ring of messages from the NIC to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
-    /// The slots, one per connection.
-    pub const SLOTS: usize = EVENTS + RING_BYTES;
+    /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of scratch for each.
+    pub const SLOTS: usize = (EVENTS + RING_BYTES).next_multiple_of(HUGE_PAGE);
     /// Bytes of a slot.
-    pub const SLOT_BYTES: usize = 4096;
+    pub const SLOT_BYTES: usize = 1024;
+    /// Bytes of a slot's scratch: a page, so that it can be returned to the system by itself.
+    pub const SCRATCH_BYTES: usize = 4096;
+    /// Slots of a group: they fill a huge page.
+    pub const GROUP: usize = HUGE_PAGE / SLOT_BYTES;
+    const GROUP_BYTES: usize = HUGE_PAGE + GROUP * SCRATCH_BYTES;
+    const HUGE_PAGE: usize = 2 << 20;
 
     /// Number of active-acknowledgement buffers, which lie behind the slots. Each holds the data of one kernel connection that
     /// the NIC has acknowledged and the kernel has not.
@@ -69,18 +75,13 @@ pub mod nic {
 
     /// Offset of the active-acknowledgement buffers.
     pub const fn acknowledged(slots: usize) -> usize {
-        SLOTS + slots * SLOT_BYTES
+        SLOTS + slots.div_ceil(GROUP) * GROUP_BYTES
     }
 
-    /// The slots behind the first [`FEW_BYTES`], for which agent and NIC want huge pages: with few connections none is used.
-    pub const fn many_slots(slots: usize) -> core::ops::Range<usize> {
-        let end = acknowledged(slots);
-        let begin = SLOTS + FEW_BYTES;
-        if begin < end { begin..end } else { end..end }
+    /// The slots of each group but the first, for which agent and NIC want huge pages: with few connections none is used.
+    pub fn many_slots(slots: usize) -> impl Iterator<Item = core::ops::Range<usize>> {
+        (1..slots.div_ceil(GROUP)).map(|group| SLOTS + group * GROUP_BYTES).map(|at| at..at + HUGE_PAGE)
     }
-
-    /// Bytes of the slots that lie in ordinary pages.
-    pub const FEW_BYTES: usize = 2 << 20;
 
     /// Offset of a worker's counters.
     pub const fn counters(worker: usize) -> usize {
@@ -94,7 +95,14 @@ pub mod nic {
 
     /// Offset of a slot.
     pub const fn slot(slot: u32) -> usize {
-        SLOTS + slot as usize * SLOT_BYTES
+        let slot = slot as usize;
+        SLOTS + slot / GROUP * GROUP_BYTES + slot % GROUP * SLOT_BYTES
+    }
+
+    /// Offset of a slot's scratch.
+    pub const fn scratch(slot: u32) -> usize {
+        let slot = slot as usize;
+        SLOTS + slot / GROUP * GROUP_BYTES + HUGE_PAGE + slot % GROUP * SCRATCH_BYTES
     }
 }
 
@@ -169,23 +177,34 @@ pub mod slot {
     pub const POSTS: usize = 384;
     /// Bytes of that table.
     pub const POSTS_BYTES: usize = 16 * super::POSTS;
+    /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in [`super::scratch::JOURNAL`].
+    pub const JOURNAL: usize = 512;
+    /// Bytes of the journal.
+    pub const JOURNAL_BYTES: usize = super::nic::SLOT_BYTES - JOURNAL;
+}
+
+/// What a connection needs while it moves, or while something is out of order. Offsets are in bytes from the beginning of a slot's
+/// scratch.
+pub mod scratch {
     /// The encoded connection image.
-    pub const IMAGE: usize = 512;
+    pub const IMAGE: usize = 0;
     /// Bytes of room for it.
     pub const IMAGE_BYTES: usize = RANGES - IMAGE;
-    /// The agent's journal of a move: phase, length, entry.
-    pub const JOURNAL: usize = 2304;
-    /// Bytes of the journal.
-    pub const JOURNAL_BYTES: usize = FORWARD - JOURNAL;
-    /// A frame to be forwarded (`nic_forward`).
-    pub const FORWARD: usize = 3328;
     /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes). [`crate::Record`] says which
     /// one is valid. Of a connection with more ranges it holds the first ones.
-    pub const RANGES: usize = 1280;
+    pub const RANGES: usize = 768;
     /// Bytes of one table of ranges.
     pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
     /// Most ranges in a table.
     pub const MOST_RANGES: usize = 64;
+    /// A frame to be forwarded (`nic_forward`).
+    pub const FORWARD: usize = RANGES + 2 * RANGES_BYTES;
+    /// Bytes of room for it.
+    pub const FORWARD_BYTES: usize = 768;
+    /// An entry of the agent's journal that is too long for the slot.
+    pub const JOURNAL: usize = FORWARD + FORWARD_BYTES;
+    /// Bytes of room for it.
+    pub const JOURNAL_BYTES: usize = 1024;
 }
 
 /// Number of (address, length) pairs that a connection's send queue holds; a power of two.
@@ -463,13 +482,12 @@ pub const COUNTERS: usize = 43;
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::address(nic::MOST_ADDRESSES) <= nic::COMMANDS);
     assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
-    assert!(slot::RANGES + 2 * slot::RANGES_BYTES <= slot::JOURNAL);
+    assert!(scratch::JOURNAL + scratch::JOURNAL_BYTES <= nic::SCRATCH_BYTES);
     assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
     assert!(slot::LENT + 4 <= slot::FLOW && slot::READ + 4 <= slot::LENT);
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
-    assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::IMAGE);
-    assert!(slot::FORWARD < nic::SLOT_BYTES);
+    assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
     assert!(session::HEAP.is_multiple_of(4096));
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
 };

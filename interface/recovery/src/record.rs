@@ -1,12 +1,12 @@
 //! Readers of a connection's recovery record, of the image in its slot, and of how far its program has come.
 
-use baton_abi::layout::{block, nic, session, slot};
+use baton_abi::layout::{block, nic, scratch, session, slot};
 use baton_abi::{Cid, Record, record};
 use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State};
 use baton_shm::Region;
 use core::sync::atomic::Ordering;
 
-const _: () = assert!(MAX_ENCODED <= slot::IMAGE_BYTES);
+const _: () = assert!(MAX_ENCODED <= scratch::IMAGE_BYTES);
 
 const RECORD_BYTES: usize = record::WORDS * 8;
 
@@ -26,10 +26,11 @@ pub fn unpublish(nic_memory: &Region, at: u32) {
     nic_memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
 }
 
-/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last.
-pub fn read_ranges(nic_memory: &Region, base: usize, record: &Record) -> Vec<(u32, u32)> {
-    let table = base + slot::RANGES + usize::from(record.ranges_table & 1) * slot::RANGES_BYTES;
-    let count = usize::from(record.ranges).min(slot::MOST_RANGES);
+/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last. `at` is the
+/// number of the connection's slot.
+pub fn read_ranges(nic_memory: &Region, at: u32, record: &Record) -> Vec<(u32, u32)> {
+    let table = nic::scratch(at) + scratch::RANGES + usize::from(record.ranges_table & 1) * scratch::RANGES_BYTES;
+    let count = usize::from(record.ranges).min(scratch::MOST_RANGES);
     let words = nic_memory.words(table, count);
     words.iter().map(|word| word.load(Ordering::Relaxed)).map(|word| (word as u32, (word >> 32) as u32)).collect()
 }
@@ -57,13 +58,13 @@ pub fn read_image_with(nic_memory: &Region, cid: Cid) -> Result<(Image, Option<N
 pub fn write_image(nic_memory: &Region, cid: Cid, image: &Image, nic: Option<&NicState>) -> Result<(), ImageError> {
     let mut bytes = [0u8; MAX_ENCODED];
     image.encode_with(nic, &mut bytes)?;
-    let _ = nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes);
+    let _ = nic_memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
     Ok(())
 }
 
 fn image_bytes(nic_memory: &Region, cid: Cid) -> [u8; MAX_ENCODED] {
     let mut bytes = [0u8; MAX_ENCODED];
-    let _ = nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes);
+    let _ = nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes);
     bytes
 }
 

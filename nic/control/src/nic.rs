@@ -175,7 +175,7 @@ pub fn run() -> Result<()> {
     let settings = &baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
     let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
-    memory.advise_huge(nic::many_slots(settings.slots));
+    nic::many_slots(settings.slots).for_each(|slots| memory.advise_huge(slots));
     let first_bell = Doorbell::from_fd(take(Descriptor::NicBell)?);
     let agent_bell = Doorbell::from_fd(take(Descriptor::AgentBell)?);
     // Signals that end processes are the agent's to handle; this process ends with it.

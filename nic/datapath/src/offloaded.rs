@@ -127,7 +127,8 @@ pub(crate) struct Offloaded {
     send_size: u32,
     queued_offset: usize,
     nic_memory: Arc<Region>,
-    slot_offset: usize,
+    /// Number of its slot.
+    slot: u32,
     /// Offset in session memory of the word with the processor, for the program.
     processor_offset: usize,
     /// Offset in session memory of [`layout::block::QUIET_ABOVE`].
@@ -202,7 +203,7 @@ impl Offloaded {
             fetches: false,
             session_memory,
             nic_memory,
-            slot_offset: layout::nic::slot(slot),
+            slot,
             processor_offset: layout::session::block(memory.block) + layout::block::PROCESSOR,
             quiet_offset: layout::session::block(memory.block) + layout::block::QUIET_ABOVE,
             ranges_table: 0,
@@ -438,11 +439,11 @@ impl Offloaded {
 
     /// The slot's table of posted buffers.
     pub fn posts_table(&self) -> Table {
-        Table::new(self.nic_memory.clone(), self.slot_offset)
+        Table::new(self.nic_memory.clone(), layout::nic::slot(self.slot))
     }
 
     /// Number of the connection's slot.
     pub fn slot(&self) -> u32 {
-        ((self.slot_offset - layout::nic::SLOTS) / layout::nic::SLOT_BYTES) as u32
+        self.slot
     }
 }

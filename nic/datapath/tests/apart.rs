@@ -1,7 +1,7 @@
 //! Large frames whose payload never passes through a frame's buffer: a device that shows a frame's headers, and puts the payload into
 //! receive memory, or takes it out of send memory.
 
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerSettings};
@@ -149,7 +149,7 @@ impl Stage {
         let mut image = [0u8; MAX_ENCODED];
         Image::open(flow()).encode(&mut image).unwrap();
         nic_memory.write(base + slot::FLOW, &flow().to_bytes()).unwrap();
-        nic_memory.write(base + slot::IMAGE, &image).unwrap();
+        nic_memory.write(nic::scratch(0) + scratch::IMAGE, &image).unwrap();
         let mut agent = Producer::new(nic_memory.ring(nic::COMMANDS));
         let moves = [Control::Mirror, Control::Steal].map(|control| Message::control(Operation::NicControl, control, CID, 0, 0));
         for message in moves.into_iter().chain([Message::new(Operation::NicHandoff, CID, 0, 0)]) {

@@ -1,7 +1,7 @@
 //! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its segments out
 //! of order, and offloaded connections go on wherever they are.
 
-use baton_abi::layout::{Counter, block, nic, session, slot};
+use baton_abi::layout::{Counter, block, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Registers, Worker, WorkerSettings, crossbar};
@@ -158,7 +158,7 @@ impl Bed {
         let mut bytes = [0u8; MAX_ENCODED];
         Image::open(flow).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
-        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        self.nic_memory.write(nic::scratch(of) + scratch::IMAGE, &bytes).unwrap();
         self.control(Control::Mirror, cid);
         self.control(Control::Steal, cid);
         self.command(Message::new(Operation::NicHandoff, cid, 0, 0));
@@ -380,7 +380,7 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     for of in 0..OFFLOADED {
         bed.command(Message::new(Operation::NicRestore, Cid::new(of, 1), 0, 0));
         let mut bytes = [0u8; MAX_ENCODED];
-        bed.nic_memory.read(nic::slot(of) + slot::IMAGE, &mut bytes).unwrap();
+        bed.nic_memory.read(nic::scratch(of) + scratch::IMAGE, &mut bytes).unwrap();
         let image = Image::decode(&bytes).unwrap();
         assert_eq!((image.rcv_nxt, image.snd_una), (bed.sent[of as usize], bed.queued[of as usize]));
         bed.control(Control::Release, Cid::new(of, 1));

@@ -1,7 +1,7 @@
 //! Connections that the worker makes and closes, with smoltcp as the peer, in virtual time: handshakes, half close, both ends at once,
 //! TIME-WAIT.
 
-use baton_abi::layout::{RING_MESSAGES, nic, session, slot};
+use baton_abi::layout::{RING_MESSAGES, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Worker, WorkerSettings};
@@ -105,7 +105,7 @@ impl Nic {
         let link = Link { ttl: 64, ..Link::default() };
         let mut bytes = [0u8; MAX_ENCODED];
         Image { link, mtu: 1500, ..Image::open(flow()) }.encode(&mut bytes).unwrap();
-        self.nic_memory.write(nic::slot(cid.slot()) + slot::IMAGE, &bytes).unwrap();
+        self.nic_memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes).unwrap();
         self.command(Control::Connect, cid, self.syn_retries);
     }
 
@@ -290,7 +290,7 @@ impl Pair {
     /// The NIC's next sequence number to receive, and to send: those of the image of a connection that it has made.
     fn numbers(&self, cid: Cid) -> (u32, u32) {
         let mut bytes = [0u8; MAX_ENCODED];
-        self.nic.nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes).unwrap();
+        self.nic.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes).unwrap();
         let image = Image::decode(&bytes).expect("an image");
         (image.rcv_nxt, image.snd_nxt)
     }

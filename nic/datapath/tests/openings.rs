@@ -1,7 +1,7 @@
 //! Connections that several workers make, polled in any order, while the indirection table changes: each client of a listener and
 //! each connection that the NIC opens gets exactly one, and no frame of theirs reaches the kernel.
 
-use baton_abi::layout::{COUNTERS, Counter, nic, session, slot};
+use baton_abi::layout::{COUNTERS, Counter, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Registers, Worker, WorkerSettings, crossbar};
@@ -154,7 +154,7 @@ impl Bed {
 
     fn image(&self, cid: Cid) -> Image {
         let mut bytes = [0u8; MAX_ENCODED];
-        self.nic_memory.read(nic::slot(cid.slot()) + slot::IMAGE, &mut bytes).unwrap();
+        self.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes).unwrap();
         Image::decode(&bytes).unwrap()
     }
 
@@ -229,7 +229,7 @@ impl Bed {
         let mut bytes = [0u8; MAX_ENCODED];
         Image::open(flow(number)).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow(number).to_bytes()).unwrap();
-        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        self.nic_memory.write(nic::scratch(number) + scratch::IMAGE, &bytes).unwrap();
         self.command(Message::control(Operation::NicControl, Control::Connect, cid, 0, 0));
     }
 

@@ -2,7 +2,7 @@
 //! overtaken, doubled or damaged, and whenever the agent asks for the connection, both streams arrive as they were sent; the connection
 //! leaves its fast path when it must, and is on it again when it is quiet.
 
-use baton_abi::layout::{Counter, host_tcp, nic, session, slot};
+use baton_abi::layout::{Counter, host_tcp, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings};
@@ -260,7 +260,7 @@ impl World {
         let mut bytes = [0u8; MAX_ENCODED];
         Image::open(flow()).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow().to_bytes()).unwrap();
-        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        self.nic_memory.write(nic::scratch(2) + scratch::IMAGE, &bytes).unwrap();
         for control in [Control::Mirror, Control::Steal] {
             assert_eq!(self.command(Message::control(Operation::NicControl, control, cid, 0, 0)), Control::Done);
         }
@@ -306,7 +306,7 @@ impl World {
         }
         let base = nic::slot(2);
         let mut bytes = [0u8; MAX_ENCODED];
-        self.nic_memory.read(base + slot::IMAGE, &mut bytes).unwrap();
+        self.nic_memory.read(nic::scratch(2) + scratch::IMAGE, &mut bytes).unwrap();
         let image = Image::decode(&bytes).unwrap();
         // What is pending is dropped with the old cid: the agent has it from the image.
         self.program.handle_events(self.cid);

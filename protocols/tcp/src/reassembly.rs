@@ -42,6 +42,11 @@ impl Reassembly {
         self.waiting == 0
     }
 
+    /// Gives back memory that the list of ranges does not use.
+    pub(crate) fn shrink(&mut self) {
+        self.ranges.shrink_to_fit();
+    }
+
     /// The sequence number of a FIN that came behind a hole.
     pub fn fin_at(&self) -> Option<u32> {
         self.fin_at

@@ -117,6 +117,12 @@ impl Scoreboard {
         *self = Scoreboard::default();
     }
 
+    /// Gives back memory that the lists do not use.
+    pub fn shrink(&mut self) {
+        self.queue.shrink_to_fit();
+        self.timeline.shrink_to_fit();
+    }
+
     /// What is in flight as an image holds it. `fin` is the sequence number behind our FIN, if that was sent.
     pub fn to_image(&self, fin: Option<u32>, now: Instant) -> nic::Flight {
         // The timeline and the blocks are made anew from the queue, and the counts and the hint, too.

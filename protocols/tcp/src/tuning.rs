@@ -112,6 +112,12 @@ impl Connection {
         self.due |= Due::ACK;
     }
 
+    /// Gives back memory of lists that were longer than they are: of what is in flight, and of what is out of order.
+    pub fn shrink(&mut self) {
+        self.scoreboard.shrink();
+        self.reassembly.shrink();
+    }
+
     /// Windows that are advertised from now on are no larger than `most`.
     pub fn limit_window(&mut self, most: u32) {
         let shift = self.receive.wscale;

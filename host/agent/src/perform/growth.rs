@@ -8,12 +8,12 @@ use crate::connection::{Growing, Memory, Wants};
 use crate::journal;
 use crate::memory;
 use crate::record::{read_image, read_ranges, read_record, unread_by_program};
-use baton_abi::layout::{block, nic, slot};
+use baton_abi::layout::{block, nic, scratch, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_image::Image;
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::empty_memory;
-use baton_shm::Circle;
+use baton_shm::{Circle, Region};
 use std::sync::atomic::Ordering;
 
 /// Largest piece copied at a time, in bytes.
@@ -73,9 +73,9 @@ impl Performer<'_> {
         let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
         if new == old {
-            self.return_pages(base, &image, old);
+            self.return_pages(cid, &image, old);
         }
-        self.copy_over(base, &image, old, growing).ok_or(Refusal::NicGone)?;
+        self.copy_over(cid, &image, old, growing).ok_or(Refusal::NicGone)?;
         journal::grown(nic_memory, cid.slot(), next, new);
         self.connection.cid = Some(next);
         if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
@@ -90,29 +90,31 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Returns the pages of a resting connection's empty memory to the system. Nobody can write there now: the program is kept out,
+    /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can write there now: the program is kept out,
     /// and the NIC holds the frames that arrive.
-    fn return_pages(&self, base: usize, image: &Image, memory: Memory) {
+    fn return_pages(&self, cid: Cid, image: &Image, memory: Memory) {
         let nic_memory = self.ground.nic_memory;
-        let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record));
+        let ranges = ranges_of(nic_memory, cid);
         let unread = unread_by_program(self.connection, image.read_seq().wrapping_add(image.unread), image.unread);
         let (receive, send) = empty_memory(image, unread, ranges.as_deref());
         for (offset, size) in [receive.then_some(memory.receive), send.then_some(memory.send)].into_iter().flatten() {
             self.open.memory.discard(offset as usize, size as usize);
         }
+        if ranges.is_none_or(|ranges| ranges.is_empty()) {
+            journal::return_scratch(nic_memory, cid.slot());
+        }
     }
 
     /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones that have not been
     /// copied yet.
-    fn copy_over(&self, base: usize, image: &Image, old: Memory, growing: &Growing) -> Option<()> {
+    fn copy_over(&self, cid: Cid, image: &Image, old: Memory, growing: &Growing) -> Option<()> {
         let new = growing.larger;
         let circle = |(offset, size)| self.open.memory.circle(offset, size);
         if new.receive != old.receive {
             let (from, to) = (circle(old.receive)?, circle(new.receive)?);
             copy_bytes(&from, &to, image.read_seq(), image.unread);
-            let record = read_record(self.ground.nic_memory, base);
-            let ranges = record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default();
-            if ranges.len() == slot::MOST_RANGES {
+            let ranges = ranges_of(self.ground.nic_memory, cid).unwrap_or_default();
+            if ranges.len() == scratch::MOST_RANGES {
                 // The NIC may hold more ranges than the table.
                 copy_bytes(&from, &to, image.read_seq(), from.length());
             }
@@ -156,6 +158,12 @@ impl Performer<'_> {
         self.open.note_move(self.connection.block.number());
         self.send(&Action::Resume, command)
     }
+}
+
+/// What the NIC has received out of order. None if it never published a record.
+fn ranges_of(nic_memory: &Region, cid: Cid) -> Option<Vec<(u32, u32)>> {
+    let record = read_record(nic_memory, nic::slot(cid.slot()))?;
+    Some(read_ranges(nic_memory, cid.slot(), &record))
 }
 
 fn copy_bytes(from: &Circle, to: &Circle, mut seq: u32, length: u32) {

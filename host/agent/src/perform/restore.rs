@@ -105,7 +105,7 @@ impl Performer<'_> {
         let (Some(cid), Some((offset, size))) = (self.connection.cid, self.receive_memory()) else { return Ok(()) };
         let base = nic::slot(cid.slot());
         let record = read_record(self.ground.nic_memory, base);
-        let ranges = record.map(|record| read_ranges(self.ground.nic_memory, base, &record)).unwrap_or_default();
+        let ranges = record.map(|record| read_ranges(self.ground.nic_memory, cid.slot(), &record)).unwrap_or_default();
         let Some(receive) = self.open.memory.circle(offset, size) else { return Ok(()) };
         let mut kernel = self.ground.shape.kernel(self.ground.host)?;
         let words = Replay { image, ranges: &ranges, fin_behind_hole: None };

@@ -1,7 +1,7 @@
 //! A connection's recovery record, as its owner writes it.
 
 use super::Offloaded;
-use baton_abi::layout::slot as at;
+use baton_abi::layout::{nic, scratch, slot as at};
 use baton_abi::record;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
@@ -98,8 +98,8 @@ impl Offloaded {
     #[cold]
     fn store_ranges(&mut self) {
         self.ranges_table ^= 1;
-        let base = self.slot_offset + at::RANGES + usize::from(self.ranges_table) * at::RANGES_BYTES;
-        let words = self.nic_memory.words(base, at::MOST_RANGES);
+        let base = nic::scratch(self.slot) + scratch::RANGES + usize::from(self.ranges_table) * scratch::RANGES_BYTES;
+        let words = self.nic_memory.words(base, scratch::MOST_RANGES);
         self.ranges = 0;
         for (word, (left, right)) in words.iter().zip(self.tcp.out_of_order()) {
             word.store(u64::from(left) | u64::from(right) << 32, Ordering::Relaxed);

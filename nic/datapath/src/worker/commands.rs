@@ -6,7 +6,7 @@ use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
 use crate::offloaded::{Memory, OFFLOADED, Offloaded};
 use crate::partial::Path;
-use baton_abi::layout::{Counter, nic, slot as at};
+use baton_abi::layout::{Counter, nic, scratch, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
@@ -162,7 +162,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let [session, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);
         let memory = Memory { receive_base, receive_size, send_base, send_size, block };
         let mut bytes = [0u8; MAX_ENCODED];
-        let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
+        let _ = self.nic_memory.read(nic::scratch(index) + scratch::IMAGE, &mut bytes);
         let (image, nic) = Image::decode_with(&bytes).map_err(|_| Refusal::BadImage)?;
         let most = self.limits(index);
         let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
@@ -264,7 +264,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.set_path(index, Path::Pinned, Path::Fast);
             return Err(Refusal::WrongState);
         }
-        let _ = self.nic_memory.write(nic::slot(index) + at::IMAGE, &bytes);
+        let _ = self.nic_memory.write(nic::scratch(index) + scratch::IMAGE, &bytes);
         let read = offloaded.tcp.rcv_read();
         offloaded.receive.gather(read);
         slot.custody = Custody::Leaving(offloaded);
@@ -343,8 +343,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// `nic_forward`: holds a frame that reached the host during the handoff, and lies in the connection's slot.
     fn forwarded(&mut self, cid: Cid, length: u32) -> Result<u32, Refusal> {
-        let offset = nic::slot(cid.slot()) + at::FORWARD;
-        if length as usize > nic::SLOT_BYTES - at::FORWARD || !matches!(self.occupant(cid)?.custody, Custody::Held) {
+        let offset = nic::scratch(cid.slot()) + scratch::FORWARD;
+        if length as usize > scratch::FORWARD_BYTES || !matches!(self.occupant(cid)?.custody, Custody::Held) {
             return Err(Refusal::WrongState);
         }
         let mut frame = baton_device::Frame::with_capacity(length as usize);
@@ -431,6 +431,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // The program's `nic_recvd` lags behind what it has read. A program that gives a wrong number harms only itself.
         let before = offloaded.tcp.rcv_read();
         let _ = offloaded.tcp.consumed(read.wrapping_sub(before));
+        offloaded.tcp.shrink();
         let Custody::Leaving(offloaded) = std::mem::replace(&mut slot.custody, Custody::Held) else {
             return Err(Refusal::WrongState);
         };

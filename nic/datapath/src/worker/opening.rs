@@ -9,7 +9,7 @@ use super::connections::Wheel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use crate::peers::Call;
-use baton_abi::layout::{Counter, nic, slot as at};
+use baton_abi::layout::{Counter, nic, scratch, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
@@ -175,7 +175,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let encoded = image.encode(&mut bytes).is_ok();
         let base = nic::slot(cid.slot());
         let _ = self.nic_memory.write(base + at::FLOW, &opening.flow.to_bytes());
-        let _ = self.nic_memory.write(base + at::IMAGE, &bytes);
+        let _ = self.nic_memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
         encoded
     }
 
@@ -187,7 +187,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return Err(Refusal::WrongState);
         }
         let mut bytes = [0u8; MAX_ENCODED];
-        let _ = self.nic_memory.read(nic::slot(index) + at::IMAGE, &mut bytes);
+        let _ = self.nic_memory.read(nic::scratch(index) + scratch::IMAGE, &mut bytes);
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
         let (flow, key) = (image.flow, FlowKey::from(&image.flow));
         if self.connections.find(&key).is_some() {

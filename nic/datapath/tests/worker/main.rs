@@ -5,7 +5,7 @@ mod ahead;
 mod doorbells;
 mod stage;
 
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
 use baton_datapath::WorkerSettings;
 use baton_device::{Checksum, Device};
@@ -156,7 +156,7 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut bytes = [0u8; MAX_ENCODED];
     Image::open(flow).encode(&mut bytes).unwrap();
     stage.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
-    stage.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+    stage.nic_memory.write(nic::scratch(2) + scratch::IMAGE, &bytes).unwrap();
     for control in [Control::Mirror, Control::Steal] {
         stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
     }
@@ -166,7 +166,7 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     let mut forwarded = vec![0u8; MAX_HEADER + 5];
     let headers = template.emit(&header, 5, &mut forwarded);
     forwarded[headers..headers + 5].copy_from_slice(b"early");
-    stage.nic_memory.write(base + slot::FORWARD, &forwarded[..headers + 5]).unwrap();
+    stage.nic_memory.write(nic::scratch(2) + scratch::FORWARD, &forwarded[..headers + 5]).unwrap();
     stage.command(Message::new(Operation::NicForward, cid, 0, (headers + 5) as u32));
     stage.command(Message::new(Operation::NicHandoff, cid, 0, 0));
     let mut delivered = 0;
@@ -191,7 +191,7 @@ fn what_is_in_flight_moves_from_nic_to_nic() {
             stage.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
         }
         stage.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
-        stage.nic_memory.write(base + slot::IMAGE, image).unwrap();
+        stage.nic_memory.write(nic::scratch(2) + scratch::IMAGE, image).unwrap();
         for control in [Control::Mirror, Control::Steal] {
             stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
         }
@@ -233,7 +233,7 @@ fn what_is_in_flight_moves_from_nic_to_nic() {
     assert_eq!(sent(&mut first).iter().map(|(_, length)| length).sum::<usize>(), 7240);
     sacks(&mut first, 1449, 2897);
     first.command(Message::new(Operation::NicRestore, cid, 0, 0));
-    first.nic_memory.read(base + slot::IMAGE, &mut bytes).unwrap();
+    first.nic_memory.read(nic::scratch(2) + scratch::IMAGE, &mut bytes).unwrap();
 
     let mut next = Stage::new();
     assert!(take_up(&mut next, &bytes));

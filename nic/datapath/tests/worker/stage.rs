@@ -1,6 +1,6 @@
 //! A worker on memory wires, its agent, and two programs with a connection each.
 
-use baton_abi::layout::{nic, session, slot};
+use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerSettings};
@@ -96,7 +96,7 @@ impl Stage {
         let mut bytes = [0u8; MAX_ENCODED];
         Image::open(flow).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
-        self.nic_memory.write(base + slot::IMAGE, &bytes).unwrap();
+        self.nic_memory.write(nic::scratch(of) + scratch::IMAGE, &bytes).unwrap();
         for control in [Control::Mirror, Control::Steal] {
             self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
         }

@@ -14,7 +14,7 @@ use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
 use baton_recovery::{
     Progress, Replay, empty_memory, image_at_death, read_image, read_image_with, read_ranges, read_record, unpublish, write_image,
 };
-use baton_shm::Circle;
+use baton_shm::{Circle, Region};
 use std::sync::atomic::Ordering;
 
 /// Initial size of send and of receive memory in bytes.
@@ -346,11 +346,11 @@ impl Performer<'_> {
 
     /// Replays to the kernel, in place of a NIC that has died, what that NIC held out of order.
     fn replay(&mut self) -> Outcome {
-        if let (Some(image), Ok(base), Some(memory)) = (self.connection.image, self.slot(), self.memory())
+        if let (Some(image), Ok(cid), Some(memory)) = (self.connection.image, self.cid(), self.memory())
             && let Ok(receive) = self.circle(memory.receive)
         {
             let nic_memory = &self.machine.card().memory;
-            let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record)).unwrap_or_default();
+            let ranges = ranges_of(nic_memory, cid).unwrap_or_default();
             let outgoing = self.machine.to_kernel.clone();
             let mut kernel = Port { incoming: Lane::new(0), outgoing, fuse: Fuse::default() };
             let replay = Replay { image: &image, ranges: &ranges, fin_behind_hole: None };
@@ -465,9 +465,9 @@ impl Performer<'_> {
         let old = self.connection.on_nic.as_ref().ok_or(Refusal::NicGone)?.memory;
         let new = self.connection.growing.as_ref().ok_or(Refusal::NicGone)?.larger;
         if new == old {
-            self.overwrite_empty(base, &image, old)?;
+            self.overwrite_empty(cid, &image, old)?;
         }
-        self.copy_over(base, &image, old, new)?;
+        self.copy_over(cid, &image, old, new)?;
         let next = cid.next_generation();
         let entry = self.machine.card().journal.entry(cid).ok_or(Refusal::NicGone)?;
         entry.cid = next;
@@ -492,11 +492,14 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Overwrites empty memory: its pages may have gone back to the system.
-    fn overwrite_empty(&mut self, base: usize, image: &Image, memory: Memory) -> Result<(), Refusal> {
+    /// Overwrites empty memory and the slot's scratch: their pages may have gone back to the system.
+    fn overwrite_empty(&mut self, cid: Cid, image: &Image, memory: Memory) -> Result<(), Refusal> {
         let progress = self.progress();
         let nic_memory = &self.machine.card().memory;
-        let ranges = read_record(nic_memory, base).map(|record| read_ranges(nic_memory, base, &record));
+        let ranges = ranges_of(nic_memory, cid);
+        if ranges.as_ref().is_none_or(Vec::is_empty) {
+            let _ = nic_memory.write(nic::scratch(cid.slot()), &[0; nic::SCRATCH_BYTES]);
+        }
         let unread = progress.unread(image.read_seq().wrapping_add(image.unread), image.unread);
         let (receive, send) = empty_memory(image, unread, ranges.as_deref());
         for place in [receive.then_some(memory.receive), send.then_some(memory.send)].into_iter().flatten() {
@@ -505,7 +508,7 @@ impl Performer<'_> {
         Ok(())
     }
 
-    fn copy_over(&mut self, base: usize, image: &Image, old: Memory, new: Memory) -> Result<(), Refusal> {
+    fn copy_over(&mut self, cid: Cid, image: &Image, old: Memory, new: Memory) -> Result<(), Refusal> {
         let copy = |from: Circle, to: Circle, seq: u32, length: u32| {
             let mut bytes = vec![0; length as usize];
             from.read(seq, &mut bytes);
@@ -513,8 +516,7 @@ impl Performer<'_> {
         };
         if new.receive != old.receive {
             copy(self.circle(old.receive)?, self.circle(new.receive)?, image.read_seq(), image.unread);
-            let memory = &self.machine.card().memory;
-            let ranges = read_record(memory, base).map(|record| read_ranges(memory, base, &record)).unwrap_or_default();
+            let ranges = ranges_of(&self.machine.card().memory, cid).unwrap_or_default();
             for (left, right) in ranges {
                 copy(self.circle(old.receive)?, self.circle(new.receive)?, left, right.wrapping_sub(left).min(old.receive.1));
             }
@@ -549,4 +551,10 @@ fn write_block(connection: &Connection, image: &Image, memory: Memory, cid: Cid)
     b.store(block::RECEIVE_SEQ, image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received())));
     b.store(block::ACKED_SEQ, if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una });
     b.store(block::QUEUED_SEQ, image.snd_end);
+}
+
+/// What the NIC has received out of order. None if it never published a record.
+fn ranges_of(nic_memory: &Region, cid: Cid) -> Option<Vec<(u32, u32)>> {
+    let record = read_record(nic_memory, nic::slot(cid.slot()))?;
+    Some(read_ranges(nic_memory, cid.slot(), &record))
 }
