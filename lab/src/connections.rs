@@ -2,7 +2,7 @@
 //!
 //! The packets' wire is memory, as in [`crate::datapath`]; the connections are served in an order in which none comes soon again. The
 //! idle connections are on the NIC of a test bed. All memory of keeper, agent, NIC and program counts that they have beside what they
-//! had without these connections; the kernel's memory for their sockets does not.
+//! had without these connections, after as many others had done the same and were idle; the kernel's memory for their sockets does not.
 
 use crate::bars::Bar;
 use crate::datapath::{Bench, Workload};
@@ -112,24 +112,17 @@ struct Idle {
 
 fn idle_memory() -> Result<Idle> {
     let bed = Testbed::new(&TestbedSettings::default())?;
-    let (servers, clients) = soak::connect_pairs(&bed, IDLE, false)?;
+    let (mut servers, clients) = soak::connect_pairs(&bed, 2 * IDLE, false)?;
     let mut session = Session::connect(&bed.socket())?;
     let mut tool = bed.tool()?;
-    // Whatever is allocated once is there after the first connection's move.
-    let mut servers = servers.into_iter();
-    let first = session.adopt(OwnedFd::from(servers.next().context("no connection")?))?;
-    move_to_nic(&mut session, first)?;
-    let before = memory(&mut tool)?;
-    let mut ids = vec![];
-    for server in servers {
-        let id = session.adopt(OwnedFd::from(server))?;
-        move_to_nic(&mut session, id)?;
-        ids.push(id);
-    }
+    // Whatever is allocated once for all, such as the pages of the rings, is there after as many connections have done the same.
+    let measured = servers.split_off(IDLE);
+    let ids = all_to_nic(&mut session, servers)?;
+    carry_all(&mut session, &ids, &clients)?;
+    let before = settled_memory(&mut session, &mut tool)?;
+    let ids = all_to_nic(&mut session, measured)?;
     let fresh = memory(&mut tool)?;
-    for (id, client) in ids.iter().zip(&clients[1..]) {
-        carry(&mut session, *id, client)?;
-    }
+    carry_all(&mut session, &ids, &clients[IDLE..])?;
     let used = settled_memory(&mut session, &mut tool)?;
     let each = |later: u64, earlier: u64| (later as f64 - earlier as f64) / ids.len() as f64;
     let all = |of: &[(String, u64)]| of.iter().map(|(_, bytes)| bytes).sum::<u64>();
@@ -142,6 +135,20 @@ fn idle_memory() -> Result<Idle> {
             .map(|((name, later), (_, earlier))| (name.clone(), each(*later, *earlier)))
             .collect(),
     })
+}
+
+/// Moves connections to the NIC.
+fn all_to_nic(session: &mut Session, servers: Vec<TcpStream>) -> Result<Vec<ConnectionId>> {
+    let to_nic = |server| {
+        let id = session.adopt(OwnedFd::from(server))?;
+        move_to_nic(session, id)?;
+        Ok(id)
+    };
+    servers.into_iter().map(to_nic).collect()
+}
+
+fn carry_all(session: &mut Session, ids: &[ConnectionId], clients: &[TcpStream]) -> Result<()> {
+    ids.iter().zip(clients).try_for_each(|(id, client)| carry(session, *id, client))
 }
 
 fn move_to_nic(session: &mut Session, id: ConnectionId) -> Result<()> {
