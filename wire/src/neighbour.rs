@@ -65,7 +65,7 @@ pub struct Neighbour {
     pub link_address: Option<[u8; 6]>,
 }
 
-/// The multicast group in which the owner of an address hears solicitations for it (RFC 4291 section 2.7.1).
+/// The multicast group to which solicitations for an address are sent; its owner is a member (RFC 4291 section 2.7.1).
 pub fn solicited_node(address: &[u8; 16]) -> [u8; 16] {
     let mut group = [0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0xff, 0, 0, 0];
     group[13..].copy_from_slice(&address[13..]);

@@ -24,10 +24,10 @@ impl Agent {
         Ok(())
     }
 
-    /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's connections to the kernel. Until then
-    /// their shells neither receive nor send, so no peer gets segments that the connection itself did not send. A connection
-    /// whose program does not leave an operation is waited for by itself, without delaying the others. The connections of other
-    /// NICs go on.
+    /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's connections to the
+    /// kernel. Until then their shells neither receive nor send, so no peer gets segments that the connection itself did not send.
+    /// A connection whose program does not leave an operation is waited for by itself, without delaying the others. The
+    /// connections of other NICs go on.
     pub(crate) fn recover(&mut self, nic: usize) -> anyhow::Result<()> {
         self.nics[nic].end();
         self.drive_all(nic, &Event::NicDied);

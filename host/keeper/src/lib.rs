@@ -38,7 +38,8 @@ pub enum Descriptor {
 }
 
 /// First number of the further descriptors. For NICs beside the kernel: the injector, the link of its program, the steering, and for
-/// each NIC but the first its two packet sockets; for one with several queues: the card's. Last, for a keeper that lingers: a pidfd of the process whose end it waits for.
+/// each NIC but the first its two packet sockets; for one with several queues: the card's. Last, for a keeper that lingers: a pidfd
+/// of the process whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
 /// Runs a keeper until its parent has ended.

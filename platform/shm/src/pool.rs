@@ -43,9 +43,7 @@ impl<T> Pool<T> {
         unsafe { place.cast::<T>().write(value) };
         Pooled { place: place.cast(), pool: self }
     }
-}
 
-impl<T> Pool<T> {
     fn give_back(&self, place: NonNull<T>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).free.push(place.cast());
     }

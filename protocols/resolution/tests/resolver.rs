@@ -115,7 +115,7 @@ fn questions_are_answered_once_it_is_in_use() {
     let answer = Neighbour::parse(&sent[0], false).expect("a message").expect("a good one");
     assert_eq!((received, answer.destination, answer.link_address), (Received::Own, PEER_V6, Some(OURS)));
     assert_eq!(answer.kind, Kind::Advertisement { solicited: true, replaces: true });
-    // Who probes for an address in use is told so, by ARP and to all nodes.
+    // A host that probes for an address which is in use gets an answer: by ARP, and for IPv6 as an advertisement to all nodes.
     let (_, sent) = receive(&mut resolver, &Arp::probe(THEIRS, V4).emit(), now);
     assert_eq!(Arp::parse(&sent[0]).map(|arp| arp.map(|arp| (arp.sender, arp.target))), Some(Ok((V4, [0; 4]))));
     let (_, sent) = receive(&mut resolver, &frame(&Neighbour::probe(THEIRS, V6)), now);

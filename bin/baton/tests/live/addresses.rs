@@ -2,7 +2,7 @@
 //! survive deaths, are defended, and are gone at the end.
 
 use crate::common::hosts;
-use crate::full::{Program, count, on_b, start, statistics, wait_until};
+use crate::full::{ECHO, Program, connect, connections, count, exchange, in_both_shapes, on_b, start, statistics, wait_until};
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{ControlPoint, INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
@@ -10,26 +10,14 @@ use baton_linux::namespace::Namespace;
 use baton_linux::resolution::ResolutionSocket;
 use baton_linux::{process, rtnetlink};
 use baton_protocol::address::{AddressInfo, OwnAddress, Standing};
-use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
+use baton_protocol::program::{Ask, Place, Reply};
 use baton_wire::arp::Arp;
 use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
-
-/// Each of these tests with a NIC between kernel and wire, and with one beside the kernel.
-macro_rules! in_both_shapes {
-    ($($test:ident)*) => {
-        mod inline {
-            $(#[test] fn $test() { super::$test(false) })*
-        }
-        mod beside {
-            $(#[test] fn $test() { super::$test(true) })*
-        }
-    };
-}
 
 in_both_shapes! {
     a_client_finds_the_address_and_a_server_behind_it
@@ -73,8 +61,8 @@ fn info(bed: &Testbed, address: IpAddr) -> AddressInfo {
     ask(bed, false).into_iter().find(|one| one.address == address).expect("the address")
 }
 
-/// Two hosts, the first with a NIC that uses both addresses. Between kernel and wire the kernel is told not to answer ARP, so that only
-/// the NIC can.
+/// Two hosts, the first with a NIC that uses both addresses. Where the NIC stands between kernel and wire, the kernel's own answers to ARP
+/// are turned off: then every answer is the NIC's.
 fn bed(settings: TestbedSettings) -> Testbed {
     let beside = settings.beside;
     let bed = hosts(settings);
@@ -122,34 +110,10 @@ fn is_in_kernel(host: &Namespace, address: IpAddr) -> bool {
     found.iter().any(|(_, other)| *other == address)
 }
 
-fn connections(bed: &Testbed) -> Vec<ConnectionInfo> {
-    match bed.tool().expect("a tool").ask(Ask::List { from: (0, 0) }).expect("an answer") {
-        Reply::Connections(list) => list,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn connect(bed: &Testbed, at: SocketAddr) -> std::io::Result<TcpStream> {
-    bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10)))
-}
-
-/// A Python program that echoes at an address.
+/// [`ECHO`] at an address.
 fn server_at(at: SocketAddr) -> String {
     let family = if at.is_ipv4() { "AF_INET" } else { "AF_INET6" };
-    format!(
-        "
-import socket, threading
-listener = socket.create_server(('{}', {}), family=socket.{family}, backlog=20)
-def echo(server):
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-while True:
-    server, _ = listener.accept()
-    threading.Thread(target=echo, args=(server,), daemon=True).start()
-",
-        at.ip(),
-        at.port()
-    )
+    ECHO.replace("('', 7000)", &format!("('{}', {}), family=socket.{family}", at.ip(), at.port()))
 }
 
 /// An echo server at an address, and a client's connection that the NIC has made.
@@ -165,15 +129,6 @@ fn echo(bed: &Testbed, at: SocketAddr) -> (Program, TcpStream) {
         by_nic
     });
     (server, made.expect("a connection"))
-}
-
-fn exchange(mut client: &TcpStream, byte: u8) {
-    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
-    let sent = vec![byte; 20_000];
-    client.write_all(&sent).expect("room");
-    let mut received = vec![0; sent.len()];
-    client.read_exact(&mut received).expect("the echo");
-    assert!(received == sent);
 }
 
 /// An unmodified server on the NIC's address answers a client that has to find it first, and every byte is right.

@@ -53,6 +53,19 @@ macro_rules! in_both_shapes {
         }
     };
 }
+pub(crate) use in_both_shapes;
+
+/// Echoes whatever comes over connections to port 7000.
+pub(crate) const ECHO: &str = "
+import socket, threading
+listener = socket.create_server(('', 7000), backlog=20)
+def echo(server):
+    while data := server.recv(65536): server.sendall(data)
+    server.close()
+while True:
+    server, _ = listener.accept()
+    threading.Thread(target=echo, args=(server,), daemon=True).start()
+";
 
 mod closing;
 mod connecting;
@@ -93,14 +106,14 @@ pub(crate) fn count(bed: &Testbed, counter: Counter) -> u64 {
     statistics(bed).counters[counter as usize]
 }
 
-fn connections(bed: &Testbed) -> Vec<ConnectionInfo> {
+pub(crate) fn connections(bed: &Testbed) -> Vec<ConnectionInfo> {
     match bed.tool().expect("a tool").ask(Ask::List { from: (0, 0) }).expect("an answer") {
         Reply::Connections(list) => list,
         other => panic!("{other:?}"),
     }
 }
 
-fn connect(bed: &Testbed, address: SocketAddr) -> std::io::Result<TcpStream> {
+pub(crate) fn connect(bed: &Testbed, address: SocketAddr) -> std::io::Result<TcpStream> {
     bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10)))
 }
 
@@ -146,14 +159,6 @@ fn the_nic_makes_the_connections_of_a_server(beside: bool) {
 
 /// A connection that the NIC has made is shown as such, is on the NIC, and goes to the kernel and back like any other.
 fn what_the_nic_has_made_can_move(beside: bool) {
-    const ECHO: &str = "
-import socket
-listener = socket.create_server(('', 7000))
-while True:
-    server, _ = listener.accept()
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-";
     let bed = bed(beside);
     let _server = start(&bed, &["python3", "-c", ECHO]);
     wait_for_server(&bed, address(false, 7000));
@@ -198,13 +203,14 @@ for line in sys.stdin:
     threading.Thread(target=echo, args=(server,), daemon=True).start()
 ";
 
-fn exchange(client: &mut TcpStream, byte: u8) {
+/// Sends bytes to a server that echoes, and compares them. The connection stays open.
+pub(crate) fn exchange(client: &TcpStream, byte: u8) {
     try_exchange(client, byte).expect("the echo");
 }
 
-fn try_exchange(client: &mut TcpStream, byte: u8) -> std::io::Result<()> {
+fn try_exchange(mut client: &TcpStream, byte: u8) -> std::io::Result<()> {
     client.set_read_timeout(Some(Duration::from_secs(20)))?;
-    let sent = vec![byte; 20_000];
+    let sent = vec![byte; 50_000];
     client.write_all(&sent)?;
     let mut received = vec![0; sent.len()];
     client.read_exact(&mut received)?;
@@ -212,6 +218,7 @@ fn try_exchange(client: &mut TcpStream, byte: u8) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Waits until a condition holds, twenty seconds at most.
 pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
@@ -237,7 +244,7 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
         let process = if agent_dies { first.agent_process } else { first.nic_process };
         baton_linux::process::signal(process, 9).expect("a signal");
         // It sends its SYN again until there is a NIC.
-        let mut in_between = connect(&bed, at).expect("a connection");
+        let in_between = connect(&bed, at).expect("a connection");
         wait_until("the next NIC", || {
             let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
             matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
@@ -249,11 +256,11 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
         let mut received = [0; 1000];
         waiting.read_exact(&mut received).expect("the echo");
         assert_eq!(received, [7; 1000]);
-        exchange(&mut waiting, 2);
-        exchange(&mut in_between, 4);
+        exchange(&waiting, 2);
+        exchange(&in_between, 4);
         let made = count(&bed, Counter::Made);
-        let mut next = connect(&bed, at).expect("a connection");
-        exchange(&mut next, 3);
+        let next = connect(&bed, at).expect("a connection");
+        exchange(&next, 3);
         assert!(count(&bed, Counter::Made) > made);
         let local = next.local_addr().expect("its address").to_string();
         assert!(connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic));
@@ -279,8 +286,8 @@ fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
     };
     // None: its handshake was under way when the listener changed hands, and the kernel knows nothing of it.
     let made_by_nic = || {
-        let mut client = connect(&bed, at).ok()?;
-        try_exchange(&mut client, 1).ok()?;
+        let client = connect(&bed, at).ok()?;
+        try_exchange(&client, 1).ok()?;
         let local = client.local_addr().expect("its address").to_string();
         Some(connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic))
     };
@@ -319,8 +326,8 @@ fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
     let at = address(false, 7000);
     let _server = start(&bed, &["python3", "-c", servers::ASYNCIO]);
     wait_for_server(&bed, at);
-    let mut client = connect(&bed, at).expect("a connection");
-    exchange(&mut client, 1);
+    let client = connect(&bed, at).expect("a connection");
+    exchange(&client, 1);
     let local = client.local_addr().expect("its address");
     let ours = || connections(&bed).into_iter().find(|one| one.peer == local.to_string()).expect("the connection");
     assert_eq!(ours().made_by, Place::Nic);
@@ -337,17 +344,17 @@ fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
     for byte in 2..5 {
         let sent = on_b(&bed, &["python3", "-c", &forge, "5", &at.ip().to_string(), "7000"]);
         assert!(sent.status.success(), "{}", text(&sent.stderr));
-        exchange(&mut client, byte);
+        exchange(&client, byte);
     }
     assert_eq!(ours().place, Place::Kernel);
     // Some of the connection with which the server was waited for, which ends meanwhile.
     let segments = count(&bed, Counter::Segments) - segments;
     assert!(segments < 20, "the NIC has had {segments} segments of 60,000 bytes there and back");
     let made = count(&bed, Counter::Made);
-    exchange(&mut connect(&bed, at).expect("a connection"), 5);
+    exchange(&connect(&bed, at).expect("a connection"), 5);
     assert_eq!(count(&bed, Counter::Made), made + 1, "the listener is the NIC's as before");
-    let mut neighbour = bed.host_a.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
-    exchange(&mut neighbour, 6);
+    let neighbour = bed.host_a.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
+    exchange(&neighbour, 6);
 }
 
 /// Resident memory of a process, in bytes.
@@ -384,8 +391,8 @@ fn a_flood_of_syns_leaves_room_for_honest_clients(beside: bool) {
     });
     let after = resident(nic);
     assert!(after < before + (1 << 20), "the NIC has grown from {before} to {after} bytes");
-    let mut client = connect(&bed, at).expect("an honest client");
-    exchange(&mut client, 1);
+    let client = connect(&bed, at).expect("an honest client");
+    exchange(&client, 1);
     let local = client.local_addr().expect("its address").to_string();
     let ours = connections(&bed).into_iter().find(|one| one.peer == local).expect("its connection");
     assert_eq!(ours.made_by, Place::Nic);

@@ -33,7 +33,7 @@ fn kill_at_once(helpers: &[u32]) {
 const WAYS: [&str; 6] = ["block", "poll", "select", "epoll", "edge", "spin"];
 
 /// Waits until a condition holds, ten seconds at most.
-fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
+pub(crate) fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !holds() {
         assert!(Instant::now() < deadline, "{what}: not within ten seconds");

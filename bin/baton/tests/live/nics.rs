@@ -1,6 +1,8 @@
 //! Several NICs at once: each serves the connections that leave by its devices, and dies alone.
 
 use crate::common::{KEYS, hosts};
+use crate::full::{ECHO, exchange};
+use crate::lifecycle::wait_for;
 use crate::scratch::{Scratch, agent_socket, text};
 use crate::{full, messages};
 use baton_abi::layout::{Counter, session};
@@ -16,7 +18,7 @@ use baton_shm::Region;
 use baton_sim::stream;
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Command, Stdio};
@@ -38,15 +40,6 @@ fn run(host: &Namespace, line: &str) {
     let words: Vec<&str> = line.split(' ').collect();
     let status = host.spawn(Command::new(words[0]).args(&words[1..])).expect("the program").wait().expect("its status");
     assert!(status.success(), "{line}");
-}
-
-/// Waits until a condition holds, ten seconds at most.
-fn wait_for(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: not within ten seconds");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// A connection of the program on host A, and its peer.
@@ -442,28 +435,6 @@ fn named_devices_are_dealt_in_turn() {
     scene.drain();
 }
 
-/// Echoes what comes to port 7000.
-const ECHO: &str = "
-import socket, threading
-listener = socket.create_server(('', 7000), backlog=20)
-def echo(server):
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-while True:
-    server, _ = listener.accept()
-    threading.Thread(target=echo, args=(server,), daemon=True).start()
-";
-
-/// Sends bytes to an echo server, and compares them. The connection stays open.
-fn exchange(client: &mut TcpStream, byte: u8) {
-    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
-    let sent = vec![byte; 50_000];
-    client.write_all(&sent).expect("room");
-    let mut received = vec![0; sent.len()];
-    client.read_exact(&mut received).expect("the echo");
-    assert!(received == sent);
-}
-
 /// Connections that each NIC has made.
 fn made(bed: &Testbed) -> Vec<u64> {
     let statistics = bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics");
@@ -485,8 +456,8 @@ fn each_nic_makes_the_connections_at_its_addresses() {
     };
     let is_made_by = |nic: usize| {
         let before = made(&bed);
-        let Ok(mut client) = connect(nic) else { return None };
-        exchange(&mut client, 1);
+        let Ok(client) = connect(nic) else { return None };
+        exchange(&client, 1);
         let after = made(&bed);
         (after[nic] == before[nic] + 1 && after[1 - nic] == before[1 - nic]).then_some(client)
     };
@@ -507,15 +478,15 @@ fn each_nic_makes_the_connections_at_its_addresses() {
     run(&bed.host_b, &format!("ip route add {} via {}", IpAddr::from(SECOND_A), address_a(false)));
     let before = made(&bed);
     let at = SocketAddr::new(IpAddr::from(SECOND_A), 7000);
-    let mut crossing = bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
-    exchange(&mut crossing, 6);
+    let crossing = bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10))).expect("a connection");
+    exchange(&crossing, 6);
     assert_eq!(made(&bed), [before[0], before[1] + 1]);
     wait_for("the NIC that its answers leave by", || of(&crossing).nic == Some(0));
-    exchange(&mut crossing, 7);
+    exchange(&crossing, 7);
     let before = bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics");
     process::signal(before.nics[1].process, SIGKILL).expect("a signal");
-    exchange(&mut clients[0], 2);
-    exchange(&mut clients[1], 3);
+    exchange(&clients[0], 2);
+    exchange(&clients[1], 3);
     assert_eq!(of(&clients[0]).nic, Some(0));
     assert!(is_made_by(0).is_some(), "the listener of the NIC that lives");
     let mut again = None;
@@ -523,8 +494,8 @@ fn each_nic_makes_the_connections_at_its_addresses() {
         again = is_made_by(1);
         again.is_some()
     });
-    exchange(&mut clients[0], 4);
-    exchange(&mut clients[1], 5);
+    exchange(&clients[0], 4);
+    exchange(&clients[1], 5);
     let after = bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics");
     assert_eq!((after.nics[0].process, after.lost, after.failed_moves), (before.nics[0].process, 0, 0));
 }
@@ -787,8 +758,8 @@ fn an_own_address_is_served_by_the_nic_of_its_device() {
     client.iter_mut().for_each(|client| exchange(client, 2));
     wait_for("the next NIC's listener", || {
         let before = made(&bed);
-        connect().is_ok_and(|mut client| {
-            exchange(&mut client, 3);
+        connect().is_ok_and(|client| {
+            exchange(&client, 3);
             made(&bed)[1] == before[1] + 1
         })
     });

@@ -90,8 +90,8 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can write there now: the program is kept out,
-    /// and the NIC holds the frames that arrive.
+    /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can write there
+    /// now: the program is kept out, and the NIC holds the frames that arrive.
     fn return_pages(&self, cid: Cid, image: &Image, memory: Memory) {
         let nic_memory = self.ground.nic_memory;
         let ranges = ranges_of(nic_memory, cid);
