@@ -43,6 +43,10 @@ pub struct Connection {
     /// of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
+    /// Most bytes that may be queued, if the program has set SO_SNDBUF while the NIC had the connection, else [`u32::MAX`]; and the
+    /// bytes of send memory that stay unused for that.
+    most_queued: AtomicU32,
+    unused: AtomicU32,
     /// Answers to posted buffers that have not been handled yet: the first sequence number that the NIC puts into each.
     pub(crate) posted: Mutex<VecDeque<u32>>,
     pub(crate) fin: AtomicBool,
@@ -72,8 +76,10 @@ pub struct Readiness {
     pub fin: bool,
     /// Bytes that can still be queued.
     pub room: u32,
-    /// Size of send memory in bytes.
-    pub send_memory: u32,
+    /// Most bytes that may be queued: the size of send memory, or less by SO_SNDBUF.
+    pub most_queued: u32,
+    /// Bytes that were queued and that the peer has not acknowledged.
+    pub queued: u32,
     /// The sending side is shut down.
     pub shut: bool,
     /// It has ended, with this error number or 0.
@@ -81,15 +87,15 @@ pub struct Readiness {
 }
 
 impl Readiness {
-    /// Whether a third of send memory is free, as Linux requires (sk_stream_is_writeable).
+    /// Whether a third of what may be queued is free, as Linux requires (sk_stream_is_writeable).
     pub fn is_writable(&self) -> bool {
-        self.room >= writable_room(self.send_memory)
+        self.room >= writable_room(self.most_queued)
     }
 }
 
-/// Least free bytes of send memory with which a connection is writable.
-fn writable_room(send_memory: u32) -> u32 {
-    (send_memory / 3).max(1)
+/// Least free bytes with which a connection is writable, of which `most_queued` may be queued.
+fn writable_room(most_queued: u32) -> u32 {
+    (most_queued / 3).max(1)
 }
 
 /// The right to use a connection: until this is dropped its owner does not change.
@@ -150,6 +156,8 @@ impl Connection {
             received: zero(),
             queued: zero(),
             room_ends: zero(),
+            most_queued: AtomicU32::new(u32::MAX),
+            unused: zero(),
             posted: Mutex::default(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
@@ -172,6 +180,7 @@ impl Connection {
         self.shut.store(false, RELAXED);
         self.stopped.store(false, RELAXED);
         self.error.store(ALIVE, RELAXED);
+        self.most_queued.store(u32::MAX, RELAXED);
         // The count from which the agent starts. The connection may have moved since then, and that must be noticed.
         self.moves.store(0, Ordering::Release);
     }
@@ -302,8 +311,7 @@ impl Connection {
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
-        let length = self.send_memory.length();
-        self.store(block::QUIET_ABOVE, if self.patient { length - writable_room(length) } else { 0 });
+        self.apply_most_queued();
         self.posted.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);
@@ -313,6 +321,20 @@ impl Connection {
         self.set_shut(flags & 2 != 0);
         self.announces.store(false, RELAXED);
         self.moves.store(moves, Ordering::Release);
+    }
+
+    /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection: its send memory keeps its size. Without
+    /// a limit that size is it, for which the agent reads SO_SNDBUF when the connection moves to the NIC. The caller has entered.
+    pub fn limit_queue(&self, most: Option<u32>) {
+        self.most_queued.store(most.unwrap_or(u32::MAX), RELAXED);
+        self.apply_most_queued();
+    }
+
+    fn apply_most_queued(&self) {
+        let length = self.send_memory.length();
+        let most = length.min(self.most_queued.load(RELAXED));
+        self.unused.store(length - most, RELAXED);
+        self.store(block::QUIET_ABOVE, if self.patient { most.saturating_sub(writable_room(most)) } else { 0 });
     }
 
     /// Whether it has moved since [`Connection::refresh`].
@@ -379,12 +401,15 @@ impl Connection {
     pub(crate) fn readiness(&self) -> Readiness {
         // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way round.
         let read = self.read.load(Ordering::Acquire);
+        let length = self.send_memory.length();
+        let acknowledged = self.room_ends.load(RELAXED).wrapping_sub(length);
         Readiness {
             unread: self.received.load(RELAXED).wrapping_sub(read),
             receive_memory: self.receive_memory.length(),
             fin: self.fin.load(RELAXED),
             room: self.room(),
-            send_memory: self.send_memory.length(),
+            most_queued: length - self.unused.load(RELAXED).min(length),
+            queued: self.queued.load(RELAXED).wrapping_sub(acknowledged),
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
         }
@@ -421,10 +446,11 @@ impl Connection {
         Inside(&self.block)
     }
 
-    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff.)
+    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff, or if SO_SNDBUF was
+    /// made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
-        let room = self.room_ends.load(RELAXED).wrapping_sub(self.queued.load(RELAXED));
+        let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
         if room as i32 > 0 { room } else { 0 }
     }
 

@@ -284,7 +284,11 @@ impl Session {
         if !on_nic || (level, option) != (1, 9) {
             socket::set(fd.as_fd(), level, option, value)?;
         }
-        if on_nic { self.shared.option_was_set(connection, ME, fd.as_fd(), (level, option), value) } else { Ok(()) }
+        if !on_nic {
+            self.shared.option_was_set_in_kernel(connection, (level, option));
+            return Ok(());
+        }
+        self.shared.option_was_set(connection, ME, fd.as_fd(), (level, option), value)
     }
 
     /// Reads an integer socket option, as the program set it.

@@ -77,6 +77,7 @@ pub(crate) unsafe fn set(
             continue;
         };
         if entered.owner != Owner::Nic {
+            session.shared.option_was_set_in_kernel(connection, (level, option));
             break native();
         }
         let done = if meaning == Meaning::NicOnly && given.is_some() { 0 } else { native() };
@@ -95,6 +96,10 @@ pub(crate) unsafe fn set(
         }
         break done;
     };
+    if done == 0 && baton_client::limits_queue(level, option) {
+        // There may be room now.
+        tcp.rearm();
+    }
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_RCVLOWAT) {
         note_lowat(tcp, fd);
         tcp.changed();
@@ -189,7 +194,7 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
             libc::FIONREAD => state.unread,
             // The NIC does not report how much of it has been sent.
             SIOCOUTQNSD => 0,
-            _ => state.send_memory - state.room.min(state.send_memory),
+            _ => state.queued,
         };
         // SAFETY: these requests take a pointer to an int (this function's `# Safety`).
         unsafe { argument.cast::<c_int>().write_unaligned(count as c_int) };

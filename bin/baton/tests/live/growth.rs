@@ -87,6 +87,37 @@ fn buffers_that_the_program_has_set_do_not_grow() {
     scene.drain();
 }
 
+/// SO_SNDBUF on a connection that the NIC has limits what the program may queue at once, as in the kernel, and no longer does when it is
+/// set to more, there or in the kernel.
+#[test]
+fn a_send_buffer_set_on_the_nic_limits_what_is_queued() {
+    let mut scene = scene(TestbedSettings::default());
+    let set = |scene: &mut Scene, bytes| {
+        scene.session.set_option(scene.id, libc::SOL_SOCKET, libc::SO_SNDBUF, bytes).expect("a send buffer");
+        let set = scene.session.option(scene.id, libc::SOL_SOCKET, libc::SO_SNDBUF).expect("its size");
+        u64::try_from(set).expect("a size")
+    };
+    // So that the peer's queue is soon full.
+    socket::set(scene.peer.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 20_000).expect("a small receive buffer");
+    scene.move_to(Place::Nic);
+    for bytes in [4096, 20_000] {
+        let most = set(&mut scene, bytes);
+        for place in [Place::Nic, Place::Kernel, Place::Nic] {
+            scene.move_to(place);
+            let queued = memory(&mut scene)[1];
+            assert!(place == Place::Kernel || queued <= most, "{queued} bytes are queued, and {most} may be");
+            scene.drain();
+            transfer(&mut scene, 200_000);
+        }
+    }
+    scene.move_to(Place::Kernel);
+    set(&mut scene, 100_000);
+    scene.move_to(Place::Nic);
+    let queued = memory(&mut scene)[1];
+    assert!(queued > 60_000, "{queued} bytes are queued");
+    scene.exchange(300_000, Place::Kernel);
+}
+
 /// Bytes of session memory that have pages. The agent of the scene has one session.
 fn session_bytes(scene: &Scene) -> u64 {
     let agent = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;

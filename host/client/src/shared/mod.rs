@@ -27,6 +27,7 @@ mod sending;
 
 pub(crate) use events::{Events, refresh};
 use requests::protocol_error;
+pub use sending::limits_queue;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 

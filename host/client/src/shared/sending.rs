@@ -315,9 +315,28 @@ impl Shared {
                 let (first, second) = (idle | u32::from(on) << 31, interval | count << 16);
                 self.control(connection, token, Control::KeepAlive, first, second)
             }
+            _ if limits_queue(level, option) => {
+                // What the kernel has made of it.
+                let most = baton_linux::socket::get(fd, 1, 7)?;
+                connection.limit_queue(u32::try_from(most).ok());
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
+
+    /// Notes that a socket option has been set on the descriptor of a connection that the kernel has. The caller has entered it.
+    pub fn option_was_set_in_kernel(&self, connection: &Connection, (level, option): (i32, i32)) {
+        if limits_queue(level, option) {
+            // The agent reads it when the connection moves.
+            connection.limit_queue(None);
+        }
+    }
+}
+
+/// Whether a socket option limits the bytes that may be queued for sending: SO_SNDBUF and SO_SNDBUFFORCE.
+pub fn limits_queue(level: i32, option: i32) -> bool {
+    level == 1 && matches!(option, 7 | 32)
 }
 
 /// Part of [`Shared::send_at_once`].
