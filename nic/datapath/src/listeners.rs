@@ -43,9 +43,17 @@ pub struct ListenerSettings {
 pub(crate) struct Listener {
     pub settings: ListenerSettings,
     pub granted: Vec<Cid>,
+    /// It has been granted slots. Before, the kernel answers its clients.
+    pub open: bool,
 }
 
 impl Listener {
+    /// Accepts a slot.
+    pub fn grant(&mut self, cid: Cid) {
+        self.granted.push(cid);
+        self.open = true;
+    }
+
     /// The configuration of a connection with a client.
     pub fn config(&self, v4: bool) -> Config {
         Config {
@@ -109,12 +117,12 @@ impl Listeners {
     /// Adds a listener, or changes its settings. Handshakes under way at endpoints that it keeps go on: their clients have been
     /// answered.
     pub fn add(&mut self, settings: ListenerSettings) {
-        let granted = self.take(settings.id).map_or_else(Vec::new, |listener| listener.granted);
+        let (granted, open) = self.take(settings.id).map_or((Vec::new(), false), |listener| (listener.granted, listener.open));
         self.forget_all(settings.id, &settings.endpoints);
         for endpoint in &settings.endpoints {
             self.by_endpoint.insert(*endpoint, settings.id);
         }
-        self.listeners.insert(settings.id, Listener { settings, granted });
+        self.listeners.insert(settings.id, Listener { settings, granted, open });
     }
 
     /// Removes a listener. Its handshakes end: clients that go on are the kernel's.
@@ -279,7 +287,7 @@ mod tests {
     fn a_changed_listener_keeps_its_slots() {
         let mut listeners = Listeners::new([0; 4], false, 0);
         listeners.add(settings(1, 1));
-        listeners.get_mut(1).expect("it").granted.push(Cid::new(3, 1));
+        listeners.get_mut(1).expect("it").grant(Cid::new(3, 1));
         listeners.add(settings(1, 2));
         assert!(listeners.at(&endpoint(1)).is_none());
         assert_eq!(listeners.at(&endpoint(2)).expect("it").granted, [Cid::new(3, 1)]);

@@ -56,11 +56,13 @@ struct Nic {
 }
 
 impl Nic {
-    fn new(now: Instant) -> (Nic, MemoryDevice) {
+    /// `succeeds`: an earlier NIC was there, and has died.
+    fn new(succeeds: bool, now: Instant) -> (Nic, MemoryDevice) {
         let capabilities = Capabilities { checksum: false, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
+        nic_memory.words(nic::HEARTBEAT, 1)[0].store(u64::from(succeeds), Ordering::Relaxed);
         let settings = WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
@@ -255,8 +257,13 @@ fn smol(now: Instant) -> SmolInstant {
 
 impl Pair {
     fn new() -> Pair {
+        Pair::with(false)
+    }
+
+    /// `succeeds`: an earlier NIC was there, and has died.
+    fn with(succeeds: bool) -> Pair {
         let now = Instant(5_000_000);
-        let (nic, far) = Nic::new(now);
+        let (nic, far) = Nic::new(succeeds, now);
         let mut wire = Wire { far, frame: Frame::with_capacity(FRAME), cut: false };
         let mut interface = Interface::new(InterfaceConfig::new(HardwareAddress::Ip), &mut wire, smol(now));
         interface.update_ip_addrs(|addresses| addresses.push(IpCidr::new(IpAddress::v4(10, 0, 0, 2), 24)).expect("room"));
@@ -332,8 +339,13 @@ impl Pair {
 
     /// A segment of the peer's that smoltcp did not send. Returns the NIC's answers.
     fn inject(&mut self, header: &Header<'_>, from_kernel: bool) -> Vec<(Flags, u32, u32)> {
+        self.inject_to(&flow(), header, from_kernel)
+    }
+
+    /// The same for any connection.
+    fn inject_to(&mut self, flow: &Flow, header: &Header<'_>, from_kernel: bool) -> Vec<(Flags, u32, u32)> {
         while self.wire.far.receive(&mut self.wire.frame) {}
-        let of = if from_kernel { flow() } else { flow().reversed() };
+        let of = if from_kernel { *flow } else { flow.reversed() };
         let template = Template::new(&of, &Link { ttl: 64, ..Link::default() }, false);
         let mut bytes = vec![0; MAX_HEADER];
         let length = template.emit(header, 0, &mut bytes);
@@ -357,6 +369,58 @@ impl Pair {
 
 fn header(seq: u32, ack: u32, flags: Flags, options: &TcpOptions) -> Header<'_> {
     Header { seq, ack, flags, window: 500, options, ecn: 0, ident: 0 }
+}
+
+/// A client that comes before the listener has slots is answered by the kernel, at once. Later, when all slots are taken, it is answered
+/// when it sends its SYN again, as by Linux.
+#[test]
+fn clients_that_come_before_the_first_slot_are_the_kernels() {
+    let mut pair = Pair::new();
+    let none = TcpOptions::default();
+    let seen_by_kernel = |pair: &mut Pair| {
+        let mut seen = 0;
+        while pair.nic.kernel.receive(&mut pair.wire.frame) {
+            seen += 1;
+        }
+        seen
+    };
+    pair.nic.listen();
+    assert_eq!(pair.inject(&header(7, 0, Flags::SYN, &none), false), []);
+    assert_eq!(seen_by_kernel(&mut pair), 1);
+    pair.nic.command(Control::Grant, Cid::new(0, 1), 1);
+    pair.nic.poll(pair.now);
+    let answers = pair.inject(&header(7, 0, Flags::SYN, &none), false);
+    let [(_, isn, 8)] = answers[..] else { panic!("{answers:?}") };
+    pair.inject(&header(8, isn.wrapping_add(1), Flags::ACK, &none), false);
+    pair.nic.poll(pair.now);
+    assert!(pair.nic.saw(Cid::new(0, 1), Control::Made));
+    pair.nic.listen();
+    let other = Flow { remote: Endpoint { port: 4001, ..flow().remote }, ..flow() };
+    assert_eq!(pair.inject_to(&other, &header(7, 0, Flags::SYN, &none), false), []);
+    assert_eq!(seen_by_kernel(&mut pair), 0);
+}
+
+/// The last segment of a handshake that an earlier NIC has answered, which comes before this one has slots: the kernel would reset it.
+#[test]
+fn a_cookie_waits_for_a_slot() {
+    let mut first = Pair::new();
+    let none = TcpOptions::default();
+    first.nic.listen();
+    first.nic.command(Control::Grant, Cid::new(0, 1), 1);
+    first.nic.poll(first.now);
+    let answers = first.inject(&header(7, 0, Flags::SYN, &none), false);
+    let [(_, isn, 8)] = answers[..] else { panic!("{answers:?}") };
+    let last = header(8, isn.wrapping_add(1), Flags::ACK, &none);
+
+    let mut next = Pair::with(true);
+    next.nic.listen();
+    assert_eq!(next.inject(&last, false), []);
+    assert!(!next.nic.kernel.receive(&mut next.wire.frame), "it is not given to the kernel");
+    next.nic.command(Control::Grant, Cid::new(0, 1), 1);
+    next.nic.poll(next.now);
+    next.inject(&last, false);
+    next.nic.poll(next.now);
+    assert!(next.nic.saw(Cid::new(0, 1), Control::Made));
 }
 
 /// The NIC closes first; the peer goes on sending nothing, and closes later: a half close.

@@ -25,7 +25,7 @@ const SOURCE: core::ops::Range<usize> = 6..12;
 const MOST_RETRIES: u32 = 127;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots.
+    /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots, until then the kernel.
     pub fn listen(&mut self, settings: ListenerSettings) {
         self.broadcast(|| Call::Listen(Box::new(settings.clone())));
         self.listeners.add(settings);
@@ -42,7 +42,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.connections.slots[cid.slot() as usize].is_some() {
             return Err(Refusal::WrongState);
         }
-        self.listeners.get_mut(id).ok_or(Refusal::NotYours)?.granted.push(cid);
+        self.listeners.get_mut(id).ok_or(Refusal::NotYours)?.grant(cid);
         Ok(0)
     }
 
@@ -52,7 +52,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
-        let (id, full) = (listener.settings.id, listener.granted.is_empty());
+        let (id, full, open) = (listener.settings.id, listener.granted.is_empty(), listener.open);
         if !self.is_front() {
             self.forward_handshake();
             return true;
@@ -65,6 +65,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let known = self.listeners.find(&FlowKey::from(&parsed.flow));
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         let is_ack = segment.flags.contains(Flags::ACK) && !segment.flags.intersects(Flags::SYN | Flags::RST);
+        if is_syn && !open {
+            // A client that comes before the first slot does not have to wait for it.
+            return false;
+        }
         if full && (is_syn || is_ack && known.is_some()) {
             // The client sends it again.
             self.counters.add(Counter::AcceptQueueFull, 1);
@@ -76,7 +80,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.begin_handshake(id, &segment, parsed, now);
                 true
             }
-            None => is_ack && !full && self.take_cookie(id, &segment, parsed, now),
+            None => is_ack && self.take_cookie(id, &segment, parsed, now),
         }
     }
 
@@ -129,13 +133,18 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered. False if it is none.
+    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it. False if it is none.
     fn take_cookie(&mut self, id: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         if !self.listeners.accepts_cookies(now) {
             return false;
         }
         let Some((syn, numbers)) = self.listeners.secret.syn_of(&parsed.flow, segment, now) else { return false };
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
+        if listener.granted.is_empty() {
+            // The client sends it again. The kernel, which does not know it, would reset the connection.
+            self.counters.add(Counter::AcceptQueueFull, 1);
+            return true;
+        }
         let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
         let Some(mut tcp) = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now) else { return false };
         // The answer that was sent already.
