@@ -27,8 +27,9 @@ SUITES = "test_selectors test_httplib test_httpservers test_ftplib test_imaplib 
 # Suites whose servers and clients can be on two hosts.
 FULL = "test_socket test_asyncio test_httplib test_httpservers test_smtplib test_poplib test_telnetlib test_ssl".split()
 # The first's client's RST has to overtake an event between two threads, which across a wire it does not always do, natively neither.
-# The other waits for ever on a machine whose VM sockets cannot reach the machine itself, natively too.
-LEFT_OUT = ("--ignore", "test_preauth_data_to_tls_server", "--ignore", "ThreadedVSOCKSocketStreamTest")
+# The second waits for ever on a machine whose VM sockets cannot reach the machine itself, natively too. The third fails natively as
+# often as the server's RST comes before the client's close.
+LEFT_OUT = ("test_preauth_data_to_tls_server", "ThreadedVSOCKSocketStreamTest", "*StreamTests.test_unhandled_exceptions")
 FAILED = ("error", "failure")
 LONGEST = 50
 # A connection is registered a moment after it was made, and moved a moment after its move is due.
@@ -44,7 +45,7 @@ def results(prefix, suite, directory, match, runner=("-m", "test"), left_out=())
     report = directory / "results.xml"
     chosen = ["--match", match] if match else []
     # Chosen before some are left out: Python begins with all tests if the first of these options leaves some out.
-    command = [*prefix, sys.executable, *runner, *chosen, *left_out, "--timeout", "300", "--junit-xml", str(report), suite]
+    command = [*prefix, sys.executable, *runner, *chosen, *(f"--ignore={name}" for name in left_out), "--timeout", "300", "--junit-xml", str(report), suite]
     with open(directory / "messages", "wb") as messages:
         subprocess.run(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, timeout=900, check=False)
     found = {}
