@@ -29,7 +29,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --nics 2 --device eth0 --device eth1 -- nginx -g 'daemon off;'
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
-and Linux 6.6 or later.";
+and Linux 6.6 or later. The program has BATON_SOCKET in its environment, so that `baton ls` in a shell shows its Baton.";
 
 /// The configuration file, as `--print-config` writes it.
 const CONFIG: &str = include_str!("config.toml");
@@ -156,6 +156,8 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     if interface == Interface::Aggregated || nagle == Nagle::Host {
         check_joining(&socket, interface, offload)?;
     }
+    // For tools that the program calls, `baton ls` in a shell for example.
+    let named = socket.clone();
     let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload, interface, nagle };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
@@ -163,7 +165,8 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         preload.push(others);
     }
     let mut command = Command::new(&arguments.command[0]);
-    command.args(&arguments.command[1..]).env("LD_PRELOAD", preload).env(RUN_VARIABLE, serde_json::to_string(&run)?);
+    command.args(&arguments.command[1..]).env("LD_PRELOAD", preload).env("BATON_SOCKET", named);
+    command.env(RUN_VARIABLE, serde_json::to_string(&run)?);
     let error = command.exec();
     eprintln!("baton: {}: {error}", arguments.command[0].display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });

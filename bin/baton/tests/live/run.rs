@@ -50,6 +50,21 @@ fn programs_that_talk_to_themselves_do_not_notice() {
     }
 }
 
+/// A tool that the program calls shows the program's Baton, also if others run.
+#[test]
+fn tools_in_a_program_ask_its_own_baton() {
+    let scratch = Scratch::new("own-baton");
+    let baton = env!("CARGO_BIN_EXE_baton");
+    let [up, end] = ["up", "end"].map(|name| scratch.file(name));
+    let other =
+        format!("env -u LD_PRELOAD -u BATON_RUN -u BATON_SOCKET unshare --net {baton} run -- sh -c 'echo > {up}; cat {end}'");
+    let outer = format!(
+        "mkfifo {up} {end} && {{ {other} & }}; cat {up}; {baton} nic show --json; shown=$?; echo > {end}; wait; exit $shown"
+    );
+    let ran = baton_run(&scratch, &["--", "sh", "-c", &outer]);
+    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+}
+
 /// What one call sends leaves as one piece, whether it is in several buffers or wraps around the end of send memory: nothing
 /// waits for an acknowledgement that the peer's kernel delays by 40 ms.
 #[test]
