@@ -62,7 +62,8 @@ pub enum What {
     Redis,
     /// One connection in bulk, into a program and out of it.
     Bulk,
-    /// Messages of 64 bytes to a program that echoes them, on 64 and 1024 connections, one at a time on each.
+    /// Messages of 64 bytes to a program that echoes them, on 64 and 1024 connections, one at a time on each. The program is an unmodified
+    /// one, and in one more row one that uses the client library under Baton.
     Rpc,
     /// The same on one connection, between two programs that never sleep. The kernel's have a core each. Baton's NIC never sleeps
     /// either and has a core, so that both programs share the other one, and offer it to each other.
@@ -154,10 +155,22 @@ struct Load {
 
 #[derive(Clone, Copy)]
 enum Traffic {
-    Http { connections: usize },
-    Redis { depth: usize },
-    Bulk { into: bool },
-    Rpc { connections: usize },
+    Http {
+        connections: usize,
+    },
+    Redis {
+        depth: usize,
+    },
+    Bulk {
+        into: bool,
+    },
+    Rpc {
+        connections: usize,
+    },
+    /// The same, and under Baton the program uses the client library.
+    Ring {
+        connections: usize,
+    },
     PingPong,
 }
 
@@ -207,7 +220,12 @@ fn loads(what: What) -> Vec<Load> {
             load(
                 "rpc, 1024 connections",
                 Traffic::Rpc { connections: 1024 },
-                &[("rpc.machine_ratio_1024", machine, Bar::most, 0.65), ("rpc.host_ratio_1024", host, Bar::most, 0.1)],
+                &[("rpc.machine_ratio_1024", machine, Bar::most, 0.65)],
+            ),
+            load(
+                "rpc, 1024 connections, client library",
+                Traffic::Ring { connections: 1024 },
+                &[("rpc.host_ratio_1024", host, Bar::most, 0.1)],
             ),
         ],
         What::PingPong => vec![load("ping-pong", Traffic::PingPong, &[("pingpong.p50_ratio", p50, Bar::most, 0.6)])],
@@ -312,7 +330,7 @@ impl Bench {
     fn round(&mut self, traffic: Traffic, seconds: f64, under_baton: bool) -> Result<Round> {
         let progress = Progress::default();
         let connections = match traffic {
-            Traffic::Http { connections } | Traffic::Rpc { connections } => connections,
+            Traffic::Http { connections } | Traffic::Rpc { connections } | Traffic::Ring { connections } => connections,
             Traffic::Redis { .. } => REDIS_CONNECTIONS,
             Traffic::Bulk { .. } | Traffic::PingPong => 1,
         };
@@ -377,6 +395,15 @@ impl Bench {
         Ok(server)
     }
 
+    /// Starts a program that echoes by the client library.
+    fn start_ring(&self, address: SocketAddr, agent: &Path) -> Result<Server> {
+        let program = std::env::current_exe()?.into_os_string();
+        let words = [program, "serve-echo".into(), address.to_string().into(), "--ring".into(), agent.into()];
+        let mut server = Server::start(&self.bed.host_a, &words, self.files.root(), None)?;
+        server.listens(&self.bed.host_a, address).context("the program that echoes by the client library")?;
+        Ok(server)
+    }
+
     /// Starts the server, and prepares the client.
     fn start(&self, traffic: Traffic, under_baton: bool) -> Result<(Server, Client)> {
         let address = SocketAddr::new(address_a(false), PORTS[usize::from(under_baton)]);
@@ -421,8 +448,11 @@ impl Bench {
                 let answer = |answer: &[u8]| (answer.ends_with(b"abc\r\n")).then_some(answer.len());
                 Ok((server, requests(REDIS_CONNECTIONS, depth, request(&["GET", "key"]), answer)?))
             }
-            Traffic::Rpc { connections } => {
-                let server = self.start_echo(address, agent, false)?;
+            Traffic::Rpc { connections } | Traffic::Ring { connections } => {
+                let server = match agent {
+                    Some(agent) if matches!(traffic, Traffic::Ring { .. }) => self.start_ring(address, agent)?,
+                    _ => self.start_echo(address, agent, false)?,
+                };
                 let message = vec![0x5a; MESSAGE];
                 Ok((server, requests(connections, 1, message, |answer| (answer.len() >= MESSAGE).then_some(answer.len()))?))
             }

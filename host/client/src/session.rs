@@ -47,8 +47,14 @@ pub struct Session {
     connections: Vec<Option<Adopted>>,
     ready: Vec<ConnectionId>,
     tokens: Vec<u64>,
+    /// Polls since the last look at the descriptors.
+    unlooked: u32,
     store: Store,
 }
+
+/// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections in the kernel,
+/// those that are watched, and the agent's.
+const MOST_UNLOOKED: u32 = 8;
 
 /// Ignores `WouldBlock`: what cannot be done now is done later.
 fn later(result: io::Result<()>) -> io::Result<()> {
@@ -89,7 +95,17 @@ impl Session {
         poller.add(shared.bell().as_fd(), BELL, Trigger::Readable)?;
         poller.add(shared.hangs_up(), END, Trigger::HangUp)?;
         let store = Store::new(&shared);
-        Ok(Session { shared, fast_path, changed, poller, connections: Vec::new(), ready: Vec::new(), tokens: Vec::new(), store })
+        Ok(Session {
+            shared,
+            fast_path,
+            changed,
+            poller,
+            connections: Vec::new(),
+            ready: Vec::new(),
+            tokens: Vec::new(),
+            unlooked: 0,
+            store,
+        })
     }
 
     /// The session's number, as tools show it.
@@ -189,6 +205,9 @@ impl Session {
     /// `WouldBlock` if there is no room or the connection is being moved, else the error that ended the connection.
     pub fn send(&mut self, id: ConnectionId, bytes: &[u8]) -> io::Result<usize> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
+        if self.shared.send_at_once(connection, ME, bytes) {
+            return Ok(bytes.len());
+        }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic { self.shared.send(connection, ME, bytes) } else { socket::send(fd.as_fd(), bytes) }
     }
@@ -252,6 +271,10 @@ impl Session {
                 io::ErrorKind::InvalidInput,
                 "buffers are posted: received bytes go there, use take_posted",
             ));
+        }
+        let received = self.shared.receive_at_once(connection, ME, out);
+        if received > 0 {
+            return Ok(received);
         }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic { self.shared.receive(connection, ME, out) } else { socket::receive(fd.as_fd(), out) }
@@ -340,6 +363,23 @@ impl Session {
     /// The failed system call's.
     pub fn poll(&mut self, timeout: Option<Duration>, ready: &mut Vec<ConnectionId>) -> io::Result<()> {
         self.catch_up();
+        if self.ready.is_empty() || self.unlooked >= MOST_UNLOOKED {
+            self.look(timeout)?;
+        } else {
+            self.unlooked += 1;
+        }
+        for id in self.ready.drain(..) {
+            if let Some(Some(adopted)) = self.connections.get_mut(id as usize) {
+                adopted.ready = false;
+                ready.push(id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the descriptors, and waits for them if nothing is ready.
+    fn look(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.unlooked = 0;
         let sleeps = self.ready.is_empty() && timeout != Some(Duration::ZERO);
         if sleeps {
             self.shared.count_sleeper();
@@ -361,12 +401,6 @@ impl Session {
         self.tokens = tokens;
         waited?;
         self.catch_up();
-        for id in self.ready.drain(..) {
-            if let Some(Some(adopted)) = self.connections.get_mut(id as usize) {
-                adopted.ready = false;
-                ready.push(id);
-            }
-        }
         Ok(())
     }
 }

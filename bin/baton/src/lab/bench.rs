@@ -468,6 +468,9 @@ pub enum Workload {
         /// Offer the processor to others instead.
         #[arg(long, requires = "spin")]
         shares: bool,
+        /// By the client library, with the agent that listens at this path.
+        #[arg(long, conflicts_with = "spin")]
+        ring: Option<std::path::PathBuf>,
     },
 }
 
@@ -480,7 +483,8 @@ pub fn workload(what: &Workload) -> Result<bool> {
         }
         &Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
-        &Workload::ServeEcho { address, spin, shares } => baton_lab::echo::run(address, spin, shares).map(|()| true),
+        Workload::ServeEcho { address, ring: Some(agent), .. } => baton_lab::echo::run_on_ring(*address, agent).map(|()| true),
+        Workload::ServeEcho { address, spin, shares, .. } => baton_lab::echo::run(*address, *spin, *shares).map(|()| true),
         Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }
