@@ -69,7 +69,9 @@ impl<'a> Usual<'a> {
         if !usual {
             return None;
         }
-        let payload = frame.get(USUAL..ETHERNET + usize::from(be16(head, ETHERNET + ipv4::LENGTH)))?;
+        // A packet shorter than its headers wraps around, and then has more than the frame.
+        let length = usize::from(be16(head, ETHERNET + ipv4::LENGTH)).wrapping_sub(USUAL - ETHERNET);
+        let payload = frame[USUAL..].get(..length)?;
         Some(Usual { head, payload })
     }
 

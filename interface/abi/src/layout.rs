@@ -145,11 +145,8 @@ pub mod host_tcp {
 
 /// A slot of NIC memory. Offsets are in bytes from the slot's beginning.
 pub mod slot {
-    /// 8-byte word: number of times that the record was published; its parity selects the valid copy, and 0 means that there is
-    /// none.
-    pub const PUBLISHED: usize = 0;
-    /// The two copies of the record.
-    pub const RECORDS: usize = 64;
+    /// The two copies of the record ([`crate::record`]).
+    pub const RECORDS: usize = 0;
     /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of the
     /// connection's block.
     pub const PARAMETERS: usize = 192;

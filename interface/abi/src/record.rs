@@ -3,13 +3,28 @@
 //! Payload is not in the record: it lies in session memory at its sequence number. How far the program has read and queued is in
 //! its connection block.
 //!
-//! A slot holds two copies of the record. The NIC writes the copy that is not published and then publishes it with one 8-byte
-//! store, so that a crash at any instant leaves a whole record. Nothing is sent that the published record does not cover.
+//! A slot holds two copies of the record, each a cache line, and in its last word the number of the publication: the greater one is
+//! valid. The NIC writes the other copy, and then publishes it by storing its number, which is one more than that of the valid copy. So a
+//! crash at any instant leaves a whole record, and a publication touches one cache line. Nothing is sent that the published record does
+//! not cover.
 
-/// Words of 8 bytes in one copy: a cache line.
+/// Words of 8 bytes in one copy: a cache line, the number included.
 pub const WORDS: usize = 8;
-/// The last of them that is not always 0: state, out-of-order ranges, congestion window.
-pub const LAST_WORD: usize = 6;
+/// The word with the number of the publication; 0 means that the copy never was published. Even numbers are in the first copy.
+pub const NUMBER: usize = 7;
+/// The first words, which nearly every segment changes; the others change seldom.
+pub const PREDICTED: usize = 3;
+
+/// Offset in words of a copy of the record from the first one.
+#[inline(always)]
+pub const fn copy(number: u64) -> usize {
+    (number & 1) as usize * WORDS
+}
+
+/// The number of the valid copy, given those of both; 0 if there is none.
+pub const fn valid(numbers: [u64; 2]) -> u64 {
+    if numbers[0] > numbers[1] { numbers[0] } else { numbers[1] }
+}
 
 /// The state that a recovery needs. Sequence numbers are modulo 2³².
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -55,9 +70,9 @@ pub const fn pair(low: u32, high: u32) -> u64 {
 }
 
 impl Record {
-    /// Encodes the record as shared memory holds it.
+    /// Encodes the record as shared memory holds it, without the number.
     #[inline]
-    pub fn to_words(&self) -> [u64; WORDS] {
+    pub fn to_words(&self) -> [u64; NUMBER] {
         // No `..`: a new field breaks this line until it has a place.
         let Record {
             snd_una,
@@ -78,33 +93,32 @@ impl Record {
             srtt,
         } = *self;
         [
-            pair(snd_una, snd_nxt),
-            pair(snd_end, snd_wnd),
-            pair(snd_wl1, max_window),
             pair(rcv_nxt, rcv_adv),
-            pair(rcv_read, ts_recent),
-            pair(ts_clock, srtt),
+            pair(snd_wl1, ts_recent),
+            pair(ts_clock, snd_una),
+            pair(snd_nxt, snd_end),
+            pair(snd_wnd, max_window),
+            pair(rcv_read, srtt),
             u64::from(state) | u64::from(ranges_table) << 8 | u64::from(ranges) << 16 | u64::from(cwnd) << 32,
-            0,
         ]
     }
 
     /// Decodes a record from shared memory.
-    pub fn from_words(words: [u64; WORDS]) -> Record {
+    pub fn from_words(words: [u64; NUMBER]) -> Record {
         let low = |at: usize| words[at] as u32;
         let high = |at: usize| (words[at] >> 32) as u32;
         Record {
-            snd_una: low(0),
-            snd_nxt: high(0),
-            snd_end: low(1),
-            snd_wnd: high(1),
-            snd_wl1: low(2),
-            max_window: high(2),
-            rcv_nxt: low(3),
-            rcv_adv: high(3),
-            rcv_read: low(4),
-            ts_recent: high(4),
-            ts_clock: low(5),
+            rcv_nxt: low(0),
+            rcv_adv: high(0),
+            snd_wl1: low(1),
+            ts_recent: high(1),
+            ts_clock: low(2),
+            snd_una: high(2),
+            snd_nxt: low(3),
+            snd_end: high(3),
+            snd_wnd: low(4),
+            max_window: high(4),
+            rcv_read: low(5),
             srtt: high(5),
             state: words[6] as u8,
             ranges_table: (words[6] >> 8) as u8,

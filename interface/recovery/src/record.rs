@@ -4,26 +4,34 @@ use baton_abi::layout::{block, nic, scratch, session, slot};
 use baton_abi::{Cid, Record, record};
 use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State};
 use baton_shm::Region;
-use core::sync::atomic::Ordering;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 const _: () = assert!(MAX_ENCODED <= scratch::IMAGE_BYTES);
 
-const RECORD_BYTES: usize = record::WORDS * 8;
-
 /// Returns the valid record, if the NIC ever published one. `base` is the offset of the connection's slot.
 pub fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
-    let published = nic_memory.words(base + slot::PUBLISHED, 1)[0].load(Ordering::Acquire);
-    if published == 0 {
-        return None;
-    }
-    let copy = base + slot::RECORDS + (published & 1) as usize * RECORD_BYTES;
-    let words = nic_memory.words(copy, record::WORDS);
-    Some(Record::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed))))
+    let words = nic_memory.words(base + slot::RECORDS, 2 * record::WORDS);
+    let published = published(words);
+    let copy = &words[record::copy(published)..];
+    (published > 0).then(|| Record::from_words(std::array::from_fn(|at| copy[at].load(Ordering::Relaxed))))
 }
 
 /// Invalidates the record in a slot.
 pub fn unpublish(nic_memory: &Region, at: u32) {
-    nic_memory.words(nic::slot(at) + slot::PUBLISHED, 1)[0].store(0, Ordering::Release);
+    clear_records(nic_memory.words(nic::slot(at) + slot::RECORDS, 2 * record::WORDS));
+}
+
+/// The number of the valid record, of which `words` are both copies; 0 if there is none.
+pub fn published(words: &[AtomicU64]) -> u64 {
+    record::valid([0, 1].map(|copy| words[record::copy(copy) + record::NUMBER].load(Ordering::Acquire)))
+}
+
+/// Invalidates a record, of which `words` are both copies: the valid one last, so that the other one is never taken for it.
+pub fn clear_records(words: &[AtomicU64]) {
+    let published = published(words);
+    for copy in [published + 1, published] {
+        words[record::copy(copy) + record::NUMBER].store(0, Ordering::Release);
+    }
 }
 
 /// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last. `at` is the

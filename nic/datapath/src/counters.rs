@@ -24,6 +24,16 @@ impl Counters {
         word.store(word.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
     }
 
+    /// Adds the same amount to several counters.
+    #[inline(always)]
+    pub fn add_to_each<const N: usize>(&self, counters: [Counter; N], amount: u64) {
+        let words = &*self.0;
+        for counter in counters {
+            let word = &words[counter as usize];
+            word.store(word.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
+        }
+    }
+
     pub fn get(&self, counter: Counter) -> u64 {
         self.0[counter as usize].load(Ordering::Relaxed)
     }

@@ -4,9 +4,10 @@ use crate::growth::Growth;
 use crate::partial::Path;
 use crate::posted::{Receive, Table};
 use baton_abi::layout::{self, slot as at};
-use baton_abi::record::WORDS;
+use baton_abi::record::{WORDS, copy};
 use baton_device::Payload;
 use baton_image::Image;
+use baton_recovery::published;
 use baton_shm::{Pool, Region, WordArray, prefetch};
 use baton_tcp::Connection;
 use baton_wire::frame::Template;
@@ -15,6 +16,9 @@ use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
 mod record;
+mod tcp;
+
+pub(crate) use tcp::Tcp;
 
 /// Queued bytes that last longer on a short path than a program needs to wake up: 80 us at 25 Gb/s.
 const LASTS: u32 = 1 << 18;
@@ -87,13 +91,11 @@ impl Pending {
 /// An offloaded connection. The fields that every segment uses come first: behind TCP's, three cache lines.
 #[repr(C)]
 pub(crate) struct Offloaded {
-    pub tcp: Connection,
-    /// The words of the slot from the publication count to the end of the records.
-    record: WordArray<{ at::PARAMETERS / 8 }>,
-    /// Number of times that the record was published.
+    pub tcp: Tcp,
+    /// The two copies of the record.
+    record: WordArray<{ 2 * WORDS }>,
+    /// Number of the valid copy of the record.
     published: u64,
-    /// The last word of the record that was published.
-    last_word: u64,
     pub receive: Receive,
     pub session: u32,
     /// The valid table of out-of-order ranges, and its length.
@@ -177,11 +179,11 @@ impl Offloaded {
         slot: u32,
     ) -> Option<Self> {
         let receive = session_memory.circle(memory.receive_base, memory.receive_size)?;
+        let record = nic_memory.shared_array(layout::nic::slot(slot) + at::RECORDS);
         let mut offloaded = Offloaded {
-            tcp,
-            record: nic_memory.shared_array(layout::nic::slot(slot)),
-            published: 0,
-            last_word: 0,
+            tcp: Tcp::new(tcp),
+            published: published(&*record),
+            record,
             path: Path::default(),
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
@@ -210,14 +212,13 @@ impl Offloaded {
             ranges: 0,
         };
         offloaded.adopt_send_queue(image, memory);
-        offloaded.set_last_word();
         Some(offloaded)
     }
 
     /// Begins to load what an ordinary segment uses of the connection's state into the cache.
     #[inline(always)]
     pub fn prefetch(&self) {
-        prefetch(self, 0, Connection::HOT);
+        prefetch(self, offset_of!(Offloaded, tcp) + Connection::USUAL.start, offset_of!(Offloaded, tcp) + Connection::USUAL.end);
         prefetch(self, offset_of!(Offloaded, record), offset_of!(Offloaded, template) + Template::HOT);
     }
 
@@ -225,9 +226,7 @@ impl Offloaded {
     /// next bytes to be received.
     #[inline(always)]
     pub fn prefetch_memory(&self) {
-        let next = (self.published + 1) as usize & 1;
-        prefetch(&self.record[at::PUBLISHED / 8], 0, 8);
-        prefetch(&self.record[at::RECORDS / 8 + next * WORDS], 0, 8);
+        prefetch(&self.record[copy(self.published + 1)], 0, 8);
         self.receive.prefetch(self.tcp.rcv_nxt());
     }
 
@@ -431,6 +430,8 @@ impl Offloaded {
             return false;
         }
         let free = self.tcp.out_of_order().next_back().map_or(self.tcp.rcv_nxt(), |(_, right)| right);
+        // What is posted is not where predicted segments go.
+        self.tcp.disable_prediction();
         self.pending.posted[waiting] =
             self.receive.post((address, length), self.tcp.rcv_read(), free, &self.session_memory, self.posts_table());
         self.pending.answers += 1;

@@ -2,7 +2,7 @@
 //! which goes on with it and gives it back when it is quiet. Both are workers over the same slots and the same session memory; only
 //! the state of the protocol changes hands, through memory that the two share.
 
-use crate::offloaded::{Memory, Offloaded};
+use crate::offloaded::{Tcp, Memory, Offloaded};
 use baton_abi::layout::host_tcp;
 use baton_abi::{Control, Message};
 use baton_image::{Image, MAX_ENCODED, NicState};
@@ -143,7 +143,7 @@ impl Offloaded {
 
     /// Goes on from the state that the last owner has passed on. The program's posted buffers stay: there are none.
     pub fn go_on(&mut self, state: &State, arrived: Arriving, now: Instant) {
-        self.tcp = state.connection(arrived, now);
+        self.tcp = Tcp::new(state.connection(arrived, now));
         self.image = state.image;
         self.replace_send_queue(&state.image, state.memory);
         self.continue_record(state.ranges_table);

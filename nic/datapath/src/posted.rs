@@ -4,7 +4,7 @@
 use baton_abi::layout::{self, slot as at};
 use baton_device::Payload;
 use baton_recovery::{Post, gather, pieces};
-use baton_shm::{Circle, Region, Straight};
+use baton_shm::{Circle, Region};
 use core::sync::atomic::Ordering;
 use std::sync::Arc;
 
@@ -63,15 +63,21 @@ impl Receive {
         }
     }
 
-    /// The place of the `length` bytes from sequence number `seq` on, if they lie in one piece in the circular buffer.
+    /// [`Receive::write`] with fewer instructions, where that [`Receive::is_plain`].
     #[inline(always)]
-    pub fn straight(&self, seq: u32, length: u32) -> Option<Straight<'_>> {
-        if self.scattered().is_none() { self.circle.straight(seq, length) } else { None }
+    pub fn write_plain(&self, seq: u32, bytes: &[u8]) {
+        debug_assert!(self.is_plain());
+        self.circle.write_inline(seq, bytes);
     }
 
     /// The places of the `length` bytes from sequence number `seq` on. None where buffers are posted.
     pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
         if self.scattered().is_none() { self.circle.places(seq, length) } else { None }
+    }
+
+    /// Whether all bytes go to the circular buffer.
+    pub fn is_plain(&self) -> bool {
+        self.scattered().is_none()
     }
 
     /// The posted buffers, if bytes are expected for any.

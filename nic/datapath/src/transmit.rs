@@ -6,23 +6,22 @@ use crate::listeners::Opening;
 use crate::offloaded::Offloaded;
 use baton_abi::layout::Counter;
 use baton_device::{Capabilities, Checksum, Device, Frame, Parts, Segmentation};
+use baton_tables::NO_SLOT;
 use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::frame::{self, ETHERNET, Header, IPV4, MAX_HEADER, TCP_CHECKSUM, Template};
 use baton_wire::{Acknowledgement, Flags};
 
 /// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
 const RUN: u32 = 1 << 16;
-/// Bytes of a frame that are written for an acknowledgement over IPv4 with timestamps.
-const USUAL_ROOM: usize = Template::USUAL_ACKNOWLEDGEMENT.next_multiple_of(16);
 
 /// The wire, and the buffer of the frame that is being built for it.
 pub(crate) struct Output<W> {
     pub wire: GatedWire<W>,
     frame: Frame,
     capabilities: Capabilities,
-    /// Slot of the connection whose acknowledgement is in the frame and has not been sent. The connection's next one takes its
-    /// place: segments that come together are acknowledged together, as the kernel does for an aggregate.
-    held: Option<u32>,
+    /// Slot of the connection whose acknowledgement is in the frame and has not been sent; else [`NO_SLOT`]. The connection's next one
+    /// takes its place: segments that come together are acknowledged together, as the kernel does for an aggregate.
+    held: u32,
     /// Whether acknowledgements are held until the end of a batch.
     holds: bool,
 }
@@ -32,7 +31,7 @@ impl<W: Device> Output<W> {
     pub fn new(wire: W, gate: Gate, frame_bytes: usize, holds: bool) -> Self {
         let capabilities = wire.capabilities();
         let wire = GatedWire::new(wire, gate, frame_bytes);
-        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities, held: None, holds }
+        Output { wire, frame: Frame::with_capacity(frame_bytes), capabilities, held: NO_SLOT, holds }
     }
 
     /// The buffer in which a frame is built for [`Output::transmit`].
@@ -44,14 +43,15 @@ impl<W: Device> Output<W> {
     /// Sends the acknowledgement that is held, if there is one.
     #[inline(always)]
     fn send_held(&mut self, counters: &Counters) {
-        if self.held.is_some() {
+        if self.held != NO_SLOT {
             self.end_hold(counters);
         }
     }
 
+    #[cold]
     #[inline(never)]
     fn end_hold(&mut self, counters: &Counters) {
-        self.held = None;
+        self.held = NO_SLOT;
         self.send_frame(counters);
     }
 
@@ -178,7 +178,7 @@ impl<W: Device> Output<W> {
             offloaded.publish_in_order(clock.unwrap_or_else(|| offloaded.tcp.record(now).ts_clock));
         }
         if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
-            self.held = Some(index);
+            self.held = index;
         } else {
             self.send_frame(counters);
         }
@@ -196,31 +196,38 @@ impl<W: Device> Output<W> {
     /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may take its place.
     #[inline(always)]
     pub fn make_free_for(&mut self, index: u32, counters: &Counters) {
-        if self.held.is_some_and(|held| held != index) {
+        if self.held != NO_SLOT && self.held != index {
             self.end_hold(counters);
         }
     }
 
-    /// [`Output::acknowledge`] over IPv4 with timestamps, where the wire [`Output::is_usual`], no other acknowledgement is held, and the
-    /// connection has no ranges out of order.
+    /// Writes the acknowledgement of a predicted segment, and the record that covers it, without publishing that: [`Output::acknowledge`]
+    /// over IPv4 with timestamps, where the wire [`Output::is_usual`] and no acknowledgement of another connection is held.
     #[inline(always)]
-    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, ack: &Acknowledgement, counters: &Counters) {
+    pub fn prepare_usual(&mut self, offloaded: &Offloaded, ack: &Acknowledgement) {
         let timestamps = ack.timestamps.unwrap_or_default();
         let frame = &mut *self.frame;
         frame.segmentation = None;
         frame.interface = offloaded.template.interface();
         frame.checksum = Checksum::Partial { start: (ETHERNET + IPV4) as u16, offset: TCP_CHECKSUM as u16 };
-        offloaded.template.acknowledge_usual(ack, timestamps, frame.begin::<USUAL_ROOM>(Template::USUAL_ACKNOWLEDGEMENT));
+        offloaded.template.acknowledge_usual(ack, timestamps, frame.begin(Template::USUAL_ACKNOWLEDGEMENT));
+        offloaded.prepare_predicted(timestamps.0);
+    }
+
+    /// Publishes the record, and sends or holds the acknowledgement, that [`Output::prepare_usual`] has written for the connection in slot
+    /// `index`.
+    #[inline(always)]
+    pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, counters: &Counters) {
         if !cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish_usual(timestamps.0);
+            offloaded.publish_predicted();
         }
         if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
-            self.held = Some(index);
+            self.held = index;
         } else {
             self.wire.send(&mut self.frame, counters);
         }
         if cfg!(feature = "sabotage-ack-before-record") {
-            offloaded.publish_usual(timestamps.0);
+            offloaded.publish_predicted();
         }
     }
 

@@ -147,8 +147,9 @@ pub struct Worker<H, W> {
     turn: usize,
     /// Whether what runs for every frame runs in its wide form.
     wide: Option<Wide>,
-    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring had no room. Set
-    /// with each of them, so that a round without them asks once.
+    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring
+    /// had no room, or frames are not received yet, or the wire's device computes no checksums. Set with each of them, so that a round
+    /// without them asks once.
     has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
     processor: u32,
@@ -284,7 +285,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// frames come they cost no look at the others, which wait for a batch of them at most.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
-        if self.has_extras || !self.started || !self.output.is_usual() || !self.to_kernel.device.is_ready() {
+        if self.has_extras || !self.to_kernel.device.is_ready() {
             return self.poll_any(now);
         }
         match self.wide {
@@ -297,13 +298,16 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     fn poll_usual(&mut self, now: Instant) -> bool {
         let received = self.poll_usual_wire(now);
-        self.go_on(received, now)
+        if received && self.turn > 0 {
+            self.end_round(now);
+            return true;
+        }
+        self.poll_others(now) | received
     }
 
     #[inline(never)]
     fn poll_usual_narrow(&mut self, now: Instant) -> bool {
-        let received = self.poll_usual_wire_narrow(now);
-        self.go_on(received, now)
+        self.poll_usual(now)
     }
 
     #[inline(never)]
@@ -397,7 +401,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.programs.message_ports.is_empty() {
             worked |= self.poll_messages();
         }
-        let rest = self.has_many() || self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
+        let unusual = !self.started || !self.output.is_usual();
+        let rest = unusual || self.has_many() || self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
         self.has_extras = rest || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
         worked
     }

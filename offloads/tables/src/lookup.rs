@@ -1,11 +1,9 @@
 //! The lookup from a 4-tuple to a slot: open addressing with a keyed hash, so that nobody who does not know the key can produce
 //! collisions.
 
-use ahash::RandomState;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use baton_wire::FlowKey;
-use core::hash::{BuildHasher, Hasher};
 use core::mem::MaybeUninit;
 
 /// In place of a slot: the entry is free.
@@ -13,6 +11,16 @@ const EMPTY: u32 = NO_SLOT;
 
 /// Not the number of any slot.
 pub const NO_SLOT: u32 = u32::MAX;
+
+/// Bits of the fraction of pi: with them a key that is not random, as in tests, still makes a hash.
+const PI: [u64; 4] = [0x243f_6a88_85a3_08d3, 0x1319_8a2e_0370_7344, 0xa409_3822_299f_31d0, 0x082e_fa98_ec4e_6c89];
+
+/// A folded multiplication: both halves of the product of 128 bits as one.
+#[inline(always)]
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    product as u64 ^ (product >> 64) as u64
+}
 
 /// A search that has begun: see [`Lookup::begin`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -26,8 +34,8 @@ pub struct Lookup {
     /// (upper half of the hash, slot or [`EMPTY`]).
     entries: Box<[(u32, u32)]>,
     mask: usize,
-    hasher: RandomState,
-    /// Hashed words of the IPv4 4-tuple that [`Lookup::find_again`] has found last, and its slot.
+    key: [u64; 4],
+    /// The words of the IPv4 4-tuple that [`Lookup::find_again`] finds without a hash, and its slot.
     last: ([u64; 2], u32),
 }
 
@@ -46,22 +54,21 @@ impl Lookup {
         Lookup {
             entries: entries.into(),
             mask: size - 1,
-            hasher: RandomState::with_seeds(hash_key[0], hash_key[1], hash_key[2], hash_key[3]),
+            key: core::array::from_fn(|at| hash_key[at] ^ PI[at]),
             last: ([0; 2], EMPTY),
         }
     }
 
     #[inline(always)]
     fn hash(&self, key: &FlowKey) -> u64 {
-        let pair = |low: u64, high: u64| u128::from(low) | u128::from(high) << 64;
+        let [a, b, c, d] = self.key;
         let ([first, ports], rest) = key.words();
-        let mut hasher = self.hasher.build_hasher();
+        let mut hash = fold(first ^ a, ports ^ b);
         if let Some(rest) = rest {
-            hasher.write_u128(pair(rest[0], rest[1]));
-            hasher.write_u128(pair(rest[2], rest[3]));
+            hash = fold(hash ^ rest[0] ^ a, rest[1] ^ b);
+            hash = fold(hash ^ rest[2] ^ a, rest[3] ^ b);
         }
-        hasher.write_u128(pair(first, ports));
-        hasher.finish()
+        fold(hash ^ c, d)
     }
 
     /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with slots whose hash has the same upper
@@ -109,23 +116,22 @@ impl Lookup {
         }
     }
 
-    /// Makes [`Lookup::find_again`] find this slot for an IPv4 4-tuple that was searched.
+    /// Makes [`Lookup::find_again`] find an IPv4 4-tuple, which this slot has, without a hash.
     #[inline(always)]
-    pub fn expect(&mut self, key: &FlowKey, slot: u32) {
+    pub fn remember(&mut self, key: &FlowKey, slot: u32) {
         self.last = (key.words().0, slot);
     }
 
-    /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The slot may be
-    /// another one's with the same hash.
+    /// [`Lookup::find`] for the IPv4 4-tuples of frames. Returns the slot, and whether it is known to be the right one, which was
+    /// remembered; else it may be another one's with the same hash.
     #[inline(always)]
-    pub fn find_again(&mut self, key: &FlowKey) -> Option<u32> {
-        let (words, rest) = key.words();
-        if words == self.last.0 && rest.is_none() {
-            return Some(self.last.1);
+    pub fn find_again(&self, key: &FlowKey) -> Option<(u32, bool)> {
+        let ([first, ports], _) = key.words();
+        // Not compared as arrays, which takes more instructions.
+        if first == self.last.0[0] && ports == self.last.0[1] {
+            return Some((self.last.1, true));
         }
-        let slot = self.find(key, |_| true)?;
-        self.last = (words, slot);
-        Some(slot)
+        Some((self.find(key, |_| true)?, false))
     }
 
     /// Adds a 4-tuple that is not in the table.
@@ -196,7 +202,11 @@ mod tests {
             let found = table.find(&key(n), |slot| slot != EMPTY && key(slot) == key(n));
             assert_eq!(found, (!n.is_multiple_of(3)).then_some(n));
             if key(n).is_v4() {
-                assert_eq!([table.find_again(&key(n)), table.find_again(&key(n))], [found; 2]);
+                assert_eq!(table.find_again(&key(n)), found.map(|slot| (slot, false)));
+                if let Some(slot) = found {
+                    table.remember(&key(n), slot);
+                    assert_eq!(table.find_again(&key(n)), Some((slot, true)));
+                }
             }
         }
     }

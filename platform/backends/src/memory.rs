@@ -35,9 +35,9 @@ pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities)
 #[inline]
 fn exchange(frames: &[Cell<Frame>], index: usize, frame: &mut Frame) {
     let mask = frames.len() - 1;
-    // SAFETY: the cell is not shared between threads, nobody else holds a reference to what is in it, and `frame`, which is borrowed
-    // mutably, lies elsewhere.
-    core::mem::swap(unsafe { &mut *frames[index & mask].as_ptr() }, frame);
+    // SAFETY: there is at least one cell, and their number is a power of two, so that `mask` is the greatest index. The cell is not shared
+    // between threads, nobody else holds a reference to what is in it, and `frame`, which is borrowed mutably, lies elsewhere.
+    core::mem::swap(unsafe { &mut *frames.get_unchecked(index & mask).as_ptr() }, frame);
 }
 
 impl Device for MemoryDevice {
@@ -52,8 +52,8 @@ impl Device for MemoryDevice {
         if queue.head.get() == tail {
             return false;
         }
-        exchange(&queue.frames, tail, frame);
         queue.tail.set(tail.wrapping_add(1));
+        exchange(&queue.frames, tail, frame);
         true
     }
 

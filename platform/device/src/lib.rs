@@ -65,7 +65,7 @@ pub struct Frame(Box<Parts>);
 #[derive(Debug)]
 pub struct Parts {
     buffer: Box<[u8]>,
-    length: usize,
+    length: u32,
     /// State of the TCP or UDP checksum.
     pub checksum: Checksum,
     /// Present on a frame that stands for several segments.
@@ -93,6 +93,7 @@ impl DerefMut for Frame {
 impl Frame {
     /// Makes an empty frame with room for `capacity` bytes.
     pub fn with_capacity(capacity: usize) -> Frame {
+        assert!(capacity <= u32::MAX as usize);
         let buffer = vec![0; HEADROOM + capacity].into();
         Frame(Box::new(Parts { buffer, length: 0, checksum: Checksum::Unknown, segmentation: None, interface: 0 }))
     }
@@ -102,19 +103,19 @@ impl Parts {
     /// The frame's data.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
-        &self.buffer[HEADROOM..HEADROOM + self.length]
+        &self.buffer[HEADROOM..HEADROOM + self.length as usize]
     }
 
     /// The frame's data, to be changed.
     #[inline]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.buffer[HEADROOM..HEADROOM + self.length]
+        &mut self.buffer[HEADROOM..HEADROOM + self.length as usize]
     }
 
     /// The frame's length in bytes.
     #[inline]
     pub fn length(&self) -> usize {
-        self.length
+        self.length as usize
     }
 
     /// The first `N` bytes of the frame's room, whatever its length: for headers that are written as a whole.
@@ -123,7 +124,8 @@ impl Parts {
     /// If the capacity is smaller than `N`.
     #[inline(always)]
     pub fn front_mut<const N: usize>(&mut self) -> &mut [u8; N] {
-        self.buffer[HEADROOM..].first_chunk_mut().expect("a frame has room for its headers")
+        let front = self.buffer.get_mut(HEADROOM..HEADROOM + N).and_then(|front| front.first_chunk_mut());
+        front.expect("a frame has room for its headers")
     }
 
     /// Sets the frame's length, at most `N`, and gives its first `N` bytes, to be written.
@@ -133,7 +135,7 @@ impl Parts {
     #[inline(always)]
     pub fn begin<const N: usize>(&mut self, length: usize) -> &mut [u8; N] {
         assert!(length <= N);
-        self.length = length;
+        self.length = length as u32;
         self.front_mut()
     }
 
@@ -156,7 +158,7 @@ impl Parts {
     #[inline]
     pub fn set_length(&mut self, length: usize) {
         assert!(length <= self.capacity());
-        self.length = length;
+        self.length = length as u32;
     }
 
     /// Replaces the data with a copy of `bytes`, without offload state.
@@ -185,7 +187,7 @@ impl Parts {
 impl Clone for Frame {
     /// Makes a copy whose capacity is the frame's length.
     fn clone(&self) -> Self {
-        let mut copy = Frame::with_capacity(self.length);
+        let mut copy = Frame::with_capacity(self.length());
         copy.copy_from(self);
         copy
     }

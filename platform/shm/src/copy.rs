@@ -1,31 +1,44 @@
 //! A copy without a call, for payload.
 
-/// Copies `length` bytes, as `copy_nonoverlapping` does, without a call: with wide registers where this is inlined into
+/// Copies `length` bytes, as `copy_nonoverlapping` does, up to 2 KB of them without a call: with wide registers where this is inlined into
 /// [`crate::Wide::run`]. Bytes in the middle may be written twice.
 ///
 /// # Safety
 /// That of `copy_nonoverlapping`.
 #[inline(always)]
 pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
-    /// Copies `N` bytes at an offset.
+    /// Copies `N` bytes at an offset: at most 256 at once, since of more the compiler makes a call.
     ///
     /// # Safety
     /// They must lie in both areas.
     #[inline(always)]
     unsafe fn piece<const N: usize>(from: *const u8, to: *mut u8, at: usize) {
         // SAFETY: the caller's promise.
-        unsafe { *to.add(at).cast::<[u8; N]>() = *from.add(at).cast::<[u8; N]>() }
+        unsafe {
+            if N <= 256 {
+                *to.add(at).cast::<[u8; N]>() = *from.add(at).cast::<[u8; N]>();
+            } else {
+                *to.add(at).cast::<[u8; 256]>() = *from.add(at).cast::<[u8; 256]>();
+                *to.add(at + 256).cast::<[u8; 256]>() = *from.add(at + 256).cast::<[u8; 256]>();
+            }
+        }
     }
     let (mut from, mut to, mut left) = (from, to, length);
     // SAFETY: each piece lies in the caller's `length` bytes: `left` of them are left from `from` on, and at least as many as a piece has
     // wherever one is copied from their beginning or up to their end.
     unsafe {
-        while left > 512 {
-            piece::<256>(from, to, 0);
-            piece::<256>(from, to, 256);
-            (from, to, left) = (from.add(512), to.add(512), left - 512);
+        if left > 1024 {
+            piece::<512>(from, to, 0);
+            piece::<512>(from, to, 512);
+            (from, to, left) = (from.add(1024), to.add(1024), left - 1024);
+            if left > 1024 {
+                return copy_long(from, to, left);
+            }
         }
-        if left > 256 {
+        if left > 512 {
+            piece::<512>(from, to, 0);
+            piece::<512>(from, to, left - 512);
+        } else if left > 256 {
             piece::<256>(from, to, 0);
             piece::<256>(from, to, left - 256);
         } else if left > 128 {
@@ -54,6 +67,17 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
     }
 }
 
+/// Copies more than a frame of the usual size has, with a call.
+///
+/// # Safety
+/// That of `copy_nonoverlapping`.
+#[cold]
+#[inline(never)]
+unsafe fn copy_long(from: *const u8, to: *mut u8, length: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { core::ptr::copy_nonoverlapping(from, to, length) };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -61,10 +85,10 @@ mod tests {
 
     /// Copies all lengths up to some, and checks that nothing around is written.
     fn check_all_lengths() {
-        let from: Vec<u8> = (0..2100).map(|at: u32| (at * 7 + 1) as u8).collect();
-        for length in 0..2048 {
+        let from: Vec<u8> = (0..3100).map(|at: u32| (at * 7 + 1) as u8).collect();
+        for length in 0..3072 {
             let mut to = vec![0u8; length + 2];
-            // SAFETY: `from` has 2100 bytes, of which none is in `to`, which has `length` behind its first one.
+            // SAFETY: `from` has 3100 bytes, of which none is in `to`, which has `length` behind its first one.
             unsafe { copy_inline(from.as_ptr(), to.as_mut_ptr().add(1), length) };
             assert_eq!(to[1..=length], from[..length]);
             assert_eq!((to[0], to[length + 1]), (0, 0));

@@ -1,7 +1,6 @@
 //! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
 use crate::copy::copy_inline;
-use core::marker::PhantomData;
 use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -289,15 +288,15 @@ impl Circle {
         crate::lines::prefetch_line(place.wrapping_add(64));
     }
 
-    /// The place of the `length` bytes from sequence number `seq` on, if they lie in one piece that ends before the buffer does.
+    /// [`Circle::write`] without a call where up to 2 KB do not reach the end of the buffer; see [`crate::Wide`].
     #[inline(always)]
-    pub fn straight(&self, seq: u32, length: u32) -> Option<Straight<'_>> {
+    pub fn write_inline(&self, seq: u32, bytes: &[u8]) {
         let offset = seq & self.mask;
-        if length > self.mask - offset {
-            return None;
+        if bytes.len() > (self.mask - offset) as usize {
+            return self.write_to_end(seq, bytes);
         }
-        // SAFETY: as in `write`: the place ends before the last of the `mask + 1` bytes at `base`.
-        Some(Straight { to: unsafe { self.base.add(offset as usize) }, length: length as usize, circle: PhantomData })
+        // SAFETY: as in `write`.
+        unsafe { copy_inline(bytes.as_ptr(), self.base.add(offset as usize).as_ptr(), bytes.len()) };
     }
 
     /// [`Circle::write`] of bytes that reach the end of the buffer.
@@ -323,28 +322,6 @@ impl Circle {
     pub fn read(&self, seq: u32, out: &mut [u8]) {
         // SAFETY: as in `write`.
         unsafe { read_around(self.base, self.mask, seq, out) };
-    }
-}
-
-/// Room in a [`Circle`] for bytes in one piece.
-#[derive(Debug)]
-pub struct Straight<'a> {
-    to: NonNull<u8>,
-    length: usize,
-    circle: PhantomData<&'a Circle>,
-}
-
-impl Straight<'_> {
-    /// Writes bytes, without a call; see [`crate::Wide`].
-    ///
-    /// # Panics
-    /// If there are more than it has room for.
-    #[inline(always)]
-    pub fn write(self, bytes: &[u8]) {
-        assert!(bytes.len() <= self.length);
-        // SAFETY: `Circle::straight` has checked that `length` bytes from `to` on lie in the buffer, whose circle is borrowed; see
-        // `Region::write` for concurrent writes.
-        unsafe { copy_inline(bytes.as_ptr(), self.to.as_ptr(), bytes.len()) };
     }
 }
 

@@ -117,52 +117,71 @@ impl Default for Config {
     }
 }
 
-/// Send sequence space (RFC 9293 section 3.3.1).
+/// Send sequence space (RFC 9293 section 3.3.1). From `mss` on it lies in the cache line of [`Connection::USUAL`].
 #[derive(Clone, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Send {
-    pub una: u32,
     pub nxt: u32,
     /// Behind the last byte that the program has queued.
     pub end: u32,
     pub wnd: u32,
-    pub wl1: u32,
     pub max_wnd: u32,
     /// Behind the last segment shorter than the MSS (Minshall's variant of Nagle).
     pub small_end: u32,
-    /// Payload bytes of a full segment, options subtracted.
-    pub mss: u32,
     pub wscale: u8,
     pub fin_queued: bool,
     /// An ECN reaction was made: the next data carries CWR.
     pub cwr_pending: bool,
+    /// Payload bytes of a full segment, options subtracted.
+    pub mss: u32,
+    /// The window field that a predicted segment has, or [`NOT_PREDICTED`]: see [`Connection::enable_prediction`].
+    pub predicted_window: u32,
+    pub una: u32,
+    pub wl1: u32,
 }
 
-/// Receive sequence space.
+/// In place of a window field: no segment is predicted.
+pub(crate) const NOT_PREDICTED: u32 = 1 << 16;
+
+/// Receive sequence space. Up to `last_at` it lies in the cache line of [`Connection::USUAL`].
 #[derive(Clone, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Receive {
+    pub ts_recent: u32,
     pub nxt: u32,
     /// Right edge of the advertised window; never moves back.
     pub adv: u32,
     /// First byte that the program has not read.
     pub read: u32,
-    pub ts_recent: u32,
+    /// Bytes of receive memory.
+    pub memory: u32,
     /// Bytes of receive memory that the window may use.
     pub capacity: u32,
     /// Bytes by which the window's edge moves at least: see [`Connection::set_window_step`].
     pub step: u32,
-    /// Bytes received since the last acknowledgement went out.
-    pub unacked: u32,
     /// Acknowledgement number of the last segment sent.
     pub last_ack: u32,
+    /// Added to the time in milliseconds gives our timestamp clock.
+    pub ts_offset: u32,
     pub wscale: u8,
-    pub fin: bool,
     /// Segments that are still acknowledged at once, as Linux does at the start and after a pause; [`ALWAYS`] for all.
     pub quick_acks: u8,
+    pub fin: bool,
     pub ts_known: bool,
     /// When the last acceptable segment came.
     pub last_at: Instant,
+    /// Bytes received since the last acknowledgement went out.
+    pub unacked: u32,
+}
+
+impl Receive {
+    /// Whether a segment is acknowledged at once as one of the first ones. There is one less of these then.
+    #[inline(never)]
+    pub fn takes_quick_ack(&mut self) -> bool {
+        let left = self.quick_acks.checked_sub(1);
+        self.quick_acks = left.unwrap_or(0);
+        left.is_some()
+    }
 }
 
 /// Segments that are acknowledged at once at the start (Linux's TCP_MAX_QUICKACKS).
@@ -210,19 +229,19 @@ impl Due {
     }
 }
 
-/// A TCP connection. What every segment needs comes first and fills [`Connection::HOT`] bytes.
+/// A TCP connection. What ordinary segments need comes first and fills three cache lines; the second of them is all that a predicted one
+/// needs ([`Connection::predict_data`]).
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct Connection {
-    /// Added to the time in milliseconds gives our timestamp clock.
-    pub(crate) ts_offset: u32,
+    pub(crate) challenge_at: Instant,
+    pub(crate) rtt: Rtt,
     pub(crate) agreed: Agreed,
     pub(crate) state: State,
     pub(crate) due: Due,
     pub(crate) send: Send,
     pub(crate) receive: Receive,
     pub(crate) timers: Timers,
-    pub(crate) rtt: Rtt,
     pub(crate) reassembly: Reassembly,
     pub(crate) cork: bool,
     pub(crate) end_reason: Option<EndReason>,
@@ -230,35 +249,33 @@ pub struct Connection {
     pub(crate) config: Config,
     pub(crate) congestion: Cubic,
     pub(crate) recovery: Recovery,
-    pub(crate) challenge_at: Instant,
     pub(crate) tuning: Tuning,
     pub(crate) opening: Opening,
 }
 
 const _: () = {
+    assert!(offset_of!(Connection, send) + offset_of!(Send, mss) == Connection::USUAL.start);
     assert!(
-        offset_of!(Connection, timers) + offset_of!(Timers, silent_since) <= 128,
-        "what segments change fills two cache lines"
+        offset_of!(Connection, receive) + offset_of!(Receive, unacked) == Connection::USUAL.end,
+        "what a predicted segment needs is one cache line"
     );
-    assert!(offset_of!(Connection, rtt) + size_of::<Rtt>() <= Connection::HOT);
-    assert!(offset_of!(Connection, reassembly) + Reassembly::HOT <= Connection::HOT, "what they look at, three");
+    assert!(offset_of!(Connection, reassembly) + Reassembly::HOT <= 192, "what others need, three");
 };
 
 /// TCP and option bytes that every segment of a connection with timestamps carries.
 pub(crate) const TIMESTAMP_BYTES: u32 = 12;
 
 impl Connection {
-    /// Bytes from the beginning that an ordinary segment uses: three cache lines.
-    pub const HOT: usize = 192;
+    /// The bytes that a predicted segment needs: a cache line.
+    pub const USUAL: core::ops::Range<usize> = 64..128;
 
     pub(crate) fn new(config: Config, agreed: Agreed, now: Instant) -> Self {
         let mut connection = Connection {
             state: State::Closed,
             agreed,
             cork: false,
-            send: Send::default(),
-            receive: Receive { quick_acks: QUICK_ACKS, last_at: now, ..Receive::default() },
-            ts_offset: 0,
+            send: Send { predicted_window: NOT_PREDICTED, ..Send::default() },
+            receive: Receive { quick_acks: QUICK_ACKS, last_at: now, memory: config.receive_buffer, ..Receive::default() },
             timers: Timers::default(),
             scoreboard: Scoreboard::default(),
             recovery: Recovery::default(),
@@ -483,7 +500,7 @@ impl Connection {
 
     /// Bytes of receive memory.
     pub fn receive_memory(&self) -> u32 {
-        self.config.receive_buffer
+        self.receive.memory
     }
 
     /// Turns Nagle's algorithm off or on.
@@ -518,7 +535,7 @@ impl Connection {
     /// Our timestamp clock (RFC 7323 section 4.1), in milliseconds.
     #[inline]
     pub(crate) fn ts_now(&self, now: Instant) -> u32 {
-        now.millis().wrapping_add(self.ts_offset)
+        now.millis().wrapping_add(self.receive.ts_offset)
     }
 
     /// Sequence number behind everything there is to send, a queued FIN counted.

@@ -124,6 +124,9 @@ mod tests {
                 let length = [0, 1, 100, 1448, 3000][draw(5) as usize];
                 let from = seq.wrapping_sub(u32::from(draw(25) == 0));
                 let plain = Plain { seq: from, ack, window: [0, 900, 1000][draw(12).min(2) as usize], timestamps, length };
+                if draw(3) > 0 {
+                    tcp.enable_prediction();
+                }
                 let before = format!("{tcp:?}");
                 let mut other = tcp.clone();
                 match other.predict_data(&plain, now, now.millis()) {
@@ -134,6 +137,15 @@ mod tests {
                         assert_eq!(predicted.acknowledgement, Some(acknowledgement));
                         assert_eq!(format!("{other:?}"), format!("{tcp:?}"));
                         short += 1;
+                        seq = tcp.rcv_nxt();
+                        // What was predicted holds for the next segment, too.
+                        if draw(2) == 0 {
+                            let mut again = tcp.clone();
+                            let predicted = again.send.predicted_window;
+                            assert!(again.enable_prediction());
+                            assert_eq!(again.send.predicted_window, predicted);
+                            continue;
+                        }
                     }
                     None => {
                         assert_eq!(format!("{other:?}"), before, "nothing is done");
@@ -141,6 +153,7 @@ mod tests {
                         general += 1;
                     }
                 }
+                tcp.disable_prediction();
                 if draw(15) == 0 {
                     tcp.queue(draw(200) as u32);
                 }

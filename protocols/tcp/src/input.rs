@@ -1,6 +1,6 @@
 //! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
 
-use crate::connection::{ALWAYS, Connection, Due, EndReason, State};
+use crate::connection::{ALWAYS, Connection, Due, EndReason, NOT_PREDICTED, State};
 use crate::reassembly::most_ranges;
 use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
@@ -43,45 +43,71 @@ impl Connection {
         Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(timestamps, now)) }
     }
 
-    /// [`Connection::predict`] for the most usual segment: data with timestamps that is acknowledged at once, while nothing is in flight and
-    /// nothing waits to be sent. All of its payload then has to be put into receive memory before the acknowledgement leaves. None, and
-    /// nothing is done, for any other segment. `clock` is the time in milliseconds.
+    /// Looks whether the next segment may be the most usual one: data with timestamps while the connection is open, nothing is in flight,
+    /// out of order or waits to be sent, and everything is acknowledged. If so, notes it for [`Connection::predict_data`], which looks at
+    /// the segment alone, as Linux does with `pred_flags`. [`Connection::disable_prediction`] must be called before anything else is done
+    /// to the connection.
+    pub fn enable_prediction(&mut self) -> bool {
+        let (send, receive) = (&self.send, &self.receive);
+        let field = send.wnd >> send.wscale;
+        let usual = send.una == send.nxt
+            && send.una == send.end
+            && receive.unacked == 0
+            && receive.last_ack == receive.nxt
+            && self.state == State::Established
+            && self.due.is_empty()
+            && self.agreed.timestamps
+            && receive.ts_known
+            && !send.fin_queued
+            && self.reassembly.is_empty()
+            && self.timers.probes | self.rtt.backoff == 0
+            && self.timers.ack_at == Instant::NEVER
+            // The segment's window counts, and is the one that the last one had.
+            && before(send.wl1, receive.nxt)
+            && field > 0
+            && field < NOT_PREDICTED
+            && field << send.wscale == send.wnd
+            && send.wnd <= send.max_wnd
+            && self.has_ordinary_window();
+        debug_assert!(!usual || self.scoreboard.lost == 0, "nothing is in flight");
+        self.send.predicted_window = if usual { field } else { NOT_PREDICTED };
+        usual
+    }
+
+    /// No segment is predicted any more.
+    #[inline(always)]
+    pub fn disable_prediction(&mut self) {
+        self.send.predicted_window = NOT_PREDICTED;
+    }
+
+    /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if it is to be acknowledged at
+    /// once. The next one is possible, too. All of its payload has to be put into receive memory before the acknowledgement leaves. None,
+    /// and nothing is done, for any other segment. `clock` is the time in milliseconds.
     #[inline(always)]
     pub fn predict_data(&mut self, segment: &Plain, now: Instant, clock: u32) -> Option<Acknowledgement> {
         let Plain { seq, ack, window, timestamps, length } = *segment;
         let (value, _) = timestamps?;
         let (send, receive) = (&mut self.send, &mut self.receive);
-        let unacked = receive.unacked.wrapping_add(length);
-        let usual = seq == receive.nxt
-            && seq == receive.last_ack
+        let usual = u32::from(window) == send.predicted_window
+            && seq == receive.nxt
             && ack == send.una
-            && ack == send.nxt
-            && ack == send.end
-            && u16::from_le_bytes([self.state as u8, self.due.bits()]) == State::Established as u16
-            && self.agreed.timestamps
-            && receive.ts_known
             && value != 0
             && !before(value, receive.ts_recent)
-            && length > 0
-            && length <= receive.adv.wrapping_sub(seq)
-            && window > 0
-            && !send.fin_queued
-            && self.reassembly.is_empty()
-            && self.timers.probes | self.rtt.backoff == 0
-            && (receive.quick_acks > 0 || unacked >= 2 * send.mss);
+            // There is data, and not more than the window has room for.
+            && length.wrapping_sub(1) < receive.adv.wrapping_sub(seq);
         if !usual {
             return None;
         }
-        debug_assert!(self.scoreboard.lost == 0, "nothing is in flight");
+        if receive.quick_acks != ALWAYS && !receive.takes_quick_ack() && length < 2 * send.mss {
+            return None;
+        }
         receive.last_at = now;
         receive.ts_recent = value;
         receive.nxt = seq.wrapping_add(length);
-        receive.quick_acks -= u8::from(receive.quick_acks > 0 && receive.quick_acks != ALWAYS);
-        self.update_window(seq, ack, u32::from(window) << self.send.wscale);
-        let window = self.select_window();
-        self.acknowledged_all();
-        let timestamps = Some((clock.wrapping_add(self.ts_offset), value));
-        Some(Acknowledgement { seq: ack, ack: self.receive.nxt, window, timestamps })
+        receive.last_ack = receive.nxt;
+        send.wl1 = seq;
+        let timestamps = Some((clock.wrapping_add(receive.ts_offset), value));
+        Some(Acknowledgement { seq: ack, ack: seq.wrapping_add(length), window: self.next_window(), timestamps })
     }
 
     /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no surprise. Any other one

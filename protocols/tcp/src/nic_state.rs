@@ -19,7 +19,6 @@ impl Connection {
         // No `..`, here and in the parts: a new field breaks the build until it is decided how it moves. What is left out is in the
         // image, or the host's to set, or measured anew (`tuning`), or over when a connection can move (the rest of `opening`).
         let Connection {
-            ts_offset: _,
             agreed: Agreed { mss: _, sack: _, timestamps: _, ecn: _ },
             state,
             due,
@@ -38,22 +37,36 @@ impl Connection {
             tuning: _,
             opening,
         } = self;
-        let Send { una: _, nxt: _, end: _, wnd: _, wl1: _, max_wnd: _, small_end, mss: _, wscale: _, fin_queued: _, cwr_pending } =
-            *send;
+        let Send {
+            nxt: _,
+            end: _,
+            wnd: _,
+            max_wnd: _,
+            small_end,
+            wscale: _,
+            fin_queued: _,
+            cwr_pending,
+            mss: _,
+            predicted_window: _,
+            una: _,
+            wl1: _,
+        } = *send;
         let Receive {
+            ts_recent: _,
             nxt: _,
             adv: _,
             read: _,
+            memory: _,
             capacity: _,
             step: _,
-            unacked,
-            ts_recent: _,
             last_ack,
+            ts_offset: _,
             wscale: _,
-            fin: _,
             quick_acks,
+            fin: _,
             ts_known,
             last_at,
+            unacked,
         } = *receive;
         let ended = *state == State::Closed;
         NicState {

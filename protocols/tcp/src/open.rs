@@ -78,7 +78,7 @@ impl Connection {
 
     fn opening(config: Config, isn: u32, ts_offset: u32, now: Instant) -> Connection {
         let mut connection = Connection::new(config, Agreed::default(), now);
-        connection.ts_offset = ts_offset;
+        connection.receive.ts_offset = ts_offset;
         let s = &mut connection.send;
         (s.una, s.nxt, s.end, s.small_end) = (isn, isn, isn.wrapping_add(1), isn);
         connection.recovery.high_seq = isn;

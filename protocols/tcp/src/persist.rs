@@ -1,10 +1,11 @@
 //! From an image and back to one.
 
 use crate::congestion::{threshold, window};
-use crate::connection::{Agreed, Config, Connection, Due, Receive, Send, State};
+use crate::connection::{Agreed, Config, Connection, Due, NOT_PREDICTED, Receive, Send, State};
 use crate::rtt::RTO_MAX;
 use crate::time::Instant;
 use baton_abi::Record;
+use baton_abi::record::{PREDICTED, pair};
 use baton_image::{Image, NicState, State as ImageState};
 
 impl From<ImageState> for State {
@@ -74,6 +75,7 @@ impl Connection {
             wscale: image.snd_wscale,
             fin_queued: image.state.fin_queued(),
             cwr_pending: false,
+            predicted_window: NOT_PREDICTED,
         };
         connection.receive = Receive {
             nxt: image.rcv_nxt,
@@ -82,10 +84,10 @@ impl Connection {
             wscale: image.rcv_wscale,
             fin: image.state.fin_received(),
             ts_recent: image.ts_recent,
+            ts_offset: image.ts_clock.wrapping_sub(now.millis()),
             ..connection.receive
         };
         connection.limit_window(u32::MAX);
-        connection.ts_offset = image.ts_clock.wrapping_sub(now.millis());
         let believed = |micros: u32| micros.min(RTO_MAX as u32);
         connection.rtt.smoothed = believed(image.srtt);
         connection.rtt.variation = believed(image.rttvar);
@@ -172,19 +174,11 @@ impl Connection {
         self.record_with(self.ts_now(now))
     }
 
-    /// Gives `store` the words of [`Connection::record_with`] of a connection with nothing out of order, with their places, each as soon as
-    /// it is read. The last one that is not always 0 is the caller's.
+    /// The words of [`Connection::record_with`] that a predicted segment changes: the first ones.
     #[inline(always)]
-    pub fn record_words(&self, ts_clock: u32, last: u64, mut store: impl FnMut(usize, u64)) {
-        use baton_abi::record::{LAST_WORD, pair};
+    pub fn predicted_record(&self, ts_clock: u32) -> [u64; PREDICTED] {
         let (send, receive) = (&self.send, &self.receive);
-        store(0, pair(send.una, send.nxt));
-        store(1, pair(send.end, send.wnd));
-        store(2, pair(send.wl1, send.max_wnd));
-        store(3, pair(receive.nxt, receive.adv));
-        store(4, pair(receive.read, receive.ts_recent));
-        store(5, pair(ts_clock, self.rtt.smoothed));
-        store(LAST_WORD, last);
+        [pair(receive.nxt, receive.adv), pair(send.wl1, receive.ts_recent), pair(ts_clock, send.una)]
     }
 
     /// [`Connection::record`] at a moment of the connection's timestamp clock.

@@ -107,7 +107,7 @@ impl Connection {
     /// The connection has this much receive memory now, which holds all that it held. The window opens as far as that allows, and is no
     /// larger than `most`.
     pub fn set_receive_memory(&mut self, bytes: u32, most: u32) {
-        self.config.receive_buffer = bytes;
+        self.receive.memory = bytes;
         self.limit_window(most);
         self.due |= Due::ACK;
     }
@@ -123,7 +123,7 @@ impl Connection {
         let shift = self.receive.wscale;
         // One unit is left free, so that a window can be rounded up; without a scale nothing is rounded.
         let unit = if shift == 0 { 0 } else { 1 << shift };
-        self.receive.capacity = self.config.receive_buffer.saturating_sub(unit).min(65535 << shift).min(most);
+        self.receive.capacity = self.receive.memory.saturating_sub(unit).min(65535 << shift).min(most);
         self.set_window_step();
     }
 }

@@ -15,23 +15,41 @@ impl Connection {
         self.receive.step = self.send.mss.min(large_enough(self.receive.capacity)).max(1);
     }
 
+    /// Whether what is advertised fits the window field. An image may say that an earlier owner has advertised more.
+    #[inline(always)]
+    pub(crate) fn has_ordinary_window(&self) -> bool {
+        self.receive.adv.wrapping_sub(self.receive.nxt) <= 65535 << self.receive.wscale
+    }
+
     /// The window field for the next segment; moves the advertised right edge, which never goes back (RFC 9293, SHLD-14).
     #[inline(always)]
     pub(crate) fn select_window(&mut self) -> u16 {
+        if self.has_ordinary_window() { self.next_window() } else { u16::MAX }
+    }
+
+    /// [`Connection::select_window`] where what is advertised fits the field, as [`Connection::limit_window`] sees to for all that the edge
+    /// may move to.
+    #[inline(always)]
+    pub(crate) fn next_window(&mut self) -> u16 {
+        debug_assert!(self.has_ordinary_window());
+        debug_assert_eq!(self.receive.step, self.send.mss.min(large_enough(self.receive.capacity)).max(1));
         let r = &mut self.receive;
+        let limit = r.read.wrapping_add(r.capacity);
+        let edge = if limit.wrapping_sub(r.adv) as i32 >= r.step as i32 { limit } else { r.adv };
         let offered = r.adv.wrapping_sub(r.nxt);
-        let reach = r.read.wrapping_add(r.capacity).wrapping_sub(r.nxt);
-        debug_assert_eq!(r.step, self.send.mss.min(large_enough(r.capacity)).max(1));
-        let wanted = if reach.wrapping_sub(offered) as i32 >= r.step as i32 { reach } else { offered };
-        let mut field = wanted >> r.wscale;
+        let mut field = edge.wrapping_sub(r.nxt) >> r.wscale;
+        let mut window = field << r.wscale;
         // Rounding down would take back a part of what was advertised, so round up where receive memory has the room; where it has
         // not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is still accepted.
-        if field << r.wscale < offered {
+        if window < offered {
             let up = r.nxt.wrapping_add((field + 1) << r.wscale);
-            field += u32::from(up.wrapping_sub(r.read) <= self.config.receive_buffer);
+            if up.wrapping_sub(r.read) <= r.memory {
+                (field, window) = (field + 1, (field + 1) << r.wscale);
+            } else {
+                window = offered;
+            }
         }
-        let field = field.min(65535);
-        r.adv = r.nxt.wrapping_add((field << r.wscale).max(offered));
+        r.adv = r.nxt.wrapping_add(window);
         field as u16
     }
 

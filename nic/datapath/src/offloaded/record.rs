@@ -1,13 +1,11 @@
 //! A connection's recovery record, as its owner writes it.
 
 use super::Offloaded;
-use baton_abi::layout::{nic, scratch, slot as at};
+use baton_abi::layout::{nic, scratch};
 use baton_abi::record;
+use baton_recovery::{clear_records, published};
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
-
-/// Offset of the first copy of the record, in words from the slot's beginning.
-const RECORDS: usize = at::RECORDS / 8;
 
 impl Offloaded {
     /// Publishes the recovery record. No segment may leave that the published record does not cover.
@@ -28,28 +26,23 @@ impl Offloaded {
         self.publish_record(self.tcp.record_with(clock), 0);
     }
 
-    /// [`Offloaded::publish_in_order`] for one that has no ranges in its record either, and has changed in nothing that the record's
-    /// last word holds since it was last published: state and congestion window. This takes fewer instructions.
+    /// Writes the words that a predicted segment has changed to the copy of the record that is not valid, whose other words
+    /// [`Offloaded::prepare_other_copy`] has written. The connection's timestamp clock stands at `clock`.
     #[inline(always)]
-    pub fn publish_usual(&mut self, clock: u32) {
-        debug_assert!(!self.has_ranges());
-        let published = self.published + 1;
-        self.published = published;
-        let words = &*self.record;
-        let copy = RECORDS + (published & 1) as usize * record::WORDS;
-        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
-        self.tcp.record_words(clock, self.last_word, |at, word| {
-            if at < torn {
-                words[copy + at].store(word, Ordering::Relaxed);
-            }
-        });
-        words[at::PUBLISHED / 8].store(published, Ordering::Release);
+    pub fn prepare_predicted(&self, clock: u32) {
+        let copy = &self.record[record::copy(self.published + 1)..][..record::WORDS];
+        let torn = if cfg!(feature = "sabotage-tear-record") { record::PREDICTED - 1 } else { record::PREDICTED };
+        for (word, value) in copy.iter().zip(self.tcp.predicted_record(clock)).take(torn) {
+            word.store(value, Ordering::Relaxed);
+        }
     }
 
-    /// Whether the record has ranges out of order.
+    /// Publishes what [`Offloaded::prepare_predicted`] has written: [`Offloaded::publish_in_order`] for a predicted segment.
     #[inline(always)]
-    pub fn has_ranges(&self) -> bool {
-        self.ranges > 0
+    pub fn publish_predicted(&mut self) {
+        self.published += 1;
+        let copy = &self.record[record::copy(self.published)..][..record::WORDS];
+        copy[record::NUMBER].store(self.published, Ordering::Release);
     }
 
     #[inline(always)]
@@ -59,14 +52,23 @@ impl Offloaded {
         let published = self.published + 1;
         self.published = published;
         let encoded = record.to_words();
-        self.last_word = encoded[record::LAST_WORD];
-        let words = &*self.record;
-        let copy = if published & 1 == 0 { &words[RECORDS..] } else { &words[RECORDS + record::WORDS..] };
-        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::WORDS };
+        let copy = &self.record[record::copy(published)..][..record::WORDS];
+        let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::NUMBER };
         for (word, value) in copy.iter().zip(encoded).take(torn) {
             word.store(value, Ordering::Relaxed);
         }
-        words[at::PUBLISHED / 8].store(published, Ordering::Release);
+        copy[record::NUMBER].store(published, Ordering::Release);
+        if ranges == 0 && self.receive.is_plain() && self.tcp.enable_prediction() {
+            self.prepare_other_copy(&encoded);
+        }
+    }
+
+    /// Writes the words that predicted segments do not change to the copy of the record that is not valid.
+    fn prepare_other_copy(&self, encoded: &[u64; record::NUMBER]) {
+        let other = &self.record[record::copy(self.published + 1)..];
+        for (word, value) in other.iter().zip(encoded).skip(record::PREDICTED) {
+            word.store(*value, Ordering::Relaxed);
+        }
     }
 
     /// The valid table of out-of-order ranges, for [`Offloaded::continue_record`].
@@ -77,20 +79,13 @@ impl Offloaded {
     /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
     /// written.
     pub fn continue_record(&mut self, ranges_table: u32) {
-        self.published = self.record[at::PUBLISHED / 8].load(Ordering::Acquire);
+        self.published = published(&*self.record);
         self.ranges_table = ranges_table as u8 & 1;
-        self.set_last_word();
-    }
-
-    /// Sets the last word of the record of a connection that has none of its own yet.
-    pub(super) fn set_last_word(&mut self) {
-        let record = record::Record { ranges_table: self.ranges_table, ..self.tcp.record_with(0) };
-        self.last_word = record.to_words()[record::LAST_WORD];
     }
 
     /// Marks the slot as having no connection to recover.
     pub fn unpublish(&self) {
-        self.record[at::PUBLISHED / 8].store(0, Ordering::Release);
+        clear_records(&*self.record);
     }
 
     /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes valid with the

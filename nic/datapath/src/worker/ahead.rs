@@ -4,12 +4,12 @@
 use super::Worker;
 use super::connections::Connections;
 use crate::custody::{Custody, Slot};
-use crate::worker::programs::Unannounced;
+use crate::worker::programs::Batch;
 use baton_device::{Arrival, Checksum, Device, Frame};
 use baton_shm::prefetch;
 use baton_tables::{NO_SLOT, Search};
 use baton_tcp::Instant;
-use baton_wire::{FlowKey, Usual};
+use baton_wire::Usual;
 
 /// Most frames that are received ahead: what they need keeps as many accesses to memory under way as a core can.
 const AHEAD: usize = 16;
@@ -17,9 +17,8 @@ const AHEAD: usize = 16;
 /// A frame that was received ahead, and where its connection seems to be.
 struct Early {
     frame: Frame,
-    /// The 4-tuple, and what [`Connections::lookup`] has for it: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames before it
-    /// may change all that.
-    key: FlowKey,
+    /// What [`Connections::lookup`] has for its 4-tuple: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames before it may
+    /// change all that.
     search: Search,
     slot: u32,
 }
@@ -34,8 +33,7 @@ impl Ahead {
     #[inline(always)]
     fn receive(&mut self, device: &mut impl Device, most: usize, frame_bytes: usize) -> (usize, Arrival) {
         while self.0.len() < AHEAD {
-            let (key, search) = (FlowKey::v4(0, 0), Search::default());
-            self.0.push(Early { frame: Frame::with_capacity(frame_bytes), key, search, slot: NO_SLOT });
+            self.0.push(Early { frame: Frame::with_capacity(frame_bytes), search: Search::default(), slot: NO_SLOT });
         }
         for (count, early) in self.0.iter_mut().take(most).enumerate() {
             match device.receive_or_show(&mut early.frame) {
@@ -55,8 +53,7 @@ impl Ahead {
             if early.frame.checksum != Checksum::Unknown
                 && let Some(usual) = Usual::parse(early.frame.bytes())
             {
-                early.key = usual.key();
-                early.search = connections.lookup.begin(&early.key);
+                early.search = connections.lookup.begin(&usual.key());
                 early.slot = 0;
                 prefetch(connections.lookup.memory_of(&early.search), 0, 8);
             }
@@ -90,45 +87,38 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn poll_ahead(&mut self, now: Instant) -> bool {
         let begun = self.turn;
-        let mut unannounced = Unannounced::default();
+        let mut batch = Batch::default();
         while self.turn > 0 {
             let most = self.turn.min(AHEAD);
             let (count, next) = self.ahead.receive(&mut self.output.wire.device, most, self.settings.frame_bytes);
             self.ahead.load(count, &self.connections);
-            self.process_ahead(count, &mut unannounced, now);
+            self.process_ahead(count, &mut batch, now);
             match next {
                 Arrival::Frame => {}
                 Arrival::Large => {
                     std::mem::swap(&mut self.frame, &mut self.ahead.0[count].frame);
-                    self.receive_other(Arrival::Large, &mut unannounced, now);
+                    self.receive_other(Arrival::Large, &mut batch, now);
                     self.turn -= 1;
                 }
                 Arrival::Nothing => break,
             }
         }
-        if unannounced.length > 0 {
-            self.announce(&unannounced, now);
-        }
+        self.end_batch(&batch, begun - self.turn, now);
         self.turn < begun
     }
 
     /// Processes the first `count` frames received ahead, in order.
     #[inline(always)]
-    fn process_ahead(&mut self, count: usize, unannounced: &mut Unannounced, now: Instant) {
-        let (clock, mut usual) = (now.millis(), 0);
+    fn process_ahead(&mut self, count: usize, batch: &mut Batch, now: Instant) {
+        let clock = now.millis();
         for at in 0..count {
             let early = &mut self.ahead.0[at];
             std::mem::swap(&mut self.frame, &mut early.frame);
-            if early.slot != NO_SLOT {
-                self.connections.lookup.expect(&early.key, early.slot);
-            }
-            if self.receive_usual(unannounced, now, clock) {
-                usual += 1;
-            } else {
-                self.receive_other(Arrival::Frame, unannounced, now);
+            let found = Some(early.slot).filter(|slot| *slot != NO_SLOT);
+            if !self.receive_usual(found, batch, now, clock) {
+                self.receive_other(Arrival::Frame, batch, now);
             }
         }
         self.turn -= count;
-        self.count_usual(usual);
     }
 }

@@ -75,7 +75,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn keep_closed(&mut self, offloaded: Pooled<Offloaded>, flow: Flow, now: Instant) {
         if offloaded.closing && closed::is_over(offloaded.tcp.state()) {
             let link = offloaded.image.link;
-            self.closed.add(Box::new(Opening { tcp: offloaded.into_inner().tcp, flow, link }), now);
+            self.closed.add(Box::new(Opening { tcp: offloaded.into_inner().tcp.into_inner(), flow, link }), now);
             self.wake_at(self.closed.due());
         }
     }

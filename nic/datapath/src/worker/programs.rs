@@ -14,6 +14,7 @@ use baton_device::Device;
 use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, has_sleeper, note_rung, wants_ring};
 use baton_shm::{Region, RingWords};
+use baton_tables::NO_SLOT;
 use baton_tcp::{Events, Instant};
 use baton_wire::Endpoint;
 use core::sync::atomic::{Ordering, fence};
@@ -81,28 +82,65 @@ impl Session {
     }
 }
 
-/// Bytes that a connection without pending events has received in this batch, that have not been announced to its program. There are none
-/// if the length is 0.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Unannounced {
-    pub cid: Cid,
-    pub session: u32,
-    /// Offset in session memory of the first of them.
-    pub at: u32,
-    pub length: u32,
-    /// As [`crate::offloaded::Offloaded::fetches`].
-    pub fetches: bool,
+/// A batch of frames from the wire.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Batch {
+    /// Slot of the connection that has [`Unannounced`] bytes; else [`NO_SLOT`].
+    slot: u32,
+    unannounced: Unannounced,
+    /// Frames that were not of the usual kind.
+    pub others: usize,
 }
 
-impl Unannounced {
-    /// Begins with the `length` bytes of a connection before sequence number `end`.
+impl Default for Batch {
+    fn default() -> Batch {
+        Batch { slot: NO_SLOT, unannounced: Unannounced::default(), others: 0 }
+    }
+}
+
+/// Bytes that a connection without pending events has received in this batch, that have not been announced to its program.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Unannounced {
+    cid: Cid,
+    session: u32,
+    /// Offset in session memory of the first of them.
+    at: u32,
+    length: u32,
+    /// As [`crate::offloaded::Offloaded::fetches`].
+    fetches: bool,
+}
+
+impl Batch {
+    /// Whether the connection in slot `index` has unannounced bytes: then no other one has an acknowledgement that is held.
     #[inline(always)]
-    pub fn begin(&mut self, cid: Cid, offloaded: &Offloaded, end: u32, length: u32) {
-        self.cid = cid;
-        self.session = offloaded.session;
-        self.at = offloaded.receive.offset_of(end.wrapping_sub(length));
-        self.length = length;
-        self.fetches = offloaded.fetches;
+    pub fn is_of(&self, index: u32) -> bool {
+        self.slot == index
+    }
+
+    /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns those of another one.
+    #[inline(always)]
+    pub fn add(&mut self, index: u32, cid: Cid, offloaded: &Offloaded, seq: u32, length: u32) -> Option<Unannounced> {
+        if self.is_of(index) {
+            self.unannounced.length += length;
+            return None;
+        }
+        let earlier = self.unannounced();
+        let (session, at, fetches) = (offloaded.session, offloaded.receive.offset_of(seq), offloaded.fetches);
+        (self.slot, self.unannounced) = (index, Unannounced { cid, session, at, length, fetches });
+        earlier
+    }
+
+    /// The unannounced bytes.
+    #[inline(always)]
+    pub fn unannounced(&self) -> Option<Unannounced> {
+        (self.slot != NO_SLOT).then_some(self.unannounced)
+    }
+
+    /// The same; there are none afterwards.
+    fn take(&mut self) -> Option<Unannounced> {
+        let unannounced = self.unannounced();
+        self.slot = NO_SLOT;
+        unannounced
     }
 }
 
@@ -435,34 +473,27 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn announce(&mut self, unannounced: &Unannounced, now: Instant) {
         let Some(Some(session)) = self.programs.sessions.get_mut(unannounced.session as usize) else { return };
         if session.announce(unannounced).is_err() {
-            self.announce_otherr(unannounced);
+            self.announce_later(unannounced);
         } else if unannounced.fetches {
             self.take_up(unannounced.cid.slot(), now);
         }
     }
 
-    /// [`Worker::announce`], since another connection, in slot `index`, has received `length` bytes before sequence number `end`: they are
-    /// `unannounced` then.
+    /// [`Worker::announce`], since another connection has received bytes.
     #[inline(never)]
-    pub(super) fn announce_other(&mut self, unannounced: &mut Unannounced, index: u32, end: u32, length: u32, now: Instant) {
-        self.announce_and_clear(unannounced, now);
-        if let Some(Some(slot)) = self.connections.slots.get(index as usize)
-            && let Custody::Active(offloaded) = &slot.custody
-        {
-            unannounced.begin(slot.cid, offloaded, end, length);
-        }
+    pub(super) fn announce_earlier(&mut self, unannounced: &Unannounced, now: Instant) {
+        self.announce(unannounced, now);
     }
 
     /// [`Worker::announce`], before anything else can happen to the connection.
-    pub(super) fn announce_and_clear(&mut self, unannounced: &mut Unannounced, now: Instant) {
-        let unannounced = std::mem::take(unannounced);
-        if unannounced.length > 0 {
+    pub(super) fn announce_and_clear(&mut self, batch: &mut Batch, now: Instant) {
+        if let Some(unannounced) = batch.take() {
             self.announce(&unannounced, now);
         }
     }
 
     #[cold]
-    fn announce_otherr(&mut self, unannounced: &Unannounced) {
+    fn announce_later(&mut self, unannounced: &Unannounced) {
         let index = unannounced.cid.slot();
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };

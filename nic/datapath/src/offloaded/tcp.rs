@@ -1,0 +1,50 @@
+//! The TCP of an offloaded connection, whose prediction ends with all that is done to it otherwise.
+
+use baton_tcp::{Connection, Instant};
+use baton_wire::{Acknowledgement, Plain};
+use core::ops::{Deref, DerefMut};
+
+/// A connection. To reach it to change it disables its prediction ([`Connection::enable_prediction`]), so that a predicted segment finds it
+/// as it was when its record was published last.
+#[derive(Debug)]
+pub(crate) struct Tcp(Connection);
+
+impl Tcp {
+    /// Without a prediction.
+    pub fn new(mut connection: Connection) -> Tcp {
+        connection.disable_prediction();
+        Tcp(connection)
+    }
+
+    /// The connection.
+    pub fn into_inner(self) -> Connection {
+        self.0
+    }
+
+    /// See [`Connection::enable_prediction`].
+    pub fn enable_prediction(&mut self) -> bool {
+        self.0.enable_prediction()
+    }
+
+    /// See [`Connection::predict_data`], which leaves the prediction valid.
+    #[inline(always)]
+    pub fn predict_data(&mut self, segment: &Plain, now: Instant, clock: u32) -> Option<Acknowledgement> {
+        self.0.predict_data(segment, now, clock)
+    }
+}
+
+impl Deref for Tcp {
+    type Target = Connection;
+    #[inline(always)]
+    fn deref(&self) -> &Connection {
+        &self.0
+    }
+}
+
+impl DerefMut for Tcp {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Connection {
+        self.0.disable_prediction();
+        &mut self.0
+    }
+}
