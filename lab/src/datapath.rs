@@ -505,7 +505,6 @@ pub(crate) fn layer(source: &Source) -> &'static str {
         ("wire/src", "wire"),
         ("protocols/tcp", "tcp"),
         ("offloads/tables", "lookup"),
-        ("ahash", "lookup"),
         ("nic/datapath", "datapath"),
         ("interface/ring", "ring and memory"),
         ("interface/abi", "ring and memory"),

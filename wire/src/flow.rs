@@ -157,6 +157,12 @@ impl FlowKey {
         ([self.first, self.ports], (!self.is_v4()).then_some(rest))
     }
 
+    /// The key that has these [`FlowKey::words`].
+    pub fn from_words([first, ports]: [u64; 2], rest: Option<[u64; 4]>) -> FlowKey {
+        let [a, b, c, _] = rest.unwrap_or_default();
+        FlowKey { first, ports, rest: [a, b, c] }
+    }
+
     /// All bytes of both addresses, in an order that does not matter to a checksum.
     pub(crate) fn address_words(&self) -> [u64; 4] {
         [self.first, self.rest[0], self.rest[1], self.rest[2]]
@@ -228,6 +234,8 @@ mod tests {
         let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([192, 168, 7, 250], 0xfedc) };
         let v6 = Flow { local: Endpoint::v6(address(0x20), 0xabcd), remote: Endpoint::v6(address(0x90), 443) };
         for flow in [v4, v4.reversed(), v6, v6.reversed()] {
+            let (words, rest) = FlowKey::from(&flow).words();
+            assert_eq!(Flow::from(&FlowKey::from_words(words, rest)), flow);
             assert_eq!(Flow::from(&FlowKey::from(&flow)), flow);
         }
     }

@@ -421,8 +421,11 @@ impl Template {
         usize::from(self.acknowledgement_length)
     }
 
-    /// Bytes from the beginning that are used for an acknowledgement.
-    pub const HOT: usize = core::mem::offset_of!(Template, acknowledgement) + PREPARED;
+    /// Bytes from the beginning that [`Template::acknowledge_usual`] and [`Template::interface`] use.
+    pub const HOT: usize = core::mem::offset_of!(Template, acknowledgement) + Template::FIXED;
+
+    /// Bytes of an acknowledgement over IPv4 with timestamps up to the middle of these: all that is not written for each.
+    const FIXED: usize = 60;
 
     /// Bytes of an acknowledgement over IPv4 with timestamps.
     pub const USUAL_ACKNOWLEDGEMENT: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
@@ -436,10 +439,8 @@ impl Template {
         out: &mut [u8; Template::USUAL_ACKNOWLEDGEMENT],
     ) {
         const AT: usize = ETHERNET + IPV4;
-        /// All but the end of the timestamps: a cache line.
-        const FIXED: usize = 64;
         debug_assert!(self.tcp_offset() == AT && usize::from(self.acknowledgement_length) == Template::USUAL_ACKNOWLEDGEMENT);
-        out[..FIXED].copy_from_slice(&self.acknowledgement[..FIXED]);
+        out[..Self::FIXED].copy_from_slice(&self.acknowledgement[..Self::FIXED]);
         Self::fill_acknowledgement::<AT>(&Acknowledgement { timestamps: Some(timestamps), ..*ack }, out);
     }
 

@@ -146,7 +146,7 @@ pub mod host_tcp {
 /// A slot of NIC memory. Offsets are in bytes from the slot's beginning.
 pub mod slot {
     /// The two copies of the record ([`crate::record`]).
-    pub const RECORDS: usize = 0;
+    pub const RECORDS: usize = 64;
     /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of the
     /// connection's block.
     pub const PARAMETERS: usize = 192;

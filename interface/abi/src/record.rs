@@ -4,21 +4,24 @@
 //! its connection block.
 //!
 //! A slot holds two copies of the record, each a cache line, and in its last word the number of the publication: the greater one is
-//! valid. The NIC writes the other copy, and then publishes it by storing its number, which is one more than that of the valid copy. So a
+//! valid. The NIC writes the other copy, and then publishes it by storing its number, which is the next one. So a
 //! crash at any instant leaves a whole record, and a publication touches one cache line. Nothing is sent that the published record does
 //! not cover.
 
 /// Words of 8 bytes in one copy: a cache line, the number included.
 pub const WORDS: usize = 8;
-/// The word with the number of the publication; 0 means that the copy never was published. Even numbers are in the first copy.
+/// The word with the number of the publication; 0 means that the copy never was published.
 pub const NUMBER: usize = 7;
 /// The first words, which nearly every segment changes; the others change seldom.
 pub const PREDICTED: usize = 3;
 
-/// Offset in words of a copy of the record from the first one.
+/// The difference of two numbers that follow each other: the bytes of a copy, so that where a copy lies is a bit of its number.
+pub const STEP: u64 = 8 * WORDS as u64;
+
+/// Offset in words of the copy with this number from the first one.
 #[inline(always)]
 pub const fn copy(number: u64) -> usize {
-    (number & 1) as usize * WORDS
+    (number / 8) as usize & WORDS
 }
 
 /// The number of the valid copy, given those of both; 0 if there is none.

@@ -23,13 +23,13 @@ pub fn unpublish(nic_memory: &Region, at: u32) {
 
 /// The number of the valid record, of which `words` are both copies; 0 if there is none.
 pub fn published(words: &[AtomicU64]) -> u64 {
-    record::valid([0, 1].map(|copy| words[record::copy(copy) + record::NUMBER].load(Ordering::Acquire)))
+    record::valid([0, record::STEP].map(|number| words[record::copy(number) + record::NUMBER].load(Ordering::Acquire)))
 }
 
 /// Invalidates a record, of which `words` are both copies: the valid one last, so that the other one is never taken for it.
 pub fn clear_records(words: &[AtomicU64]) {
     let published = published(words);
-    for copy in [published + 1, published] {
+    for copy in [published + record::STEP, published] {
         words[record::copy(copy) + record::NUMBER].store(0, Ordering::Release);
     }
 }
@@ -160,6 +160,31 @@ mod tests {
     fn at_death(record: &Record, program: &Progress) -> Option<Image> {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
         image_at_death(&Image::open(flow), 1 << 16, 3_000, record, program)
+    }
+
+    /// Publishes as a connection's owner does.
+    fn publish(memory: &Region, number: u64, rcv_nxt: u32) {
+        let words = memory.words(nic::slot(0) + slot::RECORDS, 2 * record::WORDS);
+        let copy = &words[record::copy(number)..];
+        let record = Record { rcv_nxt, ..Record::default() };
+        copy.iter().zip(record.to_words()).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+        copy[record::NUMBER].store(number, Ordering::Release);
+    }
+
+    #[test]
+    fn the_record_with_the_greater_number_is_valid_until_it_is_cleared() {
+        let memory = Region::private(nic::bytes(1)).unwrap();
+        let read = || read_record(&memory, nic::slot(0)).map(|record| record.rcv_nxt);
+        assert_eq!(read(), None);
+        for nth in 1..10 {
+            publish(&memory, u64::from(nth) * record::STEP, nth);
+            assert_eq!(read(), Some(nth));
+        }
+        // The other copy is being written.
+        memory.words(nic::slot(0) + slot::RECORDS + 8 * record::copy(10 * record::STEP), 1)[0].store(77, Ordering::Relaxed);
+        assert_eq!(read(), Some(9));
+        unpublish(&memory, 0);
+        assert_eq!(read(), None);
     }
 
     /// Memory that holds a byte which somebody may still read, or which may hold one, is not empty.

@@ -46,10 +46,12 @@ pub(crate) enum Custody {
     Leaving(Pooled<Offloaded>),
 }
 
-/// An occupied slot: a connection on the NIC. The fields that every segment uses come first.
-#[repr(C)]
+/// An occupied slot: a connection on the NIC. It is a cache line, and all that a segment needs to find its connection.
+#[repr(C, align(64))]
 pub(crate) struct Slot {
-    pub key: FlowKey,
+    /// The words of the 4-tuple that IPv4 has, and those of IPv6.
+    key: [u64; 2],
+    rest: Option<Box<[u64; 4]>>,
     pub custody: Custody,
     pub cid: Cid,
     /// It is in the worker's list of slots with events for their program.
@@ -60,18 +62,31 @@ pub(crate) struct Slot {
     pub held: HeldFrames,
 }
 
-impl Slot {
-    /// Bytes from the beginning that every segment uses.
-    pub const HOT: usize = core::mem::offset_of!(Slot, dirty) + size_of::<bool>();
+const _: () = assert!(size_of::<Option<Slot>>() == 64);
 
+impl Slot {
     /// A slot without events and without an entry in the timing wheel.
     pub fn new(key: FlowKey, cid: Cid, custody: Custody) -> Slot {
-        Slot { key, custody, cid, dirty: false, scheduled: u64::MAX, held: HeldFrames::default() }
+        let (key, rest) = key.words();
+        let rest = rest.map(Box::new);
+        Slot { key, rest, custody, cid, dirty: false, scheduled: u64::MAX, held: HeldFrames::default() }
+    }
+
+    /// The key of its 4-tuple.
+    pub fn key(&self) -> FlowKey {
+        FlowKey::from_words(self.key, self.rest.as_deref().copied())
+    }
+
+    /// Whether its 4-tuple has this key.
+    #[inline(always)]
+    pub fn has_key(&self, key: &FlowKey) -> bool {
+        let ([first, ports], rest) = key.words();
+        self.key[0] == first && self.key[1] == ports && (rest.is_none() || self.rest.as_deref() == rest.as_ref())
     }
 
     /// The 4-tuple.
     pub fn flow(&self) -> Flow {
-        Flow::from(&self.key)
+        Flow::from(&self.key())
     }
 
     /// Takes the events for its program, and returns them with the session's number.

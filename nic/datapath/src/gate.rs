@@ -109,7 +109,7 @@ impl<W: Device> GatedWire<W> {
 
     /// Sends a frame, which has passed.
     #[inline(always)]
-    pub fn send(&mut self, frame: &mut Frame, counters: &Counters) {
+    fn send(&mut self, frame: &mut Frame, counters: &Counters) {
         let sent = self.device.transmit(frame);
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }

@@ -4,11 +4,11 @@ use crate::growth::Growth;
 use crate::partial::Path;
 use crate::posted::{Receive, Table};
 use baton_abi::layout::{self, slot as at};
-use baton_abi::record::{WORDS, copy};
+use baton_abi::record::{STEP, WORDS, copy};
 use baton_device::Payload;
 use baton_image::Image;
 use baton_recovery::published;
-use baton_shm::{Pool, Region, WordArray, prefetch};
+use baton_shm::{Pool, Region, Shared, WordArray, prefetch};
 use baton_tcp::Connection;
 use baton_wire::frame::Template;
 use core::mem::offset_of;
@@ -88,10 +88,10 @@ impl Pending {
     }
 }
 
-/// An offloaded connection. The fields that every segment uses come first: behind TCP's, three cache lines.
+/// An offloaded connection. A predicted segment needs three cache lines of it: what comes before the template, the beginning of that, and
+/// [`Connection::USUAL`].
 #[repr(C)]
 pub(crate) struct Offloaded {
-    pub tcp: Tcp,
     /// The two copies of the record.
     record: WordArray<{ 2 * WORDS }>,
     /// Number of the valid copy of the record.
@@ -106,6 +106,7 @@ pub(crate) struct Offloaded {
     /// Its program has closed it, and is sent no more events.
     pub closing: bool,
     pub template: Template,
+    pub tcp: Tcp,
     /// Where its TCP runs.
     pub path: Path,
     pub image: Image,
@@ -137,8 +138,23 @@ pub(crate) struct Offloaded {
     quiet_offset: usize,
 }
 
+const _: () = {
+    assert!(
+        align_of::<Offloaded>() == 64 && offset_of!(Offloaded, template) == 64,
+        "a cache line, and the template begins another one"
+    );
+    assert!(Template::HOT <= 64 && offset_of!(Offloaded, tcp).is_multiple_of(64));
+    assert!(Connection::USUAL.start.is_multiple_of(64) && Connection::USUAL.end - Connection::USUAL.start == 64);
+};
+
 /// The offloaded connections: close to each other, since the state of many is what a NIC's memory accesses are for.
-pub(crate) static OFFLOADED: Pool<Offloaded> = Pool::new();
+static OFFLOADED: Pool<Offloaded> = Pool::new();
+
+impl Shared for Offloaded {
+    fn pool() -> &'static Pool<Offloaded> {
+        &OFFLOADED
+    }
+}
 
 /// The location of a connection's memory and block, to be checked against the session's memory before it is used.
 #[derive(Clone, Copy, Debug)]
@@ -215,18 +231,19 @@ impl Offloaded {
         Some(offloaded)
     }
 
-    /// Begins to load what an ordinary segment uses of the connection's state into the cache.
+    /// Begins to load what a predicted segment uses of the connection's state into the cache.
     #[inline(always)]
     pub fn prefetch(&self) {
-        prefetch(self, offset_of!(Offloaded, tcp) + Connection::USUAL.start, offset_of!(Offloaded, tcp) + Connection::USUAL.end);
-        prefetch(self, offset_of!(Offloaded, record), offset_of!(Offloaded, template) + Template::HOT);
+        prefetch(self, 0, offset_of!(Offloaded, template) + Template::HOT);
+        let tcp = offset_of!(Offloaded, tcp);
+        prefetch(self, tcp + Connection::USUAL.start, tcp + Connection::USUAL.end);
     }
 
     /// Begins to load what it uses elsewhere, once its state is there: the recovery record that is published next, and the place of the
     /// next bytes to be received.
     #[inline(always)]
     pub fn prefetch_memory(&self) {
-        prefetch(&self.record[copy(self.published + 1)], 0, 8);
+        prefetch(&self.record[copy(self.published + STEP)], 0, 8);
         self.receive.prefetch(self.tcp.rcv_nxt());
     }
 

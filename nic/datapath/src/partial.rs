@@ -2,7 +2,7 @@
 //! which goes on with it and gives it back when it is quiet. Both are workers over the same slots and the same session memory; only
 //! the state of the protocol changes hands, through memory that the two share.
 
-use crate::offloaded::{Tcp, Memory, Offloaded};
+use crate::offloaded::{Memory, Offloaded, Tcp};
 use baton_abi::layout::host_tcp;
 use baton_abi::{Control, Message};
 use baton_image::{Image, MAX_ENCODED, NicState};

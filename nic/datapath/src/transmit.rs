@@ -215,7 +215,7 @@ impl<W: Device> Output<W> {
     }
 
     /// Publishes the record, and sends or holds the acknowledgement, that [`Output::prepare_usual`] has written for the connection in slot
-    /// `index`.
+    /// `index`. Counts the segment.
     #[inline(always)]
     pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, counters: &Counters) {
         if !cfg!(feature = "sabotage-ack-before-record") {
@@ -223,8 +223,11 @@ impl<W: Device> Output<W> {
         }
         if self.holds && !cfg!(feature = "sabotage-ack-before-record") {
             self.held = index;
+            counters.add_to_each([Counter::WireReceived, Counter::Segments], 1);
         } else {
-            self.wire.send(&mut self.frame, counters);
+            let sent = self.wire.device.transmit(&mut self.frame);
+            let sent = if sent { Counter::WireSent } else { Counter::Dropped };
+            counters.add_to_each([sent, Counter::WireReceived, Counter::Segments], 1);
         }
         if cfg!(feature = "sabotage-ack-before-record") {
             offloaded.publish_predicted();

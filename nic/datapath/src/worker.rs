@@ -402,7 +402,11 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked |= self.poll_messages();
         }
         let unusual = !self.started || !self.output.is_usual();
-        let rest = unusual || self.has_many() || self.output.wire.is_gated() || self.host_tcp.is_some() || !self.agent.backlog.is_empty();
+        let rest = unusual
+            || self.has_many()
+            || self.output.wire.is_gated()
+            || self.host_tcp.is_some()
+            || !self.agent.backlog.is_empty();
         self.has_extras = rest || !self.datagrams.is_empty() || !self.programs.message_ports.is_empty();
         worked
     }

@@ -35,8 +35,8 @@ pub struct Lookup {
     entries: Box<[(u32, u32)]>,
     mask: usize,
     key: [u64; 4],
-    /// The words of the IPv4 4-tuple that [`Lookup::find_again`] finds without a hash, and its slot.
-    last: ([u64; 2], u32),
+    /// The mark of the IPv4 4-tuple that [`Lookup::find_again`] has found last, and its slot.
+    last: (u64, u32),
 }
 
 impl Lookup {
@@ -55,7 +55,7 @@ impl Lookup {
             entries: entries.into(),
             mask: size - 1,
             key: core::array::from_fn(|at| hash_key[at] ^ PI[at]),
-            last: ([0; 2], EMPTY),
+            last: (0, EMPTY),
         }
     }
 
@@ -116,27 +116,24 @@ impl Lookup {
         }
     }
 
-    /// Makes [`Lookup::find_again`] find an IPv4 4-tuple, which this slot has, without a hash.
+    /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The slot may be
+    /// another one's with the same hash, or with a like 4-tuple.
     #[inline(always)]
-    pub fn remember(&mut self, key: &FlowKey, slot: u32) {
-        self.last = (key.words().0, slot);
-    }
-
-    /// [`Lookup::find`] for the IPv4 4-tuples of frames. Returns the slot, and whether it is known to be the right one, which was
-    /// remembered; else it may be another one's with the same hash.
-    #[inline(always)]
-    pub fn find_again(&self, key: &FlowKey) -> Option<(u32, bool)> {
+    pub fn find_again(&mut self, key: &FlowKey) -> Option<u32> {
         let ([first, ports], _) = key.words();
-        // Not compared as arrays, which takes more instructions.
-        if first == self.last.0[0] && ports == self.last.0[1] {
-            return Some((self.last.1, true));
+        // A word that nearly always differs where the 4-tuples do.
+        let mark = first ^ ports << 32;
+        if mark == self.last.0 {
+            return Some(self.last.1);
         }
-        Some((self.find(key, |_| true)?, false))
+        let slot = self.find(key, |_| true)?;
+        self.last = (mark, slot);
+        Some(slot)
     }
 
     /// Adds a 4-tuple that is not in the table.
     pub fn insert(&mut self, key: &FlowKey, slot: u32) {
-        self.last = ([0; 2], EMPTY);
+        self.last = (0, EMPTY);
         let hash = self.hash(key);
         let mut at = hash as usize & self.mask;
         while self.entries[at].1 != EMPTY {
@@ -148,7 +145,7 @@ impl Lookup {
     /// Removes a 4-tuple and its slot, and moves later entries into the gap, so that no tombstones are needed. `key_of` gives the
     /// 4-tuple of another slot.
     pub fn remove(&mut self, key: &FlowKey, slot: u32, key_of: impl Fn(u32) -> FlowKey) {
-        self.last = ([0; 2], EMPTY);
+        self.last = (0, EMPTY);
         let mut at = self.hash(key) as usize & self.mask;
         while self.entries[at].1 != slot {
             if self.entries[at].1 == EMPTY {
@@ -202,11 +199,7 @@ mod tests {
             let found = table.find(&key(n), |slot| slot != EMPTY && key(slot) == key(n));
             assert_eq!(found, (!n.is_multiple_of(3)).then_some(n));
             if key(n).is_v4() {
-                assert_eq!(table.find_again(&key(n)), found.map(|slot| (slot, false)));
-                if let Some(slot) = found {
-                    table.remember(&key(n), slot);
-                    assert_eq!(table.find_again(&key(n)), Some((slot, true)));
-                }
+                assert_eq!([table.find_again(&key(n)), table.find_again(&key(n))], [found; 2]);
             }
         }
     }

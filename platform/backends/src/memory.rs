@@ -7,6 +7,8 @@ use std::rc::Rc;
 /// The frames in flight in one direction: a ring of buffers, which are exchanged for the caller's.
 struct Queue {
     frames: Box<[Cell<Frame>]>,
+    /// Greatest index of a frame; the number of frames is a power of two.
+    mask: usize,
     head: Cell<usize>,
     tail: Cell<usize>,
 }
@@ -23,21 +25,23 @@ pub struct MemoryDevice {
 /// direction.
 pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities) -> (MemoryDevice, MemoryDevice) {
     let queue = || {
-        let frames = (0..depth.next_power_of_two()).map(|_| Cell::new(Frame::with_capacity(frame_bytes))).collect();
-        Rc::new(Queue { frames, head: Cell::new(0), tail: Cell::new(0) })
+        let frames: Box<[_]> = (0..depth.next_power_of_two()).map(|_| Cell::new(Frame::with_capacity(frame_bytes))).collect();
+        let mask = frames.len() - 1;
+        Rc::new(Queue { frames, mask, head: Cell::new(0), tail: Cell::new(0) })
     };
     let (there, back) = (queue(), queue());
     let near = MemoryDevice { incoming: back.clone(), outgoing: there.clone(), frame_bytes, capabilities };
     (near, MemoryDevice { incoming: there, outgoing: back, frame_bytes, capabilities })
 }
 
-/// Exchanges the frame at an index of the ring; indices count without wrapping at its size.
-#[inline]
-fn exchange(frames: &[Cell<Frame>], index: usize, frame: &mut Frame) {
-    let mask = frames.len() - 1;
-    // SAFETY: there is at least one cell, and their number is a power of two, so that `mask` is the greatest index. The cell is not shared
-    // between threads, nobody else holds a reference to what is in it, and `frame`, which is borrowed mutably, lies elsewhere.
-    core::mem::swap(unsafe { &mut *frames.get_unchecked(index & mask).as_ptr() }, frame);
+impl Queue {
+    /// Exchanges the frame at an index of the ring; indices count without wrapping at its size.
+    #[inline]
+    fn exchange(&self, index: usize, frame: &mut Frame) {
+        // SAFETY: `mask` is the greatest index. The cell is not shared between threads, nobody else holds a reference to what is in it, and
+        // `frame`, which is borrowed mutably, lies elsewhere.
+        core::mem::swap(unsafe { &mut *self.frames.get_unchecked(index & self.mask).as_ptr() }, frame);
+    }
 }
 
 impl Device for MemoryDevice {
@@ -53,19 +57,18 @@ impl Device for MemoryDevice {
             return false;
         }
         queue.tail.set(tail.wrapping_add(1));
-        exchange(&queue.frames, tail, frame);
+        queue.exchange(tail, frame);
         true
     }
 
     #[inline(always)]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let queue = &*self.outgoing;
-        let frames = &queue.frames;
         let head = queue.head.get();
-        if head.wrapping_sub(queue.tail.get()) >= frames.len() || frame.length() > self.frame_bytes {
+        if head.wrapping_sub(queue.tail.get()) > queue.mask || frame.length() > self.frame_bytes {
             return false;
         }
-        exchange(frames, head, frame);
+        queue.exchange(head, frame);
         queue.head.set(head.wrapping_add(1));
         true
     }

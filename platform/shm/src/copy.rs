@@ -23,19 +23,21 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
             }
         }
     }
-    let (mut from, mut to, mut left) = (from, to, length);
-    // SAFETY: each piece lies in the caller's `length` bytes: `left` of them are left from `from` on, and at least as many as a piece has
-    // wherever one is copied from their beginning or up to their end.
+    let left = length;
+    // SAFETY: each piece lies in the caller's `length` bytes, of which there are at least as many as lie before the end of a piece that is
+    // copied at a fixed place, and as a piece has that is copied up to their end.
     unsafe {
         if left > 1024 {
-            piece::<512>(from, to, 0);
-            piece::<512>(from, to, 512);
-            (from, to, left) = (from.add(1024), to.add(1024), left - 1024);
-            if left > 1024 {
+            if left > 2048 {
                 return copy_long(from, to, left);
             }
-        }
-        if left > 512 {
+            piece::<512>(from, to, 0);
+            piece::<512>(from, to, 512);
+            if left > 1536 {
+                piece::<512>(from, to, 1024);
+            }
+            piece::<512>(from, to, left - 512);
+        } else if left > 512 {
             piece::<512>(from, to, 0);
             piece::<512>(from, to, left - 512);
         } else if left > 256 {

@@ -8,6 +8,6 @@ mod region;
 mod wide;
 
 pub use lines::{advise_huge, prefetch};
-pub use pool::{Pool, Pooled};
+pub use pool::{Pool, Pooled, Shared};
 pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
 pub use wide::Wide;

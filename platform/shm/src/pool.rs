@@ -8,6 +8,12 @@ use core::ptr::NonNull;
 use std::alloc::{Layout, alloc, handle_alloc_error};
 use std::sync::{Mutex, PoisonError};
 
+/// An object whose places are a pool's, which all objects of its type share: so that a pointer to one is all there is to it.
+pub trait Shared: Sized + 'static {
+    /// The pool.
+    fn pool() -> &'static Pool<Self>;
+}
+
 /// Places for objects of type `T`. What an object leaves free another one takes; the memory of all stays the pool's. Taking a place and
 /// giving it back takes a lock, which is not for what happens with every packet.
 pub struct Pool<T: 'static>(Mutex<Places<T>>);
@@ -34,14 +40,6 @@ impl<T> Pool<T> {
     /// Makes an empty pool.
     pub const fn new() -> Pool<T> {
         Pool(Mutex::new(Places { free: Vec::new(), next: NonNull::dangling(), left: 0, blocks: 0 }))
-    }
-
-    /// Puts an object into a place of its own.
-    pub fn take(&'static self, value: T) -> Pooled<T> {
-        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // SAFETY: the place is aligned memory for a `T` that nobody else has.
-        unsafe { place.cast::<T>().write(value) };
-        Pooled { place: place.cast(), pool: self }
     }
 
     fn give_back(&self, place: NonNull<T>) {
@@ -90,39 +88,46 @@ impl<T> Places<T> {
 }
 
 /// An object in a [`Pool`].
-pub struct Pooled<T: 'static> {
+pub struct Pooled<T: Shared> {
     place: NonNull<T>,
-    pool: &'static Pool<T>,
 }
 
 // SAFETY: it owns its object, as a Box does.
-unsafe impl<T: Send> Send for Pooled<T> {}
+unsafe impl<T: Shared + Send> Send for Pooled<T> {}
 // SAFETY: as above.
-unsafe impl<T: Sync> Sync for Pooled<T> {}
+unsafe impl<T: Shared + Sync> Sync for Pooled<T> {}
 
-impl<T> Pooled<T> {
+impl<T: Shared> Pooled<T> {
+    /// Puts an object into a place of its own.
+    pub fn new(value: T) -> Pooled<T> {
+        let place = T::pool().0.lock().unwrap_or_else(PoisonError::into_inner).take().cast::<T>();
+        // SAFETY: the place is aligned memory for a `T` that nobody else has.
+        unsafe { place.write(value) };
+        Pooled { place }
+    }
+
     /// Takes the object out, and gives its place back.
     pub fn into_inner(self) -> T {
         // The place is given back here instead of by `drop`.
-        let (place, pool) = (self.place, self.pool);
+        let place = self.place;
         core::mem::forget(self);
         // SAFETY: the place holds an object, which is read once and never reached there again.
         let value = unsafe { place.read() };
-        pool.give_back(place);
+        T::pool().give_back(place);
         value
     }
 }
 
-impl<T> Deref for Pooled<T> {
+impl<T: Shared> Deref for Pooled<T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the place holds an object from `Pool::take` until `drop`, and it is this one's alone.
+        // SAFETY: the place holds an object from `Pooled::new` until `drop`, and it is this one's alone.
         unsafe { self.place.as_ref() }
     }
 }
 
-impl<T> DerefMut for Pooled<T> {
+impl<T: Shared> DerefMut for Pooled<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as above.
@@ -130,15 +135,15 @@ impl<T> DerefMut for Pooled<T> {
     }
 }
 
-impl<T> Drop for Pooled<T> {
+impl<T: Shared> Drop for Pooled<T> {
     fn drop(&mut self) {
         // SAFETY: the place holds an object, which nobody reaches any more.
         unsafe { self.place.drop_in_place() };
-        self.pool.give_back(self.place);
+        T::pool().give_back(self.place);
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Pooled<T> {
+impl<T: Shared + fmt::Debug> fmt::Debug for Pooled<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (**self).fmt(f)
     }
@@ -150,19 +155,31 @@ mod tests {
     use std::collections::HashSet;
     use std::sync::Arc;
 
+    struct Object {
+        _counted: Arc<()>,
+        words: [u64; 8191],
+    }
+
+    static POOL: Pool<Object> = Pool::new();
+
+    impl Shared for Object {
+        fn pool() -> &'static Pool<Object> {
+            &POOL
+        }
+    }
+
     #[test]
     fn objects_have_places_of_their_own_and_leave_them_to_others() {
-        static POOL: Pool<(Arc<()>, [u64; 8191])> = Pool::new();
         let counted = Arc::new(());
-        let mut objects: Vec<_> = (0..200).map(|n| POOL.take((counted.clone(), [n; 8191]))).collect();
-        assert!(objects.iter().enumerate().all(|(n, object)| object.1.iter().all(|word| *word == n as u64)));
-        let place = |object: &Pooled<(Arc<()>, [u64; 8191])>| object.place.addr();
+        let mut objects: Vec<_> = (0..200).map(|n| Pooled::new(Object { _counted: counted.clone(), words: [n; 8191] })).collect();
+        assert!(objects.iter().enumerate().all(|(n, object)| object.words.iter().all(|word| *word == n as u64)));
+        let place = |object: &Pooled<Object>| object.place.addr();
         let places: HashSet<_> = objects.iter().map(place).collect();
         assert_eq!((places.len(), Arc::strong_count(&counted)), (200, 201));
         objects.truncate(101);
-        assert!(objects.pop().is_some_and(|object| object.into_inner().1[0] == 100));
+        assert!(objects.pop().is_some_and(|object| object.into_inner().words[0] == 100));
         assert_eq!(Arc::strong_count(&counted), 101, "what an object holds is let go");
-        objects.extend((0..100).map(|n| POOL.take((counted.clone(), [n; 8191]))));
+        objects.extend((0..100).map(|n| Pooled::new(Object { _counted: counted.clone(), words: [n; 8191] })));
         assert!(objects.iter().all(|object| places.contains(&place(object))), "no new memory");
         let thread = std::thread::spawn(move || drop(objects));
         thread.join().unwrap();

@@ -62,6 +62,7 @@ mod tests {
     use super::*;
     use crate::connection::Config;
     use alloc::format;
+    use baton_abi::record::PREDICTED;
     use baton_wire::TcpOptions;
 
     /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight from 101 on.
@@ -128,6 +129,7 @@ mod tests {
                     tcp.enable_prediction();
                 }
                 let before = format!("{tcp:?}");
+                let words = tcp.record_with(0).to_words();
                 let mut other = tcp.clone();
                 match other.predict_data(&plain, now, now.millis()) {
                     Some(acknowledgement) => {
@@ -136,6 +138,10 @@ mod tests {
                         assert!(!predicted.concerns_program());
                         assert_eq!(predicted.acknowledgement, Some(acknowledgement));
                         assert_eq!(format!("{other:?}"), format!("{tcp:?}"));
+                        let clock = acknowledgement.timestamps.map_or(0, |(clock, _)| clock);
+                        let record = tcp.record_with(clock).to_words();
+                        assert_eq!(tcp.predicted_record(clock)[..], record[..PREDICTED]);
+                        assert_eq!(words[PREDICTED..], record[PREDICTED..], "what is in both copies of the record");
                         short += 1;
                         seq = tcp.rcv_nxt();
                         // What was predicted holds for the next segment, too.

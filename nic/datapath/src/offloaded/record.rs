@@ -11,16 +11,22 @@ impl Offloaded {
     /// Publishes the recovery record. No segment may leave that the published record does not cover.
     #[inline(always)]
     pub fn publish(&mut self, now: Instant) {
-        if self.ranges > 0 || self.tcp.has_out_of_order() {
+        if self.has_ranges() || self.tcp.has_out_of_order() {
             self.store_ranges();
         }
         self.publish_record(self.tcp.record(now), self.ranges);
     }
 
+    /// Whether the record has ranges out of order.
+    #[inline(always)]
+    pub fn has_ranges(&self) -> bool {
+        self.ranges > 0
+    }
+
     /// [`Offloaded::publish`] for a connection with nothing out of order, whose timestamp clock stands at `clock`.
     #[inline(always)]
     pub fn publish_in_order(&mut self, clock: u32) {
-        if self.ranges > 0 {
+        if self.has_ranges() {
             self.store_ranges();
         }
         self.publish_record(self.tcp.record_with(clock), 0);
@@ -30,7 +36,7 @@ impl Offloaded {
     /// [`Offloaded::prepare_other_copy`] has written. The connection's timestamp clock stands at `clock`.
     #[inline(always)]
     pub fn prepare_predicted(&self, clock: u32) {
-        let copy = &self.record[record::copy(self.published + 1)..][..record::WORDS];
+        let copy = &self.record[record::copy(self.published + record::STEP)..][..record::WORDS];
         let torn = if cfg!(feature = "sabotage-tear-record") { record::PREDICTED - 1 } else { record::PREDICTED };
         for (word, value) in copy.iter().zip(self.tcp.predicted_record(clock)).take(torn) {
             word.store(value, Ordering::Relaxed);
@@ -40,7 +46,7 @@ impl Offloaded {
     /// Publishes what [`Offloaded::prepare_predicted`] has written: [`Offloaded::publish_in_order`] for a predicted segment.
     #[inline(always)]
     pub fn publish_predicted(&mut self) {
-        self.published += 1;
+        self.published += record::STEP;
         let copy = &self.record[record::copy(self.published)..][..record::WORDS];
         copy[record::NUMBER].store(self.published, Ordering::Release);
     }
@@ -49,7 +55,7 @@ impl Offloaded {
     fn publish_record(&mut self, mut record: record::Record, ranges: u8) {
         record.ranges_table = self.ranges_table;
         record.ranges = ranges;
-        let published = self.published + 1;
+        let published = self.published + record::STEP;
         self.published = published;
         let encoded = record.to_words();
         let copy = &self.record[record::copy(published)..][..record::WORDS];
@@ -65,7 +71,7 @@ impl Offloaded {
 
     /// Writes the words that predicted segments do not change to the copy of the record that is not valid.
     fn prepare_other_copy(&self, encoded: &[u64; record::NUMBER]) {
-        let other = &self.record[record::copy(self.published + 1)..];
+        let other = &self.record[record::copy(self.published + record::STEP)..];
         for (word, value) in other.iter().zip(encoded).skip(record::PREDICTED) {
             word.store(*value, Ordering::Relaxed);
         }

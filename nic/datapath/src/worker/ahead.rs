@@ -3,8 +3,8 @@
 
 use super::Worker;
 use super::connections::Connections;
-use crate::custody::{Custody, Slot};
-use crate::worker::programs::Batch;
+use crate::custody::Custody;
+use crate::worker::programs::Unannounced;
 use baton_device::{Arrival, Checksum, Device, Frame};
 use baton_shm::prefetch;
 use baton_tables::{NO_SLOT, Search};
@@ -61,7 +61,7 @@ impl Ahead {
         for early in batch.iter_mut().filter(|early| early.slot != NO_SLOT) {
             early.slot = connections.lookup.end(early.search);
             if let Some(slot) = connections.slots.get(early.slot as usize) {
-                prefetch(slot, 0, Slot::HOT);
+                prefetch(slot, 0, 1);
             }
         }
         let offloaded = |early: &Early| match connections.slots.get(early.slot as usize)?.as_ref()?.custody {
@@ -87,36 +87,38 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn poll_ahead(&mut self, now: Instant) -> bool {
         let begun = self.turn;
-        let mut batch = Batch::default();
+        let mut unannounced = Unannounced::NONE;
         while self.turn > 0 {
             let most = self.turn.min(AHEAD);
             let (count, next) = self.ahead.receive(&mut self.output.wire.device, most, self.settings.frame_bytes);
             self.ahead.load(count, &self.connections);
-            self.process_ahead(count, &mut batch, now);
+            self.process_ahead(count, &mut unannounced, now);
             match next {
                 Arrival::Frame => {}
                 Arrival::Large => {
                     std::mem::swap(&mut self.frame, &mut self.ahead.0[count].frame);
-                    self.receive_other(Arrival::Large, &mut batch, now);
+                    self.receive_other(Arrival::Large, &mut unannounced, now);
                     self.turn -= 1;
                 }
                 Arrival::Nothing => break,
             }
         }
-        self.end_batch(&batch, begun - self.turn, now);
+        if unannounced.any() {
+            self.announce(&unannounced, now);
+        }
         self.turn < begun
     }
 
     /// Processes the first `count` frames received ahead, in order.
     #[inline(always)]
-    fn process_ahead(&mut self, count: usize, batch: &mut Batch, now: Instant) {
+    fn process_ahead(&mut self, count: usize, unannounced: &mut Unannounced, now: Instant) {
         let clock = now.millis();
         for at in 0..count {
             let early = &mut self.ahead.0[at];
             std::mem::swap(&mut self.frame, &mut early.frame);
             let found = Some(early.slot).filter(|slot| *slot != NO_SLOT);
-            if !self.receive_usual(found, batch, now, clock) {
-                self.receive_other(Arrival::Frame, batch, now);
+            if !self.receive_usual(found, unannounced, now, clock) {
+                self.receive_other(Arrival::Frame, unannounced, now);
             }
         }
         self.turn -= count;

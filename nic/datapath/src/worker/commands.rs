@@ -4,13 +4,14 @@ use super::Worker;
 use super::frames::needs_kernel;
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
-use crate::offloaded::{Memory, OFFLOADED, Offloaded};
+use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
 use baton_abi::layout::{Counter, nic, scratch, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_recovery::Replay;
+use baton_shm::Pooled;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
@@ -190,7 +191,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         offloaded.publish(now);
         offloaded.publish_processor(processor);
         offloaded.path = if fast_path { Path::Fast } else { Path::Whole };
-        slot.custody = Custody::Active(OFFLOADED.take(offloaded));
+        slot.custody = Custody::Active(Pooled::new(offloaded));
         self.run_held(index, now);
         self.lend_unless_quiet(index, now);
         Ok(0)
@@ -303,9 +304,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.drain_wire(now);
         self.occupant(cid)?;
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
+        let flow = slot.flow();
         match slot.custody {
             // The recovery record remains until the agent has noted that the connection has ended: it may die before.
-            Custody::Active(offloaded) => self.keep_closed(offloaded, Flow::from(&slot.key), now),
+            Custody::Active(offloaded) => self.keep_closed(offloaded, flow, now),
             Custody::Leaving(_) | Custody::Lent(_) | Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
@@ -334,8 +336,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn remove_slot(&mut self, cid: Cid) -> Option<Slot> {
         let slot = self.connections.slots[cid.slot() as usize].take()?;
         let slots = &self.connections.slots;
-        let key_of = |other: u32| slots[other as usize].as_ref().map_or(slot.key, |found| found.key);
-        self.connections.lookup.remove(&slot.key, cid.slot(), key_of);
+        let key_of = |other: u32| slots[other as usize].as_ref().map_or(slot.key(), Slot::key);
+        self.connections.lookup.remove(&slot.key(), cid.slot(), key_of);
         self.programs.dirty.retain(|index| *index != cid.slot());
         self.connections.count -= 1;
         Some(slot)

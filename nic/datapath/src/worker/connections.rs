@@ -41,7 +41,7 @@ impl Connections {
     /// The slot of a connection.
     #[inline(always)]
     pub fn find(&self, key: &FlowKey) -> Option<u32> {
-        self.lookup.find(key, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.key == *key))
+        self.lookup.find(key, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.has_key(key)))
     }
 }
 

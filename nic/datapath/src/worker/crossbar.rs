@@ -343,13 +343,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow()));
         front.buckets[slot.cid.slot() as usize] = bucket;
         front.remote.remove(&slot.cid.slot());
-        front.unadded.push(slot.key);
+        front.unadded.push(slot.key());
         self.dispatch(bucket, Call::Made(bucket, Box::new(slot)), now);
     }
 
     /// Adds a connection that has been made for a listener.
     fn add_made(&mut self, slot: Slot) {
-        let (index, key) = (slot.cid.slot(), slot.key);
+        let (index, key) = (slot.cid.slot(), slot.key());
         self.connections.slots[index as usize] = Some(slot);
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;
@@ -520,7 +520,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             {
                 slot.prepend_events(remote.pending);
             }
-            self.connections.lookup.insert(&slot.key, index);
+            self.connections.lookup.insert(&slot.key(), index);
             self.connections.slots[index as usize] = Some(slot);
             self.connections.count += 1;
             self.follow_up(index, Events::empty());

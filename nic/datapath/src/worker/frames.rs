@@ -5,7 +5,7 @@ use crate::custody::{Custody, Slot};
 use crate::fragments::{Fragment, Outcome};
 use crate::icmp::{self, Report};
 use crate::offloaded::Offloaded;
-use crate::worker::programs::Batch;
+use crate::worker::programs::Unannounced;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
@@ -43,34 +43,27 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn poll_usual_wire(&mut self, now: Instant) -> bool {
         let (begun, clock) = (self.turn, now.millis());
-        let mut batch = Batch::default();
-        while self.turn > 0 {
+        let (mut left, mut unannounced) = (begun, Unannounced::NONE);
+        while left > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
-                Arrival::Frame if self.receive_usual(None, &mut batch, now, clock) => {}
-                arrival => self.receive_other(arrival, &mut batch, now),
+                Arrival::Frame if self.receive_usual(None, &mut unannounced, now, clock) => {}
+                arrival => self.receive_other(arrival, &mut unannounced, now),
             }
-            self.turn -= 1;
+            left -= 1;
         }
-        self.end_batch(&batch, begun - self.turn, now);
-        self.turn < begun
-    }
-
-    /// Ends a batch of `frames` frames: counts those of the usual kind, and tells the program of the last one.
-    #[inline(always)]
-    pub(super) fn end_batch(&mut self, batch: &Batch, frames: usize, now: Instant) {
-        self.counters.add_to_each([Counter::WireReceived, Counter::Segments], (frames - batch.others) as u64);
-        if let Some(unannounced) = batch.unannounced() {
+        self.turn = left;
+        if unannounced.any() {
             self.announce(&unannounced, now);
         }
+        left < begun
     }
 
     /// Processes a frame that is not of the usual kind, or is large.
     #[cold]
     #[inline(never)]
-    pub(super) fn receive_other(&mut self, arrival: Arrival, batch: &mut Batch, now: Instant) {
-        batch.others += 1;
-        self.announce_and_clear(batch, now);
+    pub(super) fn receive_other(&mut self, arrival: Arrival, unannounced: &mut Unannounced, now: Instant) {
+        self.announce_and_clear(unannounced, now);
         if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
@@ -137,35 +130,26 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified by a device, of a
     /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
-    /// is found. `found` is the slot, which may be another connection's, if it was looked up. The caller counts the frame. False, and
+    /// is found. `found` is the slot, which may be another connection's, if it was looked up. False, and
     /// nothing is done, for any other frame.
     #[inline(always)]
-    pub(super) fn receive_usual(
-        &mut self,
-        found: Option<u32>,
-        batch: &mut Batch,
-        now: Instant,
-        clock: u32,
-    ) -> bool {
+    pub(super) fn receive_usual(&mut self, found: Option<u32>, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
         if self.frame.checksum == Checksum::Unknown {
             return false;
         }
         let Some(usual) = Usual::parse(self.frame.bytes()) else { return false };
         let key = usual.key();
-        let found = found.map_or_else(|| self.connections.lookup.find_again(&key), |index| Some((index, false)));
-        let Some((index, known)) = found else { return false };
-        if !batch.is_of(index) {
+        let Some(index) = found.or_else(|| self.connections.lookup.find_again(&key)) else { return false };
+        if !unannounced.is_of(index) {
             self.output.make_free_for(index, &self.counters);
         }
-        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
-        let Slot { key: expected, custody: Custody::Active(offloaded), .. } = slot else { return false };
-        if !known {
-            // The first slot with the same hash is nearly always the right one; the keys are compared here.
-            if *expected != key {
-                return false;
-            }
-            self.connections.lookup.remember(&key, index);
+        let slot = self.connections.slots.get_mut(index as usize);
+        let Some(Some(slot @ Slot { custody: Custody::Active(_), .. })) = slot else { return false };
+        // The first slot with the same hash is nearly always the right one; the keys are compared here.
+        if !slot.has_key(&key) {
+            return false;
         }
+        let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
         let plain = usual.plain();
         // Events that wait go first. With posted buffers, or ranges out of order in the record, no segment is predicted.
@@ -173,10 +157,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(acknowledgement) = predicted else {
             // Read anew, so that it lies in memory only here.
             let plain = usual.plain();
-            return self.receive_plain(batch, index, &plain, now);
+            return self.receive_plain(unannounced, index, &plain, now);
         };
         // All that is computed is written before the payload is copied, which needs the registers.
-        let earlier = batch.add(index, slot.cid, offloaded, plain.seq, plain.length);
+        let earlier = unannounced.add(index, slot.cid, offloaded, plain.seq, plain.length);
         self.output.prepare_usual(offloaded, &acknowledgement);
         offloaded.receive.write_plain(plain.seq, usual.payload());
         self.output.acknowledge_usual(index, offloaded, &self.counters);
@@ -198,7 +182,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
-        if slot.key != key || !verified && !plain.checksum_holds(key, bytes) {
+        if !slot.has_key(&key) || !verified && !plain.checksum_holds(key, bytes) {
             return false;
         }
         let headers = plain.headers(key);
@@ -218,9 +202,13 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// [`Worker::receive_usual`] where not all is usual.
     #[inline(never)]
-    fn receive_plain(&mut self, batch: &mut Batch, index: u32, plain: &Plain, now: Instant) -> bool {
-        self.announce_and_clear(batch, now);
-        self.take_plain::<false>(index, plain, Usual::HEADERS, now)
+    fn receive_plain(&mut self, unannounced: &mut Unannounced, index: u32, plain: &Plain, now: Instant) -> bool {
+        self.announce_and_clear(unannounced, now);
+        let taken = self.take_plain::<false>(index, plain, Usual::HEADERS, now);
+        if taken {
+            self.counters.add_to_each([Counter::WireReceived, Counter::Segments], 1);
+        }
+        taken
     }
 
     /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the first `headers`

@@ -222,7 +222,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             scheduled = self.connections.wheel.enter(index, begin.0);
             self.wake_at(self.connections.wheel.next_tick());
         }
-        let slot = Slot { scheduled, ..Slot::new(key, cid, Custody::Opening(opening)) };
+        let mut slot = Slot::new(key, cid, Custody::Opening(opening));
+        slot.scheduled = scheduled;
         self.connections.slots[index as usize] = Some(slot);
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;

@@ -82,25 +82,11 @@ impl Session {
     }
 }
 
-/// A batch of frames from the wire.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Batch {
-    /// Slot of the connection that has [`Unannounced`] bytes; else [`NO_SLOT`].
-    slot: u32,
-    unannounced: Unannounced,
-    /// Frames that were not of the usual kind.
-    pub others: usize,
-}
-
-impl Default for Batch {
-    fn default() -> Batch {
-        Batch { slot: NO_SLOT, unannounced: Unannounced::default(), others: 0 }
-    }
-}
-
 /// Bytes that a connection without pending events has received in this batch, that have not been announced to its program.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Unannounced {
+    /// Slot of the connection; [`NO_SLOT`] if there are no such bytes.
+    slot: u32,
     cid: Cid,
     session: u32,
     /// Offset in session memory of the first of them.
@@ -110,37 +96,33 @@ pub(super) struct Unannounced {
     fetches: bool,
 }
 
-impl Batch {
-    /// Whether the connection in slot `index` has unannounced bytes: then no other one has an acknowledgement that is held.
+impl Unannounced {
+    /// No bytes.
+    pub const NONE: Unannounced = Unannounced { slot: NO_SLOT, cid: Cid(0), session: 0, at: 0, length: 0, fetches: false };
+
+    /// Whether the connection in slot `index` has them: then no other one has an acknowledgement that is held.
     #[inline(always)]
     pub fn is_of(&self, index: u32) -> bool {
         self.slot == index
+    }
+
+    /// Whether there are any.
+    #[inline(always)]
+    pub fn any(&self) -> bool {
+        self.slot != NO_SLOT
     }
 
     /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns those of another one.
     #[inline(always)]
     pub fn add(&mut self, index: u32, cid: Cid, offloaded: &Offloaded, seq: u32, length: u32) -> Option<Unannounced> {
         if self.is_of(index) {
-            self.unannounced.length += length;
+            self.length += length;
             return None;
         }
-        let earlier = self.unannounced();
+        let earlier = self.any().then_some(*self);
         let (session, at, fetches) = (offloaded.session, offloaded.receive.offset_of(seq), offloaded.fetches);
-        (self.slot, self.unannounced) = (index, Unannounced { cid, session, at, length, fetches });
+        *self = Unannounced { slot: index, cid, session, at, length, fetches };
         earlier
-    }
-
-    /// The unannounced bytes.
-    #[inline(always)]
-    pub fn unannounced(&self) -> Option<Unannounced> {
-        (self.slot != NO_SLOT).then_some(self.unannounced)
-    }
-
-    /// The same; there are none afterwards.
-    fn take(&mut self) -> Option<Unannounced> {
-        let unannounced = self.unannounced();
-        self.slot = NO_SLOT;
-        unannounced
     }
 }
 
@@ -485,9 +467,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.announce(unannounced, now);
     }
 
-    /// [`Worker::announce`], before anything else can happen to the connection.
-    pub(super) fn announce_and_clear(&mut self, batch: &mut Batch, now: Instant) {
-        if let Some(unannounced) = batch.take() {
+    /// [`Worker::announce`], if there are any, before anything else can happen to the connection. There are none afterwards.
+    pub(super) fn announce_and_clear(&mut self, unannounced: &mut Unannounced, now: Instant) {
+        let unannounced = std::mem::replace(unannounced, Unannounced::NONE);
+        if unannounced.any() {
             self.announce(&unannounced, now);
         }
     }
