@@ -49,3 +49,12 @@ pub(crate) fn advise(base: *mut u8, length: usize) {
         unsafe { libc::madvise(base.wrapping_add(skipped).cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }
+
+/// Gives the pages of memory back to the system, which are zero when they are used again.
+///
+/// # Safety
+/// The memory must be private, of whole pages, and nobody may want what it holds.
+pub(crate) unsafe fn discard(base: *mut u8, length: usize) {
+    // SAFETY: the caller's promise. The call may fail, which leaves them as they are.
+    unsafe { libc::madvise(base.cast(), length, libc::MADV_DONTNEED) };
+}

@@ -1,11 +1,12 @@
-//! Objects of one type, close to each other: the first ones in ordinary pages, the many that follow in huge ones.
+//! Objects of one type, close to each other: the first ones in ordinary pages, the many that follow in huge ones. Pages that hold no
+//! object any more go back to the system.
 
-use crate::lines::{HUGE, advise};
+use crate::lines::{HUGE, advise, discard};
 use core::fmt;
-use core::mem::MaybeUninit;
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 use std::alloc::{Layout, alloc, handle_alloc_error};
+use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// An object whose places are a pool's, which all objects of its type share: so that a pointer to one is all there is to it.
@@ -14,36 +15,46 @@ pub trait Shared: Sized + 'static {
     fn pool() -> &'static Pool<Self>;
 }
 
-/// Places for objects of type `T`. What an object leaves free another one takes; the memory of all stays the pool's. Taking a place and
-/// giving it back takes a lock, which is not for what happens with every packet.
+/// Places for objects of type `T`. An object gets the lowest place that is free, so that few objects are close to each other even after
+/// many have come and gone. Taking a place and giving it back takes a lock, which is not for what happens with every packet.
 pub struct Pool<T: 'static>(Mutex<Places<T>>);
 
 struct Places<T> {
-    /// Places that are free: those that were given back.
-    free: Vec<NonNull<MaybeUninit<T>>>,
-    /// The places of the last block that have never been taken: the next one, and how many there are.
-    next: NonNull<MaybeUninit<T>>,
-    left: usize,
-    /// Blocks so far.
-    blocks: usize,
+    chunks: Vec<Chunk<T>>,
+    /// Index of the chunk at each address.
+    by_address: BTreeMap<usize, u32>,
+    /// All chunks before this one are full.
+    lowest: usize,
+}
+
+/// Places whose pages go back to the system when all of them are free.
+struct Chunk<T> {
+    base: NonNull<T>,
+    bytes: usize,
+    /// Number of places that are taken, and a bit for each place: 1 if it is.
+    taken: usize,
+    bits: Box<[u64]>,
 }
 
 // SAFETY: the places are memory that only their takers reach; the pool hands each to one taker at a time.
 unsafe impl<T> Send for Places<T> {}
 
-/// Bytes of each block behind the first.
-const BLOCK: usize = 4 * HUGE;
-/// Bytes of the first block, in ordinary pages: few objects do not take a huge page.
+/// Bytes of the first block, in ordinary pages: few objects do not take a huge page. And bytes of its chunks.
 const FIRST: usize = HUGE;
+const FIRST_CHUNK: usize = 1 << 16;
+/// Bytes of each block behind the first, whose chunks are huge pages.
+const BLOCK: usize = 4 * HUGE;
+/// Bytes of an ordinary page.
+const PAGE: usize = 4096;
 
 impl<T> Pool<T> {
     /// Makes an empty pool.
     pub const fn new() -> Pool<T> {
-        Pool(Mutex::new(Places { free: Vec::new(), next: NonNull::dangling(), left: 0, blocks: 0 }))
+        Pool(Mutex::new(Places { chunks: Vec::new(), by_address: BTreeMap::new(), lowest: 0 }))
     }
 
     fn give_back(&self, place: NonNull<T>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).free.push(place.cast());
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).give_back(place);
     }
 }
 
@@ -53,37 +64,64 @@ impl<T> Default for Pool<T> {
     }
 }
 
+impl<T> Chunk<T> {
+    /// Number of its places.
+    fn room(&self) -> usize {
+        self.bytes / size_of::<T>()
+    }
+}
+
 impl<T> Places<T> {
-    fn take(&mut self) -> NonNull<MaybeUninit<T>> {
-        if let Some(place) = self.free.pop() {
-            return place;
+    fn take(&mut self) -> NonNull<T> {
+        while self.chunks.get(self.lowest).is_some_and(|chunk| chunk.taken == chunk.room()) {
+            self.lowest += 1;
         }
-        if self.left == 0 {
+        if self.lowest == self.chunks.len() {
             self.add_block();
         }
-        let place = self.next;
-        self.left -= 1;
-        if self.left > 0 {
-            // SAFETY: the block has another place behind this one.
-            self.next = unsafe { place.add(1) };
+        let chunk = &mut self.chunks[self.lowest];
+        let (word, bits) = chunk.bits.iter_mut().enumerate().find(|(_, bits)| **bits != u64::MAX).expect("a place is free");
+        let bit = bits.trailing_ones();
+        *bits |= 1 << bit;
+        chunk.taken += 1;
+        // SAFETY: the first bit that is not set is that of a place of the chunk, since not all of these are taken.
+        unsafe { chunk.base.add(word * 64 + bit as usize) }
+    }
+
+    fn give_back(&mut self, place: NonNull<T>) {
+        let (_, at) = self.by_address.range(..=place.addr().get()).next_back().expect("the place is in one of the chunks");
+        let at = *at as usize;
+        let chunk = &mut self.chunks[at];
+        let index = (place.addr().get() - chunk.base.addr().get()) / size_of::<T>();
+        chunk.bits[index / 64] &= !(1 << (index % 64));
+        chunk.taken -= 1;
+        self.lowest = self.lowest.min(at);
+        // The first chunk stays: where few objects come and go it is the only one that is used.
+        if chunk.taken == 0 && at > 0 {
+            // SAFETY: the chunk is whole pages of the pool's own memory, and no place of it holds an object.
+            unsafe { discard(chunk.base.as_ptr().cast(), chunk.bytes) };
         }
-        place
     }
 
     #[cold]
     fn add_block(&mut self) {
-        const { assert!(size_of::<T>() > 0 && size_of::<T>() <= FIRST && align_of::<T>() <= HUGE) };
-        let bytes = if self.blocks == 0 { FIRST } else { BLOCK };
-        let layout = Layout::from_size_align(bytes, if self.blocks == 0 { align_of::<T>() } else { HUGE });
-        let layout = layout.expect("a block's size and alignment are constants that fit");
+        const { assert!(size_of::<T>() > 0 && size_of::<T>() <= FIRST_CHUNK && align_of::<T>() <= PAGE) };
+        let first = self.chunks.is_empty();
+        let (bytes, align, chunk) = if first { (FIRST, PAGE, FIRST_CHUNK) } else { (BLOCK, HUGE, HUGE) };
+        let layout = Layout::from_size_align(bytes, align).expect("a block's size and alignment are constants that fit");
         // SAFETY: the layout's size is not 0.
         let block = unsafe { alloc(layout) };
         let Some(block) = NonNull::new(block) else { handle_alloc_error(layout) };
-        if self.blocks > 0 {
+        if !first {
             advise(block.as_ptr(), bytes);
         }
-        self.blocks += 1;
-        (self.next, self.left) = (block.cast(), bytes / size_of::<T>());
+        for at in (0..bytes).step_by(chunk) {
+            // SAFETY: the offset is less than the block's length.
+            let base = unsafe { block.add(at) }.cast::<T>();
+            self.by_address.insert(base.addr().get(), self.chunks.len() as u32);
+            let bits = vec![0; (chunk / size_of::<T>()).div_ceil(64)].into();
+            self.chunks.push(Chunk { base, bytes: chunk, taken: 0, bits });
+        }
     }
 }
 
@@ -100,7 +138,7 @@ unsafe impl<T: Shared + Sync> Sync for Pooled<T> {}
 impl<T: Shared> Pooled<T> {
     /// Puts an object into a place of its own.
     pub fn new(value: T) -> Pooled<T> {
-        let place = T::pool().0.lock().unwrap_or_else(PoisonError::into_inner).take().cast::<T>();
+        let place = T::pool().0.lock().unwrap_or_else(PoisonError::into_inner).take();
         // SAFETY: the place is aligned memory for a `T` that nobody else has.
         unsafe { place.write(value) };
         Pooled { place }
@@ -184,5 +222,51 @@ mod tests {
         let thread = std::thread::spawn(move || drop(objects));
         thread.join().unwrap();
         assert_eq!(Arc::strong_count(&counted), 1);
+    }
+
+    struct Small([u8; 1600]);
+
+    static SMALL: Pool<Small> = Pool::new();
+
+    impl Shared for Small {
+        fn pool() -> &'static Pool<Small> {
+            &SMALL
+        }
+    }
+
+    /// Resident bytes of a chunk.
+    fn resident<T>(pool: &Pool<T>, at: usize) -> usize {
+        let places = pool.0.lock().unwrap();
+        let chunk = &places.chunks[at];
+        let mut pages = vec![0u8; chunk.bytes / PAGE];
+        // SAFETY: the chunk is mapped, and the vector has a byte for each of its pages.
+        let asked = unsafe { libc::mincore(chunk.base.as_ptr().cast(), chunk.bytes, pages.as_mut_ptr()) };
+        assert_eq!(asked, 0);
+        pages.iter().filter(|page| **page & 1 != 0).count() * PAGE
+    }
+
+    #[test]
+    fn the_lowest_places_are_taken_and_empty_chunks_have_no_pages() {
+        let take = |n| Pooled::new(Small([n; 1600]));
+        let each = FIRST_CHUNK / 1600;
+        let mut objects: Vec<_> = (0..each * 4).map(|n| take(n as u8)).collect();
+        assert!((0..4).all(|at| resident(&SMALL, at) > FIRST_CHUNK / 2));
+        // All of the third chunk, and all but one of the second, in no order.
+        let kept = objects.swap_remove(each + 7);
+        let place = kept.place.addr();
+        let rest = objects.split_off(each);
+        drop(rest);
+        let after = [0, 1, 2, 3].map(|at| resident(&SMALL, at) > 0);
+        assert_eq!(after, [true, true, false, false]);
+        assert_eq!(kept.0, [(each + 7) as u8; 1600]);
+        // The lowest places are taken first: the second chunk is full before the third one gets any.
+        objects.extend((0..each - 1).map(|_| take(1)));
+        assert_eq!(kept.place.addr(), place);
+        assert_eq!(resident(&SMALL, 2), 0);
+        objects.push(take(2));
+        assert!(resident(&SMALL, 2) > 0);
+        drop((objects, kept));
+        assert_eq!([1, 2, 3].map(|at| resident(&SMALL, at)), [0; 3]);
+        assert!(resident(&SMALL, 0) > 0);
     }
 }
