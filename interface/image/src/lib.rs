@@ -13,6 +13,7 @@
 
 mod codec;
 pub mod nic;
+mod short;
 mod stay;
 
 use baton_wire::Flow;
@@ -21,6 +22,7 @@ use codec::{Field, Reader, Writer};
 
 pub use codec::ImageError;
 pub use nic::NicState;
+pub use short::MAX_SHORT;
 pub use stay::Stay;
 
 /// Version of the encoding; an image of another version is refused.
